@@ -1,0 +1,295 @@
+"""Every setting of a run, declared once.
+
+One frozen tree of dataclasses. The YAML file, the command line's flags, the defaults, the help texts, the range
+checks and the table in the README are all read off its fields, so an option cannot be declared and then forgotten.
+Leaf names are unique across the tree: `--lr` needs no prefix, and a file may group keys under their section or
+leave them flat. A key that no field reads is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from graftune.errors import GraftuneError
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGET_SHORTHANDS = {
+    "all_linear": PROJECTIONS,
+    "attention": PROJECTIONS[:4],
+    "qv": ("q_proj", "v_proj"),
+    "mlp": PROJECTIONS[4:],
+}
+
+
+def opt(default: Any, help: str, *, min: float | None = None, max: float | None = None, above: float | None = None) -> Any:
+    """A field with its help text and its inclusive range (`above` is an exclusive lower bound)."""
+    return field(default=default, metadata={"help": help, "min": min, "max": max, "above": above})
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    base: str = opt("", "Hugging Face name or folder, or a .gguf file; empty: the bundled SmolLM2-135M-Instruct")
+    revision: str = opt("", "Hub revision of the base")
+    base_dtype: Literal["auto", "keep", "bf16", "fp32"] = opt(
+        "auto", "how the frozen weights are held: as in the file (keep) or resident in bf16/fp32"
+    )
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps")
+    compute_dtype: Literal["auto", "bf16", "fp32"] = opt("auto", "dtype of the matrix products")
+    threads: int = opt(0, "CPU threads; 0: as many as there are cores", min=0)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = opt(16, "adapter rank", min=1, max=4096)
+    alpha: float = opt(32.0, "adapter scale numerator: the product is scaled by alpha/rank", above=0)
+    targets: tuple[str, ...] = opt(
+        ("all_linear",), "projections to adapt: names, or all_linear, attention, qv, mlp"
+    )
+    dropout: float = opt(0.0, "dropout on the adapter's input", min=0, max=0.99)
+    rslora: bool = opt(False, "scale by alpha/sqrt(rank) instead of alpha/rank")
+    init: Literal["gaussian", "kaiming"] = opt("gaussian", "how A starts: Gaussian of std init_scale/rank, or PEFT's Kaiming")
+    init_scale: float = opt(1.0, "multiplies A's starting values", above=0)
+    train_norms: bool = opt(False, "also train the norm weights")
+    new_tokens: tuple[str, ...] = opt((), "tokens to add; their embedding and head rows are trained")
+    adapter: str = opt("", "an adapter folder (ours or PEFT's) to continue from")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    data: str = opt("", "training data: .jsonl, .json, .csv or .parquet; empty: the bundled sample")
+    eval_data: str = opt("", "validation data; empty: split off the training data")
+    val_split: float = opt(0.2, "share of the data held out for validation", min=0, max=0.9)
+    max_seq_len: int = opt(512, "longest example, in tokens", min=8)
+    train_on: Literal["assistant", "last", "flagged"] = opt(
+        "assistant", "which turns are trained: every assistant turn, the last one, or those with \"train\": true"
+    )
+    template: str = opt("auto", "chat template: auto (the model's own), none (prompt ++ response), or a Jinja file")
+    append_eos: bool = opt(False, "append EOS to turns of a template that has no end token")
+    strict: bool = opt(False, "stop at the first bad row instead of counting it")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = opt(2e-4, "peak learning rate", min=0)
+    schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "shape after warm-up")
+    warmup: float = opt(0.1, "share of the steps spent warming up", min=0, max=1)
+    min_lr: float = opt(1e-6, "learning rate the schedule ends at", min=0)
+    beta1: float = opt(0.9, "AdamW's first-moment decay", min=0, max=0.9999)
+    beta2: float = opt(0.999, "AdamW's second-moment decay", min=0, max=0.999999)
+    eps: float = opt(1e-8, "AdamW's epsilon", above=0)
+    weight_decay: float = opt(0.01, "decoupled weight decay", min=0)
+    clip: float = opt(1.0, "gradient norm limit; 0: no clipping", min=0)
+    clip_mode: Literal["global", "layer"] = opt("global", "one norm over all gradients, or one a layer")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: int = opt(3, "passes over the data", min=1)
+    max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", min=0)
+    tokens_per_step: int = opt(4096, "tokens of one optimizer step", min=8)
+    tokens_per_micro_batch: int = opt(0, "tokens of one forward and backward; 0: chosen by memory", min=0)
+    eval_every: int = opt(0, "evaluate every N steps, besides before the first and after each epoch; 0: off", min=0)
+    save_every: int = opt(0, "checkpoint every N steps, besides after each epoch; 0: off", min=0)
+    keep_last: int = opt(2, "checkpoints kept beside the best one", min=1)
+    patience: int = opt(5, "evaluations without improvement before stopping; 0: never", min=0)
+    seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0)
+    deterministic: bool = opt(False, "bit-identical reruns on every device")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    out: str = opt("", "run folder; empty: runs/ and a name of its own")
+    samples: int = opt(4, "validation prompts answered before and after; 0: none", min=0)
+    sample_tokens: int = opt(64, "longest sample answer, in tokens", min=1)
+    score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
+    score_records: int = opt(24, "unseen records scored before and after", min=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole tree. Build it with `Config.of`, which checks every key, type and range."""
+
+    base: BaseConfig = field(default_factory=BaseConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @staticmethod
+    def of(*layers: dict[str, Any], where: str = "config") -> Config:
+        """Merge flat or sectioned dictionaries, later ones winning, over the defaults."""
+        values: dict[str, Any] = {}
+        for layer in layers:
+            values.update(flatten(layer, where))
+        return Config(**{
+            name: section(**{f.name: _checked(f, _hints(section)[f.name], values[f.name], where)
+                             for f in dataclasses.fields(section) if f.name in values})
+            for name, section in _sections().items()
+        })
+
+    @staticmethod
+    def load(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+        return Config.of(read_yaml(path), overrides or {}, where=str(path))
+
+    def replace(self, **leaves: Any) -> Config:
+        return Config.of(self.flat(), leaves)
+
+    def flat(self) -> dict[str, Any]:
+        return {name: value for section in self.nested().values() for name, value in section.items()}
+
+    def nested(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {k: list(v) if isinstance(v, tuple) else v for k, v in vars(getattr(self, name)).items()}
+            for name in _sections()
+        }
+
+    def save(self, path: str | Path) -> None:
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(self.nested(), sort_keys=False))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One setting, as the command line and the README's table need it."""
+
+    section: str
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+def leaves() -> list[Leaf]:
+    return [
+        Leaf(name, f.name, _hints(section)[f.name], f.default, f.metadata["help"])
+        for name, section in _sections().items()
+        for f in dataclasses.fields(section)
+    ]
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(path), mend="check the path given to -c") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        raise GraftuneError(f"is not valid YAML{line}", where=str(path), mend="mend the file") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise GraftuneError("must hold keys and values", where=str(path), mend="write one `key: value` a line")
+    return tree
+
+
+def flatten(tree: dict[str, Any], where: str) -> dict[str, Any]:
+    """Sectioned or flat keys -> leaf keys. A section and a leaf may share a name (base, data): a mapping is the section."""
+    flat: dict[str, Any] = {}
+    sections, known = _sections(), {leaf.name: leaf.section for leaf in leaves()}
+    for key, value in tree.items():
+        if key in sections and isinstance(value, dict):
+            for inner, leaf_value in value.items():
+                if known.get(inner) != key:
+                    raise _unknown(f"{key}.{inner}", inner, [n for n, s in known.items() if s == key], where)
+                flat[inner] = leaf_value
+        elif key in known:
+            flat[key] = value
+        else:
+            raise _unknown(str(key), str(key), list(known), where)
+    return flat
+
+
+def expand_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Shorthands -> projection names, in the model's own order."""
+    wanted: set[str] = set()
+    for target in targets:
+        if target in TARGET_SHORTHANDS:
+            wanted.update(TARGET_SHORTHANDS[target])
+        elif target in PROJECTIONS:
+            wanted.add(target)
+        else:
+            raise GraftuneError(
+                f"targets: unknown projection {target!r}",
+                mend=f"use {', '.join(PROJECTIONS)} or {', '.join(TARGET_SHORTHANDS)}",
+            )
+    return tuple(p for p in PROJECTIONS if p in wanted)
+
+
+def _sections() -> dict[str, Any]:
+    return {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config)}
+
+
+def _hints(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
+def _unknown(shown: str, key: str, known: list[str], where: str) -> GraftuneError:
+    near = difflib.get_close_matches(key, known, 1)
+    return GraftuneError(f"unknown key {shown!r}", where=where, mend=f"did you mean {near[0]!r}?" if near else "remove it")
+
+
+def _checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
+    """`value` as the field's type, or an error that names the field. Nothing is guessed: '3' is not a number."""
+    value = _coerced(f.name, hint, value, where)
+    low, high, above = f.metadata["min"], f.metadata["max"], f.metadata["above"]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        bad = (low is not None and value < low) or (high is not None and value > high) or (above is not None and value <= above)
+        if bad or value != value:
+            bounds = [f"at least {low}" if low is not None else "", f"above {above}" if above is not None else "",
+                      f"at most {high}" if high is not None else ""]
+            raise GraftuneError(f"{f.name} is {value}", where=where, mend="it must be " + " and ".join(b for b in bounds if b))
+    return value
+
+
+def _coerced(name: str, hint: Any, value: Any, where: str) -> Any:
+    def wrong(expected: str) -> GraftuneError:
+        return GraftuneError(f"{name} is {value!r}", where=where, mend=f"it must be {expected}")
+
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        raise AssertionError(f"{name}: optional fields are not part of the tree; use an empty value")
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise wrong("one of " + ", ".join(map(str, choices)))
+        return value
+    if origin is tuple:
+        if isinstance(value, str):
+            value = tuple(part.strip() for part in value.split(",") if part.strip())
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise wrong("a list of names")
+        return tuple(value)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise wrong("true or false")
+        return value
+    if hint is int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong("a whole number")
+        return value
+    if hint is float:
+        if isinstance(value, str):  # YAML reads 2e-4 (without a dot) as text
+            try:
+                return float(value)
+            except ValueError:
+                raise wrong("a number") from None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong("a number")
+        return float(value)
+    assert hint is str, hint
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise wrong("text")
+    return value
