@@ -41,7 +41,10 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         if self.tokens.device == device:
             return self
-        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "positions", "cu_seqlens", "rows", "labels")}
+        moved = {
+            k: getattr(self, k).to(device, non_blocking=True)
+            for k in ("tokens", "positions", "cu_seqlens", "rows", "labels")
+        }
         return PackedBatch(**moved, lengths=self.lengths, response_tokens=self.response_tokens)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -27,7 +28,9 @@ TARGET_SHORTHANDS = {
 }
 
 
-def opt(default: Any, help: str, *, min: float | None = None, max: float | None = None, above: float | None = None) -> Any:
+def opt(
+    default: Any, help: str, *, min: float | None = None, max: float | None = None, above: float | None = None
+) -> Any:
     """A field with its help text and its inclusive range (`above` is an exclusive lower bound)."""
     return field(default=default, metadata={"help": help, "min": min, "max": max, "above": above})
 
@@ -48,12 +51,12 @@ class BaseConfig:
 class LoraConfig:
     rank: int = opt(16, "adapter rank", min=1, max=4096)
     alpha: float = opt(32.0, "adapter scale numerator: the product is scaled by alpha/rank", above=0)
-    targets: tuple[str, ...] = opt(
-        ("all_linear",), "projections to adapt: names, or all_linear, attention, qv, mlp"
-    )
+    targets: tuple[str, ...] = opt(("all_linear",), "projections to adapt: names, or all_linear, attention, qv, mlp")
     dropout: float = opt(0.0, "dropout on the adapter's input", min=0, max=0.99)
     rslora: bool = opt(False, "scale by alpha/sqrt(rank) instead of alpha/rank")
-    init: Literal["gaussian", "kaiming"] = opt("gaussian", "how A starts: Gaussian of std init_scale/rank, or PEFT's Kaiming")
+    init: Literal["gaussian", "kaiming"] = opt(
+        "gaussian", "how A starts: Gaussian of std init_scale/rank, or PEFT's Kaiming"
+    )
     init_scale: float = opt(1.0, "multiplies A's starting values", above=0)
     train_norms: bool = opt(False, "also train the norm weights")
     new_tokens: tuple[str, ...] = opt((), "tokens to add; their embedding and head rows are trained")
@@ -67,7 +70,7 @@ class DataConfig:
     val_split: float = opt(0.2, "share of the data held out for validation", min=0, max=0.9)
     max_seq_len: int = opt(512, "longest example, in tokens", min=8)
     train_on: Literal["assistant", "last", "flagged"] = opt(
-        "assistant", "which turns are trained: every assistant turn, the last one, or those with \"train\": true"
+        "assistant", 'which turns are trained: every assistant turn, the last one, or those with "train": true'
     )
     template: str = opt("auto", "chat template: auto (the model's own), none (prompt ++ response), or a Jinja file")
     append_eos: bool = opt(False, "append EOS to turns of a template that has no end token")
@@ -128,11 +131,18 @@ class Config:
         values: dict[str, Any] = {}
         for layer in layers:
             values.update(flatten(layer, where))
-        return Config(**{
-            name: section(**{f.name: _checked(f, _hints(section)[f.name], values[f.name], where)
-                             for f in dataclasses.fields(section) if f.name in values})
-            for name, section in _sections().items()
-        })
+        return Config(
+            **{
+                name: section(
+                    **{
+                        f.name: _checked(f, _hints(section)[f.name], values[f.name], where)
+                        for f in dataclasses.fields(section)
+                        if f.name in values
+                    }
+                )
+                for name, section in _sections().items()
+            }
+        )
 
     @staticmethod
     def load(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
@@ -153,7 +163,7 @@ class Config:
     def save(self, path: str | Path) -> None:
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(self.nested(), sort_keys=False))
+        Path(path).write_text(yaml.safe_dump(self.nested(), sort_keys=False), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -179,9 +189,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(path), mend="check the path given to -c") from None
+        raise GraftuneError(
+            f"cannot be read ({error.strerror})", where=str(path), mend="check the path given to -c"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
@@ -194,23 +206,29 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], where: str) -> dict[str, Any]:
-    """Sectioned or flat keys -> leaf keys. A section and a leaf may share a name (base, data): a mapping is the section."""
+    """Sectioned or flat keys -> leaf keys. A section and a leaf may share a name: a mapping is the section."""
     flat: dict[str, Any] = {}
     sections, known = _sections(), {leaf.name: leaf.section for leaf in leaves()}
     for key, value in tree.items():
-        if key in sections and isinstance(value, dict):
-            for inner, leaf_value in value.items():
+        if key in sections and (isinstance(value, dict) or (value is None and key not in known)):
+            found = dict(value or {})
+            for inner in found:
                 if known.get(inner) != key:
-                    raise _unknown(f"{key}.{inner}", inner, [n for n, s in known.items() if s == key], where)
-                flat[inner] = leaf_value
+                    raise _unknown(f"{key}.{inner}", str(inner), [n for n, s in known.items() if s == key], where)
         elif key in known:
-            flat[key] = value
+            found = {key: value}
+        elif key in sections:
+            raise GraftuneError(f"{key} is {value!r}", where=where, mend="it is a section: indent its keys below it")
         else:
             raise _unknown(str(key), str(key), list(known), where)
+        for name, leaf_value in found.items():
+            if name in flat:
+                raise GraftuneError(f"{name} is given twice", where=where, mend="keep it flat or in its section")
+            flat[name] = leaf_value
     return flat
 
 
-def expand_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[str, ...]:
     """Shorthands -> projection names, in the model's own order."""
     wanted: set[str] = set()
     for target in targets:
@@ -221,6 +239,7 @@ def expand_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
         else:
             raise GraftuneError(
                 f"targets: unknown projection {target!r}",
+                where=where,
                 mend=f"use {', '.join(PROJECTIONS)} or {', '.join(TARGET_SHORTHANDS)}",
             )
     return tuple(p for p in PROJECTIONS if p in wanted)
@@ -236,19 +255,34 @@ def _hints(section: Any) -> dict[str, Any]:
 
 def _unknown(shown: str, key: str, known: list[str], where: str) -> GraftuneError:
     near = difflib.get_close_matches(key, known, 1)
-    return GraftuneError(f"unknown key {shown!r}", where=where, mend=f"did you mean {near[0]!r}?" if near else "remove it")
+    return GraftuneError(
+        f"unknown key {shown!r}", where=where, mend=f"did you mean {near[0]!r}?" if near else "remove it"
+    )
 
 
 def _checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
     """`value` as the field's type, or an error that names the field. Nothing is guessed: '3' is not a number."""
     value = _coerced(f.name, hint, value, where)
+    if f.name == "targets":
+        expand_targets(value, where)
     low, high, above = f.metadata["min"], f.metadata["max"], f.metadata["above"]
     if isinstance(value, int | float) and not isinstance(value, bool):
-        bad = (low is not None and value < low) or (high is not None and value > high) or (above is not None and value <= above)
-        if bad or value != value:
-            bounds = [f"at least {low}" if low is not None else "", f"above {above}" if above is not None else "",
-                      f"at most {high}" if high is not None else ""]
-            raise GraftuneError(f"{f.name} is {value}", where=where, mend="it must be " + " and ".join(b for b in bounds if b))
+        bad = (
+            (low is not None and value < low)
+            or (high is not None and value > high)
+            or (above is not None and value <= above)
+        )
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if bad or infinite:
+            bounds = [
+                "a finite number" if infinite else "",
+                f"at least {low}" if low is not None else "",
+                f"above {above}" if above is not None else "",
+                f"at most {high}" if high is not None else "",
+            ]
+            raise GraftuneError(
+                f"{f.name} is {value}", where=where, mend="it must be " + " and ".join(b for b in bounds if b)
+            )
     return value
 
 
@@ -286,7 +320,10 @@ def _coerced(name: str, hint: Any, value: Any, where: str) -> Any:
                 raise wrong("a number") from None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong("a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise wrong("a number that a double can hold") from None
     assert hint is str, hint
     if value is None:
         return ""

@@ -1,0 +1,150 @@
+"""graftune chat: talk to a run, an adapter or a base.
+
+Three ways in: a conversation on a terminal, prompts from a pipe (one a line, each answered for itself), or one
+`--prompt`. With --compare the same message goes to base and tuned model, each keeping its own side of the conversation.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from graftune.cli.settings import Count, Switch, in_range, takes
+from graftune.cli.target import open_target
+from graftune.errors import GraftuneError
+from graftune.observe.console import Answer, Console
+
+Message = dict[str, str]
+
+
+@Parameter(name="*", group=Group("Sampling", sort_key=5))
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    temperature: float = 0.0
+    "0 takes the likeliest token; higher is more varied."
+    top_k: Count = 0
+    "Sample from the k likeliest tokens; 0: from all."
+    top_p: float = 1.0
+    "Sample from the likeliest tokens that together have this probability."
+    seed: Count = 0
+    "Seed of the sampling."
+    max_new_tokens: Count = 256
+    "Longest answer, in tokens."
+
+    def check(self) -> None:
+        in_range("--temperature", self.temperature, at_least=0, at_most=100)
+        in_range("--top-k", self.top_k, at_least=0)
+        in_range("--top-p", self.top_p, above=0, at_most=1)
+        in_range("--seed", self.seed, at_least=0)
+        in_range("--max-new-tokens", self.max_new_tokens, at_least=1)
+
+
+@takes("base", "template", "max_seq_len")
+def chat(
+    target: str,
+    /,
+    *,
+    compare: Switch = False,
+    prompt: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    system: Annotated[str, Parameter(show_default=False)] = "",
+    json: Switch = False,
+    quiet: Switch = False,
+    sampling: Sampling | None = None,
+    settings: Any = None,
+) -> int:
+    """Talk to a run, an adapter or a base. /reset forgets the conversation, /quit or Ctrl-D leaves.
+
+    Parameters
+    ----------
+    target
+        Run folder, adapter folder, or base ("" for the bundled one).
+    compare
+        Show the base's answer beside the tuned one's.
+    prompt
+        Answer this one message and end. Without it, messages come from the terminal, or one a line from a pipe.
+    system
+        System message that opens the conversation.
+    json
+        Print one JSON object an answer: prompt, answer and, with --compare, base_answer.
+    quiet
+        No notes.
+    """
+    console = Console(json=json, quiet=quiet)
+    sampling = sampling or Sampling()
+    sampling.check()
+    if prompt is not None and not prompt.strip():
+        raise GraftuneError("--prompt is blank", mend="give it a message")
+    run = open_target(target, settings, console, needs_adapter="--compare" if compare else None)
+    talk = Talk(run, console, asdict(sampling), system=system, compare=compare)
+    if prompt is not None:
+        talk.answer(prompt)
+    elif sys.stdin.isatty():
+        return _converse(talk, console)
+    else:
+        for line in sys.stdin:
+            if line.strip():
+                talk.reset()
+                talk.answer(line.strip())
+    return 0
+
+
+class Talk:
+    """One conversation: the messages so far, of the tuned model and (comparing) of the base beside it."""
+
+    def __init__(self, run: Any, console: Console, sampling: dict[str, Any], *, system: str, compare: bool) -> None:
+        self._run, self._console, self._sampling = run, console, sampling
+        self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._compare = compare
+        self.reset()
+
+    def reset(self) -> None:
+        self._tuned, self._base = list(self._opening), list(self._opening)
+
+    def answer(self, text: str) -> None:
+        """Answer one message: streamed, side by side, or as JSON."""
+        if self._compare:
+            base = self._ask(self._base, text, adapted=False)
+            tuned = self._ask(self._tuned, text)
+            self._console.result({"prompt": text, "answer": tuned, "base_answer": base})
+            if not self._console.json:
+                self._console.side_by_side("", [Answer(text, base, tuned)])
+        elif self._console.json:
+            self._console.result({"prompt": text, "answer": self._ask(self._tuned, text)})
+        else:
+            self._ask(self._tuned, text, on_text=self._console.stream)
+            self._console.line()
+
+    def _ask(self, messages: list[Message], text: str, **how: Any) -> str:
+        """The turn is kept only once its answer is whole, so that an interrupted one leaves no half turn behind."""
+        asked = [*messages, {"role": "user", "content": text}]
+        reply: str = self._run.chat(asked, **how, **self._sampling)
+        messages[:] = [*asked, {"role": "assistant", "content": reply}]
+        return reply
+
+
+def _converse(talk: Talk, console: Console) -> int:
+    """The loop on a terminal. Ctrl-D and /quit end it with 0, Ctrl-C with 130."""
+    import readline  # noqa: F401 - importing it gives input() its line editing and history
+
+    console.note("/reset forgets the conversation, /quit or Ctrl-D leaves")
+    while True:
+        try:
+            text = input("\n> ").strip()
+            if text == "/quit":
+                return 0
+            if text == "/reset":
+                talk.reset()
+                console.note("forgotten")
+            elif text.startswith("/") and " " not in text:
+                console.warn(f"{text} is no command; there are /reset and /quit")
+            elif text:
+                talk.answer(text)
+        except EOFError:
+            console.line()
+            return 0
+        except KeyboardInterrupt:
+            console.line()
+            return 130

@@ -1,0 +1,159 @@
+"""graftune doctor: what was found on this machine, what is missing, and what will be used.
+
+Reads and reports, changes nothing. It has to run on the machines where things are missing, so every package is looked
+for before it is imported, torch included.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graftune import __version__
+from graftune.cli.settings import Switch
+from graftune.errors import GraftuneError
+from graftune.observe.console import Console
+
+# Import name -> distribution name, and what it is needed for where graftune works without it.
+REQUIRED = {
+    "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers",
+    "huggingface_hub": "huggingface_hub", "gguf": "gguf", "jinja2": "jinja2", "yaml": "pyyaml", "rich": "rich",
+    "matplotlib": "matplotlib",
+}  # fmt: skip
+OPTIONAL = {"pyarrow": ("pyarrow", ".parquet data")}
+
+
+@dataclass(frozen=True)
+class Missing:
+    what: str
+    effect: str
+    mend: str
+    required: bool = False
+
+
+def doctor(*, json: Switch = False) -> int:
+    """What was found on this machine, what is missing, what will be used. Exit code 2 if graftune cannot train here.
+
+    Parameters
+    ----------
+    json
+        Print one JSON document to stdout.
+    """
+    console = Console(json=json)
+    report, missing = examine()
+    console.result({**report, "missing": [asdict(one) for one in missing]})
+    if not json:
+        console.table("Found", ("what", "how it is"), list(_rows(report)))
+        if missing:
+            console.table("Missing", ("what", "then", "mend"), [(m.what, m.effect, m.mend) for m in missing])
+        console.line(f"Will be used: {report['use']}" if report["use"] else "graftune cannot train here.")
+    return 2 if any(one.required for one in missing) else 0
+
+
+def examine() -> tuple[dict[str, Any], list[Missing]]:
+    packages = {name: _version(name) for name in [*REQUIRED.values(), *(dist for dist, _ in OPTIONAL.values())]}
+    missing = [
+        Missing(dist, "graftune cannot run", f"pip install {dist}", required=True)
+        for module, dist in REQUIRED.items()
+        if importlib.util.find_spec(module) is None
+    ]
+    missing += [
+        Missing(dist, f"no {use}", f"pip install {dist}")
+        for module, (dist, use) in OPTIONAL.items()
+        if importlib.util.find_spec(module) is None
+    ]
+    report: dict[str, Any] = {
+        "graftune": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
+        "disk_free_bytes": shutil.disk_usage(".").free,
+        "packages": packages,
+        "devices": [],
+        "default_base": None,
+        "use": None,
+    }
+    if not any(one.required for one in missing):
+        _examine_torch(report)
+        report["default_base"], lacking = _default_base()
+        missing += lacking
+    return report, missing
+
+
+def _examine_torch(report: dict[str, Any]) -> None:
+    import torch
+
+    from graftune.observe.memory import available_bytes, device_bytes, total_bytes
+    from graftune.runtime import available_devices, device_name, has_fast_bf16, resolve
+
+    report["memory"] = {"total_bytes": total_bytes(), "available_bytes": available_bytes()}
+    report["cpu"] |= {
+        "threads": torch.get_num_threads(),
+        "bf16": has_fast_bf16(torch.device("cpu")),
+        "vector_units": torch.backends.cpu.get_cpu_capability(),
+    }
+    for kind in available_devices():
+        count = torch.get_device_module(kind).device_count() if kind in ("cuda", "xpu") else 1
+        for index in range(count):
+            device = torch.device(kind, index) if kind in ("cuda", "xpu") else torch.device(kind)
+            memory = device_bytes(device)
+            report["devices"].append(
+                {
+                    "device": str(device),
+                    "name": device_name(device),
+                    "free_bytes": memory.free,
+                    "total_bytes": memory.total,
+                    "bf16": has_fast_bf16(device),
+                }
+            )
+    report["use"] = resolve().describe()
+
+
+def _default_base() -> tuple[str | None, list[Missing]]:
+    from graftune.weights.base import default_base
+
+    try:
+        return str(default_base()), []
+    except GraftuneError as error:
+        return None, [Missing("default base", "BASE must be given", error.mend or "give a model")]
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    from graftune.observe.memory import human_bytes
+
+    cpu, rows = report["cpu"], [(name, report[name]) for name in ("graftune", "python", "system")]
+    bf16 = {True: ", bf16 units", False: ", no bf16 units (fp32 is used)"}.get(cpu.get("bf16"), "")
+    rows.append(("cpu", f"{cpu['name']}, {cpu['cores']} cores{bf16}"))
+    if memory := report.get("memory"):
+        free, total = human_bytes(memory["available_bytes"]), human_bytes(memory["total_bytes"])
+        rows.append(("memory", f"{free} available of {total}"))
+    rows.append(("disk here", f"{human_bytes(report['disk_free_bytes'])} free"))
+    for device in report["devices"]:
+        if device["device"] != "cpu":
+            free, total = human_bytes(device["free_bytes"]), human_bytes(device["total_bytes"])
+            rows.append((device["device"], f"{device['name']}, {free} free of {total}"))
+    rows += [(name, version) for name, version in report["packages"].items() if version]
+    rows.append(("default base", report["default_base"] or "not installed"))
+    return rows
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    """The name Linux gives on x86; elsewhere the architecture has to do."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,63 @@
+"""graftune eval: loss and perplexity on the response tokens of a data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graftune.cli.settings import Switch, takes
+from graftune.cli.target import open_target
+from graftune.observe.console import Console
+
+
+@takes("base", "data", omit=("data", "eval_data", "val_split"))
+def evaluate(
+    target: str,
+    data: str,
+    /,
+    *,
+    base_too: Switch = False,
+    json: Switch = False,
+    quiet: Switch = False,
+    settings: Any = None,
+) -> int:
+    """Loss and perplexity of a run, adapter or base on DATA, counted over response tokens.
+
+    Parameters
+    ----------
+    target
+        Run folder, adapter folder, or base ("" for the bundled one).
+    data
+        .jsonl, .json, .csv or .parquet file.
+    base_too
+        Also evaluate the base without its adapter.
+    json
+        Print one JSON document to stdout.
+    quiet
+        No notes and no progress.
+    """
+    console = Console(json=json, quiet=quiet)
+    run = open_target(target, settings, console, needs_adapter="--base-too" if base_too else None)
+    tuned = _figures(run.evaluate(data))
+    base = _figures(run.evaluate(data, adapted=False)) if base_too else None
+    console.result({"target": target, "data": data, **tuned, **({"base": base} if base else {})})
+    if not json:
+        rows = [(name, value, *([base[name]] if base else [])) for name, value in tuned.items()]
+        console.table(
+            f"{target or 'bundled base'} on {data}",
+            ("", "tuned", "base") if base else ("", "value"),
+            [(name.replace("_", " "), *map(_shown, values)) for name, *values in rows],
+        )
+    return 0
+
+
+def _figures(result: Any) -> dict[str, Any]:
+    return {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "response_tokens": result.response_tokens,
+        "examples": result.examples,
+    }
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

@@ -1,0 +1,109 @@
+"""Every mistake of a user, as one sentence.
+
+`sentence(error)` answers with the sentence and the exit code for what a user can mend, and with None for everything
+else: an unknown exception is a bug of ours, and hiding its traceback would only make it harder to report. cyclopts
+knows what went wrong with a command line but words it in several sentences and a panel; here its exceptions are only
+read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import typing
+from typing import Any, Literal
+
+from cyclopts.exceptions import (
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    RepeatArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+
+from graftune.errors import GraftuneError
+
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_DISK = {
+    errno.ENOSPC: ("no space left", "free some, or give another folder with --out"),
+    errno.EDQUOT: ("the disk quota is used up", "free some, or give another folder with --out"),
+    errno.EROFS: ("the file system is read-only", "give another folder"),
+    errno.EACCES: ("permission denied", "change its permissions, or give another path"),
+    errno.EPERM: ("not permitted", "change its permissions, or give another path"),
+    errno.ENOENT: ("no such file or folder", "check the path"),
+    errno.ENOTDIR: ("a part of the path is a file, not a folder", "check the path"),
+    errno.EISDIR: ("is a folder, where a file was expected", "check the path"),
+    errno.EEXIST: ("exists already", "remove it, or give another path"),
+    errno.ENAMETOOLONG: ("the name is too long", "give a shorter path"),
+    errno.EMFILE: ("too many open files", "raise the limit with ulimit -n"),
+}
+
+
+def sentence(error: BaseException) -> str | None:
+    """What to tell the user, without the program's name and on one line; None if this is no mistake of theirs."""
+    if isinstance(error, GraftuneError):
+        text = str(error)
+    elif isinstance(error, CycloptsError):
+        text = _usage(error)
+    elif isinstance(error, OSError) and error.errno in _DISK:
+        what, mend = _DISK[error.errno]
+        text = f"{error.filename}: {what}; {mend}" if error.filename else f"{what}; {mend}"
+    else:
+        return None
+    return " ".join(text.split())
+
+
+def _usage(error: CycloptsError) -> str:
+    command = " ".join(["graftune", *(error.command_chain or [])])
+    helped = f"see {command} --help"
+    if isinstance(error, UnknownCommandError):
+        typed = (error.unused_tokens or ["?"])[0]
+        kind = "option" if typed.startswith("-") else "command"
+        return f"unknown {kind} {typed!r}; {_near(typed, _commands(error)) or helped}"
+    if isinstance(error, UnknownOptionError):
+        typed = (error.token.keyword or error.token.value).split("=", 1)[0]
+        known = [name for argument in error.argument_collection for name in argument.names if argument.parse]
+        return f"unknown option {typed!r}; {_near(typed.replace('_', '-'), known) or helped}"
+    if isinstance(error, MissingArgumentError):
+        assert error.argument is not None
+        name = error.keyword or error.argument.name
+        if name.startswith("-"):
+            return f"{name} needs a value; {helped}"
+        return f"{name} is missing; {helped}"
+    if isinstance(error, CoercionError):
+        return _wrong_type(error, helped)
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword} is given twice; give it once"
+    if isinstance(error, UnusedCliTokensError):
+        return f"{(error.unused_tokens or ['?'])[0]!r} is one argument too many; {helped}"
+    return f"{error}; {helped}"
+
+
+def _wrong_type(error: CoercionError, helped: str) -> str:
+    argument, token = error.argument, error.token
+    if token is None and argument is not None and argument.tokens:
+        token = argument.tokens[0]  # a converter's own complaint comes without its token
+    if token is None or argument is None:
+        return f"{error}; {helped}"
+    return f"{token.keyword or argument.name} is {token.value!r}; it must be {_expected(argument.hint)}"
+
+
+def _expected(hint: Any) -> str:
+    """`int | None` and the like in words: None means "not given" and is none of the user's business."""
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    inner = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    if inner and typing.get_origin(hint) is not tuple:
+        return _expected(inner[0])
+    return _TYPES.get(hint, "a list of names")
+
+
+def _near(typed: str, known: list[str]) -> str | None:
+    near = difflib.get_close_matches(typed, known, 1)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _commands(error: CycloptsError) -> list[str]:
+    return [name for name in error.app if not name.startswith("-")] if error.app is not None else []

@@ -1,0 +1,141 @@
+"""Flags from the config tree: one per leaf, made at import, never written by hand.
+
+A command names the sections (or single leaves) it understands with `@takes("base", "data")` and receives an object in
+whose fields None means "not given"; `given()` turns it into the dictionary that `Config.of` lays over file and
+defaults. Declaring the flags by hand beside the dataclasses would be quicker to read and sure to drift: a new field
+here is a new flag, with the field's own help, default and range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from cyclopts import Group, Parameter, Token
+
+from graftune.config import Config, Leaf, leaves
+from graftune.errors import GraftuneError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_TITLES = {
+    "base": "Base model",
+    "lora": "Adapter",
+    "data": "Data",
+    "optim": "Optimizer",
+    "train": "Training",
+    "run": "Run folder and samples",
+}
+_GROUPS = {name: Group(title, sort_key=10 + place) for place, (name, title) in enumerate(_TITLES.items())}
+
+
+def takes(*names: str, omit: Sequence[str] = ()) -> Callable[[Command], Command]:
+    """Give a command a `settings` parameter holding the flags of these sections and leaves."""
+    chosen = [leaf for leaf in leaves() if (leaf.section in names or leaf.name in names) and leaf.name not in omit]
+    unknown = {*names, *omit} - {leaf.section for leaf in leaves()} - {leaf.name for leaf in leaves()}
+    assert not unknown, f"no such section or setting: {unknown}"
+
+    def dressed(command: Command) -> Command:
+        flags = dataclasses.make_dataclass(
+            f"{command.__name__.title()}Settings",
+            [(leaf.name, Annotated[leaf.type | None, _parameter(leaf)], None) for leaf in chosen],
+            frozen=True,
+            kw_only=True,
+        )
+        # Without a module of ours cyclopts takes the class for a builtin and does not look inside it.
+        flags.__module__, flags.__doc__ = __name__, ""
+        command.__annotations__["settings"] = Annotated[flags, Parameter(name="*")]
+        return command
+
+    return dressed
+
+
+def given(settings: Any) -> dict[str, Any]:
+    """The settings that stood on the command line, checked one by one so that a mistake names its flag."""
+    if settings is None:
+        return {}
+    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    flags = {
+        name: ",".join(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None
+    }
+    for name, value in flags.items():
+        checked(flag(name), name, value)
+    return flags
+
+
+def checked(shown: str, name: str, value: Any) -> Any:
+    """`value` as leaf `name` of the tree holds it; a complaint names `shown`, the word the user typed."""
+    try:
+        return Config.of({name: value}).flat()[name]
+    except GraftuneError as error:
+        what = error.what.removeprefix(name)
+        raise GraftuneError(f"{shown}{what}", mend=error.mend) from None
+
+
+def positional(flags: dict[str, Any], **values: str) -> dict[str, Any]:
+    """`flags` with the settings that may also stand without their flag (BASE, DATA); giving both is a mistake."""
+    merged = dict(flags)
+    for name, value in values.items():
+        if value and merged.setdefault(name, value) != value:
+            raise GraftuneError(
+                f"{name.upper()} is {value!r} but {flag(name)} is {merged[name]!r}", mend="give only one of the two"
+            )
+    return merged
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def in_range(
+    shown: str,
+    value: float,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+) -> None:
+    """The range check of the few options that are no settings of a run (sampling, counts)."""
+    bounds = [
+        (f"at least {at_least}", at_least is None or value >= at_least),
+        (f"above {above}", above is None or value > above),
+        (f"at most {at_most}", at_most is None or value <= at_most),
+    ]
+    if not all(holds for _, holds in bounds):
+        wanted = [text for text, _ in bounds if not text.endswith("None")]
+        raise GraftuneError(f"{shown} is {value}", mend=f"it must be {' and '.join(wanted)}")
+
+
+def whole_number(_type: Any, tokens: Sequence[Token]) -> int:
+    """cyclopts would round 1.5 to 2; nothing is guessed here."""
+    return int(tokens[0].value.replace("_", "x"))
+
+
+Count = Annotated[int, Parameter(converter=whole_number)]
+Switch = Annotated[bool, Parameter(negative="", show_default=False)]
+
+
+def _parameter(leaf: Leaf) -> Parameter:
+    is_list = typing.get_origin(leaf.type) is tuple
+    return Parameter(
+        name=flag(leaf.name),
+        help=leaf.help + (f" [default: {shown}]" if (shown := _shown(leaf.default)) else ""),
+        group=_GROUPS[leaf.section],
+        converter=whole_number if leaf.type is int else None,
+        negative=None if leaf.type is bool else "",
+        consume_multiple=False if is_list else None,
+        show_default=False,
+        show_choices=typing.get_origin(leaf.type) is Literal,
+    )
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(default)
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return str(default)

@@ -1,0 +1,30 @@
+"""What chat and eval open: a run, an adapter or a bare base, all named by one argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graftune.cli.settings import given
+from graftune.errors import GraftuneError
+from graftune.observe.console import Console
+
+
+def open_target(target: str, settings: Any, console: Console, needs_adapter: str | None) -> Any:
+    """Open TARGET. With --base beside it, TARGET is an adapter and --base says where its base is now.
+
+    `needs_adapter` names the flag that makes no sense without one.
+    """
+    from graftune import api
+
+    flags = given(settings)
+    base = flags.pop("base", "")
+    if base:
+        run = api.open(base, adapter=target, console=console, **flags)
+    else:
+        run = api.open(target, console=console, **flags)
+    if needs_adapter and not run.describe().get("adapter"):
+        raise GraftuneError(
+            f"{target or 'the bundled base'} has no adapter to compare with",
+            mend=f"give a run or adapter folder, or leave out {needs_adapter}",
+        )
+    return run

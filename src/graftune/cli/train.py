@@ -1,0 +1,91 @@
+"""graftune train: fine-tune a base on data, or take up a run where it stopped."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from graftune.cli.settings import Switch, given, positional, takes
+from graftune.config import Config, flatten, read_yaml
+from graftune.errors import GraftuneError
+from graftune.observe.console import Console
+
+
+@takes("base", "lora", "data", "optim", "train", "run")
+def train(
+    base: Annotated[str, Parameter(show_default=False)] = "",
+    data: Annotated[str, Parameter(show_default=False)] = "",
+    /,
+    *,
+    config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
+    resume: Annotated[str, Parameter(show_default=False)] = "",
+    json: Switch = False,
+    quiet: Switch = False,
+    settings: Any = None,
+) -> int:
+    """Fine-tune BASE on DATA. With neither: the bundled model on the bundled sample.
+
+    Ctrl-C saves a checkpoint and says how to go on.
+
+    Parameters
+    ----------
+    base
+        Hugging Face name or folder, or a .gguf file.
+    data
+        .jsonl, .json, .csv or .parquet file.
+    config
+        YAML file of settings; flags override it.
+    resume
+        Run folder to continue, with the settings it was started with.
+    json
+        Print one JSON document to stdout at the end.
+    quiet
+        No notes and no progress.
+    """
+    console = Console(json=json, quiet=quiet)
+    flags = positional(given(settings), base=base, data=data)
+    if resume:
+        file = flatten(read_yaml(config), config) if config else {}
+        result = _engine(run_config(resume), console, resume, {**file, **flags})
+    else:
+        whole = Config.load(config, flags) if config else Config.of(flags)
+        result = _engine(whole, console, None, flags)
+    console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
+    if result.stopped == "interrupted":
+        console.note(f"stopped at step {result.steps}; go on with: graftune train --resume {_quoted(result.folder)}")
+        return 128 + int(result.signal)
+    if not json:
+        console.line(_closing(result))
+    return 0
+
+
+def run_config(folder: str) -> Config:
+    """The settings a run folder was started with."""
+    path = Path(folder) / "config.yaml"
+    if not Path(folder).is_dir():
+        raise GraftuneError("there is no such run folder", where=folder, mend="check the path given to --resume")
+    if not path.is_file():
+        raise GraftuneError("is not a run folder (no config.yaml)", where=folder, mend="give a folder made by train")
+    return Config.load(path)
+
+
+def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any]) -> Any:
+    from graftune import api
+
+    return api.train(config, console=console, resume=resume, overrides=overrides)
+
+
+def _closing(result: Any) -> str:
+    reason = "" if result.stopped == "finished" else f" ({result.stopped})"
+    fall = ""
+    if result.first_eval is not None and result.best_eval is not None:
+        fall = f", validation loss {result.first_eval:.3f} -> {result.best_eval:.3f}"
+    folder = _quoted(result.folder)
+    return f"{result.steps} steps{reason}{fall}\nrun folder: {folder}\ntry it: graftune chat {folder} --compare"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -1,0 +1,105 @@
+"""Examples -> fixed-size bins -> packed tensors.
+
+`plan_epoch` decides on the host which examples go into which micro-batch of which step, from their lengths alone, so a
+run's shapes are known before its first step and a resumed run finds its place by counting. First-fit over the bins of
+one step: an example that fits in none waits, at most `LOOK_AHEAD` of them, and goes first in the next step. Sorting by
+length would pack tighter, but every step would then hold examples of one length only.
+
+`pack` lays one bin's examples end to end. A row is a position whose hidden state predicts a trained token: the
+position before it, in the same document. Only those rows reach the LM head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from graftune.batch import Example, PackedBatch
+
+LOOK_AHEAD = 64
+
+
+def plan_epoch(
+    lengths: Sequence[int], *, tokens_per_step: int, micro_capacity: int, seed: int, epoch: int
+) -> list[list[list[int]]]:
+    """Steps -> micro-batches -> indices into `lengths`; each index once. A step may have fewer bins than its share
+    (the last one), none of them empty."""
+    assert micro_capacity > 0 and all(length <= micro_capacity for length in lengths), "an example exceeds a bin"
+    bins_per_step = max(1, tokens_per_step // micro_capacity)
+    order = np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist()
+    order.reverse()  # taken from the end
+    waiting: list[int] = []
+    steps: list[list[list[int]]] = []
+    while order or waiting:
+        bins: list[list[int]] = [[] for _ in range(bins_per_step)]
+        room = [micro_capacity] * bins_per_step
+        still: list[int] = []
+        for index in waiting:
+            if not _place(index, lengths[index], bins, room):
+                still.append(index)
+        while order and len(still) < LOOK_AHEAD and max(room) > 0:
+            index = order.pop()
+            if not _place(index, lengths[index], bins, room):
+                still.append(index)
+        waiting = still
+        steps.append([held for held in bins if held])
+    return steps
+
+
+def _place(index: int, length: int, bins: list[list[int]], room: list[int]) -> bool:
+    for held, free in enumerate(room):
+        if length <= free:
+            bins[held].append(index)
+            room[held] = free - length
+            return True
+    return False
+
+
+def pack(
+    examples: Sequence[Example],
+    *,
+    capacity: int | None = None,
+    max_docs: int | None = None,
+    max_rows: int | None = None,
+) -> PackedBatch:
+    """One micro-batch. Without capacities the shapes are exact; with them (tokens, documents, rows) they are fixed.
+
+    Padding tokens form one document of their own behind the real ones, which `max_docs` has to count; documents that
+    are not there have length 0. Padding rows are row 0 with label -1.
+    """
+    assert examples, "a micro-batch holds at least one example"
+    counts = [len(example.tokens) for example in examples]
+    total = sum(counts)
+    assert all(counts), "an example has at least one token"
+    tokens = np.fromiter(chain.from_iterable(e.tokens for e in examples), dtype=np.int64, count=total)
+    supervised = np.fromiter(chain.from_iterable(e.supervised for e in examples), dtype=np.bool_, count=total)
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    positions = np.arange(total) - np.repeat(bounds[:-1], counts)
+    supervised[bounds[:-1]] = False  # nothing before a document's first token predicts it
+    targets = np.flatnonzero(supervised)
+    rows, labels = targets - 1, tokens[targets]
+    real = len(targets)
+    if capacity is not None:
+        assert max_docs is not None and max_rows is not None, "a fixed shape fixes all three capacities"
+        spare = capacity - total
+        assert spare >= 0 and real <= max_rows, "a batch exceeds its capacity"
+        assert len(counts) + (spare > 0) <= max_docs, "a batch has more documents than its capacity"
+        tokens = np.pad(tokens, (0, spare))
+        positions = np.concatenate([positions, np.arange(spare)])
+        counts = [*counts, *([spare] if spare else [])]
+        counts += [0] * (max_docs - len(counts))
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.pad(rows, (0, max_rows - real))
+        labels = np.pad(labels, (0, max_rows - real), constant_values=-1)
+    return PackedBatch(
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions.astype(np.int64)),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        rows=torch.from_numpy(rows.astype(np.int64)),
+        labels=torch.from_numpy(labels.astype(np.int64)),
+        lengths=tuple(counts),
+        response_tokens=real,
+    )

@@ -1,0 +1,119 @@
+"""What will be trained, shown before it is: the mask in colour, the counts, every row left out and why.
+
+Masks go wrong silently, so they are made visible from the tokens and flags the trainer gets, not from the text they
+came from. On a terminal without colour (or in a file) the trained text stands between ⟦ and ⟧ instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from graftune.batch import Example
+from graftune.data.dataset import Dataset, Summary
+from graftune.tokenizer import Tokenizer
+
+OPEN, CLOSE = "⟦", "⟧"
+TRAINED, PROMPT, HEADING = "bold green", "dim", "bold"
+SHOWN_DETAILS = 20
+
+
+def segments(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """The example's text in runs of trained and untrained tokens."""
+    start, shown = 0, ""
+    flags = example.supervised
+    for end in range(1, len(flags) + 1):
+        if end < len(flags) and flags[end] == flags[start]:
+            continue
+        # Decoded from the beginning each time: SentencePiece decoders drop the first space of what they are given.
+        whole = tokenizer.decode(example.tokens[:end])
+        yield whole[len(shown) :], flags[start]
+        start, shown = end, whole
+
+
+class MaskView:
+    """One example; marks instead of colours where the console has none."""
+
+    def __init__(self, example: Example, tokenizer: Tokenizer):
+        self.example, self.tokenizer = example, tokenizer
+
+    @property
+    def heading(self) -> str:
+        trained, total = self.example.response_tokens, len(self.example.tokens)
+        return f"row {self.example.row}: {total} tokens, {trained} trained ({trained / total:.0%})"
+
+    def plain(self) -> str:
+        parts = (f"{OPEN}{text}{CLOSE}" if on else text for text, on in segments(self.example, self.tokenizer))
+        return "".join(parts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.heading, style=HEADING)
+        if console.no_color or console.color_system is None:
+            yield Text(self.plain())
+        else:
+            runs = segments(self.example, self.tokenizer)
+            yield Text.assemble(*((text, TRAINED if on else PROMPT) for text, on in runs))
+        yield Text("")
+
+
+def preview(dataset: Dataset, tokenizer: Tokenizer, count: int) -> RenderableType:
+    """The first `count` examples and the summary."""
+    views: list[RenderableType] = [MaskView(example, tokenizer) for example in dataset.examples[:count]]
+    return Group(*views, summary_table(dataset.summary), *_left_out(dataset.summary))
+
+
+def preview_text(dataset: Dataset, tokenizer: Tokenizer, count: int) -> str:
+    """The same examples as plain text with marks."""
+    views = (MaskView(example, tokenizer) for example in dataset.examples[:count])
+    return "\n\n".join(f"{view.heading}\n{view.plain()}" for view in views)
+
+
+def summary_table(summary: Summary) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in summary.kinds.items())
+    table.add_row("rows", Text(f"{summary.rows} ({kinds})"))
+    table.add_row("examples", f"{summary.examples}, the longest of {summary.longest} tokens")
+    share = f"{summary.supervised_share:.1%}"
+    table.add_row("tokens", f"{summary.tokens}, of which {summary.response_tokens} trained ({share})")
+    if summary.template:
+        table.add_row("template", Text(summary.template))
+    for name in ("refused", "dropped", "truncated"):
+        for reason, count in getattr(summary, name).items():
+            table.add_row(name, Text(f"{count}: {reason}"))
+    for note, count in summary.notes.items():
+        table.add_row("note", Text(f"{note} ({count} rows)" if count else note))
+    return table
+
+
+def _left_out(summary: Summary) -> list[RenderableType]:
+    lines = [Text(f"row {row}: {why}") for row, why in summary.details[:SHOWN_DETAILS]]
+    if len(summary.details) > SHOWN_DETAILS:
+        lines.append(Text(f"... and {len(summary.details) - SHOWN_DETAILS} more rows; --json lists them all"))
+    return [Text(""), *lines] if lines else []
+
+
+def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: int = 0) -> dict[str, Any]:
+    """Everything above for a program; with a tokenizer also the first `count` examples in runs."""
+    summary = dataset.summary
+    result: dict[str, Any] = {
+        "path": dataset.path,
+        "sha256": dataset.sha256,
+        **{key: value for key, value in vars(summary).items() if key != "details"},
+        "supervised_share": summary.supervised_share,
+        "details": [{"row": row, "reason": why} for row, why in summary.details],
+    }
+    if tokenizer is not None:
+        result["preview"] = [
+            {
+                "row": example.row,
+                "tokens": len(example.tokens),
+                "response_tokens": example.response_tokens,
+                "segments": [{"text": text, "trained": on} for text, on in segments(example, tokenizer)],
+            }
+            for example in dataset.examples[:count]
+        ]
+    return result

@@ -1,0 +1,49 @@
+"""AdamW over a flat fp32 buffer, with hyperparameters and the update count read from device tensors.
+
+    m = b1 m + (1-b1) g     v = b2 v + (1-b2) g^2
+    w = w - lr * ( (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w )
+
+`ok` is a 0/1 device flag: at 0 nothing changes, not even the count, so a non-finite gradient costs one step and no
+state. Moments are updated with where(), not by multiplying with the flag, because 0 * inf is not 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Hyper(NamedTuple):
+    """The live row: 0-dim fp32 tensors on the device, changed between steps without rebuilding anything."""
+
+    lr: torch.Tensor
+    beta1: torch.Tensor
+    beta2: torch.Tensor
+    eps: torch.Tensor
+    weight_decay: torch.Tensor
+    divisor: torch.Tensor
+    clip: torch.Tensor
+
+
+def update(
+    weights: torch.Tensor,
+    grads: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    factor: torch.Tensor,
+    hyper: Hyper,
+    count: torch.Tensor,
+    ok: torch.Tensor,
+    decay: bool,
+) -> None:
+    """One in-place update of a slice of the arena: `count` numbers it from 1, `factor` is the clip's."""
+    g = grads * factor
+    torch.where(ok, torch.lerp(g, m, hyper.beta1), m, out=m)
+    torch.where(ok, torch.lerp(g.square_(), v, hyper.beta2), v, out=v)
+    steps = count.to(torch.float32)
+    denominator = (v / (1 - hyper.beta2**steps)).sqrt_().add_(hyper.eps)
+    change = (m / (1 - hyper.beta1**steps)).div_(denominator)
+    if decay:
+        change.addcmul_(weights, hyper.weight_decay.expand_as(weights))
+    torch.where(ok, torch.addcmul(weights, change, hyper.lr.expand_as(change), value=-1), weights, out=weights)

@@ -1,0 +1,81 @@
+"""Causal attention inside each document of a packed batch, by the textbook formula, one document at a time.
+
+    P = softmax(scale * Q K' + mask)      O = P V
+    dV = P' dO      dP = dO V'      dS = P * (dP - rowsum(dO * O))      dQ = scale * dS K      dK = scale * dS' Q
+
+Documents never see each other because they are never in one product, so there is no mask to get wrong between them.
+Probabilities are recomputed in the backward. Query heads that share a key head are laid behind each other, so that
+grouped-query attention is one product a key head and no key is repeated in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float, window: int = 0
+) -> torch.Tensor:
+    """q [T, N, H], k and v [T, K, H] -> [T, N, H]; `window` > 0 limits how far back a token sees."""
+    out = torch.empty_like(q)
+    for start, stop in _documents(lengths):
+        grouped = _grouped(q[start:stop], k.shape[1])
+        probabilities = _probabilities(grouped, k[start:stop].transpose(0, 1), scale, window)
+        out[start:stop] = _ungrouped(probabilities.to(v.dtype) @ v[start:stop].transpose(0, 1), q.shape[1])
+    return out
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+    window: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    key_heads, heads = k.shape[1], q.shape[1]
+    for start, stop in _documents(lengths):
+        q_, do, o = (_grouped(x[start:stop], key_heads) for x in (q, grad_out, out))
+        k_, v_ = k[start:stop].transpose(0, 1), v[start:stop].transpose(0, 1)
+        p = _probabilities(q_, k_, scale, window)
+        grads[2][start:stop] = (p.to(do.dtype).transpose(1, 2) @ do).transpose(0, 1)
+        correction = (do.float() * o.float()).sum(-1, keepdim=True)
+        ds = (do @ v_.transpose(1, 2)).float().sub_(correction).mul_(p).mul_(scale).to(q.dtype)
+        grads[0][start:stop] = _ungrouped(ds @ k_, heads)
+        grads[1][start:stop] = (ds.transpose(1, 2) @ q_).transpose(0, 1)
+    return grads
+
+
+def _documents(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    spans, start = [], 0
+    for length in lengths:
+        spans.append((start, start + length))
+        start += length
+    return spans
+
+
+def _grouped(x: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """[L, N, H] -> [K, N/K * L, H]."""
+    length, heads, width = x.shape
+    return x.view(length, key_heads, heads // key_heads, width).permute(1, 2, 0, 3).reshape(key_heads, -1, width)
+
+
+def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[K, N/K * L, H] -> [L, N, H]."""
+    key_heads, rows, width = x.shape
+    group = heads // key_heads
+    return x.view(key_heads, group, rows // group, width).permute(2, 0, 1, 3).reshape(-1, heads, width)
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+    """softmax(scale q k') with the causal mask, fp32; q [K, G*L, H], k [K, L, H] -> [K, G*L, L]."""
+    key_heads, length, _ = k.shape
+    scores = (q @ k.transpose(1, 2)).float().mul_(scale)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+    if window:
+        hidden |= torch.ones_like(hidden).tril_(-window)
+    scores.view(key_heads, -1, length, length).masked_fill_(hidden, float("-inf"))
+    return torch.softmax(scores, -1)

@@ -1,0 +1,329 @@
+"""Where every word to the user goes.
+
+stdout carries results (tables, answers, or in json mode the one JSON document); progress, notes and warnings go to
+stderr, so `graftune ... > file` and `graftune ... --json | jq` hold only what was asked for. On a terminal rich draws;
+elsewhere the same content comes as plain lines made here, without rich, so that logs stay greppable and a machine
+without rich still trains. Text from models and data is never read as markup, and its control characters are made
+visible: a data row must not be able to colour, clear or retitle somebody's terminal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from graftune.observe.events import to_json
+from graftune.observe.speed import clock_text
+
+_CONTROLS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # Unicode's control pictures
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+    # Directional overrides can make a line read other than it is.
+    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+}
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters made visible; newlines and tabs stay, a carriage return becomes a newline."""
+    return text.replace("\r\n", "\n").translate(_CONTROLS)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row of `side_by_side`. Without an adapter `tuned` is None; without a known good answer `reference` is."""
+
+    prompt: str
+    base: str
+    tuned: str | None = None
+    reference: str | None = None
+
+
+class Console:
+    """`json`: stdout holds nothing but `result`. `quiet`: no notes, headings or progress; warnings and results stay."""
+
+    def __init__(
+        self, json: bool = False, quiet: bool = False, *, stdout: TextIO | None = None, stderr: TextIO | None = None
+    ) -> None:
+        self.json, self.quiet = json, quiet
+        self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
+        self._rich: dict[int, Any] = {}
+        self._bar: Any = None  # the live progress bar, if one is on the terminal
+        if not _has_rich() and (self._out.isatty() or self._err.isatty()):
+            self.note("rich is not installed: plain output")
+
+    # Narration: stderr.
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            self._write(self._err, printable(text))
+
+    def warn(self, text: str) -> None:
+        self._write(self._err, f"warning: {printable(text)}", style="yellow")
+
+    def heading(self, text: str) -> None:
+        if not self.quiet:
+            self._write(self._err, f"\n{printable(text)}", style="bold")
+
+    # Results: stdout, or stderr while stdout is kept for the JSON document.
+
+    def line(self, text: str = "") -> None:
+        self._write(self._results, printable(text))
+
+    def stream(self, text: str) -> None:
+        """A piece of an answer, without a newline, shown at once."""
+        self._results.write(printable(text))
+        self._results.flush()
+
+    def result(self, document: dict[str, Any]) -> None:
+        """The JSON document of a command: one line on stdout in json mode, nothing otherwise."""
+        if self.json:
+            self._out.write(to_json(document) + "\n")
+            self._out.flush()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        title, cells = printable(title), [[printable(str(cell)) for cell in row] for row in rows]
+        assert all(len(row) == len(columns) for row in cells), f"{title}: every row needs {len(columns)} cells"
+        if not self._drawn(self._results):
+            self._write(self._results, "\n".join([title, *_plain_table(columns, cells)]))
+            return
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        numeric = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(columns))]
+        drawn = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+        for name, right in zip(columns, numeric, strict=True):
+            drawn.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+        for row in cells:
+            drawn.add_row(*map(Text, row))
+        self.render(drawn)
+
+    def side_by_side(self, title: str, rows: Sequence[Answer]) -> None:
+        """Base and tuned answers to the same prompts: columns on a terminal, labelled paragraphs elsewhere."""
+        if not self._drawn(self._results):
+            blocks = [_plain_answer(number, row) for number, row in enumerate(rows, 1)]
+            self._write(self._results, "\n\n".join([printable(title), *blocks]))
+            return
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(
+            title=Text(printable(title)), box=box.SQUARE, show_lines=True, expand=True, title_justify="left",
+            title_style="bold", border_style="dim",
+        )  # fmt: skip
+        fields = [("prompt", "dim"), ("base", "yellow"), ("tuned", "green"), ("reference", "cyan")]
+        shown = [(name, style) for name, style in fields if any(getattr(row, name) is not None for row in rows)]
+        for name, style in shown:
+            drawn.add_column(name, style=style, overflow="fold", ratio=1)
+        for row in rows:
+            drawn.add_row(*(Text(printable((getattr(row, name) or "").strip())) for name, _ in shown))
+        self.render(drawn)
+
+    def render(self, renderable: Any) -> None:
+        """A rich renderable made elsewhere (the data preview), as a result; uncoloured where no terminal is."""
+        with self._bar_aside():
+            self._rich_console(self._results).print(renderable)
+            self._results.flush()
+
+    @property
+    def terminal(self) -> bool:
+        """Whether results are drawn by rich on a terminal."""
+        return self._drawn(self._results)
+
+    @contextmanager
+    def progress(self, total: int, done: int = 0, label: str = "training") -> Iterator[Progress]:
+        """Progress over `total` steps of which `done` are behind us (a resumed run)."""
+        if self.quiet:
+            yield Progress(total, done)
+        elif self._drawn(self._err):
+            with _rich_bar(self._rich_console(self._err)) as bar:
+                self._bar = bar
+                try:
+                    yield BarProgress(total, done, bar, label)
+                finally:
+                    self._bar = None
+        else:
+            yield LineProgress(total, done, label, lambda text: self._write(self._err, text))
+
+    @property
+    def _results(self) -> TextIO:
+        return self._err if self.json else self._out
+
+    def _drawn(self, stream: TextIO) -> bool:
+        return stream.isatty() and _has_rich()
+
+    def _write(self, stream: TextIO, text: str, style: str = "") -> None:
+        if style and self._drawn(stream):
+            from rich.text import Text
+
+            with self._bar_aside():
+                self._rich_console(stream).print(Text(text, style=style), soft_wrap=True)
+        else:
+            with self._bar_aside():
+                stream.write(text + "\n")
+                stream.flush()
+
+    @contextmanager
+    def _bar_aside(self) -> Iterator[None]:
+        """Take the live bar off the screen while something else is written."""
+        bar = self._bar
+        if bar is not None:
+            bar.stop()
+        try:
+            yield
+        finally:
+            if bar is not None:
+                bar.start()
+
+    def _rich_console(self, stream: TextIO) -> Any:
+        from rich.console import Console as RichConsole
+
+        if id(stream) not in self._rich:
+            self._rich[id(stream)] = RichConsole(file=stream, highlight=False, markup=False, emoji=False)
+        return self._rich[id(stream)]
+
+
+class Progress:
+    """What `Console.progress` yields; this one, used when quiet, shows nothing."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+
+    def update(
+        self, step: int, *, loss: float | None = None, tok_s: float | None = None, lr: float | None = None
+    ) -> None:
+        """`step` steps are done. Figures that are not known are left out."""
+        self.done = step
+
+
+class LineProgress(Progress):
+    """Plain lines: the first step, the last, and between them one every 5% of the steps or every ten seconds.
+
+    The ten seconds grow with the run, up to a minute, so that a day's log stays a log.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        done: int,
+        label: str,
+        write: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(total, done)
+        self._label, self._line, self._clock = label, write, clock
+        self._start, self._start_step = clock(), done
+        self._shown: tuple[float, int] | None = None  # time and step of the last line
+
+    def update(
+        self, step: int, *, loss: float | None = None, tok_s: float | None = None, lr: float | None = None
+    ) -> None:
+        super().update(step)
+        now = self._clock()
+        if self._shown is not None and step < self.total:
+            interval = min(60.0, max(10.0, (now - self._start) / 60))
+            if now - self._shown[0] < interval and step - self._shown[1] < max(1, self.total / 20):
+                return
+        self._shown = (now, step)
+        steps = step - self._start_step
+        left = (now - self._start) / steps * (self.total - step) if steps > 0 else None
+        prefix = "" if self._label == "training" else f"{self._label}: "
+        figures = [*_figures(loss, lr, tok_s), f"left {clock_text(left)}"]
+        width = len(str(self.total))
+        self._line(f"{prefix}step {step:>{width}}/{self.total}  {'  '.join(figures)}")
+
+
+class BarProgress(Progress):
+    """A rich progress bar with the figures beside it."""
+
+    def __init__(self, total: int, done: int, bar: Any, label: str) -> None:
+        super().__init__(total, done)
+        self._bar = bar
+        self._task = bar.add_task(label, total=total, completed=done, figures="")
+
+    def update(
+        self, step: int, *, loss: float | None = None, tok_s: float | None = None, lr: float | None = None
+    ) -> None:
+        super().update(step)
+        self._bar.update(self._task, completed=step, figures="  ".join(_figures(loss, lr, tok_s)))
+
+
+def _rich_bar(console: Any) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("left", style="dim"),
+        TimeRemainingColumn(),
+        console=console,
+        expand=True,
+        refresh_per_second=4,
+        # The streams are ours to manage: other people's prints must land where they were sent.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _figures(loss: float | None, lr: float | None, tok_s: float | None) -> list[str]:
+    shown = []
+    if loss is not None:
+        shown.append(f"loss {loss:.3f}")
+    if lr is not None:
+        shown.append(f"lr {lr:.1e}")
+    if tok_s is not None:
+        shown.append(f"{tok_s:,.0f} tok/s")
+    return shown
+
+
+def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns, two spaces apart; numbers to the right; a cell with newlines is put on one line."""
+    flat = [[" ".join(cell.split()) for cell in row] for row in cells]
+    widths = [max(len(name), *(len(row[i]) for row in flat), 0) for i, name in enumerate(columns)]
+    right = [bool(flat) and all(_is_number(row[i]) for row in flat) for i in range(len(columns))]
+    lines = []
+    for row in [list(columns), *flat]:
+        padded = [cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True)]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    return lines
+
+
+def _plain_answer(number: int, row: Answer) -> str:
+    width = max(40, min(120, shutil.get_terminal_size((100, 24)).columns))
+    lines = []
+    for name in ("prompt", "base", "tuned", "reference"):
+        text = getattr(row, name)
+        if text is None:
+            continue
+        label = f"{f'[{number}]' if name == 'prompt' else '':<5}{name + ':':<11}"
+        for piece in printable(text).strip().split("\n"):
+            wrapped = textwrap.wrap(piece, width - len(label), drop_whitespace=False) or [""]
+            for part in wrapped:
+                lines.append((label + part).rstrip())
+                label = " " * len(label)
+    return "\n".join(lines)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.replace(",", "").rstrip("%"))
+    except ValueError:
+        return cell in ("", "-")
+    return True
+
+
+def _has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None

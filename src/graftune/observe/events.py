@@ -1,0 +1,149 @@
+"""metrics.jsonl: what happened in a run, one JSON object a line, appended and never rewritten.
+
+The file outlives the process, so it is written for the reader that comes after a `kill -9`: every line goes out in one
+flush, a torn last line is tolerated when reading and cut off when a resumed run opens the file again, and numbers JSON
+does not know (nan, inf) become null. A database or a binary log would be faster, but `tail -f`, `jq` and the dashboard
+read this one without us.
+
+Events, each with `event` and `time` (unix seconds):
+  run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped},
+  eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, sample, warning, run_end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from graftune.errors import GraftuneError
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Appends events to `path`, creating it if need be. One writer at a time; any number of readers."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        _close_off_torn_line(self.path)
+        self._file: BinaryIO = open(self.path, "ab")  # noqa: SIM115 - held for the whole run; close() ends it
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Write one line and flush it. nan and inf become null; what JSON cannot hold at all is a TypeError."""
+        line = json.dumps(_plain({"event": event, "time": round(time.time(), 3), **fields}), allow_nan=False)
+        self._file.write(line.encode("ascii") + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """All events of a file. A last line that the writer did not finish is left out; any other bad line is an error."""
+    lines = Path(path).read_bytes().split(b"\n")
+    torn = lines.pop()  # what stands after the last newline: nothing, or a line still being written
+    if (last := _parsed(torn)) is not None:
+        return [*_whole(lines, path), last]
+    return _whole(lines, path)
+
+
+def latest(events: list[Event], kind: str) -> list[Event]:
+    """Events of one kind, the last of each step, in order of steps, without those that a resume took back.
+
+    A run killed at step 60 and resumed from the checkpoint of step 50 writes 51 to 60 again; if it is stopped at 55,
+    the 56 to 60 of its first life never happened. A new run_start discards whatever went before it.
+    """
+    by_step: dict[int, Event] = {}
+    for event in events:
+        if event["event"] == "run_start":
+            by_step.clear()
+        elif event["event"] == "resume" and isinstance(event.get("step"), int):
+            by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
+        elif event["event"] == kind:
+            by_step[event["step"]] = event
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def steps(events: list[Event]) -> list[Event]:
+    return latest(events, "step")
+
+
+def evals(events: list[Event]) -> list[Event]:
+    return latest(events, "eval")
+
+
+def _whole(lines: list[bytes], path: str | Path) -> list[Event]:
+    events = []
+    for number, line in enumerate(lines, 1):
+        event = _parsed(line)
+        if event is not None:
+            events.append(event)
+        elif number < len(lines):  # a crash may also leave a finished line of zeros at the very end
+            raise GraftuneError(
+                "is not an event", where=f"{path}, line {number}", mend="remove the line, or restore the file"
+            )
+    return events
+
+
+def _parsed(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _close_off_torn_line(path: Path) -> None:
+    """End the file with a whole line: an unfinished one is cut off, a finished one gets the newline it lacks."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with open(path, "rb+") as file:
+        content = file.read()
+        end = content.rfind(b"\n") + 1
+        if end == len(content):
+            previous = content.rfind(b"\n", 0, end - 1) + 1
+            if _parsed(content[previous:end]) is None:
+                file.truncate(previous)
+        elif _parsed(content[end:]) is not None:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(end)
+
+
+def _plain(value: Any) -> Any:
+    """`value` in types JSON knows. Scalars of numpy and torch are read with `.item()`."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if hasattr(value, "item"):
+        return _plain(value.item())
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def to_json(document: Any) -> str:
+    """One line of strict JSON, in ASCII, so that no terminal's or pipe's encoding can break it."""
+    return json.dumps(_plain(document), allow_nan=False)

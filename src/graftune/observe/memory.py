@@ -1,0 +1,134 @@
+"""Measured bytes: what this process holds, what the machine and the device still have.
+
+Read from the kernel (/proc, cgroup files; ps and vm_stat on macOS) instead of through psutil: four numbers do not
+justify a dependency, and psutil does not look at cgroup limits, which are what kills a process in a container.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Memory of one device. `allocated` and `peak` are this process's own, by torch's allocator where it has one."""
+
+    free: int
+    total: int
+    allocated: int
+    peak: int
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, mapped files included."""
+    if sys.platform == "darwin":
+        return int(_output("ps", "-o", "rss=", "-p", str(os.getpid()))) * 1024
+    pages = int((PROC / "self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set so far. VmHWM rather than ru_maxrss on Linux: the latter survives exec from the parent."""
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _kib_field(PROC / "self/status", "VmHWM")
+
+
+def available_bytes() -> int:
+    """Bytes this process may still take without swapping: the kernel's estimate, or the cgroup's rest if smaller."""
+    if sys.platform == "darwin":
+        return _macos_available()
+    machine = _kib_field(PROC / "meminfo", "MemAvailable")
+    return max(0, min([machine, *_cgroup_rests()]))
+
+
+def total_bytes() -> int:
+    """Memory of the machine, or the cgroup's limit if smaller."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine if sys.platform == "darwin" else min([machine, *(limit for limit, _ in _cgroup_limits())])
+
+
+def device_bytes(device: torch.device | str) -> DeviceBytes:
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceBytes(free, total, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    if device.type == "xpu":
+        free, total = torch.xpu.mem_get_info(device)
+        return DeviceBytes(free, total, torch.xpu.memory_allocated(device), torch.xpu.max_memory_allocated(device))
+    if device.type == "mps":  # shared with the CPU; torch keeps no peak of its own there
+        used, total = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
+        return DeviceBytes(max(0, total - used), total, torch.mps.current_allocated_memory(), used)
+    return DeviceBytes(available_bytes(), total_bytes(), resident_bytes(), peak_resident_bytes())
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'. Three figures are enough to compare and few enough to read."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+
+
+def _kib_field(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{path} has no {name}")
+
+
+def _cgroup_rests() -> list[int]:
+    return [limit - used for limit, used in _cgroup_limits()]
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, use that cannot be reclaimed) of every cgroup above us, both versions; none where there is no limit."""
+    membership = PROC / "self/cgroup"
+    if not membership.exists():
+        return []
+    found = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit_name, used_name, cache = CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit_name, used_name = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        for folder in [inner, *inner.parents]:
+            if (folder / limit_name).exists() and (limit := (folder / limit_name).read_text().strip()) != "max":
+                used = int((folder / used_name).read_text()) - _cgroup_stat(folder / "memory.stat", cache)
+                found.append((int(limit), used))
+            if folder == root:
+                break
+    return found
+
+
+def _cgroup_stat(path: Path, name: str) -> int:
+    """Cached file pages count as used until the kernel drops them, which it does before it refuses memory."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return next((int(value) for key, value in rows if key == name), 0)
+
+
+def _macos_available() -> int:
+    rows = _output("vm_stat").splitlines()
+    page = int(rows[0].split("page size of ")[1].split()[0])
+    pages = {name: int(value.strip(" .")) for name, _, value in (row.partition(":") for row in rows[1:]) if value}
+    return page * sum(pages.get(f"Pages {kind}", 0) for kind in ("free", "inactive", "speculative", "purgeable"))
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

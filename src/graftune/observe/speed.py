@@ -1,0 +1,70 @@
+"""Tokens per second over the last steps, and the time left.
+
+A moving window rather than the mean of the whole run: the first steps (page faults, autotuning, capture) would weigh on
+the figure for hours, and a machine that slows down would not show it. Time spent paused (evaluation, checkpoints,
+samples) belongs to neither figure; the time left is therefore that of the training steps alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Meter:
+    """Feed it every finished step; `clock` is replaced in tests."""
+
+    def __init__(
+        self, total: int, done: int = 0, *, window: int = 20, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.total, self.done, self._clock = total, done, clock
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=window + 1)  # (working time, steps, tokens so far)
+        self._tokens, self._paused = 0, 0.0
+        self._started = clock()
+        self._marks.append((0.0, done, 0))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start, pauses left out."""
+        return self._clock() - self._started - self._paused
+
+    def update(self, step: int, tokens: int) -> float:
+        """Note that `step` (counted from 1) ended and took `tokens`; returns tokens per second."""
+        self.done = step
+        self._tokens += tokens
+        self._marks.append((self.elapsed, step, self._tokens))
+        return self.tok_s
+
+    @property
+    def tok_s(self) -> float:
+        seconds, _, tokens = self._span()
+        return tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until `total` steps are done at the window's pace; None until a step has been seen."""
+        seconds, steps, _ = self._span()
+        return (self.total - self.done) * seconds / steps if steps > 0 else None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside: `with meter.paused(): evaluate(...)`."""
+        since = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - since
+
+    def _span(self) -> tuple[float, int, int]:
+        first, last = self._marks[0], self._marks[-1]
+        return last[0] - first[0], last[1] - first[1], last[2] - first[2]
+
+
+def clock_text(seconds: float | None) -> str:
+    """0:05:12; days are counted in hours."""
+    if seconds is None:
+        return "-:--:--"
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,0 +1,227 @@
+"""The one tokenizer object the rest of graftune sees.
+
+Purpose: text to ids and back, with character offsets, for every vocabulary format. Method: a thin wrapper over one
+`tokenizers.Tokenizer` (compiled, and the same library that transformers uses), plus the facts such an object does not
+hold: which ids are BOS, EOS and padding, what the model expects around plain text, where generation stops, and the
+chat template. Rejected: a class per format; the formats differ only in how the backend is built (gguf_vocab, folder).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import tokenizers
+
+from graftune.errors import GraftuneError
+from graftune.tokenizer.template import ChatTemplate
+
+# Control tokens by which the known families end a turn. Files often name only one of them as EOS (Llama 3 has three),
+# so they are found by text as llama.cpp does.
+TURN_ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+)
+
+
+_Result = TypeVar("_Result")
+
+
+def _copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(backend.to_str())
+
+
+def _encodable(call: Callable[[], _Result], what: str) -> _Result:
+    """Run a call that hands text to the backend, which takes UTF-8 only."""
+    try:
+        return call()
+    except UnicodeEncodeError as error:
+        raise GraftuneError(
+            f"{what} holds half a surrogate pair, which is no character",
+            where=f"character {error.start + 1}",
+            mend="write the text as valid UTF-8",
+        ) from error
+
+
+def find_stop_ids(backend: tokenizers.Tokenizer, known: Iterable[int | None]) -> tuple[int, ...]:
+    """The ids a file names plus the control tokens that end a turn by their text, sorted."""
+    named = {id for id in known if id is not None}
+    special = {token.content: id for id, token in backend.get_added_tokens_decoder().items() if token.special}
+    ends = TURN_ENDS & special.keys()
+    # Harmony-style vocabularies: <|end|> closes one channel of an answer, not the answer.
+    if "<|end|>" in ends and ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
+        ends -= {"<|end|>"}
+    return tuple(sorted(named | {special[text] for text in ends}))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # eq: the backend has no equality of its own
+class Tokenizer:
+    """A vocabulary with its special tokens and its chat template. Immutable; `with_tokens` returns another one."""
+
+    backend: tokenizers.Tokenizer
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    add_bos: bool = False
+    add_eos: bool = False
+    template: ChatTemplate | None = None
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def bos_token(self) -> str | None:
+        return None if self.bos_id is None else self.token(self.bos_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        return None if self.eos_id is None else self.token(self.eos_id)
+
+    @property
+    def pad_token(self) -> str | None:
+        return None if self.pad_id is None else self.token(self.pad_id)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
+        """Ids of `text`. `special`: control tokens written in it become their ids; otherwise they are plain text.
+        `add_special`: BOS and EOS around it, as the model expects them."""
+        backend = self.backend if special else self._plain
+        ids = self._run(backend, text).ids
+        if add_special and self.add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if add_special and self.add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and, for each, the characters [start, end) of `text` it stands for; special tokens parsed, no BOS.
+
+        In order and without gaps: a character that the vocabulary's normaliser drops goes to the token after it
+        (the last one takes what is left), and the pieces of one split character all get that character.
+        """
+        encoding = self._run(self._untrimmed, text)
+        offsets, reached = [], 0
+        for start, end in encoding.offsets:
+            start, end = min(start, reached), max(end, reached)
+            offsets.append((start, end))
+            reached = end
+        if offsets:
+            offsets[-1] = (offsets[-1][0], len(text))
+        return encoding.ids, offsets
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """Text of `ids`. An id past the vocabulary (a padded embedding row) has no text and prints nothing."""
+        listed = [int(id) for id in ids]
+        if any(not 0 <= id < 2**32 for id in listed):
+            raise GraftuneError(f"token id {next(id for id in listed if not 0 <= id < 2**32)} cannot be decoded")
+        return self.backend.decode(listed, skip_special_tokens=skip_special)
+
+    def token(self, id: int) -> str:
+        """The vocabulary's own spelling of one id (byte-level and ▁ marks included)."""
+        text = self.backend.id_to_token(id) if 0 <= id < 2**32 else None
+        if text is None:
+            raise GraftuneError(f"there is no token with id {id}", mend=f"ids run from 0 to {self.vocab_size - 1}")
+        return text
+
+    def with_tokens(self, new: Sequence[str]) -> Tokenizer:
+        """This tokenizer with special tokens added at the end of the vocabulary, in the order given."""
+        backend = _copy(self.backend)
+        for position, text in enumerate(new):
+            if not isinstance(text, str) or not text.strip():
+                raise GraftuneError("a new token must be text that is not blank", where=f"new token {position + 1}")
+            known = _encodable(functools.partial(backend.token_to_id, text), "the new token")
+            if known is not None:
+                raise GraftuneError(
+                    f"the token '{text}' is in the vocabulary already (id {known})",
+                    where=f"new token {position + 1}",
+                    mend="leave it out: it can be used as it is",
+                )
+            expected = self.vocab_size + position
+            if backend.id_to_token(expected) is not None:
+                raise GraftuneError(
+                    f"the vocabulary has gaps: id {expected}, the next free one by count, is taken",
+                    where=f"new token {position + 1}",
+                    mend="use a base whose token ids are contiguous",
+                )
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+        return dataclasses.replace(self, backend=backend)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write the Hugging Face files of this tokenizer into `folder`; returns their paths."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Explicit values for everything transformers would otherwise guess or change on loading.
+        settings: dict[str, object] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+            "add_bos_token": self.add_bos,
+            "add_eos_token": self.add_eos,
+            "clean_up_tokenization_spaces": False,
+            "stop_token_ids": list(self.stop_ids),
+        }
+        settings = {key: value for key, value in settings.items() if value is not None}
+        if self.template is not None:
+            settings["chat_template"] = self.template.source
+        files = {
+            "tokenizer.json": self.backend.to_str(),
+            "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2) + "\n",
+        }
+        if self.template is not None:
+            files["chat_template.jinja"] = self.template.source
+        paths = []
+        for name, text in files.items():
+            # newline="": a template's own line ends must survive on every system.
+            with open(folder / name, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            paths.append(folder / name)
+        return paths
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        # A copy, not a flag flipped around each call: another thread may be encoding with the backend.
+        plain = _copy(self.backend)
+        plain.encode_special_tokens = True
+        return plain
+
+    @functools.cached_property
+    def _untrimmed(self) -> tokenizers.Tokenizer:
+        # Some post-processors trim the blank off a token's offsets; BOS and EOS are added by `encode` in any case.
+        if self.backend.post_processor is None:
+            return self.backend
+        untrimmed = _copy(self.backend)
+        untrimmed.post_processor = None
+        return untrimmed
+
+    @staticmethod
+    def _run(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        if not isinstance(text, str):
+            raise GraftuneError(f"only text can be tokenised, not {type(text).__name__}")
+        return _encodable(functools.partial(backend.encode, text, add_special_tokens=False), "the text")

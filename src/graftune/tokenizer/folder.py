@@ -1,0 +1,226 @@
+"""A tokenizer from a Hugging Face folder.
+
+Purpose: read what model repositories ship, and what `Tokenizer.save` writes. Method: tokenizer.json holds the whole
+algorithm and is handed to the `tokenizers` library as it is; the small JSON files beside it say which tokens are
+BOS, EOS and padding, and where the chat template is. Every file is checked on the way in, so that a broken one is
+named in a sentence. Rejected: rebuilding from vocab.json/merges.txt or tokenizer.model, where the algorithm's details
+live in Python classes of other projects; such folders are refused with the command that converts them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from graftune.errors import GraftuneError
+from graftune.tokenizer.core import Tokenizer, find_stop_ids
+from graftune.tokenizer.template import ChatTemplate
+
+
+def from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder (tokenizer.json and the files beside it)."""
+    folder = Path(folder)
+    backend = _backend(folder)
+    config = _json_object(folder / "tokenizer_config.json")
+    specials = _json_object(folder / "special_tokens_map.json")
+    generation = _json_object(folder / "generation_config.json")
+    _add_missing(backend, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+
+    ends = _ids(generation.get("eos_token_id"), backend, folder / "generation_config.json")
+    bos = _token_id(backend, config, specials, "bos_token", folder)
+    eos = _token_id(backend, config, specials, "eos_token", folder)
+    if eos is None and ends:
+        eos = ends[0]
+    add_bos, add_eos = _around(backend, config, bos, eos, folder)
+    saved = config.get("stop_token_ids")
+    stops = find_stop_ids(backend, [eos, *ends])
+    if saved is not None:  # written by Tokenizer.save: the exact set, so that a saved tokenizer restores itself
+        stops = tuple(sorted(_ids(saved, backend, folder / "tokenizer_config.json")))
+    source, name = _template_source(folder, config)
+    template = None
+    if source is not None:
+        template = ChatTemplate(
+            source,
+            bos_token="" if bos is None else backend.id_to_token(bos) or "",
+            eos_token="" if eos is None else backend.id_to_token(eos) or "",
+            name=name,
+        )
+    return Tokenizer(
+        backend=backend,
+        bos_id=bos,
+        eos_id=eos,
+        pad_id=_token_id(backend, config, specials, "pad_token", folder),
+        add_bos=add_bos,
+        add_eos=add_eos,
+        template=template,
+        stop_ids=stops,
+    )
+
+
+def _backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if not folder.is_dir():
+            raise GraftuneError("there is no such folder", where=str(folder))
+        others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
+        raise GraftuneError(
+            f"the folder has no tokenizer.json{', only ' + others[0] if others else ''}",
+            where=str(folder),
+            mend="write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            if others
+            else "copy tokenizer.json and tokenizer_config.json from the model's repository",
+        )
+    text = _text(path)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise GraftuneError(
+            f"the file is not a tokenizer: {' '.join(str(error).split())}",
+            where=str(path),
+            mend="fetch it again from the model's repository",
+        ) from error
+    # Some repositories ship the padding and truncation of their last training run inside the file.
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _add_missing(backend: tokenizers.Tokenizer, listed: object, path: Path) -> None:
+    """Tokens that tokenizer_config.json lists but tokenizer.json lacks, at the ids it gives them."""
+    if listed is None:
+        return
+    if not isinstance(listed, Mapping) or not all(
+        isinstance(entry, Mapping)
+        and isinstance(entry.get("content"), str)
+        and entry["content"]
+        and isinstance(id, str)
+        and id.isdecimal()
+        for id, entry in listed.items()
+    ):
+        raise GraftuneError("added_tokens_decoder is not a table of tokens by id", where=str(path))
+    for id, entry in sorted(((int(id), entry) for id, entry in listed.items()), key=lambda item: item[0]):
+        content = entry["content"]
+        if backend.token_to_id(content) is None:
+            flags = {key: bool(entry[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
+            token = tokenizers.AddedToken(content, special=bool(entry.get("special", False)), **flags)
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(content) != id:
+            raise GraftuneError(
+                f"the token '{content}' has id {id} here but {backend.token_to_id(content)} in tokenizer.json",
+                where=str(path),
+                mend="fetch both files again from one version of the model's repository",
+            )
+
+
+def _token_id(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], specials: Mapping[str, Any], key: str, folder: Path
+) -> int | None:
+    value, path = config.get(key), folder / "tokenizer_config.json"
+    if value is None:
+        value, path = specials.get(key), folder / "special_tokens_map.json"
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise GraftuneError(f"{key} is {type(value).__name__}, not text", where=str(path))
+    id = backend.token_to_id(value)
+    # A padding token without an id would need a new embedding row, and packed batches never read it.
+    if id is None and key != "pad_token":
+        raise GraftuneError(
+            f"{key} '{value}' is not in the vocabulary",
+            where=str(path),
+            mend="name a token that tokenizer.json contains",
+        )
+    return id
+
+
+def _ids(value: object, backend: tokenizers.Tokenizer, path: Path) -> list[int]:
+    """A token id or a list of them; those past the vocabulary (padded heads) cannot be meant."""
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    for id in ids:
+        if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < 2**32 or backend.id_to_token(id) is None:
+            raise GraftuneError(
+                f"the end token id {id!r} is not in the vocabulary", where=str(path), mend="correct or remove it"
+            )
+    return ids
+
+
+def _around(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos: int | None, eos: int | None, folder: Path
+) -> tuple[bool, bool]:
+    """Whether the model expects BOS and EOS: stated in tokenizer_config.json, else seen in what tokenizer.json does."""
+    stated = {key: config[key] for key in ("add_bos_token", "add_eos_token") if config.get(key) is not None}
+    for key, value in stated.items():
+        if not isinstance(value, bool):
+            raise GraftuneError(
+                f"{key} is {type(value).__name__}, not true or false", where=str(folder / "tokenizer_config.json")
+            )
+    if stated:
+        add_bos, add_eos = stated.get("add_bos_token", False), stated.get("add_eos_token", False)
+    else:
+        ids = backend.encode("a").ids
+        add_bos, add_eos = bool(ids) and ids[0] == bos, bool(ids) and ids[-1] == eos
+    return add_bos and bos is not None, add_eos and eos is not None
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The template's text and where it was found; a file of its own goes before an entry in a JSON file."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return _text(path), str(path)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        path = folder / name
+        entry = (config if name == "tokenizer_config.json" else _json_object(path)).get("chat_template")
+        if entry is None:
+            continue
+        if isinstance(entry, str):
+            return entry, str(path)
+        return _default_of(entry, path), str(path)
+    return None, ""
+
+
+def _default_of(entry: object, path: Path) -> str:
+    """The template named 'default' of several, given as a table or as a list of {name, template}."""
+    named: dict[str, object] = {}
+    if isinstance(entry, Mapping):
+        named = dict(entry)
+    elif isinstance(entry, list) and all(isinstance(one, Mapping) and "name" in one for one in entry):
+        named = {str(one["name"]): one.get("template") for one in entry}
+    chosen = named.get("default") if len(named) != 1 else next(iter(named.values()))
+    if not isinstance(chosen, str):
+        raise GraftuneError(
+            f"chat_template has no template named 'default' (found: {', '.join(named) or 'nothing readable'})",
+            where=str(path),
+            mend="write the one to use into chat_template.jinja",
+        )
+    return chosen
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise GraftuneError(
+            f"the file is not JSON: {error}", where=str(path), mend="fetch it again from the model's repository"
+        ) from error
+    if not isinstance(value, dict):
+        raise GraftuneError(f"the file holds a {type(value).__name__}, not an object", where=str(path))
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        # newline="": the line ends of a template are part of it.
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise GraftuneError("the file is not UTF-8 text", where=str(path)) from error
+    except OSError as error:
+        raise GraftuneError(f"the file cannot be read: {error.strerror}", where=str(path)) from error

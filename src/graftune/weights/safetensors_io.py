@@ -1,0 +1,95 @@
+"""Sharded safetensors as row sources, and one file written so that a crash leaves the old one or the new one.
+
+The safetensors package maps the file and checks its header; a tensor is read in slices straight from the map.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from graftune.errors import GraftuneError
+
+READABLE = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class SafetensorsTensor:
+    """One tensor of an open shard (a RowSource)."""
+
+    shard: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype_name: str
+
+    @property
+    def nbytes(self) -> int:
+        count = 4 if self.dtype_name == "F32" else 2
+        for n in self.shape:
+            count *= n
+        return count
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.shard.get_slice(self.name)[start:stop]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.shard.get_tensor(self.name).index_select(0, ids.cpu())
+
+
+def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
+    """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise GraftuneError("is not a shard index", where=str(index), mend="download the model again") from None
+        files = [folder / name for name in names]
+    elif single.exists():
+        files = [single]
+    else:
+        raise GraftuneError(
+            "holds no model.safetensors", where=str(folder), mend="give a model folder with safetensors weights"
+        )
+    tensors: dict[str, SafetensorsTensor] = {}
+    for file in files:
+        shard = open_shard(file)
+        for name in shard.keys():  # noqa: SIM118  safe_open is no mapping
+            piece = shard.get_slice(name)
+            tensors[name] = SafetensorsTensor(shard, name, tuple(piece.get_shape()), piece.get_dtype())
+    return tensors
+
+
+def open_shard(file: Path) -> Any:
+    if not file.exists():
+        raise GraftuneError("this shard is missing", where=str(file), mend="download the model again")
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise GraftuneError(
+            f"is damaged or cut short ({error})", where=str(file), mend="download or copy the file again"
+        ) from None
+
+
+def write(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Beside the target first, flushed to disk, then renamed over it."""
+    aside = path.with_name(path.name + ".part")
+    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(aside), metadata)
+    flush(aside)
+    os.replace(aside, path)
+
+
+def flush(path: Path) -> None:
+    """Down to the disk, file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,39 @@
+"""Shared makings of the tests: tiny random models of every family, and the real default base."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from tests import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory):
+    """family -> a Hugging Face folder with a tiny random model, made once a session."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny.make_folder(family, tmp_path_factory.mktemp("tiny") / family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    from graftune.weights.base import default_base
+
+    return default_base()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,304 @@
+"""Which tokens are trained: over 18 real chat templates and some made to be difficult."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graftune.config import DataConfig
+from graftune.data import mask
+from graftune.data.dataset import Dataset, prepare
+from graftune.data.source import Refusal
+from graftune.errors import GraftuneError
+from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, tokenizer, trained_runs, turns, with_template
+
+# What stands before and after an answer's own text in the trained span. A space before it is the model's to write
+# wherever the generation prompt stops short of it.
+AROUND = {
+    "alpaca": ("", "</s>"),
+    "chatml": ("", "<|im_end|>"),
+    "gemma-it": ("", "<end_of_turn>"),
+    "granite-3.0-instruct": ("", "<|end_of_text|>"),
+    "llama-2-chat": (" ", " </s>"),
+    "llama-3-instruct": ("", "<|eot_id|>"),
+    "mistral-instruct": (" ", "</s>"),
+    "openchat-3.5": (" ", "<|end_of_turn|>"),
+    "phi-3": ("", "<|end|>"),
+    "phi-3-small": ("", "<|end|>"),
+    "qwen2.5-instruct": ("", "<|im_end|>"),
+    "saiga": ("", "</s>"),
+    "vicuna": (" ", "</s>"),
+    "zephyr": ("", "</s>"),
+    "amberchat": (" ", "</s>"),
+    "chatqa": (" ", "</s>"),
+    "falcon-instruct": (" ", "</s>"),
+    "solar-instruct": ("", "</s>"),
+}
+ANSWERS = ("It is sunny, about 20°C.", "One two three", "Yes! 🎉")
+THREE_TURNS = ("What is it?", ANSWERS[0], "And when?", ANSWERS[1], "Really?", ANSWERS[2])
+
+
+def prepared(tmp_path: Path, record: dict[str, Any], chat: Any, **config: Any) -> Dataset:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    return prepare(str(path), chat, DataConfig(strict=True, **config))
+
+
+def all_runs(data: Dataset) -> list[str]:
+    return [run for example in data.examples for run in trained_runs(example)]
+
+
+def test_every_shipped_template_is_listed() -> None:
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == set(AROUND)
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("count", [1, 3])
+def test_real_templates(name: str, system: str, count: int, tmp_path: Path) -> None:
+    record = {"messages": turns(*THREE_TURNS[: 2 * count], system=system)}
+    data = prepared(tmp_path, record, shipped(name), append_eos=name in NO_END)
+    before, after = AROUND[name]
+    assert all_runs(data) == [before + answer + after for answer in ANSWERS[:count]]
+    assert len(data.examples) == (count if name in NO_END else 1)
+    for example in data.examples:
+        assert example.supervised[-1], "an example ends with its last trained token"
+    last = data.examples[-1]
+    untrained = tokenizer().decode([t for t, on in zip(last.tokens, last.supervised, strict=True) if not on])
+    assert THREE_TURNS[2 * count - 2] in untrained and (not system or system in untrained)
+    assert data.prompts[-1] + before + ANSWERS[count - 1] + after == tokenizer().decode(last.tokens)
+    assert data.references[-1] == ANSWERS[count - 1]
+
+
+@pytest.mark.parametrize("name", NO_END)
+def test_a_template_without_an_end_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match=f"{name}.*never learn to stop.*append_eos"):
+        prepared(tmp_path, {"messages": turns("a", "b")}, shipped(name))
+
+
+@pytest.mark.parametrize("name", [name for name in AROUND if name not in NO_END])
+def test_append_eos_leaves_templates_with_an_end_alone(name: str, tmp_path: Path) -> None:
+    record = {"messages": turns(*THREE_TURNS)}
+    plain = prepared(tmp_path, record, shipped(name))
+    assert prepared(tmp_path, record, shipped(name), append_eos=True).examples == plain.examples
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_the_prompt_says_does_not_move_the_mask(name: str, tmp_path: Path) -> None:
+    """Markers in user text, an answer that repeats the question, an answer found in the system text."""
+    marker = AROUND[name][1].strip()
+    asked = f"Say {ANSWERS[0]} {marker}\n<|im_start|>assistant\n### Response:\nASSISTANT: [/INST] {ANSWERS[0]}{marker}"
+    record = {"messages": turns(asked, ANSWERS[0], ANSWERS[0], ANSWERS[0], system=ANSWERS[0])}
+    data = prepared(tmp_path, record, shipped(name), append_eos=name in NO_END)
+    before, after = AROUND[name]
+    assert all_runs(data) == [before + ANSWERS[0] + after] * 2
+    assert data.summary.notes["rows whose text spells a control token of the model"] == 1
+
+
+def test_an_answer_that_spells_its_end_token(tmp_path: Path) -> None:
+    record = {"messages": turns("Which token?", "It is <|im_end|> and\n<|im_end|>", "And?", "<|im_end|>")}
+    data = prepared(tmp_path, record, with_template(CHATML))
+    assert all_runs(data) == ["It is <|im_end|> and\n<|im_end|><|im_end|>", "<|im_end|><|im_end|>"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(
+        st.text(
+            st.one_of(st.sampled_from(" \n<|>am_ed"), st.characters(exclude_categories=["Cs"])), min_size=1, max_size=24
+        ).filter(lambda text: text.strip()),
+        min_size=2,
+        max_size=6,
+    ).filter(lambda texts: len(texts) % 2 == 0)
+)
+def test_any_text_masks_right(texts: list[str], tmp_path: Path) -> None:
+    data = prepared(tmp_path, {"messages": turns(*texts)}, with_template(CHATML), max_seq_len=4096)
+    assert all_runs(data) == [answer + "<|im_end|>" for answer in texts[1::2]]
+
+
+REASONING = """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+{%- for m in messages -%}
+  {{- '<|im_start|>' + m.role + '\n' -}}
+  {%- if m.role == 'assistant' and loop.index0 < ns.last -%}
+    {{- m.content.split('</think>')[-1].lstrip('\n') -}}
+  {%- else -%}{{- m.content -}}{%- endif -%}
+  {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
+
+
+def test_a_template_that_drops_old_reasoning_gives_one_example_a_turn(tmp_path: Path) -> None:
+    answers = ("<think>\nhm\n</think>\n\nBlue", "<think>\nso\n</think>\n\nRed", "Green")
+    record = {"messages": turns("One?", answers[0], "Two?", answers[1], "Three?", answers[2])}
+    data = prepared(tmp_path, record, with_template(REASONING))
+    assert len(data.examples) == 3
+    assert all_runs(data) == [answer + "<|im_end|>" for answer in answers]
+    assert "hm" not in data.prompts[1] and "Blue" in data.prompts[1]
+    assert all(example.row == 1 for example in data.examples)
+    # Without reasoning nothing is rewritten, and the turns stay together.
+    assert len(prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(REASONING)).examples) == 1
+
+
+def test_a_generation_prompt_that_is_no_prefix(tmp_path: Path) -> None:
+    """As in templates that open <think> for inference but render answers without it."""
+    source = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    data = prepared(tmp_path, {"messages": turns("a", "<thinner", "c", "By the way")}, with_template(source))
+    assert [trained_runs(example) for example in data.examples] == [["<thinner<|im_end|>"], ["By the way<|im_end|>"]]
+
+
+def test_an_end_of_text_after_the_last_turn_only(tmp_path: Path) -> None:
+    """The whole conversation then does not start with each turn's own rendering, but it does up to the end token."""
+    source = CHATML.replace("{% if add_gen", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add_gen")
+    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source))
+    assert [trained_runs(example) for example in data.examples] == [["b<|im_end|>", "d<|im_end|>"]]
+
+
+def test_an_end_in_ordinary_text(tmp_path: Path) -> None:
+    source = CHATML.replace("<|im_end|>\n", "[over]\n")
+    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source))
+    assert all_runs(data) == ["b[over]", "d[over]"]
+    assert any("ordinary text" in note for note in data.summary.notes)
+    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source), append_eos=True)
+    assert all_runs(data) == ["b[over]</s>", "d[over]</s>"]
+
+
+def test_train_on(tmp_path: Path) -> None:
+    chat = with_template(CHATML)
+    messages: list[dict[str, Any]] = [dict(turn) for turn in turns(*THREE_TURNS)]
+    messages[1]["train"] = True
+    messages[3]["weight"] = 0
+    messages[5]["weight"] = 1
+    record = {"messages": messages}
+    ends = [answer + "<|im_end|>" for answer in ANSWERS]
+    assert all_runs(prepared(tmp_path, record, chat)) == ends
+    assert all_runs(prepared(tmp_path, record, chat, train_on="last")) == ends[2:]
+    flagged = prepared(tmp_path, record, chat, train_on="flagged")
+    assert all_runs(flagged) == [ends[0], ends[2]] and len(flagged.examples) == 1
+    messages[5]["weight"] = 0
+    early = prepared(tmp_path, record, chat, train_on="flagged")
+    assert all_runs(early) == ends[:1] and THREE_TURNS[2] not in tokenizer().decode(early.examples[0].tokens)
+    messages[1]["train"] = False
+    with pytest.raises(GraftuneError, match=r"row 1.*nothing to train"):
+        prepared(tmp_path, record, chat, train_on="flagged")
+    assert all_runs(prepared(tmp_path, {"prompt": "a", "response": "b"}, chat, train_on="flagged")) == ["b<|im_end|>"]
+
+
+def test_plain_prompt_and_response(tmp_path: Path) -> None:
+    import dataclasses
+
+    record = {"prompt": "What is it? ", "response": "One two"}
+    data = prepared(tmp_path, record, with_template(CHATML), template="none")
+    assert tokenizer().decode(data.examples[0].tokens) == "What is it? One two</s>"
+    assert all_runs(data) == ["One two</s>"] and data.prompts == ["What is it? "]
+    bos = dataclasses.replace(tokenizer(), add_bos=True)
+    data = prepared(tmp_path, record, bos)  # no template at all: plain too
+    assert tokenizer().decode(data.examples[0].tokens) == "<s>What is it? One two</s>"
+    assert bos.encode(data.prompts[0]) == data.examples[0].tokens[: -sum(data.examples[0].supervised)]
+    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d", system="S")}, bos, template="none")
+    assert tokenizer().decode(data.examples[0].tokens) == "<s>S\nab</s>cd</s>"
+    assert all_runs(data) == ["b</s>", "d</s>"]
+
+
+def test_text_trains_everything(tmp_path: Path) -> None:
+    import dataclasses
+
+    for chat, text in ((tokenizer(), ""), (dataclasses.replace(tokenizer(), add_bos=True), "<s>")):
+        data = prepared(tmp_path, {"text": "Where and when"}, chat)
+        assert tokenizer().decode(data.examples[0].tokens) == text + "Where and when</s>"
+        assert all(data.examples[0].supervised)
+
+
+def test_bos_is_the_templates_business(tmp_path: Path) -> None:
+    import dataclasses
+
+    for name, expected in (("llama-3-instruct", 1), ("phi-3", 0)):
+        chat = dataclasses.replace(shipped(name), add_bos=True)
+        data = prepared(tmp_path, {"messages": turns("a", "b")}, chat)
+        assert data.examples[0].tokens.count(tokenizer().bos_id) == expected  # type: ignore[arg-type]
+
+
+def test_chat_data_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match="no chat template.*template: none"):
+        prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer())
+
+
+def test_a_template_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(CHATML)
+    data = prepared(tmp_path, {"messages": turns("a", "b")}, shipped("zephyr"), template=str(file))
+    assert all_runs(data) == ["b<|im_end|>"]
+    with pytest.raises(GraftuneError, match=r"gone\.jinja.*cannot be read"):
+        prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer(), template=str(tmp_path / "gone.jinja"))
+    file.write_text("{% if %}")
+    with pytest.raises(GraftuneError, match="own.jinja"):
+        prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer(), template=str(file))
+
+
+@pytest.mark.parametrize("way", ["raises", "drops"])
+def test_a_template_that_takes_no_system_turn(way: str, tmp_path: Path) -> None:
+    body = "{{ raise_exception('no system') }}" if way == "raises" else ""
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}" + body + "{% else %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d", system="Be brief.")}, with_template(source))
+    assert data.prompts[0].startswith("<|im_start|>user\nBe brief.\n\na<|im_end|>")
+    assert all_runs(data) == ["b<|im_end|>", "d<|im_end|>"]
+    assert data.summary.notes == {"system turns merged into the first user turn: the template takes none": 1}
+
+
+def test_roles_that_do_not_alternate_are_refused_in_the_templates_words(tmp_path: Path) -> None:
+    messages = [*turns("a"), *turns("b", "c")]
+    with pytest.raises(GraftuneError, match=r"row 1.*must alternate"):
+        prepared(tmp_path, {"messages": messages}, shipped("llama-3-instruct"))
+
+
+def test_tool_calls(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    record = {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "20"},
+            {"role": "assistant", "content": "Warm."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}],
+    }
+    data = prepared(tmp_path, record, shipped("qwen2.5-instruct"))
+    assert all_runs(data) == [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
+        "Warm.<|im_end|>",
+    ]
+    assert "<tool_response>\n20\n</tool_response>" in data.prompts[0] and '"parameters"' in data.prompts[0]
+    with pytest.raises(GraftuneError, match="does not render tool calls"):
+        prepared(tmp_path, record, with_template(CHATML))
+    record["messages"][1] = {"role": "assistant", "content": "Let me see."}
+    with pytest.raises(GraftuneError, match="does not render the role 'tool'"):
+        prepared(tmp_path, record, shipped("granite-3.0-instruct"))
+
+
+def test_offsets_to_tokens() -> None:
+    offsets = [(0, 2), (2, 5), (5, 6), (6, 7), (6, 7), (7, 9)]  # two tokens of one character at 6
+    assert mask.token_ranges(offsets, [(2, 5)]) == [(1, 2)]
+    assert mask.token_ranges(offsets, [(6, 7)]) == [(3, 5)]
+    assert mask.token_ranges(offsets, [(4, 6)]) == [(1, 3)]  # a token that covers one trained character is trained
+    assert mask.flags(6, [(1, 2), (3, 5)]) == [False, True, False, True, True, False]
+
+
+def test_degenerate_masks_are_refused() -> None:
+    offsets = [(0, 1), (1, 2), (2, 3)]
+    with pytest.raises(Refusal, match="everything is trained"):
+        mask.check([7, 8, 9], offsets, [(0, 3)], [(0, 3)], frozenset({9}))
+    with pytest.raises(Refusal, match="without its end token"):
+        mask.check([7, 8, 9], offsets, [(1, 2)], [(1, 2)], frozenset({9}))
+    with pytest.raises(Refusal, match="without its end token"):
+        mask.check([7, 8, 9], offsets, [(1, 3)], [(1, 2)], frozenset())
+    with pytest.raises(Refusal, match="nothing to train"):
+        mask.check([7, 8, 9], offsets, [(1, 1)], [(1, 1)], frozenset({9}))

@@ -1,0 +1,90 @@
+"""Measured bytes are plausible and heed cgroup limits; the meter forgets old steps and pauses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graftune.observe import memory
+from graftune.observe.speed import Meter, clock_text
+
+
+def test_bytes_are_plausible() -> None:
+    before = memory.resident_bytes()
+    held = torch.ones(32 << 20, dtype=torch.uint8)
+    assert memory.resident_bytes() - before > 24 << 20
+    assert memory.peak_resident_bytes() >= memory.resident_bytes() - (4 << 20)
+    assert 0 < memory.available_bytes() <= memory.total_bytes()
+    cpu = memory.device_bytes("cpu")
+    assert cpu.allocated > held.numel() and cpu.free <= cpu.total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    root = groups if version == 2 else groups / "memory"
+    outer, inner = root / "outer", root / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("0::/outer/inner\n" if version == 2 else "4:memory:/outer/inner\n3:cpu:/x\n")
+    (proc / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n")
+    limit, used, cache = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    (inner / limit).write_text("max\n" if version == 2 else "9223372036854771712\n")
+    (inner / used).write_text("100\n")
+    (inner / "memory.stat").write_text(f"{cache} 0\n")
+    (outer / limit).write_text("1000000\n")
+    (outer / used).write_text("400000\n")
+    (outer / "memory.stat").write_text(f"anon 5\n{cache} 100000\n")
+    monkeypatch.setattr(memory, "PROC", proc)
+    monkeypatch.setattr(memory, "CGROUPS", groups)
+    assert memory.available_bytes() == 1_000_000 - 400_000 + 100_000
+    assert memory.total_bytes() == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (200 << 20, "200 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (2 << 50, "2048 TiB"),
+    ],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert memory.human_bytes(count) == text
+
+
+def test_meter_follows_the_last_steps() -> None:
+    now = [0.0]
+    meter = Meter(100, window=4, clock=lambda: now[0])
+    assert meter.tok_s == 0 and meter.left is None
+    now[0] += 60  # a slow first step
+    meter.update(1, 600)
+    assert meter.tok_s == 10 and meter.left == 99 * 60
+    for step in range(2, 11):
+        now[0] += 2
+        meter.update(step, 600)
+    assert meter.tok_s == 300 and meter.left == 90 * 2
+
+
+def test_pauses_and_a_resumed_start_do_not_count() -> None:
+    now = [0.0]
+    meter = Meter(20, done=10, clock=lambda: now[0])
+    now[0] += 1
+    with meter.paused():
+        now[0] += 1000
+    assert meter.update(11, 50) == 50 and meter.left == 9 and meter.elapsed == 1
+
+
+def test_clock_text() -> None:
+    assert [clock_text(s) for s in (None, 0, 312, 90061)] == ["-:--:--", "0:00:00", "0:05:12", "25:01:01"]

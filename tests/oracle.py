@@ -1,0 +1,125 @@
+"""Our engine and the judges', brought to the same weights. Judges: transformers for logits, PEFT for adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune.batch import Example
+from graftune.config import LoraConfig
+from graftune.data.pack import pack
+from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.model.lora import Arena, build_arena, initialise
+from graftune.runtime import resolve
+from graftune.weights import names
+from graftune.weights.base import Base, open_base
+from graftune.weights.load import Placement, build_decoder
+
+
+@dataclass
+class Ours:
+    base: Base
+    decoder: Decoder
+    arena: Arena
+    lora: LoraConfig
+
+    def logits(self, documents: list[list[int]], adapted: bool = True) -> torch.Tensor:
+        """[T, V] over the documents laid end to end."""
+        tokens = torch.tensor([t for d in documents for t in d])
+        positions = torch.cat([torch.arange(len(d)) for d in documents])
+        run = self.decoder.begin(positions, PackedDocuments(tuple(map(len, documents))), adapted=adapted)
+        with torch.no_grad():
+            return self.decoder.logits(self.decoder.hidden(tokens, run), adapted=adapted)
+
+    def gradients(self, examples: list[Example]) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss sum and the gradient of each trainable tensor of one packed micro-batch."""
+        batch = pack(examples)
+        self.arena.grads.zero_()
+        run = self.decoder.begin(batch.positions, PackedDocuments(batch.lengths))
+        x = self.decoder.hidden(batch.tokens, run, batch.rows)
+        total, grad = self.decoder.loss(x.detach(), batch.labels)
+        x.backward(grad)
+        return float(total), {n: self.arena.view(n, self.arena.grads).clone() for n in self.arena.slots}
+
+
+def ours(path: Path, lora: LoraConfig | None = None, *, base_dtype: str = "fp32", random_b: bool = True) -> Ours:
+    base = open_base(str(path))
+    lora = lora or LoraConfig(rank=4, alpha=10.0)
+    runtime = resolve("cpu", "fp32")
+    arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
+    decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"))
+    initialise(arena, lora, seed=7)
+    if random_b:
+        for name in arena.slots:
+            if name.endswith("lora_B.weight"):
+                arena.view(name, arena.weights).normal_(0, 0.1)
+        arena.publish()
+    return Ours(base, decoder, arena, lora)
+
+
+def peft_model(model: Any, ours_: Ours) -> Any:
+    """PEFT around a transformers model, with our adapter's values."""
+    import peft
+
+    from graftune.config import expand_targets
+
+    lora = ours_.lora
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(expand_targets(lora.targets)),
+        use_rslora=lora.rslora,
+        modules_to_save=["input_layernorm", "post_attention_layernorm"] if lora.train_norms else None,
+        task_type="CAUSAL_LM",
+    )
+    wrapped = peft.get_peft_model(model, config)
+    state = {peft_name(n): ours_.arena.view(n, ours_.arena.weights) for n in ours_.arena.slots}
+    own = dict(wrapped.named_parameters())
+    with torch.no_grad():
+        for name, value in state.items():
+            if name in own:
+                own[name].copy_(value)
+    return wrapped
+
+
+def peft_name(ours_name: str) -> str:
+    stem, _, _ = names.to_peft(ours_name).rpartition(".")
+    return f"{stem}.default.weight" if "lora_" in ours_name else f"{stem}.modules_to_save.default.weight"
+
+
+def dequantised(base: Base) -> dict[str, torch.Tensor]:
+    """Every tensor of the base in fp32, under Hugging Face's names."""
+    return {
+        names.to_hf(n): (t.read(0, t.shape[0]) if len(t.shape) == 2 else t.read(0, 1)).reshape(t.shape)
+        for n, t in base.tensors.items()
+    }
+
+
+def smollm2_in_transformers(base: Base) -> Any:
+    """SmolLM2 in transformers over the values that our loader reads from the GGUF."""
+    import transformers
+
+    spec = base.spec
+    config = transformers.LlamaConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.width,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    missing = model.load_state_dict(dequantised(base), strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys, missing
+    model.tie_weights()
+    return model.float().eval()

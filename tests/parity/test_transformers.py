@@ -1,0 +1,78 @@
+"""Logits and gradients against transformers and PEFT, in fp32, on tiny random models of every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftune.batch import Example
+from graftune.config import LoraConfig
+from tests import oracle, tiny
+
+
+def documents(*lengths: int) -> list[list[int]]:
+    return [torch.randint(3, tiny.VOCAB, (n,)).tolist() for n in lengths]
+
+
+def examples(*lengths: int) -> list[Example]:
+    return [
+        Example(d, [i >= len(d) // 3 and (i * 7 + len(d)) % 5 != 0 for i in range(len(d))]) for d in documents(*lengths)
+    ]
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_logits_equal_transformers(variant, tiny_folder):
+    docs = documents(37, 1, 90, 2, 11)
+    ours = oracle.ours(tiny_folder(variant), random_b=False)
+    got = ours.logits(docs)
+    model = tiny.hf_model(variant)
+    with torch.no_grad():
+        want = torch.cat([model(torch.tensor([d])).logits[0] for d in docs])
+    assert want.std() > 0.3, "a model whose logits are all alike proves nothing"
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("base_dtype", ["fp32", "keep"])
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_every_lora_gradient_equals_pefts(variant, base_dtype, tiny_folder):
+    lora = LoraConfig(rank=4, alpha=10.0)
+    check_gradients(variant, lora, base_dtype, tiny_folder)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(rank=3, alpha=1.0, targets=("qv",)),
+        LoraConfig(rank=8, alpha=5.0, targets=("mlp",), rslora=True),
+        LoraConfig(rank=4, alpha=10.0, targets=("k_proj", "down_proj")),
+        LoraConfig(rank=4, alpha=10.0, train_norms=True),
+    ],
+    ids=["qv", "mlp-rslora", "k-down", "norms"],
+)
+def test_gradients_with_other_targets(lora, tiny_folder):
+    check_gradients("qwen2", lora, "fp32", tiny_folder)
+
+
+def check_gradients(variant, lora, base_dtype, tiny_folder):
+    batch = examples(20, 33, 5)
+    ours = oracle.ours(tiny_folder(variant), lora, base_dtype=base_dtype)
+    loss, got = ours.gradients(batch)
+    model = oracle.peft_model(tiny.hf_model(variant), ours).train()
+    total = torch.zeros(())
+    for example in batch:  # unpacked on their side: one document a forward
+        tokens = torch.tensor([example.tokens])
+        logits = model(tokens).logits[0, :-1]
+        labels = torch.tensor([t if s else -100 for t, s in zip(example.tokens, example.supervised, strict=True)])[1:]
+        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    total.backward()
+    assert loss == pytest.approx(float(total), rel=1e-5)
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    checked = 0
+    for name, grad in got.items():
+        if oracle.peft_name(name) not in theirs and name == "norm.weight":
+            continue  # modules_to_save of the oracle leaves the final norm out
+        want = theirs[oracle.peft_name(name)]
+        assert want.norm() > 1e-4, name
+        assert (grad - want).norm() / want.norm() < 1e-5, name
+        checked += 1
+    assert checked >= 2 * 3 * len(lora.targets)

@@ -1,0 +1,192 @@
+"""The config tree: every key, type and range is checked, and file, flags and saved copy agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftune.config import PROJECTIONS, Config, Leaf, expand_targets, flatten, leaves
+from graftune.errors import GraftuneError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def complaint(*layers: dict[str, Any]) -> str:
+    with pytest.raises(GraftuneError) as caught:
+        Config.of(*layers)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    c = Config()
+    assert (c.lora.rank, c.lora.alpha, c.optim.lr, c.train.epochs, c.data.max_seq_len) == (16, 32, 2e-4, 3, 512)
+    assert (c.optim.clip, c.optim.clip_mode, c.train.tokens_per_step) == (1.0, "global", 4096)
+    assert (c.optim.warmup, c.optim.schedule, c.optim.min_lr) == (0.1, "cosine", 1e-6)
+    assert (c.optim.beta1, c.optim.beta2, c.optim.eps, c.optim.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
+    assert (c.data.val_split, c.train.patience, c.train.seed) == (0.2, 5, 42)
+    assert expand_targets(c.lora.targets) == PROJECTIONS
+
+
+def test_leaf_names_are_unique_and_have_help() -> None:
+    names = [leaf.name for leaf in leaves()]
+    assert len(names) == len(set(names))
+    assert all(leaf.help for leaf in leaves())
+
+
+def test_flat_and_sectioned_files_agree(tmp_path: Path) -> None:
+    flat = Config.load(write(tmp_path, "rank: 8\nlr: 1e-3\nbase: a/b\ndata: d.jsonl\nmax_steps: 5\n"))
+    text = "base: {base: a/b}\nlora:\n  rank: 8\noptim:\n  lr: 0.001\ndata: {data: d.jsonl}\ntrain: {max_steps: 5}\n"
+    assert flat == Config.load(write(tmp_path, text))
+    assert flat.base.base == "a/b" and flat.optim.lr == 1e-3
+
+
+def test_empty_file_empty_section_and_bom(tmp_path: Path) -> None:
+    assert Config.load(write(tmp_path, "")) == Config()
+    assert Config.load(write(tmp_path, "lora:\n# rank: 8\ntrain:\n")) == Config()
+    assert Config.load(write(tmp_path, "\ufeffrank: 8\n")).lora.rank == 8
+
+
+def test_later_layers_win() -> None:
+    assert Config.of({"rank": 4, "lr": 1.0}, {"lora": {"rank": 8}}).lora.rank == 8
+    assert Config.of({"lr": 1.0}, {"rank": 8}).optim.lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [
+        ({"rnak": 3}, ["unknown key 'rnak'", "'rank'"]),
+        ({"lora": {"lr": 3}}, ["unknown key 'lora.lr'"]),
+        ({"lora": {1: 2}}, ["unknown key 'lora.1'"]),
+        ({1: 2}, ["unknown key '1'"]),
+        ({"train": 5}, ["train is 5", "section"]),
+        ({"lr": 1.0, "optim": {"lr": 2.0}}, ["lr is given twice"]),
+        ({"rank": "16"}, ["rank is '16'", "whole number"]),
+        ({"rank": 1.5}, ["rank is 1.5", "whole number"]),
+        ({"rank": True}, ["rank is True", "whole number"]),
+        ({"rank": None}, ["rank is None", "whole number"]),
+        ({"rank": 0}, ["rank is 0", "at least 1"]),
+        ({"rank": 10**400}, ["rank is 1000", "at most 4096"]),
+        ({"lr": -1}, ["lr is -1", "at least 0"]),
+        ({"lr": "fast"}, ["lr is 'fast'", "a number"]),
+        ({"lr": float("nan")}, ["lr is nan", "finite"]),
+        ({"lr": "inf"}, ["lr is inf", "finite"]),
+        ({"lr": 10**400}, ["lr is 1000", "double"]),
+        ({"alpha": 0}, ["alpha is 0", "above 0"]),
+        ({"val_split": 1.0}, ["val_split is 1.0", "at most 0.9"]),
+        ({"schedule": "exp"}, ["schedule is 'exp'", "cosine, linear, constant"]),
+        ({"schedule": ["cosine"]}, ["schedule is ['cosine']", "one of"]),
+        ({"strict": "yes"}, ["strict is 'yes'", "true or false"]),
+        ({"strict": 1}, ["strict is 1", "true or false"]),
+        ({"base": 7}, ["base is 7", "text"]),
+        ({"targets": [1]}, ["targets is [1]", "list of names"]),
+        ({"targets": {"a": 1}}, ["targets is", "list of names"]),
+        ({"targets": "qkv"}, ["unknown projection 'qkv'", "q_proj"]),
+    ],
+)
+def test_bad_values_name_the_field(layer: dict[str, Any], parts: list[str]) -> None:
+    text = complaint(layer)
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a: [", "not valid YAML at line"),
+        ("- rank\n", "keys and values"),
+        ("just text", "keys and values"),
+        ("rank: \x00", "not valid YAML"),
+        ("[1]: 2", "not valid YAML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, part: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(GraftuneError, match=part) as caught:
+        Config.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_file_folder_and_other_encoding(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(GraftuneError, match="cannot be read"):
+            Config.load(path)
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("out: caf\u00e9".encode("latin-1"))
+    with pytest.raises(GraftuneError, match="not valid YAML"):
+        Config.load(latin)
+
+
+def test_targets_shorthands_keep_the_models_order() -> None:
+    assert expand_targets(("mlp", "q_proj")) == ("q_proj", "gate_proj", "up_proj", "down_proj")
+    assert Config.of({"targets": "v_proj, q_proj"}).lora.targets == ("v_proj", "q_proj")
+
+
+def test_replace_checks_too() -> None:
+    assert Config().replace(rank=4).lora.rank == 4
+    with pytest.raises(GraftuneError, match="rank is 0"):
+        Config().replace(rank=0)
+
+
+def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
+    """Values inside the leaf's range, read off the same metadata that the checks read."""
+    section = typing.get_type_hints(Config)[leaf.section]
+    meta = next(f for f in dataclasses.fields(section) if f.name == leaf.name).metadata
+    low, high, above = meta["min"], meta["max"], meta["above"]
+    if leaf.name == "targets":
+        return st.lists(st.sampled_from([*PROJECTIONS, "qv", "mlp"]), min_size=1).map(tuple)
+    if typing.get_origin(leaf.type) is Literal:
+        return st.sampled_from(typing.get_args(leaf.type))
+    if typing.get_origin(leaf.type) is tuple:
+        return st.lists(st.text(min_size=1)).map(tuple)
+    if leaf.type is bool:
+        return st.booleans()
+    if leaf.type is int:
+        return st.integers(low, high if high is not None else 10**9)
+    if leaf.type is float:
+        return st.floats(
+            low if low is not None else above,
+            high,
+            allow_nan=False,
+            allow_infinity=False,
+            exclude_min=above is not None,
+        )
+    return st.text()
+
+
+@given(st.fixed_dictionaries({}, optional={leaf.name: _values(leaf) for leaf in leaves()}))
+def test_every_legal_config_survives_saving(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+    config = Config.of(values)
+    path = tmp_path_factory.mktemp("round") / "config.yaml"
+    config.save(path)
+    assert Config.load(path) == config
+    assert Config.of(config.flat()) == Config.of(config.nested()) == config
+
+
+_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+_trees = st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner))
+
+
+@given(st.dictionaries(st.sampled_from([*(leaf.name for leaf in leaves()), "lora", "train", "x"]), _trees))
+def test_anything_else_is_one_clear_error(tree: dict[str, Any]) -> None:
+    """Whatever YAML can hold is either a config or a GraftuneError: nothing else escapes."""
+    try:
+        Config.of(tree)
+    except GraftuneError as error:
+        assert str(error)
+
+
+def test_saved_file_is_sectioned_yaml(tmp_path: Path) -> None:
+    Config.of({"rank": 8}).save(tmp_path / "config.yaml")
+    tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert tree["lora"]["rank"] == 8 and list(tree) == ["base", "lora", "data", "optim", "train", "run"]
+    assert flatten(tree, "here")["rank"] == 8
