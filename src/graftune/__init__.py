@@ -1,3 +1,18 @@
-"""graftune: LoRA and QLoRA fine-tuning that never leaves the device."""
+"""graftune: LoRA and QLoRA fine-tuning that never leaves the device. See graftune.api for the verbs."""
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["Run", "TrainResult", "open"]
+
+if TYPE_CHECKING:
+    from graftune.api import Run, TrainResult, open
+
+
+def __getattr__(name: str) -> Any:
+    """The verbs on first use: `graftune --help` must not wait for torch."""
+    if name in __all__:
+        from graftune import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'graftune' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -245,10 +246,12 @@ def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[
     return tuple(p for p in PROJECTIONS if p in wanted)
 
 
+@functools.cache
 def _sections() -> dict[str, Any]:
     return {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config)}
 
 
+@functools.cache
 def _hints(section: Any) -> dict[str, Any]:
     return typing.get_type_hints(section)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -154,7 +156,9 @@ def test_a_generation_prompt_that_is_no_prefix(tmp_path: Path) -> None:
 
 def test_an_end_of_text_after_the_last_turn_only(tmp_path: Path) -> None:
     """The whole conversation then does not start with each turn's own rendering, but it does up to the end token."""
-    source = CHATML.replace("{% if add_gen", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add_gen")
+    source = CHATML.replace(
+        "{% if add_gen", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add_gen"
+    )
     data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source))
     assert [trained_runs(example) for example in data.examples] == [["b<|im_end|>", "d<|im_end|>"]]
 
@@ -166,6 +170,22 @@ def test_an_end_in_ordinary_text(tmp_path: Path) -> None:
     assert any("ordinary text" in note for note in data.summary.notes)
     data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source), append_eos=True)
     assert all_runs(data) == ["b[over]</s>", "d[over]</s>"]
+
+
+def test_a_control_token_that_swallows_the_blank_behind_it(tmp_path: Path) -> None:
+    """Phi-3's do: <|assistant|> then covers the answer's first space, and still is not trained."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer().backend.to_str())
+    backend.add_special_tokens([tokenizers.AddedToken("<|bot|>", special=True, rstrip=True)])
+    source = CHATML.replace("<|im_start|>assistant\n", "<|bot|>\n").replace(
+        "'<|im_start|>' + m.role + '\n'", "('<|bot|>' if m.role == 'assistant' else '<|user|>') + '\n'"
+    )
+    chat = dataclasses.replace(with_template(source), backend=backend)
+    data = prepared(tmp_path, {"messages": turns("a", " b", "c", "d")}, chat)
+    bot = backend.token_to_id("<|bot|>")
+    for example in data.examples:
+        assert bot in example.tokens
+        assert not any(on for token, on in zip(example.tokens, example.supervised, strict=True) if token == bot)
+    assert [run.strip() for run in all_runs(data)] == ["b<|im_end|>", "d<|im_end|>"]
 
 
 def test_train_on(tmp_path: Path) -> None:
@@ -186,12 +206,13 @@ def test_train_on(tmp_path: Path) -> None:
     messages[1]["train"] = False
     with pytest.raises(GraftuneError, match=r"row 1.*nothing to train"):
         prepared(tmp_path, record, chat, train_on="flagged")
+    messages[0]["train"] = True
+    with pytest.raises(GraftuneError, match=r"not the assistant's: message 1"):
+        prepared(tmp_path, record, chat, train_on="flagged")
     assert all_runs(prepared(tmp_path, {"prompt": "a", "response": "b"}, chat, train_on="flagged")) == ["b<|im_end|>"]
 
 
 def test_plain_prompt_and_response(tmp_path: Path) -> None:
-    import dataclasses
-
     record = {"prompt": "What is it? ", "response": "One two"}
     data = prepared(tmp_path, record, with_template(CHATML), template="none")
     assert tokenizer().decode(data.examples[0].tokens) == "What is it? One two</s>"
@@ -206,8 +227,7 @@ def test_plain_prompt_and_response(tmp_path: Path) -> None:
 
 
 def test_text_trains_everything(tmp_path: Path) -> None:
-    import dataclasses
-
+    assert prepared(tmp_path, {"text": "a"}, shipped("chatqa")).summary.template == "", "no template is looked at"
     for chat, text in ((tokenizer(), ""), (dataclasses.replace(tokenizer(), add_bos=True), "<s>")):
         data = prepared(tmp_path, {"text": "Where and when"}, chat)
         assert tokenizer().decode(data.examples[0].tokens) == text + "Where and when</s>"
@@ -215,8 +235,6 @@ def test_text_trains_everything(tmp_path: Path) -> None:
 
 
 def test_bos_is_the_templates_business(tmp_path: Path) -> None:
-    import dataclasses
-
     for name, expected in (("llama-3-instruct", 1), ("phi-3", 0)):
         chat = dataclasses.replace(shipped(name), add_bos=True)
         data = prepared(tmp_path, {"messages": turns("a", "b")}, chat)
@@ -224,7 +242,7 @@ def test_bos_is_the_templates_business(tmp_path: Path) -> None:
 
 
 def test_chat_data_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match="no chat template.*template: none"):
+    with pytest.raises(GraftuneError, match=r"no chat template.*template: none"):
         prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer())
 
 
@@ -236,7 +254,7 @@ def test_a_template_file(tmp_path: Path) -> None:
     with pytest.raises(GraftuneError, match=r"gone\.jinja.*cannot be read"):
         prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer(), template=str(tmp_path / "gone.jinja"))
     file.write_text("{% if %}")
-    with pytest.raises(GraftuneError, match="own.jinja"):
+    with pytest.raises(GraftuneError, match=r"own\.jinja"):
         prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer(), template=str(file))
 
 
@@ -271,7 +289,7 @@ def test_tool_calls(tmp_path: Path) -> None:
         ],
         "tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}],
     }
-    data = prepared(tmp_path, record, shipped("qwen2.5-instruct"))
+    data = prepared(tmp_path, record, shipped("qwen2.5-instruct"), max_seq_len=4096)
     assert all_runs(data) == [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
         "Warm.<|im_end|>",

@@ -28,6 +28,7 @@ app = App(
     help="Fine-tune language models with LoRA adapters: train, look at the data, evaluate, chat.",
     help_format="plaintext",
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,  # main answers it
 )
 app.command(train)
 app.command(chat)
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         _discard(sys.stdout)
+        return 141
+    except SystemExit:  # nothing of ours exits by itself: this is rich's answer to a closed pipe
         return 141
     except Exception as error:
         text = sentence(error)

@@ -6,6 +6,8 @@ Three ways in: a conversation on a terminal, prompts from a pipe (one a line, ea
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -42,7 +44,7 @@ class Sampling:
         in_range("--max-new-tokens", self.max_new_tokens, at_least=1)
 
 
-@takes("base", "template", "max_seq_len")
+@takes("base")
 def chat(
     target: str,
     /,
@@ -127,8 +129,8 @@ class Talk:
 
 def _converse(talk: Talk, console: Console) -> int:
     """The loop on a terminal. Ctrl-D and /quit end it with 0, Ctrl-C with 130."""
-    import readline  # noqa: F401 - importing it gives input() its line editing and history
-
+    if importlib.util.find_spec("readline"):  # some builds of Python lack it
+        importlib.import_module("readline")  # gives input() its line editing and history
     console.note("/reset forgets the conversation, /quit or Ctrl-D leaves")
     while True:
         try:

@@ -64,7 +64,7 @@ def _usage(error: CycloptsError) -> str:
         return f"unknown {kind} {typed!r}; {_near(typed, _commands(error)) or helped}"
     if isinstance(error, UnknownOptionError):
         typed = (error.token.keyword or error.token.value).split("=", 1)[0]
-        known = [name for argument in error.argument_collection for name in argument.names if argument.parse]
+        known = [name for argument in error.argument_collection for name in argument.names if name[0] == "-"]
         return f"unknown option {typed!r}; {_near(typed.replace('_', '-'), known) or helped}"
     if isinstance(error, MissingArgumentError):
         assert error.argument is not None

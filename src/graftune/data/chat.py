@@ -40,6 +40,11 @@ class Passage:
         """The text a model continues to give the last trained answer."""
         return self.text[: self.spans[-1][0]]
 
+    @property
+    def asked(self) -> list[Message]:
+        """The messages before the last trained answer."""
+        return self.messages[: self.trained[-1]]
+
 
 @dataclass(frozen=True)
 class _Turn:
@@ -56,6 +61,9 @@ def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
     if train_on == "last":
         return (turns[-1],)
     if train_on == "flagged" and record.kind in ("messages", "conversations"):
+        wrong = [i for i, flag in enumerate(record.flags) if flag and i not in turns]
+        if wrong:
+            raise Refusal("a flag on a turn that is not the assistant's", f"message {wrong[0] + 1}")
         turns = [i for i in turns if record.flags[i]]
         if not turns:
             raise Refusal("nothing to train", 'no assistant turn has "train": true or "weight": 1')

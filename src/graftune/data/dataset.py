@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data.chat import check_roles, trained_turns
 from graftune.data.fit import Built, Fitter, build_text
-from graftune.data.record import Record, to_record
+from graftune.data.record import Message, Record, to_record
 from graftune.data.source import Refusal, Row, check_file, read_rows, sha256_of
-from graftune.data.template import ChatFormat, chat_format, plain_format, special_pattern
+from graftune.data.template import chat_format, plain_format, special_pattern
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
@@ -49,11 +50,13 @@ class Summary:
 
 @dataclass
 class Dataset:
-    """Examples and, index by index, the text to continue for the (last) trained answer and that answer."""
+    """Examples and, index by index, what sample answers need: the text to continue for the example's last trained
+    answer, that answer, and the messages the text was rendered from (none for `text` records)."""
 
     examples: list[Example]
     prompts: list[str]
     references: list[str]
+    messages: list[list[Message]]
     summary: Summary
     sha256: str
     path: str
@@ -62,20 +65,22 @@ class Dataset:
         return len(self.examples)
 
     @property
-    def records(self) -> list[tuple[str, str]]:
-        """(prompt, reference) of each example."""
-        return list(zip(self.prompts, self.references, strict=True))
+    def records(self) -> list[dict[str, Any]]:
+        """Each example's prompt messages and reference answer."""
+        pairs = zip(self.messages, self.references, strict=True)
+        return [{"messages": messages, "reference": reference} for messages, reference in pairs]
 
     def subset(self, indices: Sequence[int]) -> Dataset:
         """These examples with figures of their own; the account of refused rows stays with the whole."""
         examples = [self.examples[i] for i in indices]
-        summary = Summary(kinds=self.summary.kinds, rows=len({e.row for e in examples}), template=self.summary.template)
+        summary = Summary(rows=len({e.row for e in examples}), template=self.summary.template)
         for example in examples:
             _count(summary, example)
         return Dataset(
             examples,
             [self.prompts[i] for i in indices],
             [self.references[i] for i in indices],
+            [self.messages[i] for i in indices],
             summary,
             self.sha256,
             self.path,
@@ -86,13 +91,14 @@ def prepare(path: str, tokenizer: Tokenizer, config: DataConfig) -> Dataset:
     """Everything in the file that can be trained on; GraftuneError if that is nothing."""
     check_file(path)
     maker = _Maker(tokenizer, config, str(path))
-    data = Dataset([], [], [], maker.summary, sha256_of(path), str(path))
+    data = Dataset([], [], [], [], maker.summary, sha256_of(path), str(path))
     for row in read_rows(path):
         for built in maker.examples(row):
             if built.example is not None:
                 data.examples.append(built.example)
                 data.prompts.append(built.prompt)
                 data.references.append(built.reference)
+                data.messages.append(built.messages)
     if not data.examples:
         raise _nothing(maker.summary, str(path))
     return data
@@ -120,18 +126,15 @@ def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Datas
 
 
 class _Maker:
-    """Rows -> examples, keeping the summary. The template is opened when the first row needs one."""
+    """Rows -> examples, keeping the summary. The model's own template is looked at when the first row needs it."""
 
     def __init__(self, tokenizer: Tokenizer, config: DataConfig, path: str):
         self.tokenizer, self.config, self.path = tokenizer, config, path
         self.summary = Summary()
-        self.chat = chat_format(tokenizer, config)
-        self.plain: ChatFormat | None = None
         self.control = special_pattern(tokenizer)
-        self.fitters: dict[str, Fitter] = {}
-        if self.chat is not None:
-            self.summary.template = self.chat.name
-            self.summary.notes.update(dict.fromkeys(self.chat.notes, 0))
+        self.fitter: Fitter | None = None
+        if config.template != "auto":  # a file that is not there is a mistake whatever the rows are
+            self._open()
 
     def examples(self, row: Row) -> Iterator[Built]:
         self.summary.rows += 1
@@ -160,8 +163,8 @@ class _Maker:
         yield from built
 
     def _of(self, record: Record, row: int) -> Iterator[Built]:
-        if record.ignored:
-            self._note(f"columns not used: {', '.join(sorted(record.ignored))}")
+        for name in record.ignored:
+            self._note(f"column not used: {name}")
         if record.kind == "text":
             self._note_control([record.text])
             windows = build_text(record.text, self.tokenizer, self.config.max_seq_len, row)
@@ -169,8 +172,8 @@ class _Maker:
                 self._note("texts longer than max_seq_len, divided into several examples")
             yield from windows
             return
-        form = self._form(record)
-        messages = record.messages
+        fitter, messages = self._fitter(record), record.messages
+        form = fitter.form
         trained = trained_turns(record, self.config.train_on)
         if record.flagged and self.config.train_on != "flagged":
             self._note(f'"train"/"weight" flags not used, since train_on is {self.config.train_on}')
@@ -180,25 +183,28 @@ class _Maker:
         if record.tools and form.render(messages, record.tools) == form.render(messages, None):
             self._note("tools given that the template does not render")
         self._note_control([message["content"] for message in messages])
-        fitter = self.fitters.setdefault(form.name, Fitter(form, self.tokenizer, self.config.max_seq_len))
         built = list(fitter.build(messages, record.tools, trained, row))
         if len(built) > 1:
             self._note("conversations divided into several examples")
         yield from built
 
-    def _form(self, record: Record) -> ChatFormat:
-        if self.chat is not None:
-            return self.chat
-        if record.kind in ("messages", "conversations"):
+    def _fitter(self, record: Record) -> Fitter:
+        """One format serves the whole file: the template chosen, the model's own, or plain where it has none."""
+        chat = record.kind in ("messages", "conversations")
+        if chat and self.config.template == "auto" and self.tokenizer.template is None:
             raise GraftuneError(
                 "this is chat data, and the model has no chat template",
                 where=self.path,
                 mend="give a Jinja file with `template: FILE`, or `template: none` for plain text",
             )
-        if self.plain is None:
-            self.plain = plain_format(self.tokenizer)
-            self.summary.template = self.plain.name
-        return self.plain
+        return self.fitter or self._open()
+
+    def _open(self) -> Fitter:
+        form = chat_format(self.tokenizer, self.config) or plain_format(self.tokenizer)
+        self.summary.template = form.name
+        self.summary.notes.update(dict.fromkeys(form.notes, 0))
+        self.fitter = Fitter(form, self.tokenizer, self.config.max_seq_len)
+        return self.fitter
 
     def _note_control(self, texts: Sequence[str]) -> None:
         """Control tokens written in the data are parsed as such, as every other trainer does; the mask holds."""

@@ -10,7 +10,7 @@ An example whose response alone does not fit is dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.batch import Example
@@ -18,7 +18,7 @@ from graftune.data import mask
 from graftune.data.chat import Passage, passages
 from graftune.data.record import Message
 from graftune.data.source import Refusal
-from graftune.data.template import ChatFormat
+from graftune.data.template import ChatFormat, special_tokens
 from graftune.tokenizer import Tokenizer
 
 TURNS, QUESTION, PROMPT = "early turns left out", "question cut from the left", "prompt cut from the left behind BOS"
@@ -32,6 +32,7 @@ class Built:
     example: Example | None
     prompt: str
     reference: str
+    messages: list[Message] = field(default_factory=list)  # what the prompt was rendered from
     truncated: str = ""
     dropped: str = ""
 
@@ -42,6 +43,7 @@ class Fitter:
     def __init__(self, form: ChatFormat, tokenizer: Tokenizer, max_seq_len: int):
         self.form, self.tokenizer, self.limit = form, tokenizer, max_seq_len
         allowed = {*tokenizer.stop_ids, form.end_id} if form.end_id is not None else set()
+        self.special = special_tokens(tokenizer).keys()
         self.ends = frozenset(i for i in allowed if i is not None)
 
     def build(
@@ -50,17 +52,26 @@ class Fitter:
         for passage in passages(self.form, self.tokenizer, messages, tools, trained):
             example = self._tokenised(passage, row)
             if len(example.tokens) <= self.limit:
-                yield Built(example, passage.prompt, passage.reference)
+                yield Built(example, passage.prompt, passage.reference, passage.asked)
             else:
                 yield from self._without_early_turns(passage, tools, row)
 
     def _tokenised(self, passage: Passage, row: int) -> Example:
         tokens, offsets = self.tokenizer.encode_with_offsets(passage.text)
         ranges = mask.token_ranges(offsets, passage.spans)
-        cuts = [start for (start, _), (first, _) in zip(passage.spans, ranges, strict=True) if offsets[first][0] < start]
+        cuts = [
+            start
+            for (start, _), (first, last) in zip(passage.spans, ranges, strict=True)
+            if first < last and offsets[first][0] < start
+        ]
         if cuts:
             tokens, offsets = self._divided(passage.text, cuts, tokens, offsets)
             ranges = mask.token_ranges(offsets, passage.spans)
+            # A control token that swallows the blanks behind it (Phi-3's do) still belongs to the prompt.
+            ranges = [
+                (first + (offsets[first][0] < start and tokens[first] in self.special), last)
+                for (start, _), (first, last) in zip(passage.spans, ranges, strict=True)
+            ]
         mask.check(tokens, offsets, passage.spans, ranges, self.ends)
         return Example(tokens, mask.flags(len(tokens), ranges), row)
 
@@ -111,17 +122,17 @@ class Fitter:
                 yield from self.build(messages, tools, trained[:-1], row)
             yield self._cut_question(*last, tools, row)
         else:
-            start, shorter_passage, example = best
+            start, shorter, example = best
             rest = [i for i in trained if i < start]
             if rest:
                 yield from self.build(messages, tools, rest, row)
-            yield Built(example, shorter_passage.prompt, shorter_passage.reference, truncated=TURNS)
+            yield Built(example, shorter.prompt, shorter.reference, shorter.asked, truncated=TURNS)
 
     def _cut_question(self, passage: Passage, example: Example, tools: list[Any] | None, row: int) -> Built:
         """Shortens the last question until the example fits; `passage` trains one turn."""
         response = sum(example.supervised)
         if response >= self.limit:
-            return Built(None, passage.prompt, passage.reference, dropped=TOO_LONG)
+            return Built(None, passage.prompt, passage.reference, passage.asked, dropped=TOO_LONG)
         messages, turn = passage.messages, passage.trained[-1]
         asked = max(i for i in range(turn) if messages[i]["role"] == "user")
         content = messages[asked]["content"]
@@ -138,7 +149,7 @@ class Fitter:
                 break
             assert found is not None
             if len(found[1].tokens) <= self.limit:
-                return Built(found[1], found[0].prompt, passage.reference, truncated=QUESTION)
+                return Built(found[1], found[0].prompt, passage.reference, found[0].asked, truncated=QUESTION)
             excess += len(found[1].tokens) - self.limit
         return self._cut_tokens(passage, example)
 
@@ -146,7 +157,7 @@ class Fitter:
         bos = 1 if example.tokens[0] == self.tokenizer.bos_id and not example.supervised[0] else 0
         keep = self.limit - bos
         if sum(example.supervised) > keep or (bos == 0 and all(example.supervised[-keep:])):
-            return Built(None, passage.prompt, passage.reference, dropped=TOO_LONG)
+            return Built(None, passage.prompt, passage.reference, passage.asked, dropped=TOO_LONG)
         cut = Example(
             example.tokens[:bos] + example.tokens[-keep:],
             example.supervised[:bos] + example.supervised[-keep:],
@@ -155,7 +166,7 @@ class Fitter:
         prompt = self.tokenizer.decode(
             [t for t, trained in zip(cut.tokens, cut.supervised, strict=True) if not trained]
         )
-        return Built(cut, prompt, passage.reference, truncated=PROMPT)
+        return Built(cut, prompt, passage.reference, passage.asked, truncated=PROMPT)
 
 
 def build_text(text: str, tokenizer: Tokenizer, limit: int, row: int) -> list[Built]:

@@ -95,6 +95,11 @@ def _chat(row: dict[str, Any], key: Kind, convert: Any) -> Record:
     if "user" not in roles[: roles.index("assistant")]:
         raise Refusal("no user turn before the first assistant turn")
     tools = row.get("tools")
+    if isinstance(tools, str):  # many published data sets keep them as JSON text
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise Refusal("broken JSON", "in 'tools'") from None
     if tools is not None and not isinstance(tools, list):
         raise Refusal("wrong type", f"'tools' must be a list, is {type_name(tools)}")
     ignored = _others(row, (key, "tools", "system"))

@@ -110,15 +110,15 @@ class Console:
         """Base and tuned answers to the same prompts: columns on a terminal, labelled paragraphs elsewhere."""
         if not self._drawn(self._results):
             blocks = [_plain_answer(number, row) for number, row in enumerate(rows, 1)]
-            self._write(self._results, "\n\n".join([printable(title), *blocks]))
+            self._write(self._results, "\n\n".join([*([printable(title)] if title else []), *blocks]))
             return
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
         drawn = Table(
-            title=Text(printable(title)), box=box.SQUARE, show_lines=True, expand=True, title_justify="left",
-            title_style="bold", border_style="dim",
+            title=Text(printable(title)) if title else None, box=box.SQUARE, show_lines=True, expand=True,
+            title_justify="left", title_style="bold", border_style="dim",
         )  # fmt: skip
         fields = [("prompt", "dim"), ("base", "yellow"), ("tuned", "green"), ("reference", "cyan")]
         shown = [(name, style) for name, style in fields if any(getattr(row, name) is not None for row in rows)]
@@ -131,7 +131,8 @@ class Console:
     def render(self, renderable: Any) -> None:
         """A rich renderable made elsewhere (the data preview), as a result; uncoloured where no terminal is."""
         with self._bar_aside():
-            self._rich_console(self._results).print(renderable)
+            # A file or pipe has no width to wrap to.
+            self._rich_console(self._results).print(_Harmless(renderable), soft_wrap=not self.terminal)
             self._results.flush()
 
     @property
@@ -177,11 +178,13 @@ class Console:
         """Take the live bar off the screen while something else is written."""
         bar = self._bar
         if bar is not None:
+            bar.live.transient = True  # a bar that stops for good stays on the screen; this one must leave it
             bar.stop()
         try:
             yield
         finally:
             if bar is not None:
+                bar.live.transient = False
                 bar.start()
 
     def _rich_console(self, stream: TextIO) -> Any:
@@ -190,6 +193,19 @@ class Console:
         if id(stream) not in self._rich:
             self._rich[id(stream)] = RichConsole(file=stream, highlight=False, markup=False, emoji=False)
         return self._rich[id(stream)]
+
+
+class _Harmless:
+    """A renderable whose text has been through `printable`, whoever built it; rich itself lets escapes pass."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self._inner, options):
+            yield Segment(printable(text), style, control)
 
 
 class Progress:
@@ -221,21 +237,24 @@ class LineProgress(Progress):
     ) -> None:
         super().__init__(total, done)
         self._label, self._line, self._clock = label, write, clock
-        self._start, self._start_step = clock(), done
+        self._start, self._pace_from = clock(), (clock(), done)
         self._shown: tuple[float, int] | None = None  # time and step of the last line
 
     def update(
         self, step: int, *, loss: float | None = None, tok_s: float | None = None, lr: float | None = None
     ) -> None:
         super().update(step)
-        now = self._clock()
+        now, since = self._clock(), self._pace_from
+        if self._shown is None:
+            # What comes before the first step (an evaluation, warming up) says nothing of the pace of the others.
+            self._pace_from = (now, step)
         if self._shown is not None and step < self.total:
             interval = min(60.0, max(10.0, (now - self._start) / 60))
             if now - self._shown[0] < interval and step - self._shown[1] < max(1, self.total / 20):
                 return
         self._shown = (now, step)
-        steps = step - self._start_step
-        left = (now - self._start) / steps * (self.total - step) if steps > 0 else None
+        steps = step - since[1]
+        left = (now - since[0]) / steps * (self.total - step) if steps > 0 else None
         prefix = "" if self._label == "training" else f"{self._label}: "
         figures = [*_figures(loss, lr, tok_s), f"left {clock_text(left)}"]
         width = len(str(self.total))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import tokenizers
 
@@ -49,17 +48,16 @@ TURN_ENDS = frozenset(
 )
 
 
-_Result = TypeVar("_Result")
-
-
 def _copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(backend.to_str())
 
 
-def _encodable(call: Callable[[], _Result], what: str) -> _Result:
-    """Run a call that hands text to the backend, which takes UTF-8 only."""
+def _check_text(text: object, what: str) -> None:
+    """The backend takes UTF-8 only, and Python strings can hold what UTF-8 cannot."""
+    if not isinstance(text, str):
+        raise GraftuneError(f"{what} must be text, not {type(text).__name__}")
     try:
-        return call()
+        text.encode()
     except UnicodeEncodeError as error:
         raise GraftuneError(
             f"{what} holds half a surrogate pair, which is no character",
@@ -153,9 +151,10 @@ class Tokenizer:
         """This tokenizer with special tokens added at the end of the vocabulary, in the order given."""
         backend = _copy(self.backend)
         for position, text in enumerate(new):
-            if not isinstance(text, str) or not text.strip():
-                raise GraftuneError("a new token must be text that is not blank", where=f"new token {position + 1}")
-            known = _encodable(functools.partial(backend.token_to_id, text), "the new token")
+            _check_text(text, "a new token")
+            if not text.strip():
+                raise GraftuneError("a new token must not be blank", where=f"new token {position + 1}")
+            known = backend.token_to_id(text)
             if known is not None:
                 raise GraftuneError(
                     f"the token '{text}' is in the vocabulary already (id {known})",
@@ -170,12 +169,11 @@ class Tokenizer:
                     mend="use a base whose token ids are contiguous",
                 )
             backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
-        return dataclasses.replace(self, backend=backend)
+        return dataclasses.replace(self, backend=backend, stop_ids=find_stop_ids(backend, self.stop_ids))
 
     def save(self, folder: Path) -> list[Path]:
         """Write the Hugging Face files of this tokenizer into `folder`; returns their paths."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         # Explicit values for everything transformers would otherwise guess or change on loading.
         settings: dict[str, object] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -196,13 +194,15 @@ class Tokenizer:
         }
         if self.template is not None:
             files["chat_template.jinja"] = self.template.source
-        paths = []
-        for name, text in files.items():
-            # newline="": a template's own line ends must survive on every system.
-            with open(folder / name, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            paths.append(folder / name)
-        return paths
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                # newline="": a template's own line ends must survive on every system.
+                with open(folder / name, "w", encoding="utf-8", newline="") as file:
+                    file.write(text)
+        except OSError as error:
+            raise GraftuneError(f"the tokenizer cannot be saved: {error.strerror}", where=str(folder)) from error
+        return [folder / name for name in files]
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -222,6 +222,5 @@ class Tokenizer:
 
     @staticmethod
     def _run(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-        if not isinstance(text, str):
-            raise GraftuneError(f"only text can be tokenised, not {type(text).__name__}")
-        return _encodable(functools.partial(backend.encode, text, add_special_tokens=False), "the text")
+        _check_text(text, "what is tokenised")
+        return backend.encode(text, add_special_tokens=False)

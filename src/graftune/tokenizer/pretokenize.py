@@ -10,6 +10,7 @@ slightly wrong ids without anyone noticing.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
@@ -112,9 +113,7 @@ _RULES: tuple[tuple[str, PreRule], ...] = (
     ("deepseek-v3 hunyuan-dense joyai-llm", PreRule((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK3))),
     (
         "deepseek-llm",
-        PreRule(
-            (r"[\r\n]", rf"\s?{_DEEPSEEK_LETTERS}+", rf"\s?{_DEEPSEEK_MARKS}+", r"\s+\z", _HAN_WIDE, r"\p{N}+")
-        ),
+        PreRule((r"[\r\n]", rf"\s?{_DEEPSEEK_LETTERS}+", rf"\s?{_DEEPSEEK_MARKS}+", r"\s+\z", _HAN_WIDE, r"\p{N}+")),
     ),
     ("laguna", PreRule((r"[^\n]+|\n+", _QWEN2))),
     ("spark2_5", PreRule((r"\p{N}{1,3}", _HAN_KANA, _SPARK, r"\p{N}"))),
@@ -142,7 +141,14 @@ def rule_for(name: str, where: str) -> PreRule:
     return rule
 
 
-def build(rule: PreRule) -> pre_tokenizers.PreTokenizer:
+def build(rule: PreRule, vocabulary: Container[str]) -> pre_tokenizers.PreTokenizer:
     """The chain as one `tokenizers` object, ending in the byte alphabet of GPT-2."""
     splits = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in rule.chain]
-    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    missing = sorted(byte for byte in pre_tokenizers.ByteLevel.alphabet() if byte not in vocabulary)
+    if missing:
+        # A byte the vocabulary lacks (SmolLM2 lacks some control codes) is dropped. `tokenizers` would drop it before
+        # merging and join its neighbours; llama.cpp drops it after. Standing alone, it keeps them apart.
+        codes = "".join(rf"\x{{{ord(byte):04X}}}" for byte in missing)
+        steps.append(pre_tokenizers.Split(Regex(f"[{codes}]"), behavior="isolated"))
+    return pre_tokenizers.Sequence(steps)

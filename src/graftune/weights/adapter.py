@@ -104,7 +104,7 @@ def _peft_config(lora: LoraConfig, base: Base, modules_to_save: list[str]) -> di
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base.path.resolve()) if base.path.exists() else base.name,
+        "base_model_name_or_path": base.reference,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,

@@ -5,12 +5,13 @@ Opening reads headers, metadata and tokenizer; weights stay in the file as row s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ class Base:
                     digest.update(piece)
         return digest.hexdigest()
 
+    @property
+    def reference(self) -> str:
+        """By what another program finds it again: a path for files and folders of the user's own, else the Hub name."""
+        local = self.path.is_file() or Path(self.name).is_dir()
+        return str(self.path.resolve()) if local else self.name
+
     def describe(self) -> dict[str, Any]:
         dtypes = sorted({t.dtype_name for t in self.tensors.values()})
         return {
@@ -59,7 +66,56 @@ class Base:
         } | self.spec.describe()
 
 
+def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
+    """The base with tokens added behind its tokenizer's last. Rows that only pad the table past that are left off, so
+    that the new tokens' rows follow directly."""
+    count = base.tokenizer.vocab_size
+    tensors = dict(base.tensors)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        if name in tensors and tensors[name].shape[0] > count:
+            tensors[name] = FirstRows(tensors[name], count)
+    spec = dataclasses.replace(base.spec, vocab=count)
+    return dataclasses.replace(base, spec=spec, tensors=tensors, tokenizer=base.tokenizer.with_tokens(new))
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """The first `count` rows of another source."""
+
+    source: RowSource
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.source.shape[1:])
+
+    @property
+    def dtype_name(self) -> str:
+        return self.source.dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes * self.count // self.source.shape[0]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(start, min(stop, self.count))
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.source.gather(ids)
+
+
 def open_base(name: str = "", revision: str = "") -> Base:
+    base = _open(name, revision)
+    if base.tokenizer.vocab_size > base.spec.vocab:
+        raise GraftuneError(
+            f"the tokenizer has {base.tokenizer.vocab_size} tokens and the embedding {base.spec.vocab} rows",
+            where=str(base.path),
+            mend="the two belong to different models",
+        )
+    return base
+
+
+def _open(name: str, revision: str) -> Base:
     path = default_base() if not name else Path(name).expanduser()
     if path.is_file():
         return _open_gguf(name or path.stem, path)

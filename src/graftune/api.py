@@ -1,0 +1,186 @@
+"""graftune from Python: open a model, take steps, save, generate.
+
+    import graftune
+
+    run = graftune.open("model.gguf", rank=8)
+    data = run.prepare("data.jsonl")
+    for batch in run.batches(data):
+        run.micro_step(batch)
+        print(run.update_step().loss)
+    run.save("my-adapter")
+    print(run.generate("Once upon a time", max_new_tokens=20)[0])
+
+`train` is what the command line calls: a whole run with its folder, checkpoints and evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from graftune.batch import PackedBatch, StepStats
+from graftune.config import Config
+from graftune.data.dataset import Dataset, prepare
+from graftune.data.loader import Loader
+from graftune.errors import GraftuneError
+from graftune.infer.generate import TextStream, generate
+from graftune.infer.sample import Sampling
+from graftune.kernels.adamw import Hyper
+from graftune.observe.console import Console
+from graftune.observe.speed import Meter
+from graftune.tokenizer import Tokenizer
+from graftune.train.engine import Engine, find_base, open_engine
+from graftune.train.evaluate import EvalResult, evaluate
+from graftune.train.loop import TrainResult, train
+from graftune.train.step import Step
+from graftune.weights.adapter import is_adapter, load_adapter
+
+__all__ = ["Run", "TrainResult", "open", "train"]
+
+
+def open(base: str = "", *, adapter: str = "", console: Console | None = None, **settings: Any) -> Run:
+    """Open a base, or a run or adapter folder together with the base it belongs to.
+
+    `settings` are those of the configuration: rank, alpha, lr, device, ... An empty base is the bundled SmolLM2.
+    """
+    folder = Path(adapter or base or ".")
+    if adapter or base:
+        if (folder / "config.yaml").is_file():
+            folder = _trained(folder)
+        if is_adapter(folder):
+            found = load_adapter(folder)
+            base = base if adapter and base else find_base(found)
+            settings["adapter"] = str(folder)
+        elif adapter:
+            raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
+    settings["base"] = base
+    return Run(open_engine(Config.of(settings, where="settings"), console or Console(quiet=True)))
+
+
+def _trained(folder: Path) -> Path:
+    if not is_adapter(folder / "adapter"):
+        raise GraftuneError(
+            "this run has no adapter yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
+        )
+    return folder / "adapter"
+
+
+class Run:
+    """A model with its adapters, ready to train, evaluate and generate."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.config: Config = engine.config
+        self._step = Step(
+            engine.decoder,
+            engine.arena,
+            clip_mode=self.config.optim.clip_mode,
+            dropout=engine.lora.dropout,
+            seed=self.config.train.seed,
+        )
+        self._meter = Meter(0, 0)
+        self._done = self._tokens = self._responses = self._micro = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        engine = self.engine
+        return engine.base.describe() | {
+            "device": engine.runtime.describe(),
+            "base_dtype": engine.placement.base_dtype,
+            "trainable": len(engine.arena.weights),
+            "adapter": self.config.lora.adapter,
+        }
+
+    def prepare(self, data: str) -> Dataset:
+        """Read and tokenise a data file by the run's data settings."""
+        return prepare(data, self.tokenizer, self.config.data)
+
+    def batches(self, data: Dataset, epoch: int = 0) -> Iterator[PackedBatch]:
+        """One packed micro-batch after another, shuffled by the run's seed."""
+        size = max(self.config.train.tokens_per_step, *(len(e.tokens) for e in data.examples))
+        loader = Loader(
+            data.examples, tokens_per_step=size, micro_capacity=size, seed=self.config.train.seed, fixed=False
+        )
+        for micro_batches in loader.epoch(epoch):
+            yield from micro_batches
+
+    def micro_step(self, batch: PackedBatch) -> None:
+        """Forward, loss on response tokens, backward; gradients add up until update_step."""
+        self._step.micro_step(batch.to(self.engine.runtime.device), draw=self._done * 4096 + self._micro)
+        self._tokens += len(batch.tokens)
+        self._responses += batch.response_tokens
+        self._micro += 1
+
+    def update_step(self, *, lr: float | None = None, **hyper: float) -> StepStats:
+        """Clip and apply what has added up. `lr`, `beta1`, `clip`, ... override the run's for this step."""
+        if not self._micro:
+            raise GraftuneError("update_step was called with no gradients", mend="call micro_step first")
+        optim = self.config.optim
+        values = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
+        unknown = set(hyper) - set(values)
+        if unknown:
+            raise GraftuneError(f"unknown hyperparameter {unknown.pop()!r}", mend=f"use {', '.join(values)}")
+        values |= hyper | {"divisor": float(max(1, self._responses))}
+        values["lr"] = optim.lr if lr is None else lr
+        self._step.set_hyper(values)
+        loss, norm, skipped = self._step.update_step().tolist()
+        self._done += 1
+        speed = self._meter.update(self._done, self._tokens)
+        stats = StepStats(self._done, loss, norm, values["lr"], self._tokens, self._responses, bool(skipped), speed)
+        self._tokens = self._responses = self._micro = 0
+        return stats
+
+    def evaluate(self, data: str | Dataset, *, adapted: bool = True) -> EvalResult:
+        """Loss and perplexity on response tokens, with the adapter or (adapted=False) without it."""
+        data = self.prepare(data) if isinstance(data, str) else data
+        return evaluate(self.engine.decoder, data.examples, capacity=1024, adapted=adapted)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        adapted: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        **sampling: Any,
+    ) -> list[str]:
+        """Continue raw text. `sampling`: max_new_tokens, temperature, top_k, top_p, seed, stop_ids."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self._continue([self.tokenizer.encode(t, add_special=True) for t in texts], adapted, on_text, sampling)
+
+    def chat(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        adapted: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        **sampling: Any,
+    ) -> str:
+        """Answer a conversation through the model's chat template."""
+        template = self.tokenizer.template
+        if template is None:
+            raise GraftuneError("this base has no chat template", mend="use generate, or give a base that has one")
+        prompt = template.render([dict(m) for m in messages], add_generation_prompt=True)
+        return self._continue([self.tokenizer.encode(prompt)], adapted, on_text, sampling)[0]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the adapter in PEFT's layout."""
+        folder = Path(path)
+        self.engine.save_adapter(folder)
+        return folder
+
+    def _continue(
+        self, prompts: list[list[int]], adapted: bool, on_text: Callable[[str], None] | None, sampling: dict[str, Any]
+    ) -> list[str]:
+        stops = self.tokenizer.stop_ids
+        stream = TextStream(self.tokenizer, on_text, stops) if on_text else None
+
+        def push(new: dict[int, int]) -> None:
+            if stream is not None and 0 in new:
+                stream.push(new[0])
+
+        found = generate(self.engine.decoder, prompts, Sampling(**sampling), stops, adapted=adapted, on_tokens=push)
+        return [self.tokenizer.decode(tokens, skip_special=True) for tokens in found]

@@ -1,0 +1,74 @@
+"""Keys and values of every layer, kept while text is generated.
+
+Prompts of different lengths are prefilled packed, as in training, so that no padding is computed; the cache is then
+[sequences, key heads, capacity, width], each sequence filled up to its own length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import attention
+from graftune.model.block import Block
+from graftune.model.spec import ModelSpec
+
+
+class Cache:
+    def __init__(self, spec: ModelSpec, lengths: list[int], room: int, device: torch.device, dtype: torch.dtype):
+        """For sequences of `lengths` tokens each, with `room` more to come."""
+        shape = (len(lengths), spec.kv_heads, max(lengths) + room, spec.head_width)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.layers)]
+        self.lengths = torch.tensor(lengths, device=device)
+
+    def keep(self, sequences: torch.Tensor) -> None:
+        """Drop the sequences that have ended."""
+        for stored in (self.keys, self.values):
+            for i, tensor in enumerate(stored):
+                stored[i] = tensor.index_select(0, sequences)
+        self.lengths = self.lengths.index_select(0, sequences)
+
+
+class _Attend:
+    def backward(
+        self, block: Block, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise AssertionError("generation has no backward")
+
+
+class Prefill(_Attend):
+    """All prompts at once, packed; their keys and values go into the cache."""
+
+    def __init__(self, cache: Cache, lengths: tuple[int, ...]):
+        self.cache, self.lengths = cache, lengths
+
+    def forward(self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        start = 0
+        for sequence, length in enumerate(self.lengths):
+            for stored, fresh in ((self.cache.keys, k), (self.cache.values, v)):
+                stored[block.index][sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
+            start += length
+        return attention.forward(q, k, v, self.lengths, block.heads[2] ** -0.5, block.window)
+
+
+class Decode(_Attend):
+    """One new token a sequence, each seeing its own past."""
+
+    def __init__(self, cache: Cache):
+        self.cache = cache
+        capacity = cache.keys[0].shape[2]
+        self.places = torch.arange(capacity, device=cache.lengths.device)
+        self.sequences = torch.arange(len(cache.lengths), device=cache.lengths.device)
+
+    def forward(self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads, key_heads, width = block.heads
+        keys, values, now = self.cache.keys[block.index], self.cache.values[block.index], self.cache.lengths
+        keys[self.sequences, :, now] = k
+        values[self.sequences, :, now] = v
+        grouped = q.view(-1, key_heads, heads // key_heads, width)
+        scores = (grouped @ keys.transpose(2, 3)).float() * width**-0.5
+        hidden = self.places > now[:, None]
+        if block.window:
+            hidden |= self.places <= now[:, None] - block.window
+        scores.masked_fill_(hidden[:, None, None], float("-inf"))
+        return (torch.softmax(scores, -1).to(v.dtype) @ values).reshape(-1, heads, width)

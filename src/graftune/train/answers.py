@@ -1,0 +1,65 @@
+"""Answers to a few validation prompts, before and after training, so that a person sees what changed; and their score
+where the data set brings a scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graftune.data.dataset import Dataset
+from graftune.data.sample import ScoreReport, is_sample_hash, score_all
+from graftune.infer.generate import generate
+from graftune.infer.sample import Sampling
+from graftune.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: str  # rendered, ready to continue
+    asked: str  # what a person would recognise of it
+    reference: str
+
+
+class Answers:
+    """The questions of a run, the same before and after, and what was answered to them."""
+
+    def __init__(self, validation: Dataset, config: Any):
+        """The first records of the validation set: it is a seeded random subset of the data already."""
+        self.scored = bool(config.score and len(validation) and is_sample_hash(validation.sha256))
+        count = max(config.samples, config.score_records if self.scored else 0)
+        records = list(zip(validation.examples, validation.prompts, validation.references, strict=True))
+        chosen = [r for r in records if r[1]][:count]
+        self.questions = [Question(prompt, _last_turn(prompt), reference) for _, prompt, reference in chosen]
+        self.shown = min(config.samples, len(self.questions))
+        self.length = config.sample_tokens
+
+    def ask(self, engine: Engine, *, adapted: bool, between: Callable[[], None]) -> list[str]:
+        """All questions in one batch, greedily."""
+        tokenizer = engine.tokenizer
+        prompts = [tokenizer.encode(q.prompt) for q in self.questions]
+        answers = generate(
+            engine.decoder,
+            prompts,
+            Sampling(max_new_tokens=self.length),
+            tokenizer.stop_ids,
+            adapted=adapted,
+            on_tokens=lambda _: between(),
+        )
+        return [tokenizer.decode(a, skip_special=True) for a in answers]
+
+    def score(self, answers: Sequence[str]) -> ScoreReport | None:
+        if not self.scored:
+            return None
+        return score_all([(q.reference, a) for q, a in zip(self.questions, answers, strict=True)])
+
+
+def _last_turn(prompt: str) -> str:
+    """The last lines of a rendered prompt that say something, without the template's marks."""
+    import re
+
+    plain = re.sub(r"<\|?[^<>|\s]{1,24}\|?>|\[/?INST\]|</?s>", "\n", prompt)
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    while len(lines) > 1 and lines[-1].lower().strip(":# ") in ("assistant", "model", "response", "answer"):
+        lines.pop()
+    return lines[-1] if lines else prompt.strip()

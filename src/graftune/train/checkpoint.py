@@ -1,0 +1,126 @@
+"""Checkpoints: the arena's three buffers and the place in the run, written aside, flushed and renamed.
+
+A folder `step-N` is therefore whole or absent, at whatever moment the process dies. The place is (step, epoch, step in
+epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from graftune.errors import GraftuneError
+from graftune.model.lora import Arena
+from graftune.weights import safetensors_io
+
+STATE, TENSORS = "state.json", "state.safetensors"
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0
+    epoch_step: int = 0  # steps done within the epoch
+    updates: int = 0  # of those, not skipped
+    last_eval: int = -1  # step of the latest evaluation
+    first_loss: float | None = None  # of the evaluation before step 1
+    best_loss: float | None = None
+    best_step: int = -1
+    stale: int = 0  # evaluations since the best one
+
+
+def save(root: Path, arena: Arena, progress: Progress, identity: dict[str, str]) -> Path:
+    """`identity` (hashes of data, base and settings) is what a resume is checked against."""
+    final = root / f"step-{progress.step}"
+    aside = root / f"step-{progress.step}.part"
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    try:
+        tensors = {"weights": arena.weights, "m": arena.m, "v": arena.v}
+        safetensors_io.write(tensors, aside / TENSORS)
+        (aside / STATE).write_text(json.dumps({"progress": asdict(progress), "identity": identity}, indent=1))
+        safetensors_io.flush(aside / STATE)
+        safetensors_io.flush(aside)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if final.exists():  # the same step with a newer place in the run, such as an evaluation that has been made since
+        old = root / f"step-{progress.step}.old"
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(final, old)
+        os.rename(aside, final)
+        shutil.rmtree(old)
+    else:
+        os.rename(aside, final)
+    safetensors_io.flush(root)
+    return final
+
+
+def latest(root: Path) -> Path | None:
+    found = steps(root)
+    return found[max(found)] if found else None
+
+
+def steps(root: Path) -> dict[int, Path]:
+    """Whole checkpoints by step. One that a kill left between two renames of `save` counts under its old name."""
+    found: dict[int, Path] = {}
+    for path in sorted(root.glob("step-*"), key=lambda p: p.suffix != ".old"):  # a fresh one wins over an .old one
+        number = path.name.removeprefix("step-").removesuffix(".old")
+        if number.isdigit() and (path / STATE).exists():
+            found[int(number)] = path
+    return found
+
+
+def load(path: Path, arena: Arena, identity: dict[str, str] | None = None) -> Progress:
+    """Fill the arena and return the place. With `identity`, a checkpoint of another run is refused."""
+    try:
+        state = json.loads((path / STATE).read_text())
+        tensors = load_file(path / TENSORS)
+        known = {f.name for f in fields(Progress)}
+        progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
+        stored = dict(state["identity"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise GraftuneError(
+            f"this checkpoint is damaged ({error})", where=str(path), mend="delete it to fall back on an earlier one"
+        ) from None
+    for key, value in (identity or {}).items():
+        if stored.get(key) != value:
+            raise GraftuneError(
+                f"the run was made with other {key}", where=str(path.parent.parent), mend=f"resume with the same {key}"
+            )
+    for name, buffer in (("weights", arena.weights), ("m", arena.m), ("v", arena.v)):
+        if tensors[name].shape != buffer.shape:
+            raise GraftuneError(
+                "this checkpoint holds other adapters", where=str(path), mend="resume with its own config"
+            )
+        buffer.copy_(tensors[name])
+    arena.publish()
+    return progress
+
+
+def read_weights(path: Path, arena: Arena) -> None:
+    """Only the trained weights, for the best checkpoint at the end of a run."""
+    arena.weights.copy_(load_file(path / TENSORS)["weights"].to(torch.float32))
+    arena.publish()
+
+
+def prune(root: Path, keep_last: int, best_step: int) -> None:
+    """Delete all but the best and the last few, and whatever a kill left half-written."""
+    found = steps(root)
+    kept = set(sorted(found)[-keep_last:]) | {best_step}
+    for number, path in found.items():
+        if number not in kept:
+            shutil.rmtree(path)
+    for path in root.glob("step-*.part"):
+        shutil.rmtree(path)

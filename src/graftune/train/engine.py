@@ -1,0 +1,103 @@
+"""A model ready to compute: base, adapters and decoder, put together from a configuration. Training, evaluation and
+chat all start here, so an adapter means the same in each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graftune.config import Config, LoraConfig
+from graftune.errors import GraftuneError
+from graftune.model.decoder import Decoder
+from graftune.model.lora import Arena, build_arena, initialise
+from graftune.observe.console import Console
+from graftune.runtime import Runtime, resolve
+from graftune.tokenizer import Tokenizer
+from graftune.weights.adapter import Adapter, load_adapter, place_adapter, save_adapter
+from graftune.weights.base import Base, open_base, with_new_tokens
+from graftune.weights.load import Placement, build_decoder, choose_placement
+
+
+@dataclass
+class Engine:
+    config: Config  # as asked for, with what `auto` came to filled in
+    base: Base
+    runtime: Runtime
+    placement: Placement
+    lora: LoraConfig  # of the adapter where one was loaded
+    arena: Arena
+    decoder: Decoder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.base.tokenizer
+
+    def save_adapter(self, folder: Path) -> None:
+        tables = {}
+        for name, table in (("embed_tokens", self.decoder.embedding), ("lm_head", self.decoder.head.frozen)):
+            if f"{name}.rows" in self.arena.slots:
+                ids = torch.arange(table.out_features, device=self.runtime.device)
+                tables[name] = table.rows(ids)
+        save_adapter(folder, self.arena, self.lora, self.base, tables)
+
+
+def open_engine(config: Config, console: Console, *, base: Base | None = None) -> Engine:
+    """Open the base unless it is given, resolve what is `auto`, lay out the adapters and place the weights."""
+    runtime = resolve(
+        config.base.device,
+        config.base.compute_dtype,
+        threads=config.base.threads,
+        deterministic=config.train.deterministic,
+    )
+    base = base or open_base(config.base.base, config.base.revision)
+    adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
+    lora = _settings(config.lora, adapter)
+    if adapter is not None:
+        _check_base(adapter, base, console)
+    if lora.new_tokens:
+        base = with_new_tokens(base, lora.new_tokens)
+    placement = choose_placement(base, config.base.base_dtype, runtime)
+    arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
+    decoder = build_decoder(base, arena, lora, runtime, placement)
+    if adapter is None:
+        initialise(arena, lora, config.train.seed)
+    else:
+        place_adapter(adapter, arena, base.spec.vocab)
+    resolved = config.replace(
+        device=str(runtime.device), compute_dtype=runtime.compute_name, base_dtype=placement.base_dtype
+    )
+    return Engine(resolved, base, runtime, placement, lora, arena, decoder)
+
+
+def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:
+    """An adapter brings its own rank, alpha, targets; only dropout is the run's."""
+    if adapter is None:
+        return asked
+    return dataclasses.replace(adapter.lora, dropout=asked.dropout, adapter=asked.adapter)
+
+
+def _check_base(adapter: Adapter, base: Base, console: Console) -> None:
+    if adapter.base_sha256 and adapter.base_sha256 != base.sha256:
+        console.warn(f"{adapter.folder} was trained on another base than {base.path}: answers may differ")
+
+
+def find_base(adapter: Adapter) -> str:
+    """The base an adapter says it belongs to, as something open_base takes."""
+    name = adapter.base_name
+    if name and (Path(name).exists() or not name.startswith("/")):
+        return name
+    # A path from another machine or environment: the bundled base may be the same file elsewhere.
+    from graftune.weights.base import default_base
+
+    try:
+        fallback = open_base(str(default_base()))
+    except GraftuneError:
+        fallback = None
+    if fallback is not None and fallback.sha256 == adapter.base_sha256:
+        return str(fallback.path)
+    raise GraftuneError(
+        f"its base {name or '(none named)'} is not here", where=str(adapter.folder), mend="say where it is with --base"
+    )

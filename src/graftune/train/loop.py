@@ -1,0 +1,439 @@
+"""The run: owns the host, the clock and the disk. Everything per step is in step.py.
+
+A run is a function of its place. `Progress` says which step is next and which evaluation was last; what is due follows
+from it and from nothing else, so a run that was killed anywhere goes on from its last checkpoint and does, bit for
+bit, what it would have done. Signals are noticed between micro-batches; what had added up since the last update is
+dropped, the last whole step is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from graftune import __version__
+from graftune.batch import PackedBatch
+from graftune.config import Config
+from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.loader import Loader
+from graftune.data.sample import ScoreReport, sample_path
+from graftune.errors import GraftuneError
+from graftune.observe.console import Answer, Console
+from graftune.observe.console import Progress as Bar
+from graftune.observe.events import EventLog, read_events
+from graftune.observe.memory import human_bytes, peak_resident_bytes
+from graftune.observe.plot import loss_plot
+from graftune.observe.speed import Meter
+from graftune.train import checkpoint
+from graftune.train.answers import Answers
+from graftune.train.checkpoint import Progress
+from graftune.train.engine import Engine, open_engine
+from graftune.train.evaluate import EvalResult, evaluate
+from graftune.train.schedule import learning_rate
+from graftune.train.step import Step
+from graftune.weights.base import open_base, with_new_tokens
+
+CPU_MICRO_BATCH = 1024  # tokens: products are at full speed, activations stay small
+# Settings that do not change what a run computes, so that a resume may bring other values.
+FREE_ON_RESUME = ("threads", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records", "out")
+
+
+@dataclass
+class TrainResult:
+    folder: Path
+    steps: int
+    stopped: str  # finished | early stop | interrupted
+    first_eval: float | None
+    best_eval: float | None
+    summary: dict[str, Any] = field(default_factory=dict)
+    signal: int = 0
+
+
+class Interrupted(Exception):
+    """A signal was seen between two micro-batches."""
+
+
+def train(
+    config: Config, *, console: Console, resume: str | None = None, overrides: dict[str, Any] | None = None
+) -> TrainResult:
+    if resume is not None:
+        return _resumed(Path(resume), overrides or {}, console).go()
+    run = _prepared(config, console)
+    run.start()
+    return run.go()
+
+
+def _prepared(config: Config, console: Console, folder: Path | None = None) -> Run:
+    """Data first: its mistakes are the common ones and show before the model is loaded."""
+    base = open_base(config.base.base, config.base.revision)
+    # Added tokens count for the data too; an adapter's own come with it in open_engine.
+    reader = with_new_tokens(base, config.lora.new_tokens).tokenizer if config.lora.new_tokens else base.tokenizer
+    path = config.data.data or str(sample_path())
+    whole = prepare(path, reader, config.data)
+    if config.data.eval_data:
+        training, validation = whole, prepare(config.data.eval_data, reader, config.data)
+    else:
+        training, validation = split(whole, config.data.val_split, config.train.seed)
+    _tell_data(console, whole, training, validation)
+    folder = folder or _new_folder(config, path)
+    engine = open_engine(config, console, base=base)
+    longest = max(len(e.tokens) for e in training.examples)
+    capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, CPU_MICRO_BATCH)
+    capacity = max(capacity, longest)
+    engine.config = engine.config.replace(tokens_per_micro_batch=capacity, out=str(folder))
+    return Run(folder, engine, training, validation, console)
+
+
+def _resumed(folder: Path, overrides: dict[str, Any], console: Console) -> Run:
+    if not (folder / "config.yaml").exists():
+        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
+    config = Config.load(folder / "config.yaml")
+    stored, asked = config.flat(), Config.of(config.flat(), overrides).flat()
+    changed = [name for name in overrides if asked[name] != stored[name] and name not in FREE_ON_RESUME]
+    if changed:
+        name = changed[0]
+        raise GraftuneError(
+            f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
+            where=str(folder),
+            mend="resume without it, or start a new run",
+        )
+    run = _prepared(Config.of(asked), console, folder)
+    run.take_up()
+    return run
+
+
+class Run:
+    """One training run in its folder."""
+
+    def __init__(self, folder: Path, engine: Engine, training: Dataset, validation: Dataset, console: Console):
+        self.folder, self.engine, self.console = folder, engine, console
+        self.training, self.validation = training, validation
+        self.config = config = engine.config
+        self.progress = Progress()
+        self.step = Step(
+            engine.decoder,
+            engine.arena,
+            clip_mode=config.optim.clip_mode,
+            dropout=engine.lora.dropout,
+            seed=config.train.seed,
+        )
+        self.loader = Loader(
+            training.examples,
+            tokens_per_step=config.train.tokens_per_step,
+            micro_capacity=config.train.tokens_per_micro_batch,
+            seed=config.train.seed,
+            fixed=False,
+        )
+        self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
+        planned = sum(self.epoch_steps)
+        self.total = min(config.train.max_steps or planned, planned)
+        self.answers = Answers(validation, config.run)
+        self.base_answers: list[str] = []
+        self.checkpoints = folder / "checkpoints"
+        self.signal = 0
+        self.log: EventLog
+
+    # Beginning
+
+    def start(self) -> None:
+        """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
+        self.config.save(self.folder / "config.yaml")
+        self.log = EventLog(self.folder / "metrics.jsonl")
+        facts = {"graftune": __version__, "torch": torch.__version__, "device": self.engine.runtime.describe()}
+        self.log.emit(
+            "run_start", **facts, **self.identity(), steps=self.total, trainable=len(self.engine.arena.weights)
+        )
+        self._tell_start()
+
+    def take_up(self) -> None:
+        """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
+        found = checkpoint.latest(self.checkpoints)
+        if found is not None:
+            self.progress = checkpoint.load(found, self.engine.arena, self.identity())
+            self.step.count.fill_(self.progress.updates)
+        self.log = EventLog(self.folder / "metrics.jsonl")
+        self.log.emit("resume", step=self.progress.step)
+        for event in read_events(self.folder / "metrics.jsonl"):
+            if event["event"] == "sample" and event.get("step") == 0 and "answers" in event:
+                self.base_answers = list(event["answers"])
+        self._tell_start()
+        where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
+        self.console.note(f"resuming {self.folder} at {where}")
+
+    def identity(self) -> dict[str, str]:
+        """What must be the same for a checkpoint to fit."""
+        settings = {k: v for k, v in self.config.flat().items() if k not in FREE_ON_RESUME}
+        text = json.dumps(settings, sort_keys=True)
+        return {
+            "data": self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else ""),
+            "base": self.engine.base.sha256,
+            "settings": hashlib.sha256(text.encode()).hexdigest(),
+        }
+
+    # The run itself
+
+    def go(self) -> TrainResult:
+        stopped = "finished"
+        try:
+            with self._signals():
+                if self._train() == "early":
+                    stopped = "early stop"
+                summary = self._finish(stopped)
+        except Interrupted:
+            self.step.discard()
+            self._save()
+            self.log.emit("run_end", step=self.progress.step, stopped="interrupted")
+            stopped, summary = "interrupted", {}
+        finally:
+            self.log.close()
+        p = self.progress
+        return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
+
+    def _train(self) -> str:
+        meter = Meter(self.total, self.progress.step)
+        if not self.base_answers and self.answers.questions and not self.progress.step:
+            self._ask_base()
+        with self.console.progress(self.total, self.progress.step) as bar:
+            while True:
+                p = self.progress
+                if self._evaluation_due():
+                    with meter.paused():
+                        self._evaluate()
+                if p.step >= self.total:
+                    return "done"
+                if self.config.train.patience and p.stale >= self.config.train.patience:
+                    return "early"
+                if p.epoch_step == self.epoch_steps[p.epoch]:
+                    p.epoch, p.epoch_step = p.epoch + 1, 0
+                self._epoch(bar, meter)
+
+    def _epoch(self, bar: Bar, meter: Meter) -> None:
+        """Steps until an evaluation is due or the epoch ends."""
+        p, settings = self.progress, self.config.train
+        batches = self.loader.epoch(p.epoch, p.epoch_step)
+        for micro_batches in batches:
+            stats = self._one_step(micro_batches, meter)
+            bar.update(p.step, loss=stats["loss"], tok_s=stats["tok_s"], lr=stats["lr"])
+            self.log.emit("step", **stats)
+            if stats["skipped"]:
+                text = f"step {p.step}: the gradient was not finite; this update was skipped"
+                self.console.warn(text)
+                self.log.emit("warning", step=p.step, text=text)
+            if self._evaluation_due() or p.step >= self.total:
+                return
+            if settings.save_every and p.step % settings.save_every == 0:
+                self._save()
+
+    def _one_step(self, micro_batches: list[PackedBatch], meter: Meter) -> dict[str, Any]:
+        p, optim = self.progress, self.config.optim
+        lr = learning_rate(p.step, self.total, optim)
+        responses = sum(b.response_tokens for b in micro_batches)
+        self.step.set_hyper(
+            {
+                "lr": lr,
+                "beta1": optim.beta1,
+                "beta2": optim.beta2,
+                "eps": optim.eps,
+                "weight_decay": optim.weight_decay,
+                "divisor": float(max(1, responses)),
+                "clip": optim.clip,
+            }
+        )
+        for index, batch in enumerate(micro_batches):
+            self._between()
+            self.step.micro_step(batch.to(self.engine.runtime.device), draw=p.step * 4096 + index)
+        loss, norm, skipped = self.step.update_step().tolist()
+        p.step, p.epoch_step, p.updates = p.step + 1, p.epoch_step + 1, p.updates + (0 if skipped else 1)
+        tokens = sum(len(b.tokens) for b in micro_batches)
+        return {
+            "step": p.step,
+            "epoch": p.epoch,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": tokens,
+            "response_tokens": responses,
+            "tok_s": meter.update(p.step, tokens),
+            "skipped": bool(skipped),
+        }
+
+    # Evaluations and checkpoints
+
+    def _evaluation_due(self) -> bool:
+        """Before the first step, every eval_every steps, after each epoch and at the end; each once."""
+        p, every = self.progress, self.config.train.eval_every
+        if not self.validation.examples or p.last_eval == p.step:
+            return False
+        ends = p.epoch_step == self.epoch_steps[p.epoch] or p.step >= self.total
+        return p.step == 0 or ends or (every > 0 and p.step % every == 0)
+
+    def _evaluate(self) -> None:
+        p = self.progress
+        result = evaluate(
+            self.engine.decoder,
+            self.validation.examples,
+            capacity=self.config.train.tokens_per_micro_batch,
+            between=lambda _: self._between(),
+        )
+        self._record(result)
+        better = p.best_loss is None or result.loss < p.best_loss
+        p.last_eval = p.step
+        if p.step == 0:
+            p.first_loss = result.loss
+        elif better:
+            p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
+        else:
+            p.stale += 1
+        self._save()
+
+    def _record(self, result: EvalResult) -> None:
+        p = self.progress
+        self.log.emit("eval", step=p.step, epoch=p.epoch, **asdict(result))
+        self.console.note(
+            f"validation at step {p.step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f} "
+            f"({result.response_tokens} response tokens)"
+        )
+
+    def _save(self) -> None:
+        p = self.progress
+        checkpoint.save(self.checkpoints, self.engine.arena, p, self.identity())
+        checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
+
+    # The end
+
+    def _finish(self, stopped: str) -> dict[str, Any]:
+        p, console = self.progress, self.console
+        if not self.validation.examples:
+            self._save()
+        if p.best_step >= 0 and p.best_step != p.step:
+            checkpoint.read_weights(checkpoint.steps(self.checkpoints)[p.best_step], self.engine.arena)
+            console.note(f"keeping step {p.best_step}, the best on validation")
+        if p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
+            console.warn("validation loss did not fall below the base's: the adapter does not help on this data")
+        self.engine.save_adapter(self.folder / "adapter")
+        summary: dict[str, Any] = {
+            "best_step": p.best_step,
+            "validation_loss": {"base": p.first_loss, "best": p.best_loss},
+            "peak_memory": peak_resident_bytes(),
+        }
+        if self.answers.questions:
+            summary |= self._compare()
+        self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
+        loss_plot(self.folder / "metrics.jsonl", self.folder / "loss.png", self.folder.name)
+        return summary
+
+    def _ask_base(self) -> None:
+        count = len(self.answers.questions)
+        self.console.note(f"asking the base {count} unseen questions")
+        self.base_answers = self.answers.ask(self.engine, adapted=False, between=self._between)
+        self.log.emit("sample", step=0, answers=self.base_answers)
+
+    def _compare(self) -> dict[str, Any]:
+        """Base and tuned answers side by side, and their scores."""
+        answers = self.answers
+        if not self.base_answers:
+            self._ask_base()
+        self.console.note(f"asking the tuned model the same {len(answers.questions)} questions")
+        tuned = answers.ask(self.engine, adapted=True, between=self._between)
+        self.log.emit("sample", step=self.progress.step, answers=tuned)
+        rows = [
+            Answer(q.asked, base, after, q.reference)
+            for q, base, after in zip(answers.questions, self.base_answers, tuned, strict=True)
+        ]
+        self.console.side_by_side("answers to unseen prompts", rows[: answers.shown])
+        before, after_ = answers.score(self.base_answers), answers.score(tuned)
+        if before is None or after_ is None:
+            return {}
+        self.console.line(
+            f"score on {before.total} unseen records: base {before.share:.0%}, tuned {after_.share:.0%} exactly right"
+        )
+        return {"score": {"base": _score(before), "tuned": _score(after_)}}
+
+    # Signals and words
+
+    def _between(self) -> None:
+        if self.signal:
+            raise Interrupted
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM is noted; a second one acts at once."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.signal = number
+            self.console.note("stopping: saving a checkpoint (once more to stop without one)")
+            for kind in previous:
+                signal.signal(kind, signal.SIG_DFL)
+
+        previous = {}
+        try:
+            for kind in (signal.SIGINT, signal.SIGTERM):
+                previous[kind] = signal.signal(kind, note)
+        except ValueError:  # not the main thread (the Python API may be used from one): signals stay as they are
+            previous = {}
+        try:
+            yield
+        finally:
+            for kind, handler in previous.items():
+                signal.signal(kind, handler)
+
+    def _tell_start(self) -> None:
+        engine, train_ = self.engine, self.config.train
+        spec, arena = engine.base.spec, engine.arena
+        self.console.note(f"base: {engine.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
+        self.console.note(f"device: {engine.runtime.describe()}")
+        self.console.note(f"frozen weights: {engine.placement.base_dtype} ({engine.placement.why})")
+        self.console.note(
+            f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
+        )
+        self.console.note(
+            f"{self.total} steps of up to {train_.tokens_per_step} tokens in micro-batches of "
+            f"{train_.tokens_per_micro_batch}; run folder {self.folder}"
+        )
+
+
+def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
+    summary = whole.summary
+    console.note(
+        f"data: {len(training)} examples to train on, {len(validation)} to validate, {summary.tokens} tokens, "
+        f"{summary.supervised_share:.0%} of them trained"
+    )
+    for reason, count in {**summary.refused, **summary.dropped}.items():
+        console.warn(f"{count} rows left out: {reason}")
+    for reason, count in summary.truncated.items():
+        console.warn(f"{count} examples shortened: {reason}")
+    for text, count in summary.notes.items():
+        console.note(f"{text} ({count} rows)")
+
+
+def _new_folder(config: Config, data: str) -> Path:
+    """Made before the model is loaded, so that a read-only disk shows at once."""
+    chosen = config.run.out or f"runs/{Path(data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(chosen)
+    if (folder / "config.yaml").exists():
+        raise GraftuneError(
+            "there is a run in this folder", where=str(folder), mend="resume it or choose another --out"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / "metrics.jsonl"
+        probe.touch()
+    except OSError as error:
+        raise GraftuneError(
+            f"cannot be written to ({error.strerror})", where=str(folder), mend="choose another folder with --out"
+        ) from None
+    return folder
+
+
+def _score(report: ScoreReport) -> dict[str, Any]:
+    return {"exact": report.share, "valid_json": report.valid_json, "total": report.total, "fields": report.fields}

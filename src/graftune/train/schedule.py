@@ -1,0 +1,21 @@
+"""The learning rate of each step: linear warm-up, then cosine, linear or constant. A pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from graftune.config import OptimConfig
+
+
+def learning_rate(step: int, total: int, config: OptimConfig) -> float:
+    """`step` counts from 0 to total - 1. Warm-up ends on the peak; the last step ends near min_lr."""
+    warmup = math.ceil(config.warmup * total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    floor = min(config.min_lr, config.lr)
+    progress = (step - warmup) / max(1, total - warmup)
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "linear":
+        return floor + (config.lr - floor) * (1 - progress)
+    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))

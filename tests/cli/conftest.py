@@ -1,0 +1,63 @@
+"""A stand-in for the engine: records what the command line asks of it, and answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import graftune
+
+
+@dataclass
+class Engine:
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    adapter: str | None = "runs/a/adapter"
+    result: dict[str, Any] = field(default_factory=dict)
+    raises: BaseException | None = None
+
+    def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.calls.append((name, args, kwargs))
+        if self.raises is not None:
+            raise self.raises
+
+    def train(self, config: Any, *, console: Any, resume: str | None = None, overrides: Any = None) -> Any:
+        self._note("train", config, console=console, resume=resume, overrides=overrides)
+        console.note("a note from the engine")
+        known: dict[str, Any] = {
+            "folder": Path("runs/my run"), "steps": 60, "stopped": "finished", "first_eval": 2.0, "best_eval": 0.5,
+            "summary": {"best": float("nan")}, "signal": None,
+        }  # fmt: skip
+        return SimpleNamespace(**{**known, **self.result})
+
+    def open(self, base: str = "", *, adapter: str = "", console: Any = None, **settings: Any) -> Any:
+        self._note("open", base, adapter=adapter, **settings)
+        return self
+
+    def describe(self) -> dict[str, Any]:
+        return {"adapter": self.adapter}
+
+    def evaluate(self, data: str, *, adapted: bool = True) -> Any:
+        self._note("evaluate", data, adapted=adapted)
+        return SimpleNamespace(loss=0.5 if adapted else 2.0, perplexity=1.6, response_tokens=12345, examples=7)
+
+    def chat(self, messages: Any, *, adapted: bool = True, on_text: Any = None, **how: Any) -> str:
+        self._note("chat", [dict(m) for m in messages], adapted=adapted, **how)
+        answer = f"{'tuned' if adapted else 'base'} {len(messages)} \x1b[2J"
+        if on_text is not None:
+            for piece in answer.split(" "):
+                on_text(piece + " ")
+        return answer
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    fake = Engine()
+    monkeypatch.setattr(graftune, "api", fake, raising=False)
+    return fake

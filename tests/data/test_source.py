@@ -1,0 +1,231 @@
+"""Files of every kind and every way they can be wrong: each bad row is counted with its number and reason."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.config import DataConfig
+from graftune.data.dataset import Dataset, prepare
+from graftune.data.record import to_record
+from graftune.data.source import Refusal, read_rows
+from graftune.errors import GraftuneError
+from tests.data.helpers import CHATML, trained_runs, turns, with_template
+
+GOOD: dict[str, dict[str, Any]] = {
+    "prompt/response": {"prompt": "What?", "response": "That."},
+    "prompt/completion": {"prompt": "What?", "completion": "That."},
+    "question/answer": {"question": "What?", "answer": "That."},
+    "alpaca": {"instruction": "What?", "input": "", "output": "That."},
+    "alpaca without input": {"instruction": "What?", "output": "That."},
+    "messages": {"messages": turns("What?", "That.")},
+    "conversations": {"conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "What?"}]}, *turns("", "That.")[1:]]},
+}
+
+
+def load(path: Path, **config: Any) -> Dataset:
+    return prepare(str(path), with_template(CHATML), DataConfig(**config))
+
+
+def jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_kinds(name: str, tmp_path: Path) -> None:
+    data = load(jsonl(tmp_path / "d.jsonl", GOOD[name]))
+    assert data.prompts == ["<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"]
+    assert data.references == ["That."] and trained_runs(data.examples[0]) == ["That.<|im_end|>"]
+
+
+def test_kinds_may_mix(tmp_path: Path) -> None:
+    data = load(jsonl(tmp_path / "d.jsonl", *GOOD.values(), {"text": "Just text"}))
+    assert data.summary.kinds == {"prompt/response": 3, "alpaca": 2, "messages": 2, "conversations": 1, "text": 1}
+    assert [example.row for example in data.examples] == list(range(1, 10))
+
+
+def test_system_and_input_and_extra_columns(tmp_path: Path) -> None:
+    rows = (
+        {"system": "S", "instruction": "Do", "input": "this", "output": "Done"},
+        {"system": "S", "conversations": GOOD["conversations"]["conversations"], "id": 7},
+        {"conversations": [{"from": "system", "value": "S"}, *GOOD["conversations"]["conversations"]]},
+        {"messages": turns("What?", "That.", system=" ")},
+    )
+    data = load(jsonl(tmp_path / "d.jsonl", *rows))
+    assert "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nDo\n\nthis<|im_end|>" in data.prompts[0]
+    assert all(prompt.startswith("<|im_start|>system\nS<") for prompt in data.prompts[:3])
+    assert data.prompts[3].startswith("<|im_start|>user")
+    assert data.summary.notes == {"column not used: id": 1}
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "json", "wrapped.json", "csv"])
+def test_file_types(kind: str, mark: bytes, tmp_path: Path) -> None:
+    rows = [{"prompt": "Où?", "response": 'Là\n🎉, "here"'}, {"prompt": "b", "response": "c"}]
+    path = tmp_path / f"data.{kind}"
+    if kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["prompt", "response"])
+            writer.writeheader()
+            writer.writerows(rows)
+        text = path.read_bytes()
+    elif kind.endswith("jsonl") or kind == "ndjson":
+        text = "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
+    else:
+        text = json.dumps({"data": rows} if kind.startswith("wrapped") else rows).encode()
+    path.write_bytes(mark + text)
+    data = load(path)
+    assert data.references == [row["response"] for row in rows]
+    assert [example.row for example in data.examples] == ([1, 3] if "jsonl" in kind or kind == "ndjson" else [1, 2])
+    assert len(data.sha256) == 64
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    messages = [turns("What?", "That."), [*turns("a", "b", system="S")]]
+    messages[0][1]["train"] = True  # type: ignore[assignment]
+    path = tmp_path / "d.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": m} for m in messages]), path)
+    assert load(path).references == ["That.", "b"]
+    path.write_bytes(b"PAR1 but not really")
+    with pytest.raises(GraftuneError, match="not a Parquet file"):
+        load(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(GraftuneError, match=r"pip install graftune\[parquet\]"):
+        load(path)
+
+
+def test_nested_cells_of_csv_are_json(tmp_path: Path) -> None:
+    path = tmp_path / "d.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["messages"], [json.dumps(turns("a", "b"))], ["{nope"]])
+        writer.writerow([json.dumps(turns("a", "x" * 200_000))])
+    data = load(path, max_seq_len=400_000)
+    assert len(data.examples) == 2 and data.summary.details == [(2, "broken JSON: in column 'messages'")]
+
+
+BAD: dict[str, tuple[object, str, str]] = {
+    "broken": ('{"prompt": "a"', "broken JSON", "column"),
+    "list": ([1], "not an object", "a list"),
+    "null": ("null", "not an object", "null"),
+    "huge number": ('{"prompt": ' + "1" * 5000 + "}", "broken JSON", "limit"),
+    "deep": ('{"a":' * 200_000, "broken JSON", "deeply"),
+    "blank prompt": ({"prompt": " \n", "response": "a"}, "blank prompt", "'prompt'"),
+    "blank response": ({"prompt": "a", "response": ""}, "blank response", "'response'"),
+    "blank output": ({"instruction": "a", "output": "\t"}, "blank response", "'output'"),
+    "blank text": ({"text": ""}, "blank text", "'text'"),
+    "blank turn": ({"messages": turns("a", " ")}, "blank response", "message 2"),
+    "blank question": ({"messages": turns(" ", "b")}, "blank prompt", "message 1"),
+    "blank value": ({"conversations": [{"from": "human", "value": ""}]}, "blank prompt", "turn 1"),
+    "number": ({"prompt": 3, "response": "a"}, "wrong type", "'prompt' must be text, is a number"),
+    "null answer": ({"prompt": "a", "response": None}, "wrong type", "is null"),
+    "bool": ({"prompt": "a", "response": True}, "wrong type", "true/false"),
+    "messages text": ({"messages": "hi"}, "wrong type", "must be a list"),
+    "messages mixed": ({"messages": [1]}, "wrong type", "other things"),
+    "no messages": ({"messages": []}, "no turns", "empty"),
+    "no role": ({"messages": [{"content": "a"}]}, "wrong type", "no 'role'"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "wrong type", "not text"),
+    "object content": ({"messages": [{"role": "user", "content": {}}]}, "wrong type", "an object"),
+    "flag": ({"messages": [{"role": "user", "content": "a", "train": "yes"}]}, "wrong type", "'train'"),
+    "weight": ({"messages": [{"role": "user", "content": "a", "weight": 0.5}]}, "wrong type", "0 or 1"),
+    "only user": ({"messages": turns("a")}, "no assistant turn", ""),
+    "assistant first": ({"messages": turns("a", "b")[1:]}, "no user turn before the first assistant turn", ""),
+    "speaker": ({"conversations": [{"from": "alien", "value": "a"}]}, "unknown speaker", "'alien'"),
+    "value": ({"conversations": [{"from": "gpt", "value": 1}]}, "wrong type", "a number"),
+    "tools": ({"messages": turns("a", "b"), "tools": {}}, "wrong type", "'tools'"),
+    "tools json": ({"messages": turns("a", "b"), "tools": "["}, "broken JSON", "'tools'"),
+    "unknown": ({"foo": 1, "bar": 2}, "unknown keys", "'foo', 'bar'"),
+    "none": ({}, "unknown keys", "no keys"),
+    "half": ({"prompt": "a"}, "missing key", "response"),
+    "half alpaca": ({"instruction": "a"}, "missing key", "'output'"),
+    "half answer": ({"answer": "a"}, "missing key", "'question'"),
+    "surrogate": ('{"prompt": "\\ud83d", "response": "a"}', "not Unicode text", "lone surrogate"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_counted_and_strict_stops_at_them(name: str, tmp_path: Path) -> None:
+    row, reason, detail = BAD[name]
+    good = {"prompt": "a", "response": "b"}
+    path = jsonl(tmp_path / "d.jsonl", good, row, good)
+    data = load(path)
+    assert data.summary.refused == {reason: 1} and data.summary.rows == 3 and data.summary.examples == 2
+    ((number, why),) = data.summary.details
+    assert number == 2 and why.startswith(reason) and detail in why
+    with pytest.raises(GraftuneError, match=r"d\.jsonl, row 2: ") as caught:
+        load(path, strict=True)
+    assert reason in str(caught.value)
+
+
+def test_bytes_that_are_not_utf8_spoil_their_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"text": "caf\xe9"}\n{"text": "cafe"}\n')
+    assert load(path).summary.details == [(1, "not UTF-8: byte 14 of the line")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.jsonl", None, "no such file"),
+        ("d.jsonl", b"", "is empty"),
+        ("d.jsonl", b"\n\n", "holds no rows"),
+        ("d.json", b"[]", "holds no rows"),
+        ("d.json", b'{"a": 1}', "not a list of records"),
+        ("d.json", b'[{"text": "a"},]', "broken JSON at line 1"),
+        ("d.json", b'{"text": "a"}\n{"text": "b"}', r"name it \.jsonl"),
+        ("d.json", b'["\xe9"]', "not UTF-8"),
+        ("d.jsonl", b"\xff\xfe{\x00", "UTF-16"),
+        ("d.txt", b"hello", r"unknown kind of data file \(\.txt\)"),
+        ("data", b"hello", "no extension"),
+        ("d.jsonl", b"nope\n", r"none of the 1 rows can be used \(1 for: broken JSON; row 1"),
+        ("d.csv", b"prompt,response\n", "holds no rows"),
+        ("d.csv", b'prompt,response\n"a,b\n', "broken CSV at line"),
+        ("d.csv", b"prompt,response\na\n", "fewer cells"),
+        ("d.csv", b"prompt,response\na,b,c\n", "more cells"),
+    ],
+)
+def test_files_that_cannot_be_used(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(GraftuneError, match=message) as caught:
+        load(path)
+    assert name in str(caught.value)
+
+
+def test_folders_and_closed_files(tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match="is a folder"):
+        load(tmp_path)
+    path = jsonl(tmp_path / "d.jsonl", {"text": "a"})
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    with pytest.raises(GraftuneError, match="cannot be read"):
+        load(path)
+
+
+def test_readers_are_lazy(tmp_path: Path) -> None:
+    """A reader hands out rows as it goes and never raises for a bad one."""
+    rows = list(read_rows(jsonl(tmp_path / "d.jsonl", "{", {"a": 1})))
+    assert isinstance(rows[0].value, Refusal) and rows[1].value == {"a": 1}
+
+
+def test_tool_arguments_become_objects() -> None:
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    for given in ([call], [{"function": call}]):
+        record = to_record({"messages": [*turns("a"), {"role": "assistant", "tool_calls": given}]})
+        made = record.messages[1]["tool_calls"][0]
+        assert made.get("function", made)["arguments"] == {"x": 1} and record.messages[1]["content"] == ""
+    with pytest.raises(Refusal, match="tool call's arguments"):
+        to_record({"messages": [*turns("a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]})

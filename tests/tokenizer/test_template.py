@@ -1,0 +1,112 @@
+"""Chat templates: rendered as transformers renders them, sandboxed, and with one sentence for every fault."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.errors import GraftuneError
+from graftune.tokenizer import ChatTemplate
+
+TALK = [
+    {"role": "user", "content": "Hi <b> é"},
+    {"role": "assistant", "content": "Hello & 'bye'"},
+    {"role": "user", "content": "more"},
+]
+TOOL = {"type": "function", "function": {"name": "f", "description": "<d> é", "parameters": {"type": "object"}}}
+SOURCES = {
+    "blocks": "{% for m in messages %}\n  {% if loop.first %}\n{{ bos_token }}\n  {% endif %}\n"
+    "{{ m['role'] }}: {{ m.content | trim }}{{ eos_token }}\n{% endfor %}\n{% if add_generation_prompt %}A:{% endif %}",
+    "json": "{{ tools | tojson }}|{{ tools | tojson(indent=2) }}|{{ messages | tojson(ensure_ascii=True) }}",
+    "loop controls": "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}"
+    "{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% endfor %}",
+    "namespace": "{% set ns = namespace(n=0, seen='') %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% set ns.seen = ns.seen ~ m.role[0] %}{% endfor %}{{ ns.n }}{{ ns.seen }}",
+    "undefined": "{{ nowhere }}{{ messages[0].nothing }}{% if documents %}x{% endif %}{% if not tools is none %}t"
+    "{% endif %}{{ flag | default('off') }}",
+    "slices": "{{ messages[::-1][0].content }}{{ messages[1:] | length }}{{ dict(a=1) }}{{ 'a\\nb'.split('\\n')[-1] }}",
+}
+SHIPPED = sorted((Path(__file__).parents[1] / "fixtures" / "chat_templates").glob("*.jinja"))
+
+
+def _theirs(source: str, **given: Any) -> str:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    messages = given.pop("messages")
+    rendered, _ = utils.render_jinja_template(
+        [messages], chat_template=source, bos_token="<s>", eos_token="</s>", **given
+    )
+    return rendered[0]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_equal_to_transformers(name: str, tools: list[Any] | None) -> None:
+    ours = ChatTemplate(SOURCES[name], bos_token="<s>", eos_token="</s>")
+    for prompt in (True, False):
+        want = _theirs(SOURCES[name], messages=TALK, tools=tools, add_generation_prompt=prompt, flag="on")
+        assert ours.render(TALK, tools=tools, add_generation_prompt=prompt, flag="on") == want
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_real_templates(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    ours = ChatTemplate(source, bos_token="<s>", eos_token="</s>", name=path.name)
+    for prompt in (True, False):
+        assert ours.render(TALK, add_generation_prompt=prompt) == _theirs(
+            source, messages=TALK, add_generation_prompt=prompt
+        )
+
+
+def test_the_date_is_fixed() -> None:
+    source = "{{ strftime_now('%d %b %Y %H:%M') }}"
+    first = ChatTemplate(source)
+    assert first.render([]) == ChatTemplate(source).render([]) == datetime.date.today().strftime("%d %b %Y 00:00")
+    past = datetime.datetime(2024, 7, 26)
+    assert first.dated(past).render([]) == ChatTemplate(source, now=past).render([]) == "26 Jul 2024 00:00"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ a", "{% if x %}", "{% generation %}a", "{{ x | nosuch }}", "{% include 3 %", 5]
+)
+def test_broken_source(source: Any) -> None:
+    with pytest.raises(GraftuneError) as error:
+        ChatTemplate(source, name="my.jinja")
+    assert "my.jinja" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must\nalternate') }}",
+        "{{ messages[9].content.strip() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].__class__.__mro__[1].__subclasses__() }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ 'a' + 1 }}",
+        "{{ messages | tojson(indent='x', separators=3) }}",
+        "{{ namespace(_x=1) }}",
+        "{{ range(10000000) | list }}",
+        "{% include 'other' %}",
+    ],
+)
+def test_failing_render(source: str) -> None:
+    with pytest.raises(GraftuneError) as error:
+        ChatTemplate(source, name="my.jinja").render(TALK)
+    assert str(error.value).startswith("my.jinja: ") and "\n" not in str(error.value)
+
+
+def test_a_refusal_is_told_in_the_templates_words() -> None:
+    with pytest.raises(GraftuneError, match="refuses this conversation: roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate!'[:-1] ~ '.') }}").render(TALK)
+
+
+def test_messages_are_left_alone() -> None:
+    talk = [dict(message) for message in TALK]
+    ChatTemplate("{% for m in messages %}{% set m = dict(m, content='x') %}{{ m.content }}{% endfor %}").render(talk)
+    assert talk == TALK
