@@ -30,9 +30,7 @@ class Cache:
 
 
 class _Attend:
-    def backward(
-        self, block: Block, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, block: Block, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         raise AssertionError("generation has no backward")
 
 
@@ -42,7 +40,9 @@ class Prefill(_Attend):
     def __init__(self, cache: Cache, lengths: tuple[int, ...]):
         self.cache, self.lengths = cache, lengths
 
-    def forward(self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         start = 0
         for sequence, length in enumerate(self.lengths):
             for stored, fresh in ((self.cache.keys, k), (self.cache.values, v)):
@@ -60,7 +60,9 @@ class Decode(_Attend):
         self.places = torch.arange(capacity, device=cache.lengths.device)
         self.sequences = torch.arange(len(cache.lengths), device=cache.lengths.device)
 
-    def forward(self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         heads, key_heads, width = block.heads
         keys, values, now = self.cache.keys[block.index], self.cache.values[block.index], self.cache.lengths
         keys[self.sequences, :, now] = k
@@ -71,4 +73,5 @@ class Decode(_Attend):
         if block.window:
             hidden |= self.places <= now[:, None] - block.window
         scores.masked_fill_(hidden[:, None, None], float("-inf"))
-        return (torch.softmax(scores, -1).to(v.dtype) @ values).reshape(-1, heads, width)
+        out = torch.softmax(scores, -1).to(v.dtype) @ values
+        return out.reshape(-1, heads, width), scores.new_empty(0)

@@ -53,9 +53,21 @@ class Block:
 class Attend(Protocol):
     """Attention as the pass wants it: over packed documents when training, over a cache when generating."""
 
-    def forward(self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+    def forward(
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [T, N, H], statistics for the backward)."""
+        ...
+
     def backward(
-        self, block: Block, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+        self,
+        block: Block,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        stats: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
@@ -95,23 +107,24 @@ def attention_half(block: Block, x: torch.Tensor, run: Pass) -> tuple[torch.Tens
         qkv += block.qkv_bias
     low_qkv = _adapt(block, "qkv", qkv, normed, run)
     q, k, v = _rotated(block, qkv, run)
-    mixed = run.attend.forward(block, q, k, v).flatten(1)
+    by_head, stats = run.attend.forward(block, q, k, v)
+    mixed = by_head.flatten(1)
     out = block.o.matmul(mixed)
     low_o = _adapt(block, "o", out, mixed, run)
-    return out.add_(x), (x, qkv, mixed, low_qkv, low_o)
+    return out.add_(x), (x, qkv, mixed, stats, low_qkv, low_o)
 
 
 def attention_half_backward(
     block: Block, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], run: Pass, need_input: bool
 ) -> torch.Tensor | None:
-    x, qkv, mixed, low_qkv, low_o = saved
+    x, qkv, mixed, stats, low_qkv, low_o = saved
     heads, key_heads, width = block.heads
     grad_mixed = block.o.input_grad(grad)
-    _adapt_backward(block, "o", grad, mixed, low_o, run, grad_mixed)
+    _down_backward(block, "o", _adapt_backward(block, "o", grad, low_o, run, grad_mixed), mixed, run)
 
     q, k, v = _rotated(block, qkv, run)
     grad_mixed, mixed_heads = (t.view(-1, heads, width) for t in (grad_mixed, mixed))
-    grad_q, grad_k, grad_v = run.attend.backward(block, grad_mixed, q, k, v, mixed_heads)
+    grad_q, grad_k, grad_v = run.attend.backward(block, grad_mixed, q, k, v, mixed_heads, stats)
     grad_qkv = torch.empty_like(qkv)
     parts = grad_qkv.split([heads * width, key_heads * width, key_heads * width], 1)
     raw_q, raw_k, _ = _heads(block, qkv)
@@ -120,11 +133,11 @@ def attention_half_backward(
     parts[2].copy_(grad_v.flatten(1))
 
     normed = rms_norm.forward(x, block.attention_norm.of(run.adapted), block.norm_eps)
-    if not need_input and block.attention_norm.grad is None:  # the first block: nothing below it learns
-        _adapt_backward(block, "qkv", grad_qkv, normed, low_qkv, run, None)
+    # In the first block nothing below learns, so the input's gradient is not computed.
+    grad_normed = block.qkv.input_grad(grad_qkv) if need_input or block.attention_norm.grad is not None else None
+    _down_backward(block, "qkv", _adapt_backward(block, "qkv", grad_qkv, low_qkv, run, grad_normed), normed, run)
+    if grad_normed is None:
         return None
-    grad_normed = block.qkv.input_grad(grad_qkv)
-    _adapt_backward(block, "qkv", grad_qkv, normed, low_qkv, run, grad_normed)
     weight = block.attention_norm
     return rms_norm.backward(grad_normed, x, weight.of(run.adapted), block.norm_eps, weight.grad).add_(grad)
 
@@ -142,14 +155,15 @@ def mlp_half(block: Block, x: torch.Tensor, run: Pass) -> tuple[torch.Tensor, tu
 
 def mlp_half_backward(block: Block, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], run: Pass) -> torch.Tensor:
     x, gate_up, low_gate_up, low_down = saved
-    act = swiglu.forward(gate_up)
     grad_act = block.down.input_grad(grad)
-    _adapt_backward(block, "down", grad, act, low_down, run, grad_act)
-    grad_gate_up = swiglu.backward(grad_act, gate_up)
+    g_down = _adapt_backward(block, "down", grad, low_down, run, grad_act)
+    grad_gate_up, act = swiglu.backward(grad_act, gate_up)
+    _down_backward(block, "down", g_down, act, run)
 
     normed = rms_norm.forward(x, block.mlp_norm.of(run.adapted), block.norm_eps)
     grad_normed = block.gate_up.input_grad(grad_gate_up)
-    _adapt_backward(block, "gate_up", grad_gate_up, normed, low_gate_up, run, grad_normed)
+    g_gate_up = _adapt_backward(block, "gate_up", grad_gate_up, low_gate_up, run, grad_normed)
+    _down_backward(block, "gate_up", g_gate_up, normed, run)
     weight = block.mlp_norm
     return rms_norm.backward(grad_normed, x, weight.of(run.adapted), block.norm_eps, weight.grad).add_(grad)
 
@@ -197,28 +211,25 @@ def _adapt(block: Block, name: str, y: torch.Tensor, x: torch.Tensor, run: Pass)
 
 
 def _adapt_backward(
-    block: Block,
-    name: str,
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    low: torch.Tensor,
-    run: Pass,
-    grad_x: torch.Tensor | None,
-) -> None:
-    """Adds the adapters' gradients into the arena, and their share of the input's gradient into `grad_x`."""
+    block: Block, name: str, grad_y: torch.Tensor, low: torch.Tensor, run: Pass, grad_x: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Adds the B's gradients into the arena, and the adapters' share of the input's gradient into `grad_x`.
+    Returns what `_down_backward` needs for the A's."""
     group = block.lora.get(name)
     if group is None or not run.adapted:
-        return
-    kept = x if run.dropout is None else run.dropout.apply(x, block, name)
-    g = lora_linear.group_backward(
-        grad_y, kept, low, group.down, group.ups, group.scale, group.grad_down, group.grad_ups
-    )
-    if grad_x is None:
-        return
-    if run.dropout is None:
+        return None
+    g = lora_linear.up_backward(grad_y, low, group.ups, group.scale, group.grad_ups)
+    if grad_x is not None and run.dropout is None:
         grad_x.addmm_(g, group.down)
-    else:
+    elif grad_x is not None and run.dropout is not None:
         grad_x.add_(run.dropout.apply(g @ group.down, block, name))
+    return g
+
+
+def _down_backward(block: Block, name: str, g: torch.Tensor | None, x: torch.Tensor, run: Pass) -> None:
+    if g is not None:
+        kept = x if run.dropout is None else run.dropout.apply(x, block, name)
+        lora_linear.down_backward(g, kept, block.lora[name].grad_down)
 
 
 def _heads(block: Block, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -118,13 +118,22 @@ class PackedDocuments:
 
     lengths: tuple[int, ...]
 
-    def forward(self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return attention.forward(q, k, v, self.lengths, block.heads[2] ** -0.5, block.window)
 
     def backward(
-        self, block: Block, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+        self,
+        block: Block,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        stats: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return attention.backward(grad, q, k, v, out, self.lengths, block.heads[2] ** -0.5, block.window)
+        return attention.backward(grad, q, k, v, out, stats, self.lengths, block.heads[2] ** -0.5, block.window)
 
 
 class _EmbedWithNew(torch.autograd.Function):

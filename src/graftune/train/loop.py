@@ -363,6 +363,7 @@ class Run:
 
     def _between(self) -> None:
         if self.signal:
+            self.console.note("stopping: saving a checkpoint")
             raise Interrupted
 
     @contextmanager
@@ -370,8 +371,7 @@ class Run:
         """The first Ctrl-C or SIGTERM is noted; a second one acts at once."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            self.signal = number
-            self.console.note("stopping: saving a checkpoint (once more to stop without one)")
+            self.signal = number  # said in _between: a handler must not write to a stream that is being written to
             for kind in previous:
                 signal.signal(kind, signal.SIG_DFL)
 

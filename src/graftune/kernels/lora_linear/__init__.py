@@ -1,7 +1,7 @@
 """Low-rank adapters beside a frozen product.
 
-`backward(grad_out, x, down, up, scale)` is the bare operation on one adapter, for 2-D and 3-D input; `forward` and
-`group_backward` are what the decoder uses, on projections that share their input.
+`backward(grad_out, x, down, up, scale)` is the bare operation on one adapter, for 2-D and 3-D input; `forward`,
+`up_backward` and `down_backward` are what the decoder uses, on projections that share their input.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels.lora_linear import reference
-from graftune.kernels.lora_linear.reference import Up, accumulate, forward, group_backward
+from graftune.kernels.lora_linear.reference import Up, down_backward, forward, up_backward
 
-__all__ = ["Up", "accumulate", "backward", "forward", "group_backward"]
+__all__ = ["Up", "backward", "down_backward", "forward", "up_backward"]
 
 
 def backward(

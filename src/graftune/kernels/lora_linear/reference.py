@@ -3,6 +3,7 @@
     A (down) [R, in]    B (up) [out, R]    h = x A'    g = s * dY B
     dB = s * dY' h      dA = g' x          dX += g A
 
+The backward comes in two halves, because x may be at hand only after dX is (SwiGLU's backward recomputes it).
 Projections that read the same x (q, k, v; gate, up) form a group: their A's are stacked so that x is read once.
 s is alpha/rank, applied in the products and never baked into B: an adapter on disk is the adapter that trains.
 """
@@ -24,25 +25,22 @@ def forward(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, ups: Sequence[
     return h
 
 
-def group_backward(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    h: torch.Tensor,
-    down: torch.Tensor,
-    ups: Sequence[Up],
-    scale: float,
-    grad_down: torch.Tensor,
-    grad_ups: Sequence[torch.Tensor],
+def up_backward(
+    grad_y: torch.Tensor, h: torch.Tensor, ups: Sequence[Up], scale: float, grad_ups: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Adds the adapter gradients into `grad_down` and `grad_ups` (fp32); returns g, with dX += g @ down left to do."""
+    """First half: adds dB of each projection into `grad_ups` (fp32) and returns g [T, R * projections]."""
     g = torch.empty_like(h)
     parts = zip(ups, grad_ups, h.chunk(len(ups), 1), g.chunk(len(ups), 1), strict=True)
     for (columns, up), grad_up, h_part, g_part in parts:
         grad = grad_y[:, columns]
         accumulate(grad_up, grad.t(), h_part, scale)
         g_part.copy_((grad @ up).mul_(scale))
-    accumulate(grad_down, g.t(), x, 1.0)
     return g
+
+
+def down_backward(g: torch.Tensor, x: torch.Tensor, grad_down: torch.Tensor) -> None:
+    """Second half: adds dA = g' x into `grad_down` (fp32)."""
+    accumulate(grad_down, g.t(), x, 1.0)
 
 
 def accumulate(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:

@@ -1,7 +1,8 @@
 """act = silu(gate) * up, with gate and up the two halves of one [T, 2F] product.
 
 Backward, with s = sigmoid(gate): d up = grad * silu(gate); d gate = grad * up * (s + silu(gate) * (1 - s)).
-The activation itself is recomputed there: it is needed for the down projection's adapter and cheaper than its memory.
+It hands back the activation too: the down projection's adapter needs it, recomputing is cheaper than its memory, and
+the one expensive part, the exponential, is there already.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ def forward(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
 
-def backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """Gradient of gate_up, [T, 2F]."""
+def backward(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of gate_up [T, 2F], the activation [T, F])."""
     gate, up = gate_up.float().chunk(2, -1)
     grad = grad.float()
     sigmoid = torch.sigmoid(gate)
@@ -23,6 +24,7 @@ def backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(gate_up)
     grad_gate, grad_up = out.chunk(2, -1)
     grad_up.copy_(grad * silu)
-    silu.mul_(1 - sigmoid).add_(sigmoid)  # d silu / d gate
-    grad_gate.copy_(silu.mul_(grad).mul_(up))
-    return out
+    act = (silu * up).to(gate_up.dtype)
+    slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)  # d silu / d gate
+    grad_gate.copy_(slope.mul_(grad).mul_(up))
+    return out, act
