@@ -23,6 +23,8 @@ from graftune.batch import PackedBatch, StepStats
 from graftune.config import Config
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.loader import Loader
+from graftune.data.source import Refusal
+from graftune.data.template import chat_format, stop_ids
 from graftune.errors import GraftuneError
 from graftune.infer.generate import TextStream, generate
 from graftune.infer.sample import Sampling
@@ -47,11 +49,14 @@ def open(base: str = "", *, adapter: str = "", console: Console | None = None, *
     folder = Path(adapter or base or ".")
     if adapter or base:
         if (folder / "config.yaml").is_file():
+            # What the data settings of the run were is what its evaluation and chat should mean too.
+            settings = Config.load(folder / "config.yaml").nested()["data"] | settings
             folder = _trained(folder)
         if is_adapter(folder):
             found = load_adapter(folder)
             base = base if adapter and base else find_base(found)
             settings["adapter"] = str(folder)
+            settings.setdefault("template", found.template)
         elif adapter:
             raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
     settings["base"] = base
@@ -160,11 +165,15 @@ class Run:
         **sampling: Any,
     ) -> str:
         """Answer a conversation through the model's chat template."""
-        template = self.tokenizer.template
-        if template is None:
-            raise GraftuneError("this base has no chat template", mend="use generate, or give a base that has one")
-        prompt = template.render([dict(m) for m in messages], add_generation_prompt=True)
-        return self._continue([self.tokenizer.encode(prompt)], adapted, on_text, sampling)[0]
+        form = chat_format(self.tokenizer, self.config.data)
+        if form is None:
+            raise GraftuneError("this base has no chat template", mend="set template to none or to a Jinja file")
+        try:
+            prompt = form.render([dict(m) for m in messages], None, generate=True)
+        except Refusal as refusal:
+            raise GraftuneError(str(refusal), where="the conversation", mend="change its turns") from None
+        stops = {"stop_ids": stop_ids(self.tokenizer, form)} | sampling
+        return self._continue([self.tokenizer.encode(prompt)], adapted, on_text, stops)[0]
 
     def save(self, path: str | Path) -> Path:
         """Write the adapter in PEFT's layout."""
@@ -176,7 +185,8 @@ class Run:
         self, prompts: list[list[int]], adapted: bool, on_text: Callable[[str], None] | None, sampling: dict[str, Any]
     ) -> list[str]:
         stops = self.tokenizer.stop_ids
-        stream = TextStream(self.tokenizer, on_text, stops) if on_text else None
+        ending = (*stops, *sampling.get("stop_ids", ()))
+        stream = TextStream(self.tokenizer, on_text, ending) if on_text else None
 
         def push(new: dict[int, int]) -> None:
             if stream is not None and 0 in new:

@@ -96,14 +96,22 @@ def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
             return None
         name = getattr(tokenizer.template, "name", "chat template")
         return probe(tokenizer.template, name, tokenizer, append_eos=config.append_eos)
-    return probe(_from_file(config.template, tokenizer), config.template, tokenizer, append_eos=config.append_eos)
+    return probe(
+        template_from_file(config.template, tokenizer), config.template, tokenizer, append_eos=config.append_eos
+    )
+
+
+def stop_ids(tokenizer: Tokenizer, form: ChatFormat | None) -> tuple[int, ...]:
+    """Where an answer ends: the model's own end tokens and the one the template closes a turn with."""
+    ends = () if form is None or form.end_id is None else (form.end_id,)
+    return tuple(sorted({*tokenizer.stop_ids, *ends}))
 
 
 def plain_format(tokenizer: Tokenizer) -> ChatFormat:
     return probe(PlainTemplate(tokenizer), "plain prompt and response", tokenizer, append_eos=False)
 
 
-def _from_file(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+def template_from_file(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         source = Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

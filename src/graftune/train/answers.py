@@ -3,14 +3,17 @@ where the data set brings a scorer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from graftune.config import Config
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
+from graftune.data.template import chat_format, stop_ids
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
+from graftune.tokenizer import Tokenizer
 from graftune.train.engine import Engine
 
 
@@ -24,8 +27,10 @@ class Question:
 class Answers:
     """The questions of a run, the same before and after, and what was answered to them."""
 
-    def __init__(self, validation: Dataset, config: Any):
+    def __init__(self, validation: Dataset, whole: Config, tokenizer: Tokenizer):
         """The first records of the validation set: it is a seeded random subset of the data already."""
+        config = whole.run
+        self.stops = stop_ids(tokenizer, chat_format(tokenizer, whole.data))
         self.scored = bool(config.score and len(validation) and is_sample_hash(validation.sha256))
         count = max(config.samples, config.score_records if self.scored else 0)
         records = list(zip(validation.examples, validation.prompts, validation.references, strict=True))
@@ -42,7 +47,7 @@ class Answers:
             engine.decoder,
             prompts,
             Sampling(max_new_tokens=self.length),
-            tokenizer.stop_ids,
+            self.stops,
             adapted=adapted,
             on_tokens=lambda _: between(),
         )
@@ -56,8 +61,6 @@ class Answers:
 
 def _last_turn(prompt: str) -> str:
     """The last lines of a rendered prompt that say something, without the template's marks."""
-    import re
-
     plain = re.sub(r"<\|?[^<>|\s]{1,24}\|?>|\[/?INST\]|</?s>", "\n", prompt)
     lines = [line.strip() for line in plain.splitlines() if line.strip()]
     while len(lines) > 1 and lines[-1].lower().strip(":# ") in ("assistant", "model", "response", "answer"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from graftune.config import Config, LoraConfig
+from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena, build_arena, initialise
@@ -41,7 +42,8 @@ class Engine:
             if f"{name}.rows" in self.arena.slots:
                 ids = torch.arange(table.out_features, device=self.runtime.device)
                 tables[name] = table.rows(ids)
-        save_adapter(folder, self.arena, self.lora, self.base, tables)
+        template = "none" if self.config.data.template == "none" else "auto"
+        save_adapter(folder, self.arena, self.lora, self.base, tables, template)
 
 
 def open_engine(config: Config, console: Console, *, base: Base | None = None) -> Engine:
@@ -59,6 +61,7 @@ def open_engine(config: Config, console: Console, *, base: Base | None = None) -
         _check_base(adapter, base, console)
     if lora.new_tokens:
         base = with_new_tokens(base, lora.new_tokens)
+    base = with_template(base, config, adapter)
     placement = choose_placement(base, config.base.base_dtype, runtime)
     arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
     decoder = build_decoder(base, arena, lora, runtime, placement)
@@ -70,6 +73,19 @@ def open_engine(config: Config, console: Console, *, base: Base | None = None) -
         device=str(runtime.device), compute_dtype=runtime.compute_name, base_dtype=placement.base_dtype
     )
     return Engine(resolved, base, runtime, placement, lora, arena, decoder)
+
+
+def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
+    """The base with the chat template the run uses: a file of the user's, or the one saved with the adapter. It then
+    travels with the tokenizer into the next adapter that is saved."""
+    file = config.data.template
+    if file in ("auto", "none"):
+        saved = adapter.folder / "chat_template.jinja" if adapter else None
+        if saved is None or not saved.is_file() or file == "none":
+            return base
+        file = str(saved)
+    template = template_from_file(file, base.tokenizer)
+    return dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, template=template))
 
 
 def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:

@@ -37,10 +37,11 @@ from graftune.observe.speed import Meter
 from graftune.train import checkpoint
 from graftune.train.answers import Answers
 from graftune.train.checkpoint import Progress
-from graftune.train.engine import Engine, open_engine
+from graftune.train.engine import Engine, open_engine, with_template
 from graftune.train.evaluate import EvalResult, evaluate
 from graftune.train.schedule import learning_rate
 from graftune.train.step import Step
+from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base, with_new_tokens
 
 CPU_MICRO_BATCH = 1024  # tokens: products are at full speed, activations stay small
@@ -76,8 +77,10 @@ def train(
 def _prepared(config: Config, console: Console, folder: Path | None = None) -> Run:
     """Data first: its mistakes are the common ones and show before the model is loaded."""
     base = open_base(config.base.base, config.base.revision)
-    # Added tokens count for the data too; an adapter's own come with it in open_engine.
-    reader = with_new_tokens(base, config.lora.new_tokens).tokenizer if config.lora.new_tokens else base.tokenizer
+    adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
+    new_tokens = adapter.lora.new_tokens if adapter else config.lora.new_tokens
+    described = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter)
+    reader = described.tokenizer
     path = config.data.data or str(sample_path())
     whole = prepare(path, reader, config.data)
     if config.data.eval_data:
@@ -137,7 +140,7 @@ class Run:
         self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
         planned = sum(self.epoch_steps)
         self.total = min(config.train.max_steps or planned, planned)
-        self.answers = Answers(validation, config.run)
+        self.answers = Answers(validation, config, engine.tokenizer)
         self.base_answers: list[str] = []
         self.checkpoints = folder / "checkpoints"
         self.signal = 0
@@ -200,9 +203,9 @@ class Run:
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
 
     def _train(self) -> str:
-        meter = Meter(self.total, self.progress.step)
         if not self.base_answers and self.answers.questions and not self.progress.step:
             self._ask_base()
+        meter = Meter(self.total, self.progress.step)
         with self.console.progress(self.total, self.progress.step) as bar:
             while True:
                 p = self.progress

@@ -49,6 +49,7 @@ class Adapter:
     tensors: Mapping[str, torch.Tensor]
     base_name: str
     base_sha256: str
+    template: str  # "none" if it was trained on plain prompt ++ response, else "auto"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -56,7 +57,12 @@ def is_adapter(folder: Path) -> bool:
 
 
 def save_adapter(
-    folder: Path, arena: Arena, lora: LoraConfig, base: Base, embedding_rows: dict[str, torch.Tensor]
+    folder: Path,
+    arena: Arena,
+    lora: LoraConfig,
+    base: Base,
+    embedding_rows: dict[str, torch.Tensor],
+    template: str = "auto",
 ) -> None:
     """Write into a fresh folder beside the target, then swap: a reader finds the old adapter or the new one.
 
@@ -79,7 +85,7 @@ def save_adapter(
             if name.endswith("norm.weight"):
                 saved.append(name.removesuffix(".weight").rpartition(".")[2])
     safetensors_io.write(tensors, aside / TENSORS, {"format": "pt"})
-    text = json.dumps(_peft_config(lora, base, sorted(set(saved))), indent=2)
+    text = json.dumps(_peft_config(lora, base, template, sorted(set(saved))), indent=2)
     (aside / CONFIG).write_text(text + "\n")
     base.tokenizer.save(aside)
     for file in aside.iterdir():
@@ -100,7 +106,7 @@ def swap(aside: Path, folder: Path) -> None:
         shutil.rmtree(old)
 
 
-def _peft_config(lora: LoraConfig, base: Base, modules_to_save: list[str]) -> dict[str, Any]:
+def _peft_config(lora: LoraConfig, base: Base, template: str, modules_to_save: list[str]) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -120,6 +126,7 @@ def _peft_config(lora: LoraConfig, base: Base, modules_to_save: list[str]) -> di
             "base_name": base.name,
             "base_sha256": base.sha256,
             "new_tokens": list(lora.new_tokens),
+            "template": template,
         },
     }
 
@@ -149,6 +156,7 @@ def load_adapter(folder: Path) -> Adapter:
         {names.from_peft(name): tensor.float() for name, tensor in raw.items()},
         str(values.get("base_model_name_or_path") or ""),
         str(ours.get("base_sha256", "")),
+        "none" if ours.get("template") == "none" else "auto",
     )
 
 
