@@ -45,19 +45,41 @@ class Ours:
         return float(total), {n: self.arena.view(n, self.arena.grads).clone() for n in self.arena.slots}
 
 
-def ours(path: Path, lora: LoraConfig | None = None, *, base_dtype: str = "fp32", random_b: bool = True) -> Ours:
-    base = open_base(str(path))
-    lora = lora or LoraConfig(rank=4, alpha=10.0)
-    runtime = resolve("cpu", "fp32")
-    arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
-    decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"))
-    initialise(arena, lora, seed=7)
+def ours(
+    path: Path,
+    lora: LoraConfig | None = None,
+    *,
+    base_dtype: str = "fp32",
+    random_b: bool = True,
+    device: str = "cpu",
+) -> Ours:
+    found = place(open_base(str(path)), lora or LoraConfig(rank=4, alpha=10.0), base_dtype, device)
+    arena = found.arena
+    initialise(arena, found.lora, seed=7)
     if random_b:
         for name in arena.slots:
             if name.endswith("lora_B.weight"):
                 arena.view(name, arena.weights).normal_(0, 0.1)
         arena.publish()
+    return found
+
+
+def place(base: Base, lora: LoraConfig, base_dtype: str = "fp32", device: str = "cpu") -> Ours:
+    """The decoder of an opened base in fp32, its adapters still zero."""
+    runtime = resolve(device, "fp32")
+    arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
+    decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"))
     return Ours(base, decoder, arena, lora)
+
+
+def loss_sum(model: Any, batch: list[Example]) -> torch.Tensor:
+    """Their loss over the supervised tokens, unpacked: one document a forward."""
+    total = torch.zeros(())
+    for example in batch:
+        logits = model(torch.tensor([example.tokens])).logits[0, :-1]
+        labels = torch.tensor([t if s else -100 for t, s in zip(example.tokens, example.supervised, strict=True)])[1:]
+        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    return total
 
 
 def peft_model(model: Any, ours_: Ours) -> Any:

@@ -231,6 +231,8 @@ def flatten(tree: dict[str, Any], where: str) -> dict[str, Any]:
 
 def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[str, ...]:
     """Shorthands -> projection names, in the model's own order."""
+    if not targets:
+        raise GraftuneError("targets is empty", where=where, mend="name at least one projection, or all_linear")
     wanted: set[str] = set()
     for target in targets:
         if target in TARGET_SHORTHANDS:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from graftune.config import DataConfig
-from graftune.data import preview, preview_text, summary_json
+from graftune.data.preview import preview, preview_text, summary_json
 from graftune.data.dataset import Dataset, prepare
 from tests.data.helpers import CHATML, turns, with_template
 

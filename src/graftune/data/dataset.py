@@ -235,5 +235,5 @@ def _nothing(summary: Summary, path: str) -> GraftuneError:
     return GraftuneError(
         f"none of the {summary.rows} rows can be used ({count} for: {reason}; row {row}: {why})",
         where=path,
-        mend="see every row's reason with `graftune data`",
+        mend="mend the data or the settings that refuse it",
     )

@@ -9,17 +9,27 @@ is left. Rejected: transformers' GGUF conversion, which fails a third of llama.c
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from gguf import TokenType
 from tokenizers import decoders, models, normalizers, processors
 
 from graftune.errors import GraftuneError
 from graftune.tokenizer import pretokenize
 from graftune.tokenizer.core import TURN_ENDS, Tokenizer, find_stop_ids
 from graftune.tokenizer.template import ChatTemplate
+
+
+class TokenType(enum.IntEnum):
+    """tokenizer.ggml.token_type, as llama.cpp numbers it (the gguf package need not be here for a base without one)."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+
 
 _PREFIX = "tokenizer.ggml."
 _SPACE = "\u2581"  # SentencePiece's visible blank

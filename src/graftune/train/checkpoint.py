@@ -46,12 +46,11 @@ def save(root: Path, arena: Arena, progress: Progress, identity: dict[str, str])
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     try:
-        tensors = {"weights": arena.weights, "m": arena.m, "v": arena.v}
-        safetensors_io.write(tensors, aside / TENSORS)
+        safetensors_io.write(_buffers(arena), aside / TENSORS)
         (aside / STATE).write_text(json.dumps({"progress": asdict(progress), "identity": identity}, indent=1))
         safetensors_io.flush(aside / STATE)
         safetensors_io.flush(aside)
-    except OSError:
+    except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     if final.exists():  # the same step with a newer place in the run, such as an evaluation that has been made since
@@ -90,29 +89,47 @@ def load(path: Path, arena: Arena, identity: dict[str, str] | None = None) -> Pr
         known = {f.name for f in fields(Progress)}
         progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
         stored = dict(state["identity"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise GraftuneError(
-            f"this checkpoint is damaged ({error})", where=str(path), mend="delete it to fall back on an earlier one"
-        ) from None
-    for key, value in (identity or {}).items():
-        if stored.get(key) != value:
-            raise GraftuneError(
-                f"the run was made with other {key}", where=str(path.parent.parent), mend=f"resume with the same {key}"
-            )
-    for name, buffer in (("weights", arena.weights), ("m", arena.m), ("v", arena.v)):
-        if tensors[name].shape != buffer.shape:
-            raise GraftuneError(
-                "this checkpoint holds other adapters", where=str(path), mend="resume with its own config"
-            )
-        buffer.copy_(tensors[name])
+        buffers = [(tensors[name], buffer) for name, buffer in _buffers(arena).items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise _damaged(path, error) from None
+    for name, place in asdict(progress).items():
+        if not isinstance(place, int if not name.endswith("_loss") else int | float | None):
+            raise _damaged(path, f"{name} is {place!r}")
+    check_identity(identity or {}, stored, path.parent.parent)
+    if any(tensor.shape != buffer.shape for tensor, buffer in buffers):
+        raise GraftuneError("this checkpoint holds other adapters", where=str(path), mend="resume with its own config")
+    for tensor, buffer in buffers:
+        buffer.copy_(tensor)
     arena.publish()
     return progress
 
 
+def check_identity(now: dict[str, str], stored: dict[str, str], folder: Path) -> None:
+    """Refuse to go on with anything else than the run was started with."""
+    for key, value in now.items():
+        if stored.get(key) != value:
+            raise GraftuneError(
+                f"the run was made with other {key}", where=str(folder), mend=f"resume with the same {key}"
+            )
+
+
 def read_weights(path: Path, arena: Arena) -> None:
     """Only the trained weights, for the best checkpoint at the end of a run."""
-    arena.weights.copy_(load_file(path / TENSORS)["weights"].to(torch.float32))
+    try:
+        arena.weights.copy_(load_file(path / TENSORS)["weights"].to(torch.float32))
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _damaged(path, error) from None
     arena.publish()
+
+
+def _buffers(arena: Arena) -> dict[str, torch.Tensor]:
+    return {"weights": arena.weights, "m": arena.m, "v": arena.v}
+
+
+def _damaged(path: Path, why: object) -> GraftuneError:
+    return GraftuneError(
+        f"this checkpoint is damaged ({why})", where=str(path), mend="delete it to fall back on an earlier one"
+    )
 
 
 def prune(root: Path, keep_last: int, best_step: int) -> None:
@@ -122,5 +139,6 @@ def prune(root: Path, keep_last: int, best_step: int) -> None:
     for number, path in found.items():
         if number not in kept:
             shutil.rmtree(path)
-    for path in root.glob("step-*.part"):
+    left = [*root.glob("step-*.part"), *(p for p in root.glob("step-*.old") if p.with_suffix("").exists())]
+    for path in left:
         shutil.rmtree(path)

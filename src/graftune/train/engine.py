@@ -4,6 +4,7 @@ chat all start here, so an adapter means the same in each of them."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,11 @@ class Engine:
                 ids = torch.arange(table.out_features, device=self.runtime.device)
                 tables[name] = table.rows(ids)
         template = "none" if self.config.data.template == "none" else "auto"
-        save_adapter(folder, self.arena, self.lora, self.base, tables, template)
+        try:
+            save_adapter(folder, self.arena, self.lora, self.base, tables, template)
+        except OSError:  # a full disk must not keep the half that fitted
+            shutil.rmtree(folder.with_name(folder.name + ".part"), ignore_errors=True)
+            raise
 
 
 def open_engine(config: Config, console: Console, *, base: Base | None = None) -> Engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -69,12 +70,13 @@ def train(
 ) -> TrainResult:
     if resume is not None:
         return _resumed(Path(resume), overrides or {}, console).go()
-    run = _prepared(config, console)
-    run.start()
+    with _kept_if_started() as made:
+        run = _prepared(config, console, made=made)
+        run.start()
     return run.go()
 
 
-def _prepared(config: Config, console: Console, folder: Path | None = None) -> Run:
+def _prepared(config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None) -> Run:
     """Data first: its mistakes are the common ones and show before the model is loaded."""
     base = open_base(config.base.base, config.base.revision)
     adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
@@ -88,7 +90,7 @@ def _prepared(config: Config, console: Console, folder: Path | None = None) -> R
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
     _tell_data(console, whole, training, validation)
-    folder = folder or _new_folder(config, path)
+    folder = folder or _new_folder(config, path, [] if made is None else made)
     engine = open_engine(config, console, base=base)
     longest = max(len(e.tokens) for e in training.examples)
     capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, CPU_MICRO_BATCH)
@@ -150,12 +152,15 @@ class Run:
 
     def start(self) -> None:
         """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
-        self.config.save(self.folder / "config.yaml")
         self.log = EventLog(self.folder / "metrics.jsonl")
         facts = {"graftune": __version__, "torch": torch.__version__, "device": self.engine.runtime.describe()}
         self.log.emit(
             "run_start", **facts, **self.identity(), steps=self.total, trainable=len(self.engine.arena.weights)
         )
+        # Last and whole: what has a config.yaml can be resumed, and half of one would be read as other settings.
+        aside = self.folder / "config.yaml.part"
+        self.config.save(aside)
+        os.replace(aside, self.folder / "config.yaml")
         self._tell_start()
 
     def take_up(self) -> None:
@@ -165,10 +170,14 @@ class Run:
             self.progress = checkpoint.load(found, self.engine.arena, self.identity())
             self.step.count.fill_(self.progress.updates)
         self.log = EventLog(self.folder / "metrics.jsonl")
-        self.log.emit("resume", step=self.progress.step)
         for event in read_events(self.folder / "metrics.jsonl"):
+            if event["event"] == "run_start" and found is None:
+                checkpoint.check_identity(self.identity(), event, self.folder)
             if event["event"] == "sample" and event.get("step") == 0 and "answers" in event:
                 self.base_answers = list(event["answers"])
+        if len(self.base_answers) != len(self.answers.questions):  # resumed with another number of samples
+            self.base_answers = []
+        self.log.emit("resume", step=self.progress.step)
         self._tell_start()
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
@@ -419,8 +428,23 @@ def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: 
         console.note(f"{text} ({count} rows)")
 
 
-def _new_folder(config: Config, data: str) -> Path:
-    """Made before the model is loaded, so that a read-only disk shows at once."""
+@contextmanager
+def _kept_if_started() -> Iterator[list[Path]]:
+    """What is put into the list is taken away again if the run does not come to its start."""
+    made: list[Path] = []
+    try:
+        yield made
+    except BaseException:
+        for path in reversed(made):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+        raise
+
+
+def _new_folder(config: Config, data: str, made: list[Path]) -> Path:
+    """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
     chosen = config.run.out or f"runs/{Path(data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(chosen)
     if (folder / "config.yaml").exists():
@@ -428,9 +452,13 @@ def _new_folder(config: Config, data: str) -> Path:
             "there is a run in this folder", where=str(folder), mend="resume it or choose another --out"
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / "metrics.jsonl"
-        probe.touch()
+        for path in (*reversed(folder.parents), folder):
+            if not path.is_dir():
+                path.mkdir()
+                made.append(path)
+        new = [f for f in ("metrics.jsonl", "config.yaml.part", "config.yaml") if not (folder / f).exists()]
+        made.extend(folder / name for name in new)
+        (folder / "metrics.jsonl").touch()
     except OSError as error:
         raise GraftuneError(
             f"cannot be written to ({error.strerror})", where=str(folder), mend="choose another folder with --out"

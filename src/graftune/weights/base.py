@@ -10,8 +10,10 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.model import spec as specs
 from graftune.model.frozen import RowSource
+from graftune.model.lora import HOMES, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.weights import names, safetensors_io
 
@@ -110,9 +113,68 @@ def open_base(name: str = "", revision: str = "") -> Base:
         raise GraftuneError(
             f"the tokenizer has {base.tokenizer.vocab_size} tokens and the embedding {base.spec.vocab} rows",
             where=str(base.path),
-            mend="the two belong to different models",
+            mend="the two belong to different models: download the base again",
         )
+    _check_tensors(base)
     return base
+
+
+def _check_tensors(base: Base) -> None:
+    """Every weight is there in the shape that the configuration says. From headers alone, and before anything is
+    allocated: sizes that a damaged header claims are then those of tensors that lie in the file."""
+    for name, shape in _expected(base.spec, len(base.tensors)):
+        found = base.tensors.get(name)
+        if found is None:
+            raise GraftuneError(f"tensor {name} is missing", where=str(base.path), mend="download the model again")
+        if tuple(found.shape) != shape:
+            raise GraftuneError(
+                f"tensor {name} is {list(found.shape)} where the configuration says {list(shape)}",
+                where=str(base.path),
+                mend="the weights and the configuration belong to different models: download both again",
+            )
+
+
+def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "embed_tokens.weight", (spec.vocab, spec.width)
+    if not spec.tied:
+        yield "lm_head.weight", (spec.vocab, spec.width)
+    for index in range(min(spec.layers, count + 1)):  # more layers than tensors: the first that lacks is named
+        for projection, shape in spec.projections.items():
+            yield f"layers.{index}.{HOMES[projection]}.{projection}.weight", shape
+            if spec.qkv_bias and projection in ("q_proj", "k_proj", "v_proj"):
+                yield f"layers.{index}.self_attn.{projection}.bias", shape[:1]
+    for _, name, width in norm_names(spec):
+        yield name, (width,)
+
+
+@contextmanager
+def _sound(where: Path) -> Iterator[None]:
+    """Metadata of a damaged file may hold text for a number, or numbers that no model has."""
+    try:
+        yield
+    except GraftuneError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise GraftuneError(
+            f"its configuration makes no sense ({error})", where=str(where), mend="download the model again"
+        ) from None
+
+
+def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
+    bad = {
+        "key heads": spec.kv_heads <= 0 or spec.heads % spec.kv_heads != 0,
+        "head width": spec.head_width <= 0 or spec.head_width % 2 != 0,
+        "norm epsilon": not 0 <= spec.norm_eps < 1,
+        "rope base": not 0 < spec.rope_theta < math.inf,
+    }
+    if spec.head_width <= 1 << 16 and not any(bad.values()):
+        bad["rope scaling"] = not bool(spec.inverse_frequencies()[0].isfinite().all())
+    wrong = [name for name, is_bad in bad.items() if is_bad]
+    if wrong:
+        raise GraftuneError(
+            f"its configuration makes no sense ({wrong[0]})", where=str(where), mend="download the model again"
+        )
+    return spec
 
 
 def _open(name: str, revision: str) -> Base:
@@ -145,17 +207,24 @@ def _open_gguf(name: str, path: Path) -> Base:
     from graftune.weights.gguf_io import GgufTensor, read_gguf
 
     file = read_gguf(path)
-    spec = specs.from_gguf(file.metadata, file.tensors, str(path))
+    with _sound(path):
+        spec = _checked_spec(specs.from_gguf(file.metadata, file.tensors, str(path)), path)
     tensors: dict[str, RowSource] = {}
     for gguf_name, tensor in file.tensors.items():
         ours = names.from_gguf(gguf_name)
         if ours is None:
             continue
         order = _rope_row_order(spec, ours)
-        if order is not None:
+        if order is not None and len(order) == tensor.shape[0]:  # else the shape is refused in a moment
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
         tensors[ours] = tensor
     factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None and factors.shape != (spec.head_width // 2,):
+        raise GraftuneError(
+            f"rope_freqs.weight is {list(factors.shape)} where heads are {spec.head_width} wide",
+            where=str(path),
+            mend="download the model again",
+        )
     return Base(
         name,
         path,
@@ -175,6 +244,8 @@ def _rope_row_order(spec: ModelSpec, name: str) -> np.ndarray[Any, Any] | None:
     if spec.family != "llama" or not name.endswith((".q_proj.weight", ".k_proj.weight")):
         return None
     heads = spec.heads if ".q_proj." in name else spec.kv_heads
+    if heads * spec.head_width > spec.vocab * spec.width:  # no model's; do not allocate for it
+        return None
     rows = np.arange(heads * spec.head_width).reshape(heads, spec.head_width // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)
 
@@ -185,11 +256,12 @@ def _open_folder(name: str, folder: Path) -> Base:
         raise GraftuneError("holds no config.json", where=str(folder), mend="give a Hugging Face model folder")
     try:
         values = json.loads(config.read_text())
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         raise GraftuneError("is not valid JSON", where=str(config), mend="download the model again") from None
     if not isinstance(values, dict):
         raise GraftuneError("is not a model configuration", where=str(config), mend="download the model again")
-    spec = specs.from_config(values, str(config))
+    with _sound(config):
+        spec = _checked_spec(specs.from_config(values, str(config)), config)
     tensors: dict[str, RowSource] = {
         names.from_hf(n): t
         for n, t in safetensors_io.open_folder(folder).items()

@@ -7,6 +7,7 @@ Every count, length and offset is checked against the file's size before it is u
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import _type_traits as DEQUANTISED
 from gguf.quants import dequantize
 
 from graftune.errors import GraftuneError
@@ -122,11 +124,17 @@ def read_gguf(path: str | Path) -> GgufFile:
 def _placed(
     cursor: _Cursor, raw: np.ndarray[Any, Any], name: str, shape: tuple[int, ...], kind: GGMLQuantizationType, at: int
 ) -> GgufTensor:
+    if kind.name not in _PLAIN and kind not in DEQUANTISED:
+        raise GraftuneError(
+            f"tensor {name!r} is {kind.name}, which cannot be dequantised",
+            where=str(cursor.path),
+            mend="give a file in another quantisation",
+        )
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise cursor.broken(f"tensor {name!r} has rows of {shape[-1]} values, not a multiple of its block of {block}")
     row_bytes = shape[-1] // block * block_bytes
-    rows = int(np.prod(shape[:-1], dtype=np.int64))
+    rows = math.prod(shape[:-1])  # Python's: four huge dimensions must not wrap around
     end = at + rows * row_bytes
     if end > len(raw):
         raise GraftuneError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            assert all(isinstance(name, str) for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
             raise GraftuneError("is not a shard index", where=str(index), mend="download the model again") from None
         files = [folder / name for name in names]
     elif single.exists():
@@ -63,6 +65,10 @@ def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
         shard = open_shard(file)
         for name in shard.keys():  # noqa: SIM118  safe_open is no mapping
             piece = shard.get_slice(name)
+            if piece.get_dtype() not in READABLE:
+                raise GraftuneError(
+                    f"tensor {name} is {piece.get_dtype()}", where=str(file), mend=f"give one of {', '.join(READABLE)}"
+                )
             tensors[name] = SafetensorsTensor(shard, name, tuple(piece.get_shape()), piece.get_dtype())
     return tensors
 
@@ -81,7 +87,14 @@ def open_shard(file: Path) -> Any:
 def write(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Beside the target first, flushed to disk, then renamed over it."""
     aside = path.with_name(path.name + ".part")
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(aside), metadata)
+    try:
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(aside), metadata)
+    except SafetensorError as error:  # the package keeps the system's error number in its text only
+        number = re.search(r"os error (\d+)|code: (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1] or number[2])
+        raise OSError(code, os.strerror(code), str(path)) from None
     flush(aside)
     os.replace(aside, path)
 

@@ -1,0 +1,197 @@
+"""Ours beside PEFT on a CPU: the same weights, adapters, batches and settings, step by step in one process.
+
+    python benchmarks/cpu.py [--json FILE] [--rows 4] [--length 256] [--steps 5]
+
+The base is SmolLM2-135M (out of its GGUF, dequantised once and given to both), seven targets, rank 16, the first half
+of each row is prompt. PEFT runs in bf16 and in fp32; `ratio` is tokens/s over PEFT in bf16, `ratio_best` over the
+faster of the two. Steps alternate between the engines, so that a shared machine slows both alike; medians are compared.
+Without bf16 units torch's bf16 products take minutes a step: there PEFT bf16 is timed on one short row, and said so.
+The floor is the step's own frozen products (forward and input gradient, response-only head), timed in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.oracle import peft_name, smollm2_in_transformers
+
+from graftune.batch import Example
+from graftune.config import Config
+from graftune.data.pack import pack
+from graftune.observe.console import Console
+from graftune.runtime import has_fast_bf16
+from graftune.train.engine import Engine, open_engine
+from graftune.train.step import Step
+
+HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
+
+
+class OursRunner:
+    def __init__(self, engine: Engine):
+        self.step = Step(engine.decoder, engine.arena)
+        self.name = f"graftune {engine.runtime.compute_name}"
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[float, float]:
+        half = tokens.shape[1] // 2
+        batch = pack([Example(row, [i >= half for i in range(len(row))]) for row in tokens.tolist()])
+        self.step.set_hyper(HYPER | {"divisor": float(batch.response_tokens)})
+        self.step.micro_step(batch)
+        loss, norm, skipped = self.step.update_step().tolist()
+        assert not skipped
+        return loss, norm
+
+
+class PeftRunner:
+    def __init__(self, engine: Engine, start: dict[str, torch.Tensor], dtype: torch.dtype):
+        import peft
+
+        model = smollm2_in_transformers(engine.base).to(dtype)
+        config = peft.LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
+        )
+        self.model = peft.get_peft_model(model, config).train()
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, value in start.items():
+                own[peft_name(name)].copy_(value)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=HYPER["lr"], weight_decay=HYPER["weight_decay"], fused=True)
+        self.dtype = dtype
+        self.name = f"PEFT {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[float, float]:
+        labels = tokens.clone()
+        labels[:, : tokens.shape[1] // 2] = -100
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            loss = self.model(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, HYPER["clip"])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach()), float(norm)
+
+
+def floor_seconds(engine: Engine, tokens: int, responses: int) -> float:
+    """The frozen products of one step and nothing else, in the step's order."""
+    decoder, compute = engine.decoder, engine.runtime.compute
+    inputs = {w: torch.randn(tokens, w).to(compute) for w in (decoder.spec.width, decoder.spec.ffn)}
+    inputs |= {b.in_features: torch.randn(tokens, b.in_features).to(compute) for b in [decoder.blocks[0].o]}
+    started = time.perf_counter()
+    for block in decoder.blocks:
+        for weight in (block.qkv, block.o, block.gate_up, block.down):
+            out = weight.matmul(inputs[weight.in_features])
+            weight.input_grad(out)
+    rows = torch.randn(responses, decoder.spec.width).to(compute)
+    for part in rows.split(256):
+        decoder.head.frozen.input_grad(decoder.head.frozen.matmul(part))
+    return time.perf_counter() - started
+
+
+def timed(runner: Callable[[torch.Tensor], tuple[float, float]], tokens: torch.Tensor) -> tuple[float, float, float]:
+    started = time.perf_counter()
+    loss, norm = runner(tokens)
+    return time.perf_counter() - started, loss, norm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default="")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    engine = open_engine(Config.of({"device": "cpu", "rank": 16, "alpha": 32.0}), Console(quiet=True))
+    generator = torch.Generator().manual_seed(0)
+    for name in engine.arena.slots:  # B not zero, so that every gradient is there from the first step
+        if name.endswith("lora_B.weight"):
+            view = engine.arena.view(name, engine.arena.weights)
+            view.copy_(torch.empty(view.shape).normal_(0, 0.01, generator=generator))
+    engine.arena.publish()
+    start = {n: engine.arena.view(n, engine.arena.weights).clone() for n in engine.arena.slots}
+    batches = [
+        torch.randint(0, engine.base.spec.vocab, (options.rows, options.length), generator=generator)
+        for _ in range(options.steps + 1)
+    ]
+    fast_bf16 = has_fast_bf16(torch.device("cpu"))
+    runners: list[Any] = [OursRunner(engine), PeftRunner(engine, start, torch.float32)]
+    if fast_bf16:
+        runners.append(PeftRunner(engine, start, torch.bfloat16))
+    times: dict[str, list[tuple[float, float, float]]] = {r.name: [] for r in runners}
+    floors: list[float] = []
+    for index, tokens in enumerate(batches):
+        for runner in runners:
+            figures = timed(runner, tokens)
+            if index or options.steps == 0:  # the first step warms up
+                times[runner.name].append(figures)
+            print(f"step {index} {runner.name:14} {figures[0]:8.2f} s  loss {figures[1]:.5f}  norm {figures[2]:.5f}")
+        if index:
+            floors.append(floor_seconds(engine, options.rows * options.length, options.rows * options.length // 2))
+    count = options.rows * options.length
+    speeds = {name: count / statistics.median(t[0] for t in rows) for name, rows in times.items()}
+    note = ""
+    if not fast_bf16:
+        del runners[1:]
+        short = torch.randint(0, engine.base.spec.vocab, (1, 32), generator=generator)
+        seconds, loss, norm = timed(PeftRunner(engine, start, torch.bfloat16), short)
+        speeds["PEFT bf16"] = short.numel() / seconds
+        times["PEFT bf16"] = [(seconds, loss, norm)]
+        note = f"no bf16 units here: PEFT bf16 timed on one row of {short.numel()} tokens only"
+    report(options, engine, speeds, times, count / statistics.median(floors), note)
+
+
+def report(
+    options: argparse.Namespace,
+    engine: Engine,
+    speeds: dict[str, float],
+    times: dict[str, list[tuple[float, float, float]]],
+    floor: float,
+    note: str,
+) -> None:
+    ours = next(n for n in speeds if n.startswith("graftune"))
+    if not all(norm > 0 for rows in times.values() for _, _, norm in rows):
+        sys.exit("no gradient flowed: no speed is reported")
+    peft_best = max(v for n, v in speeds.items() if n.startswith("PEFT"))
+    result = {
+        "case": f"SmolLM2-135M, {options.rows}x{options.length}, seven targets, rank 16, half of each row prompt",
+        "tok_s": {n: round(v, 1) for n, v in speeds.items()} | {"floor": round(floor, 1)},
+        "ratio": round(speeds[ours] / speeds["PEFT bf16"], 2),
+        "ratio_best": round(speeds[ours] / peft_best, 2),
+        "share_of_floor": round(speeds[ours] / floor, 3),
+        "losses": {n: [round(t[1], 6) for t in rows] for n, rows in times.items()},
+        "grad_norms": {n: [round(t[2], 6) for t in rows] for n, rows in times.items()},
+        "note": note,
+        "machine": engine.runtime.describe(),
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip(),
+    }
+    print(f"\n{'':16}{'tok/s':>10}{'last loss':>12}{'last norm':>12}")
+    for name, rows in times.items():
+        print(f"{name:16}{speeds[name]:10.1f}{rows[-1][1]:12.5f}{rows[-1][2]:12.5f}")
+    print(f"{'floor':16}{floor:10.1f}")
+    print(
+        f"ratio to PEFT bf16 {result['ratio']}, to the faster PEFT {result['ratio_best']}{'; ' + note if note else ''}"
+    )
+    if options.json == "-":
+        print(json.dumps(result))
+    elif options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

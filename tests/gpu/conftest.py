@@ -1,0 +1,12 @@
+"""These need a CUDA device: `python -m pytest tests/gpu` on a machine that has one; elsewhere they say why they skip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here: run `python -m pytest tests/gpu` on a machine with one")

@@ -1,0 +1,201 @@
+"""Every reference against autograd of the plain formula: outputs and all gradients, odd and tiny sizes, two dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.kernels import adamw, attention, grad_norm, linear_cross_entropy, lora_linear, rms_norm, rope, swiglu
+from graftune.kernels.attention import reference as attention_reference
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+SIZES = [(1, 2), (3, 8), (17, 30), (64, 96)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    got, want = got.float(), want.float()
+    assert got.shape == want.shape
+    assert (got - want).norm() <= TOLERANCE[dtype] * (want.norm() + 0.1), ((got - want).abs().max(), want.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm(size, dtype):
+    x, w, g = torch.randn(size), torch.rand(size[1]) + 0.5, torch.randn(size)
+    x_, w_ = x.to(dtype).float().clone().requires_grad_(), w.clone().requires_grad_()
+    want = x_ / (x_.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w_
+    want.backward(g.to(dtype).float())
+    close(rms_norm.forward(x.to(dtype), w, 1e-5), want, dtype)
+    grad_w = torch.full_like(w, 3.0)  # accumulated into, not overwritten
+    close(rms_norm.backward(g.to(dtype), x.to(dtype), w, 1e-5, grad_w), x_.grad, dtype)
+    close(grad_w - 3.0, w_.grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_turns_by_position_and_back(dtype):
+    x, positions = torch.randn(7, 3, 8).to(dtype), torch.tensor([0, 1, 2, 0, 1, 50, 51])
+    cos, sin = rope.tables(positions, torch.tensor([1.0, 0.5, 0.1, 0.01]), 1.0)
+    turned = rope.forward(x, cos, sin)
+    for t, position in enumerate(positions):
+        for i, frequency in enumerate([1.0, 0.5, 0.1, 0.01]):
+            pair = torch.complex(x[t, 0, i].float(), x[t, 0, i + 4].float())
+            want = pair * torch.exp(1j * position * frequency)
+            assert (
+                abs(complex(turned[t, 0, i].float(), turned[t, 0, i + 4].float()) - complex(want))
+                < TOLERANCE[dtype] * 3
+            )
+    close(rope.backward(turned, cos, sin), x, dtype)  # a rotation's transpose undoes it
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_swiglu(size, dtype):
+    tokens, width = size
+    gate_up, g = torch.randn(tokens, 2 * width).to(dtype), torch.randn(size).to(dtype)
+    leaf = gate_up.float().clone().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up
+    want.backward(g.float())
+    close(swiglu.forward(gate_up), want, dtype)
+    grad, act = swiglu.backward(g, gate_up)
+    close(grad, leaf.grad, dtype)
+    close(act, want, dtype)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (4, 4)])
+@pytest.mark.parametrize("lengths", [(1,), (5, 1, 9), (33,)])
+@pytest.mark.parametrize("path", ["public", "reference"])
+def test_attention(path, lengths, heads, window):
+    total, width = sum(lengths), 8
+    q, k, v = (torch.randn(total, n, width) for n in (heads[0], heads[1], heads[1]))
+    g = torch.randn_like(q)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    group, outs, start = heads[0] // heads[1], [], 0
+    for length in lengths:
+        qs, ks, vs = (x[start : start + length].transpose(0, 1) for x in leaves)
+        ks, vs = ks.repeat_interleave(group, 0), vs.repeat_interleave(group, 0)
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+        seen = (distance >= 0) & ((distance < window) if window else (distance >= 0))
+        scores = (qs @ ks.transpose(1, 2) * 0.3).masked_fill(~seen, float("-inf"))
+        outs.append((scores.softmax(-1) @ vs).transpose(0, 1))
+        start += length
+    want = torch.cat(outs)
+    want.backward(g)
+    if path == "public":
+        out, stats = attention.forward(q, k, v, lengths, 0.3, window)
+        grads = attention.backward(g, q, k, v, out, stats, lengths, 0.3, window)
+    else:
+        out = attention_reference.forward(q, k, v, lengths, 0.3, window)
+        grads = attention_reference.backward(g, q, k, v, out, lengths, 0.3, window)
+    close(out, want, torch.float32)
+    for got, leaf in zip(grads, leaves, strict=True):
+        close(got, leaf.grad, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12)])
+def test_lora_backward_on_its_own(shape):
+    x, down, up, scale = torch.randn(shape), torch.randn(3, 12), torch.randn(7, 3), 2.5
+    g = torch.randn(*shape[:-1], 7)
+    down_, up_ = down.clone().requires_grad_(), up.clone().requires_grad_()
+    (scale * (x @ down_.t()) @ up_.t()).backward(g)
+    grad_down, grad_up = lora_linear.backward(g, x, down, up, scale)
+    close(grad_down, down_.grad, torch.float32)
+    close(grad_up, up_.grad, torch.float32)
+
+
+def test_lora_backward_refuses_shapes_that_do_not_fit():
+    x, down, up = torch.randn(5, 12), torch.randn(3, 12), torch.randn(7, 3)
+    for bad in (
+        (torch.randn(5, 6), x, down, up),
+        (torch.randn(5, 7), torch.randn(12), down, up),
+        (torch.randn(5, 7), x, down, torch.randn(7, 4)),
+    ):
+        with pytest.raises(GraftuneError, match="it must be"):
+            lora_linear.backward(*bad, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lora_group(dtype):
+    """Stacked A's, B's on their own columns, one projection of the fused output without an adapter."""
+    x, down = torch.randn(9, 10).to(dtype), torch.randn(6, 10).to(dtype)
+    ups = [(slice(0, 4), torch.randn(4, 3).to(dtype)), (slice(6, 11), torch.randn(5, 3).to(dtype))]
+    y, g = torch.randn(9, 11).to(dtype), torch.randn(9, 11).to(dtype)
+    leaves = [t.float().clone().requires_grad_() for t in (x, down, ups[0][1], ups[1][1])]
+    low = leaves[0] @ leaves[1].t()
+    added = torch.zeros(9, 11)
+    want = y.float() + torch.cat((low[:, :3] @ leaves[2].t() * 0.7, added[:, 4:6], low[:, 3:] @ leaves[3].t() * 0.7), 1)
+    want.backward(g.float())
+    got = y.clone()
+    h = lora_linear.forward(got, x, down, ups, 0.7)
+    close(got, want, dtype)
+    grad_ups, grad_down = [torch.ones(4, 3), torch.ones(5, 3)], torch.ones(6, 10)
+    low_grad = lora_linear.up_backward(g, h, ups, 0.7, grad_ups)
+    lora_linear.down_backward(low_grad, x, grad_down)
+    close(low_grad @ down, leaves[0].grad, dtype)
+    close(grad_down - 1, leaves[1].grad, dtype)
+    close(grad_ups[0] - 1, leaves[2].grad, dtype)
+    close(grad_ups[1] - 1, leaves[3].grad, dtype)
+
+
+class Table:
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.out_features = weight, len(weight)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+    def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return grad @ self.weight
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_linear_cross_entropy(chunk, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy.reference, "CHUNK_BYTES", chunk * 4 * 29)
+    x, weight = torch.randn(11, 6), torch.randn(29, 6) * 2
+    labels = torch.randint(0, 29, (11,))
+    labels[[2, 10]] = -1
+    leaf = x.clone().requires_grad_()
+    want = torch.nn.functional.cross_entropy(leaf @ weight.t(), labels, reduction="sum", ignore_index=-1)
+    want.backward()
+    total, grad = linear_cross_entropy.forward(x, Table(weight), labels)
+    assert total.dtype == torch.float32
+    close(total, want, torch.float32)
+    close(grad, leaf.grad, torch.float32)
+    assert linear_cross_entropy.forward(x, Table(weight), labels, need_grad=False)[1] is None
+
+
+def test_clip_factors_follow_torch():
+    grads = torch.randn(50)
+    p = torch.nn.Parameter(torch.zeros(50))
+    p.grad = grads / 4
+    norm = torch.nn.utils.clip_grad_norm_([p], 0.5)
+    norms = grad_norm.norms(grads, [[slice(0, 20), slice(20, 50)]])
+    total, factors = grad_norm.clip_factors(norms, torch.tensor(4.0), torch.tensor(0.5))
+    close(total, norm, torch.float32)
+    close(grads * factors[0], p.grad, torch.float32)
+    _, unclipped = grad_norm.clip_factors(norms, torch.tensor(4.0), torch.tensor(0.0))
+    close(unclipped, torch.tensor([0.25]), torch.float32)
+
+
+def test_adamw_follows_torch_and_a_skip_changes_nothing():
+    w = torch.randn(31)
+    p = torch.nn.Parameter(w.clone())
+    theirs = torch.optim.AdamW([p], lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    hyper = adamw.Hyper(*(torch.tensor(v) for v in (3e-3, 0.8, 0.95, 1e-6, 0.1, 1.0, 1.0)))
+    m, v, count = torch.zeros(31), torch.zeros(31), torch.zeros((), dtype=torch.int64)
+    for step in range(6):
+        g = torch.randn(31)
+        if step == 3:
+            before = w.clone(), m.clone(), v.clone()
+            bad = g.clone()
+            bad[4] = float("inf")
+            adamw.update(w, bad, m, v, torch.tensor(1.0), hyper, count, torch.tensor(False), True)
+            assert all(torch.equal(a, b) for a, b in zip(before, (w, m, v), strict=True))
+        p.grad = g.clone()
+        theirs.step()
+        count += 1
+        adamw.update(w, g, m, v, torch.tensor(1.0), hyper, count, torch.tensor(True), True)
+        assert (w - p).abs().max() < 1e-6

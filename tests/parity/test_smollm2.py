@@ -1,0 +1,90 @@
+"""The real default base: a Q4_1 GGUF read by us against transformers over the same dequantised values.
+
+Tiny random models prove the formulas; this proves the file: Q and K rows put back in order, every tensor under its
+name, epsilon and rope base from the metadata, and that the fp32 sums of thirty layers stay close.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.batch import Example
+from graftune.weights.base import Base
+from graftune.weights.gguf_io import read_gguf
+from tests import oracle
+
+TEXTS = (
+    "The old lighthouse keeper climbed the stairs every evening, wound the clock, and wrote the weather in a book.",
+    "<|im_start|>user\nWhich of these is heavier: 3 kg of feathers or 2 kg of lead?<|im_end|>\n<|im_start|>assistant\n",
+    "def mean(xs):\n    return sum(xs) / len(xs)  # naïve, 平均",
+)
+
+
+@pytest.fixture(scope="module")
+def documents(smollm2_ours: oracle.Ours) -> list[list[int]]:
+    found = [smollm2_ours.base.tokenizer.encode(text) for text in TEXTS]
+    assert 60 < sum(map(len, found)) < 100
+    return found
+
+
+@pytest.fixture(scope="module")
+def logits(smollm2_ours: oracle.Ours, documents: list[list[int]]) -> torch.Tensor:
+    return smollm2_ours.logits(documents, adapted=False)
+
+
+def test_logits_equal_transformers(logits: torch.Tensor, smollm2_theirs: Any, documents: list[list[int]]) -> None:
+    with torch.no_grad():
+        want = torch.cat([smollm2_theirs(torch.tensor([d])).logits[0] for d in documents])
+    assert want.std() > 2, "a model whose logits are all alike proves nothing"
+    print(f"largest difference {(logits - want).abs().max():.1e}")
+    assert (logits - want).abs().max() < 1e-3  # 1e-4 measured, of logits up to 30
+
+
+def test_kept_in_the_file_equals_resident(logits: torch.Tensor, smollm2: Path, documents: list[list[int]]) -> None:
+    kept = oracle.ours(smollm2, base_dtype="keep")
+    assert kept.decoder.frozen_bytes < 110e6, "blocks stay as the file has them"
+    difference = (kept.logits(documents, adapted=False) - logits).abs().max()
+    print(f"largest difference {difference:.1e}")
+    assert difference < 1e-4
+
+
+def test_every_tensor_of_the_file_is_taken(smollm2: Path, smollm2_ours: oracle.Ours) -> None:
+    stored, base = read_gguf(smollm2).tensors, smollm2_ours.base
+    assert len(stored) == len(base.tensors) == 272
+    taken = Recorder(base.tensors)
+    recorded = Base(base.name, base.path, base.kind, base.spec, base.tokenizer, taken)
+    oracle.place(recorded, smollm2_ours.lora, "keep")
+    assert taken.asked == set(base.tensors)
+
+
+class Recorder(dict[str, Any]):
+    """Tensors by name, with a note of those that were asked for."""
+
+    def __init__(self, tensors: Any):
+        super().__init__(tensors)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def test_lora_gradients_equal_pefts(smollm2_ours: oracle.Ours, smollm2_theirs: Any, documents: list[list[int]]) -> None:
+    batch = [Example(d[:16], [i >= 4 for i in range(16)]) for d in documents[:2]]
+    loss, got = smollm2_ours.gradients(batch)
+    model = oracle.peft_model(smollm2_theirs, smollm2_ours).train()
+    try:
+        total = oracle.loss_sum(model, batch)
+        total.backward()
+        theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    finally:
+        model.unload()  # the session's model is its own again
+    assert loss == pytest.approx(float(total.detach()), rel=1e-5)
+    assert len(got) == len(theirs) == 30 * 7 * 2
+    worst = max(((got[n] - theirs[oracle.peft_name(n)]).norm() / theirs[oracle.peft_name(n)].norm(), n) for n in got)
+    print(f"largest relative difference {worst[0]:.1e} ({worst[1]})")
+    assert worst[0] < 1e-5

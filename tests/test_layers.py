@@ -1,0 +1,80 @@
+"""Imports point down only. Rows and siblings are those of the README's diagram; imports inside functions count."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
+ROWS = [
+    ["errors", "config", "batch", "runtime"],
+    ["kernels", "observe", "graph", "tokenizer"],
+    ["model", "data"],
+    ["weights", "dist"],
+    ["infer"],
+    ["train"],
+    ["api", "dashboard"],
+    ["cli"],
+]
+ROW = {name: number for number, row in enumerate(ROWS) for name in row}
+TOP = {"__init__", "__main__"}  # the package's own door: may open whatever it likes
+
+
+def imports(source: str, package: str) -> set[str]:
+    """Rooms of graftune that a module's source imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{package}: relative imports hide the layer"
+            names = [
+                f"{node.module}.{alias.name}" if node.module == "graftune" else str(node.module) for alias in node.names
+            ]
+        found |= {name.split(".")[1] for name in names if name.startswith("graftune.")}
+    return found - {"__version__"}
+
+
+def allowed(room: str, other: str) -> bool:
+    if room == other or ROW[other] < ROW[room]:
+        return True
+    return ROW[room] == ROW[other] == 0 and ROWS[0].index(other) < ROWS[0].index(room)
+
+
+def rooms() -> list[tuple[Path, str]]:
+    files = [(path, path.relative_to(ROOT).parts[0].removesuffix(".py")) for path in ROOT.rglob("*.py")]
+    return [(path, room) for path, room in files if room not in TOP]
+
+
+def test_every_room_has_a_row():
+    assert {room for _, room in rooms()} <= set(ROW)
+
+
+@pytest.mark.parametrize(("path", "room"), rooms(), ids=lambda value: str(value).removeprefix(str(ROOT)))
+def test_imports_point_down(path, room):
+    bad = {other for other in imports(path.read_text(), room) if not allowed(room, other)}
+    assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
+
+
+def test_the_check_itself_sees_an_import_inside_a_function():
+    assert imports("def f():\n    from graftune.train import loop\n", "kernels") == {"train"}
+    assert not allowed("kernels", "train") and not allowed("model", "data") and allowed("runtime", "errors")
+    assert not allowed("errors", "runtime")
+
+
+def test_the_hot_path_imports_without_optional_packages():
+    """A GPU machine may have torch, numpy, safetensors and tokenizers only."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "for name in 'gguf cyclopts rich matplotlib yaml pyarrow huggingface_hub transformers peft'.split():\n"
+        "    sys.modules[name] = None\n"
+        "import graftune.train.step, graftune.train.loop, graftune.api, graftune.infer.generate\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
