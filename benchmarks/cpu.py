@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.oracle import peft_name, smollm2_in_transformers
+from tests.tiny import make_tokenizer
 
 from graftune.batch import Example
 from graftune.config import Config
@@ -112,8 +114,36 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--random", action="store_true", help="random weights of SmolLM2's shape: needs no model file")
     options = parser.parse_args()
-    engine = open_engine(Config.of({"device": "cpu", "rank": 16, "alpha": 32.0}), Console(quiet=True))
+    with tempfile.TemporaryDirectory() as folder:
+        base = random_base(Path(folder)) if options.random else ""
+        engine = open_engine(Config.of({"base": base, "device": "cpu", "rank": 16, "alpha": 32.0}), Console(quiet=True))
+        compare(options, engine)
+
+
+def random_base(folder: Path) -> str:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer().save(folder)
+    return str(folder)
+
+
+def compare(options: argparse.Namespace, engine: Engine) -> None:
     generator = torch.Generator().manual_seed(0)
     for name in engine.arena.slots:  # B not zero, so that every gradient is there from the first step
         if name.endswith("lora_B.weight"):
@@ -164,8 +194,9 @@ def report(
     if not all(norm > 0 for rows in times.values() for _, _, norm in rows):
         sys.exit("no gradient flowed: no speed is reported")
     peft_best = max(v for n, v in speeds.items() if n.startswith("PEFT"))
+    shape = "SmolLM2-135M's shape, random weights" if options.random else "SmolLM2-135M"
     result = {
-        "case": f"SmolLM2-135M, {options.rows}x{options.length}, seven targets, rank 16, half of each row prompt",
+        "case": f"{shape}, {options.rows}x{options.length}, seven targets, rank 16, half of each row prompt",
         "tok_s": {n: round(v, 1) for n, v in speeds.items()} | {"floor": round(floor, 1)},
         "ratio": round(speeds[ours] / speeds["PEFT bf16"], 2),
         "ratio_best": round(speeds[ours] / peft_best, 2),

@@ -51,6 +51,7 @@ def ours(
     *,
     base_dtype: str = "fp32",
     random_b: bool = True,
+    std_b: float = 0.1,
     device: str = "cpu",
 ) -> Ours:
     found = place(open_base(str(path)), lora or LoraConfig(rank=4, alpha=10.0), base_dtype, device)
@@ -59,7 +60,7 @@ def ours(
     if random_b:
         for name in arena.slots:
             if name.endswith("lora_B.weight"):
-                arena.view(name, arena.weights).normal_(0, 0.1)
+                arena.view(name, arena.weights).normal_(0, std_b)
         arena.publish()
     return found
 
@@ -114,10 +115,7 @@ def peft_name(ours_name: str) -> str:
 
 def dequantised(base: Base) -> dict[str, torch.Tensor]:
     """Every tensor of the base in fp32, under Hugging Face's names."""
-    return {
-        names.to_hf(n): (t.read(0, t.shape[0]) if len(t.shape) == 2 else t.read(0, 1)).reshape(t.shape)
-        for n, t in base.tensors.items()
-    }
+    return {names.to_hf(n): t.values().float() for n, t in base.tensors.items()}
 
 
 def smollm2_in_transformers(base: Base) -> Any:

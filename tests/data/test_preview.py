@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from graftune.config import DataConfig
-from graftune.data.preview import preview, preview_text, summary_json
 from graftune.data.dataset import Dataset, prepare
+from graftune.data.preview import preview, preview_text, summary_json
 from tests.data.helpers import CHATML, turns, with_template
 
 CHAT = with_template(CHATML)

@@ -1,4 +1,4 @@
-"""These need a CUDA device: `python -m pytest tests/gpu` on a machine that has one; elsewhere they say why they skip."""
+"""These need a CUDA device; elsewhere they say so and skip."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_logits_equal_transformers(logits: torch.Tensor, smollm2_theirs: Any, do
         want = torch.cat([smollm2_theirs(torch.tensor([d])).logits[0] for d in documents])
     assert want.std() > 2, "a model whose logits are all alike proves nothing"
     print(f"largest difference {(logits - want).abs().max():.1e}")
-    assert (logits - want).abs().max() < 1e-3  # 1e-4 measured, of logits up to 30
+    assert (logits - want).abs().max() < 1e-3  # measured: bit-identical on one thread, and 2e-4 from fp64, as theirs
 
 
 def test_kept_in_the_file_equals_resident(logits: torch.Tensor, smollm2: Path, documents: list[list[int]]) -> None:
@@ -49,7 +49,8 @@ def test_kept_in_the_file_equals_resident(logits: torch.Tensor, smollm2: Path, d
     assert kept.decoder.frozen_bytes < 110e6, "blocks stay as the file has them"
     difference = (kept.logits(documents, adapted=False) - logits).abs().max()
     print(f"largest difference {difference:.1e}")
-    assert difference < 1e-4
+    # Products over slices of a table sum in another order: 1e-4 measured, where fp32 itself is 2e-4 from fp64.
+    assert difference < 4e-4
 
 
 def test_every_tensor_of_the_file_is_taken(smollm2: Path, smollm2_ours: oracle.Ours) -> None:
@@ -74,17 +75,24 @@ class Recorder(dict[str, Any]):
 
 
 def test_lora_gradients_equal_pefts(smollm2_ours: oracle.Ours, smollm2_theirs: Any, documents: list[list[int]]) -> None:
+    """PEFT judges in fp64. SmolLM2's residual stream holds a few huge values, and thirty layers of fp32 rounding beside
+    them show: measured against fp64, our worst tensor is 4e-5 off, and PEFT's in fp32 8e-4. The 1e-5 that the formulas
+    deserve is held by the tiny models of test_transformers.py."""
     batch = [Example(d[:16], [i >= 4 for i in range(16)]) for d in documents[:2]]
     loss, got = smollm2_ours.gradients(batch)
-    model = oracle.peft_model(smollm2_theirs, smollm2_ours).train()
+    model = oracle.peft_model(smollm2_theirs, smollm2_ours).double().train()
     try:
         total = oracle.loss_sum(model, batch)
         total.backward()
         theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     finally:
-        model.unload()  # the session's model is its own again
+        model.unload().float().eval()  # the session's model is its own again
     assert loss == pytest.approx(float(total.detach()), rel=1e-5)
     assert len(got) == len(theirs) == 30 * 7 * 2
-    worst = max(((got[n] - theirs[oracle.peft_name(n)]).norm() / theirs[oracle.peft_name(n)].norm(), n) for n in got)
+    worst = max((relative(got[n], theirs[oracle.peft_name(n)]), n) for n in got)
     print(f"largest relative difference {worst[0]:.1e} ({worst[1]})")
-    assert worst[0] < 1e-5
+    assert worst[0] < 1e-4
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -145,7 +145,10 @@ class Run:
         self.answers = Answers(validation, config, engine.tokenizer)
         self.base_answers: list[str] = []
         self.checkpoints = folder / "checkpoints"
+        examples = [(e.tokens, e.supervised) for e in (*training.examples, *validation.examples)]
+        self.examples_sha256 = _digest(json.dumps(examples))
         self.signal = 0
+        self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
 
     # Beginning
@@ -170,9 +173,11 @@ class Run:
             self.progress = checkpoint.load(found, self.engine.arena, self.identity())
             self.step.count.fill_(self.progress.updates)
         self.log = EventLog(self.folder / "metrics.jsonl")
-        for event in read_events(self.folder / "metrics.jsonl"):
-            if event["event"] == "run_start" and found is None:
-                checkpoint.check_identity(self.identity(), event, self.folder)
+        events = read_events(self.folder / "metrics.jsonl")
+        starts = [event for event in events if event["event"] == "run_start"]
+        if found is None and starts:
+            checkpoint.check_identity(self.identity(), starts[-1], self.folder)
+        for event in events:
             if event["event"] == "sample" and event.get("step") == 0 and "answers" in event:
                 self.base_answers = list(event["answers"])
         if len(self.base_answers) != len(self.answers.questions):  # resumed with another number of samples
@@ -188,8 +193,9 @@ class Run:
         text = json.dumps(settings, sort_keys=True)
         return {
             "data": self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else ""),
-            "base": self.engine.base.sha256,
-            "settings": hashlib.sha256(text.encode()).hexdigest(),
+            "tokenizer or template": self.examples_sha256,
+            "base": self.engine.base.sha256 + _digest(repr(self.engine.base.spec)),
+            "settings": _digest(text),
         }
 
     # The run itself
@@ -203,7 +209,8 @@ class Run:
                 summary = self._finish(stopped)
         except Interrupted:
             self.step.discard()
-            self._save()
+            if not self.closing:  # by then the arena may hold the best step's weights
+                self._save()
             self.log.emit("run_end", step=self.progress.step, stopped="interrupted")
             stopped, summary = "interrupted", {}
         finally:
@@ -327,8 +334,16 @@ class Run:
         p, console = self.progress, self.console
         if not self.validation.examples:
             self._save()
+        self.closing = True
         if p.best_step >= 0 and p.best_step != p.step:
-            checkpoint.read_weights(checkpoint.steps(self.checkpoints)[p.best_step], self.engine.arena)
+            best = checkpoint.steps(self.checkpoints).get(p.best_step)
+            if best is None:
+                raise GraftuneError(
+                    f"the checkpoint of step {p.best_step}, the best one, is gone",
+                    where=str(self.checkpoints),
+                    mend="restore it, or start a new run",
+                )
+            checkpoint.read_weights(best, self.engine.arena)
             console.note(f"keeping step {p.best_step}, the best on validation")
         if p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
             console.warn("validation loss did not fall below the base's: the adapter does not help on this data")
@@ -436,10 +451,8 @@ def _kept_if_started() -> Iterator[list[Path]]:
         yield made
     except BaseException:
         for path in reversed(made):
-            if path.is_dir():
-                path.rmdir()
-            else:
-                path.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else's file in the folder, or one that was never written
+                path.rmdir() if path.is_dir() else path.unlink()
         raise
 
 
@@ -464,6 +477,10 @@ def _new_folder(config: Config, data: str, made: list[Path]) -> Path:
             f"cannot be written to ({error.strerror})", where=str(folder), mend="choose another folder with --out"
         ) from None
     return folder
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _score(report: ScoreReport) -> dict[str, Any]:

@@ -106,6 +106,9 @@ class FirstRows:
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self.source.gather(ids)
 
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.count)
+
 
 def open_base(name: str = "", revision: str = "") -> Base:
     base = _open(name, revision)
@@ -214,8 +217,8 @@ def _open_gguf(name: str, path: Path) -> Base:
         ours = names.from_gguf(gguf_name)
         if ours is None:
             continue
-        order = _rope_row_order(spec, ours)
-        if order is not None and len(order) == tensor.shape[0]:  # else the shape is refused in a moment
+        order = _rope_row_order(spec, ours, tensor.shape[0])
+        if order is not None:
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
         tensors[ours] = tensor
     factors = file.tensors.get("rope_freqs.weight")
@@ -232,11 +235,11 @@ def _open_gguf(name: str, path: Path) -> Base:
         spec,
         tok.from_gguf(file.metadata),
         tensors,
-        factors.read(0, 1).flatten() if factors is not None else None,
+        factors.values() if factors is not None else None,
     )
 
 
-def _rope_row_order(spec: ModelSpec, name: str) -> np.ndarray[Any, Any] | None:
+def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, Any] | None:
     """Llama GGUFs interleave the two halves of each Q and K head; this puts the rows back in Hugging Face order.
 
     Row (head, half j, i) of ours is row (head, i, j) of the file.
@@ -244,10 +247,10 @@ def _rope_row_order(spec: ModelSpec, name: str) -> np.ndarray[Any, Any] | None:
     if spec.family != "llama" or not name.endswith((".q_proj.weight", ".k_proj.weight")):
         return None
     heads = spec.heads if ".q_proj." in name else spec.kv_heads
-    if heads * spec.head_width > spec.vocab * spec.width:  # no model's; do not allocate for it
+    if rows != heads * spec.head_width:  # a damaged file: its shape is refused in a moment
         return None
-    rows = np.arange(heads * spec.head_width).reshape(heads, spec.head_width // 2, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
+    order = np.arange(rows).reshape(heads, spec.head_width // 2, 2)
+    return order.swapaxes(1, 2).reshape(-1)
 
 
 def _open_folder(name: str, folder: Path) -> Base:

@@ -67,6 +67,9 @@ class GgufTensor:
         wanted = ids.cpu().numpy()
         return self._dequantised(self.blocks[wanted if self.row_order is None else self.row_order[wanted]])
 
+    def values(self) -> torch.Tensor:
+        return self.read(0, len(self.blocks)).view(self.shape)
+
     def _dequantised(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
         if self.kind.name in _PLAIN:
             values = rows.view(_PLAIN[self.kind.name]).astype(np.float32)

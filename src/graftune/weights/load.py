@@ -124,10 +124,7 @@ class _Placer:
         return Dense.of(sources, self.runtime.device, DTYPES[self.placement.base_dtype], self.runtime.compute)
 
     def vector(self, name: str, width: int) -> torch.Tensor:
-        source = self.source(name, (width,))
-        # GGUF keeps a vector as one row of values, safetensors as values without rows.
-        values = source.read(0, 1) if hasattr(source, "blocks") else source.read(0, width)
-        return values.flatten().float().to(self.runtime.device)
+        return self.source(name, (width,)).values().float().to(self.runtime.device)
 
     def norm(self, name: str, width: int) -> NormWeight:
         frozen = self.vector(name, width)

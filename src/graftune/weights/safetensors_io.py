@@ -43,6 +43,9 @@ class SafetensorsTensor:
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self.shard.get_tensor(self.name).index_select(0, ids.cpu())
 
+    def values(self) -> torch.Tensor:
+        return self.shard.get_tensor(self.name)
+
 
 def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
     """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name."""

@@ -1,0 +1,382 @@
+"""Resumed = straight. A run that is killed anywhere and taken up again ends in the same adapter, byte for byte.
+
+Killed from outside at ten seeded moments spread over the run, and from inside at the places that matter: before the
+first checkpoint, amid writing one, between its renames, half-way through an evaluation, in the middle of a log line
+and while the adapter itself is saved. The run has dropout, two micro-batches a step, evaluations and checkpoints at
+different steps, and stops early, so every counter of `Progress` has to survive.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.errors import GraftuneError
+from graftune.model.lora import Arena, Slot
+from graftune.observe.events import evals, read_events, steps
+from graftune.train import checkpoint
+from graftune.train.checkpoint import Progress
+from graftune.weights import adapter, safetensors_io
+from tests import oracle
+from tests.train.runs import SETTINGS, Processes, adapter_bytes, wait_for_step, write_data
+
+
+class Bench:
+    """One straight run, and the means to repeat it with interruptions."""
+
+    def __init__(self, root: Path, base: Path):
+        self.root, self.processes = root, Processes()
+        self.data = write_data(root / "data.jsonl")
+        self.line = ["train", str(base), str(self.data), *SETTINGS]
+        self.straight = root / "straight"
+        assert self.start_run(self.straight) == 0, self.said()
+        self.want = adapter_bytes(self.straight)
+        events = read_events(self.straight / "metrics.jsonl")
+        self.want_steps = figures(steps(events))
+        self.want_evals = figures(evals(events))
+        self.end = next(e for e in events if e["event"] == "run_end")
+        self.total = len(self.want_steps)
+
+    def start_run(self, out: Path, die_at: tuple[str, int] | None = None) -> int:
+        return self.processes.run(*self.line, "--out", str(out), die_at=die_at, log=self.root / "log")
+
+    def resume(self, run: Path, *more: str, die_at: tuple[str, int] | None = None) -> int:
+        return self.processes.run("train", "--resume", str(run), *more, die_at=die_at, log=self.root / "log")
+
+    def said(self) -> str:
+        return (self.root / "log").read_text()
+
+    def check(self, run: Path) -> None:
+        """The same adapter, and a log that tells the same run."""
+        assert adapter_bytes(run) == self.want
+        events = read_events(run / "metrics.jsonl")
+        assert figures(steps(events)) == self.want_steps
+        assert figures(evals(events)) == self.want_evals
+        assert events[-1]["event"] == "run_end" and events[-1]["stopped"] == self.end["stopped"]
+        left = [p.name for p in run.rglob("*") if p.name.endswith((".part", ".old"))]
+        assert not left, left
+
+
+def figures(events: list[dict[str, object]]) -> list[tuple[object, ...]]:
+    return [tuple(e.get(k) for k in ("step", "epoch", "loss", "grad_norm", "lr", "response_tokens")) for e in events]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("resume"), tiny_folder("llama"))
+    yield made
+    made.processes.close()
+
+
+def test_the_straight_run_takes_every_path(bench: Bench) -> None:
+    """Or the rest of this file proves less than it says."""
+    assert bench.end["stopped"] == "early stop", bench.end
+    assert [s[0] for s in bench.want_steps] == list(range(1, bench.total + 1))
+    assert bench.total > 12 and bench.end["best_step"] not in (0, bench.total)
+    assert [e[0] for e in bench.want_evals][:3] == [0, 3, 6]
+    again = bench.root / "again"
+    assert bench.start_run(again) == 0
+    bench.check(again)
+
+
+def test_kill_nine_at_ten_random_moments(bench: Bench) -> None:
+    draw = random.Random(20240917)
+    moments = sorted(draw.uniform(0, bench.total) for _ in range(10))
+    run = bench.root / "killed"
+    line, killed = [*bench.line, "--out", str(run)], []
+    for moment in moments:
+        pid = bench.processes.start(*line, log=bench.root / "log")
+        wait_for_step(run, int(moment), pid)
+        time.sleep(draw.uniform(0, 0.06))
+        os.kill(pid, signal.SIGKILL)
+        killed.append(bench.processes.wait())
+        if (run / "config.yaml").exists():
+            line = ["train", "--resume", str(run)]
+    assert killed.count(-signal.SIGKILL) >= 9, killed  # the last moment may lie past the end on a fast machine
+    assert bench.resume(run) == 0, bench.said()
+    bench.check(run)
+
+
+PLACES = {
+    "before the first checkpoint": [("micro_step", 1)],
+    "amid the first answers' log line": [("emit", 2)],
+    "in the first evaluation": [("evaluation", 1)],
+    "first checkpoint: tensors written": [("fsync", 1)],
+    "first checkpoint: not yet renamed": [("rename", 1)],
+    "a later checkpoint, then at once again": [("fsync", 11), ("fsync", 2), ("rename", 1)],
+    "between the micro-batches of a step": [("micro_step", 10), ("micro_step", 2)],
+    "after backward, before the update": [("update_step", 8)],
+    "amid a step's log line": [("emit", 9)],
+    "while an old checkpoint is deleted": [("rmtree", 2)],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_at(bench: Bench, place: str) -> None:
+    run = bench.root / "at" / place.replace(" ", "-")
+    first, *rest = PLACES[place]
+    assert bench.start_run(run, die_at=first) == -signal.SIGKILL
+    assert not (run / "adapter").exists()
+    for die_at in rest:
+        assert bench.resume(run, die_at=die_at) == -signal.SIGKILL
+    if place == "before the first checkpoint":
+        shutil.rmtree(run / "checkpoints")  # the evaluation before step 1 saves one: as if killed before that
+    assert bench.resume(run) == 0, bench.said()
+    if place == "before the first checkpoint":
+        assert "no checkpoint had been written" in bench.said()
+    bench.check(run)
+
+
+def test_killed_while_the_adapter_is_saved(bench: Bench, tmp_path: Path) -> None:
+    """From a copy of the finished run, whose resume only finishes again: at each of its writes in turn."""
+    run = tmp_path / "finished"
+    shutil.copytree(bench.straight, run)
+    for die_at in [("fsync", 1), ("fsync", 3), ("rename", 1), ("rename", 2), ("rmtree", 1), ("emit", 2)]:
+        assert bench.resume(run, die_at=die_at) == -signal.SIGKILL, die_at
+    assert bench.resume(run) == 0, bench.said()
+    bench.check(run)
+
+
+def test_resuming_a_finished_run_is_harmless(bench: Bench, tmp_path: Path) -> None:
+    run = tmp_path / "finished"
+    shutil.copytree(bench.straight, run)
+    before = sorted((p.name, p.read_bytes()) for p in (run / "checkpoints").rglob("*") if p.is_file())
+    # Settings that change nothing about the result may be other ones: here the number of sample answers.
+    for more in ([], ["--samples", "1"], ["--keep-last", "1", "--threads", "1"]):
+        assert bench.resume(run, *more) == 0, bench.said()
+        bench.check(run)
+    after = sorted((p.name, p.read_bytes()) for p in (run / "checkpoints").rglob("*") if p.is_file())
+    assert before == after
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(bench: Bench, number: signal.Signals) -> None:
+    run = bench.root / f"signal {number.name}"
+    pid = bench.processes.start(*bench.line, "--out", str(run), log=bench.root / "log")
+    wait_for_step(run, 5, pid)
+    os.kill(pid, number)
+    assert bench.processes.wait() == 128 + number
+    said = bench.said()
+    assert f"graftune train --resume '{run}'" in said and "Traceback" not in said
+    events = read_events(run / "metrics.jsonl")
+    assert events[-1]["event"] == "run_end" and events[-1]["stopped"] == "interrupted"
+    saved = max(checkpoint.steps(run / "checkpoints"))
+    assert saved == events[-1]["step"] == max(s["step"] for s in steps(events))
+    assert bench.resume(run) == 0, bench.said()
+    bench.check(run)
+
+
+# Refusals
+
+
+def refused(bench: Bench, run: Path, *more: str) -> str:
+    assert bench.resume(run, *more) == 2, bench.said()
+    lines = [line for line in bench.said().splitlines() if line.startswith("graftune: ")]
+    assert len(lines) == 1 and bench.said().endswith(lines[0] + "\n") and "Traceback" not in bench.said()
+    return lines[0]
+
+
+@pytest.fixture
+def stopped(bench: Bench, tmp_path: Path) -> Path:
+    """A copy of a run as a kill leaves it."""
+    run = tmp_path / "stopped"
+    shutil.copytree(bench.straight, run)
+    shutil.rmtree(run / "adapter")
+    return run
+
+
+@pytest.mark.parametrize("with_checkpoint", [True, False])
+def test_other_data(bench: Bench, stopped: Path, with_checkpoint: bool) -> None:
+    if not with_checkpoint:
+        shutil.rmtree(stopped / "checkpoints")
+    before = bench.data.read_bytes()
+    try:
+        bench.data.write_bytes(before + b'{"prompt": "x", "response": "yes"}\n')
+        assert "other data" in refused(bench, stopped)
+    finally:
+        bench.data.write_bytes(before)
+    assert not (stopped / "adapter").exists()
+
+
+def test_other_base(bench: Bench, stopped: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base, mine = Path(bench.line[1]), tmp_path / "base"
+    shutil.copytree(base, mine)
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace(str(base), str(mine)))
+    tensors = load_file(mine / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, mine / "model.safetensors", {"format": "pt"})
+    assert "other base" in refused(bench, stopped)
+
+
+def test_other_tokenizer(bench: Bench, stopped: Path, tmp_path: Path) -> None:
+    base, mine = Path(bench.line[1]), tmp_path / "base"
+    shutil.copytree(base, mine)
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace(str(base), str(mine)))
+    template = mine / "chat_template.jinja"
+    template.write_text(template.read_text().replace("'\n' + m['content']", "'\n\n' + m['content']"))
+    assert "other tokenizer or template" in refused(bench, stopped)
+
+
+def test_other_settings(bench: Bench, stopped: Path) -> None:
+    assert "rank was 4 in this run and is 8 now" in refused(bench, stopped, "--rank", "8")
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace("dropout: 0.2", "dropout: 0.1"))
+    assert "other settings" in refused(bench, stopped)
+
+
+@pytest.mark.parametrize("damage", ["cut", "not json", "no moments", "text for a number", "gone"])
+def test_damaged_checkpoint(bench: Bench, stopped: Path, damage: str) -> None:
+    last = checkpoint.latest(stopped / "checkpoints")
+    assert last is not None
+    tensors, state = last / checkpoint.TENSORS, last / checkpoint.STATE
+    if damage == "cut":
+        tensors.write_bytes(tensors.read_bytes()[:-7])
+    elif damage == "not json":
+        state.write_text(state.read_text()[:40])
+    elif damage == "no moments":
+        safetensors_io.write({"weights": torch.zeros(3)}, tensors)
+    elif damage == "text for a number":
+        state.write_text(state.read_text().replace('"stale": 3', '"stale": "3"'))
+    else:
+        tensors.unlink()
+    assert "this checkpoint is damaged" in (text := refused(bench, stopped)) and str(last) in text
+    shutil.rmtree(last)  # as the sentence advises
+    assert bench.resume(stopped) == 0, bench.said()
+    bench.check(stopped)
+
+
+def test_not_a_run(bench: Bench, tmp_path: Path) -> None:
+    assert "is not a run folder" in refused(bench, tmp_path)
+    assert "no such run folder" in refused(bench, tmp_path / "nowhere")
+    (tmp_path / "config.yaml").write_text("rank: [\n")
+    assert "is not valid YAML" in refused(bench, tmp_path)
+
+
+# Every write of a checkpoint and of an adapter, one by one, inside this process
+
+
+class Fault(Exception):
+    pass
+
+
+def arena(value: float) -> Arena:
+    made = Arena({"a": Slot("a", (5,), 0, 0, True)}, torch.device("cpu"), torch.float32)
+    for buffer in (made.weights, made.m, made.v):
+        buffer.fill_(value)
+    return made
+
+
+class Faults:
+    """Counts the calls that touch the disk; once armed, the n-th and all after it fail, as in a process that dies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls = self.fail_at = 0
+        for owner, name in [
+            (os, "fsync"), (os, "rename"), (os, "replace"), (os, "open"), (shutil, "rmtree"),
+            (Path, "mkdir"), (Path, "write_text"), (safetensors_io, "save_file"),
+        ]:  # fmt: skip
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.fail_at:
+                self.calls += 1
+                if self.calls >= self.fail_at:
+                    raise Fault
+            return real(*args, **kwargs)
+
+        return call
+
+    def each(self, work: Callable[[], None]) -> Iterator[bool]:
+        """Do the work with a fault at its first write, its second, ...; yields whether it went through, which it does
+        at last, when it has no n-th write. What the caller does in between is not disturbed."""
+        for number in range(1, 60):
+            self.calls, self.fail_at = 0, number
+            try:
+                work()
+                whole = True
+            except Fault:
+                whole = False
+            self.fail_at = 0
+            yield whole
+            if whole:
+                return
+        raise AssertionError("more writes than expected")
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_a_checkpoint_is_whole_or_absent(same_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, root = Progress(step=3, stale=1), Progress(step=3 if same_step else 4, stale=2), tmp_path / "checkpoints"
+    checkpoint.save(root, arena(1.0), old, {"data": "x"})
+    shutil.copytree(root, tmp_path / "before")
+    tried = 0
+
+    def work() -> None:
+        checkpoint.save(root, arena(2.0), new, {"data": "x"})
+        checkpoint.prune(root, 2, -1)
+
+    for whole in Faults(monkeypatch).each(work):
+        tried += 1
+        found, place = checkpoint.latest(root), arena(0.0)
+        assert found is not None
+        progress = checkpoint.load(found, place, {"data": "x"})
+        assert (progress, float(place.v[0])) in [(new, 2.0), (old, 1.0)]
+        assert not whole or progress == new
+        checkpoint.save(root, arena(3.0), Progress(step=5), {"data": "x"})
+        checkpoint.prune(root, 1, -1)
+        assert [p.name for p in root.iterdir()] == ["step-5"]
+        shutil.rmtree(root)
+        shutil.copytree(tmp_path / "before", root)
+    assert tried > 8
+
+
+@pytest.mark.parametrize("there_is_one", [False, True])
+def test_an_adapter_is_the_old_or_the_new(
+    there_is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder
+) -> None:
+    made, folder = oracle.ours(tiny_folder("llama"), LoraConfig(rank=2, targets=("qv",))), tmp_path / "here" / "adapter"
+    _ = made.base.sha256
+    tried = 0
+
+    def save(value: float) -> None:
+        made.arena.weights.fill_(value)
+        adapter.save_adapter(folder, made.arena, made.lora, made.base, {})
+
+    def values() -> list[float]:
+        return next(iter(adapter.load_adapter(folder).tensors.values())).unique().tolist()
+
+    if there_is_one:
+        save(3.0)
+    for whole in Faults(monkeypatch).each(lambda: save(2.0)):
+        tried += 1
+        assert not folder.exists() or values() in ([2.0], [3.0])
+        assert not whole or values() == [2.0]
+        save(3.0)
+        assert values() == [3.0] and [p.name for p in folder.parent.iterdir()] == ["adapter"]
+        if not there_is_one:
+            shutil.rmtree(folder)
+    assert tried > 6
+
+
+def test_checkpoint_of_another_run(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, arena(1.0), Progress(step=1), {"data": "x"})
+    with pytest.raises(GraftuneError, match="other data"):
+        checkpoint.load(path, arena(0.0), {"data": "y"})
+    wide = Arena({"a": Slot("a", (6,), 0, 0, True)}, torch.device("cpu"), torch.float32)
+    with pytest.raises(GraftuneError, match="other adapters"):
+        checkpoint.load(path, wide, {"data": "x"})
+    assert not wide.weights.any()
