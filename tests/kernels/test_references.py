@@ -37,7 +37,7 @@ def test_rms_norm(size, dtype):
 def test_rope_turns_by_position_and_back(dtype):
     x, positions = torch.randn(7, 3, 8).to(dtype), torch.tensor([0, 1, 2, 0, 1, 50, 51])
     cos, sin = rope.tables(positions, torch.tensor([1.0, 0.5, 0.1, 0.01]), 1.0)
-    turned = rope.forward(x, cos, sin)
+    turned = rope.rotate_(x.clone(), cos, sin)
     for t, position in enumerate(positions):
         for i, frequency in enumerate([1.0, 0.5, 0.1, 0.01]):
             pair = torch.complex(x[t, 0, i].float(), x[t, 0, i + 4].float())
@@ -46,7 +46,7 @@ def test_rope_turns_by_position_and_back(dtype):
                 abs(complex(turned[t, 0, i].float(), turned[t, 0, i + 4].float()) - complex(want))
                 < TOLERANCE[dtype] * 3
             )
-    close(rope.backward(turned, cos, sin), x, dtype)  # a rotation's transpose undoes it
+    close(rope.unrotate_(turned.clone(), cos, sin), x, dtype)  # a rotation's transpose undoes it
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -151,9 +151,10 @@ class Table:
         return grad @ self.weight
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_linear_cross_entropy(chunk, monkeypatch):
+@pytest.mark.parametrize(("chunk", "cached"), [(1, 1), (3, 2), (1000, 4), (1000, 1000)])
+def test_linear_cross_entropy(chunk, cached, monkeypatch):
     monkeypatch.setattr(linear_cross_entropy.reference, "CHUNK_BYTES", chunk * 4 * 29)
+    monkeypatch.setattr(linear_cross_entropy.reference, "CACHE_BYTES", cached * 4 * 29)
     x, weight = torch.randn(11, 6), torch.randn(29, 6) * 2
     labels = torch.randint(0, 29, (11,))
     labels[[2, 10]] = -1

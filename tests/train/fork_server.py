@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -59,12 +60,13 @@ def child(request: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    import matplotlib.pyplot  # noqa: F401  imported once, here, and not in every child
     import torch
+    import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
 
-    import graftune.api
-    import graftune.cli  # noqa: F401
+    from graftune.train import loop
 
+    importlib.import_module("graftune.api")
+    loop.loss_plot = lambda *_: None  # a second of every run, and nothing that these tests look at
     torch.set_num_threads(1)
     for line in sys.stdin:
         pid = os.fork()

@@ -18,13 +18,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 # Dropout, two micro-batches a step, evaluations and checkpoints at steps that do not coincide, an early stop.
 SETTINGS = [
-    *("--device", "cpu", "--threads", "1", "--rank", "4", "--dropout", "0.2", "--lr", "0.03", "--epochs", "6"),
+    *("--device", "cpu", "--threads", "1", "--rank", "4", "--dropout", "0.2", "--lr", "0.05", "--epochs", "6"),
     *("--tokens-per-step", "128", "--tokens-per-micro-batch", "64", "--eval-every", "3", "--save-every", "2"),
-    *("--patience", "3", "--samples", "2", "--sample-tokens", "3"),
+    *("--schedule", "constant", "--patience", "2", "--samples", "2", "--sample-tokens", "3"),
 ]
 
 
-def write_data(path: Path, rows: int = 30, seed: int = 1) -> Path:
+def write_data(path: Path, rows: int = 16, seed: int = 2) -> Path:
     """Prompt/response rows of unequal lengths, below 64 tokens of the byte tokenizer's ChatML."""
     draw = random.Random(seed)
 

@@ -83,7 +83,7 @@ def test_the_straight_run_takes_every_path(bench: Bench) -> None:
     assert bench.end["stopped"] == "early stop", bench.end
     assert [s[0] for s in bench.want_steps] == list(range(1, bench.total + 1))
     assert bench.total > 12 and bench.end["best_step"] not in (0, bench.total)
-    assert [e[0] for e in bench.want_evals][:3] == [0, 3, 6]
+    assert {0, 3, 6, 9} < {e[0] for e in bench.want_evals}
     again = bench.root / "again"
     assert bench.start_run(again) == 0
     bench.check(again)
@@ -250,7 +250,7 @@ def test_damaged_checkpoint(bench: Bench, stopped: Path, damage: str) -> None:
     elif damage == "no moments":
         safetensors_io.write({"weights": torch.zeros(3)}, tensors)
     elif damage == "text for a number":
-        state.write_text(state.read_text().replace('"stale": 3', '"stale": "3"'))
+        state.write_text(state.read_text().replace('"stale": 2', '"stale": "2"'))
     else:
         tensors.unlink()
     assert "this checkpoint is damaged" in (text := refused(bench, stopped)) and str(last) in text

@@ -1,9 +1,9 @@
 """One transformer block as two halves, each with its own forward and backward.
 
-A half is the unit of saving: the backward keeps the half's input, its first product (qkv, or gate and up), the
-attention's output and the small low-rank products, and recomputes norms, rope and SwiGLU, which cost little. Adapter
-gradients go straight into the arena; autograd only carries the residual stream from half to half. Leaving all of it
-to autograd would save every intermediate and hand us gradients to copy.
+A half is the unit of saving: the backward keeps the half's input, its first product (qkv, rotated in place, or gate
+and up), the attention's output and the small low-rank products, and recomputes norms and SwiGLU, which cost little.
+Adapter gradients go straight into the arena; autograd only carries the residual stream from half to half. Leaving all
+of it to autograd would save every intermediate and hand us gradients to copy.
 
 Legend: T tokens, D width, N heads, K key heads, H head width, F feed-forward width.
 """
@@ -106,31 +106,27 @@ def attention_half(block: Block, x: torch.Tensor, run: Pass) -> tuple[torch.Tens
     if block.qkv_bias is not None:
         qkv += block.qkv_bias
     low_qkv = _adapt(block, "qkv", qkv, normed, run)
-    q, k, v = _rotated(block, qkv, run)
+    q, k, v, raw = _rotate(block, qkv, run)
     by_head, stats = run.attend.forward(block, q, k, v)
     mixed = by_head.flatten(1)
     out = block.o.matmul(mixed)
     low_o = _adapt(block, "o", out, mixed, run)
-    return out.add_(x), (x, qkv, mixed, stats, low_qkv, low_o)
+    return out.add_(x), (x, qkv, raw, mixed, stats, low_qkv, low_o)
 
 
 def attention_half_backward(
     block: Block, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], run: Pass, need_input: bool
 ) -> torch.Tensor | None:
-    x, qkv, mixed, stats, low_qkv, low_o = saved
+    x, qkv, raw, mixed, stats, low_qkv, low_o = saved
     heads, key_heads, width = block.heads
     grad_mixed = block.o.input_grad(grad)
     _down_backward(block, "o", _adapt_backward(block, "o", grad, low_o, run, grad_mixed), mixed, run)
 
-    q, k, v = _rotated(block, qkv, run)
-    grad_mixed, mixed_heads = (t.view(-1, heads, width) for t in (grad_mixed, mixed))
-    grad_q, grad_k, grad_v = run.attend.backward(block, grad_mixed, q, k, v, mixed_heads, stats)
-    grad_qkv = torch.empty_like(qkv)
-    parts = grad_qkv.split([heads * width, key_heads * width, key_heads * width], 1)
-    raw_q, raw_k, _ = _heads(block, qkv)
-    parts[0].copy_(_unrotated(grad_q, raw_q, block.q_norm, block, run).flatten(1))
-    parts[1].copy_(_unrotated(grad_k, raw_k, block.k_norm, block, run).flatten(1))
-    parts[2].copy_(grad_v.flatten(1))
+    q, k, v = qkv.view(len(qkv), -1, width).split([heads, key_heads, key_heads], 1)
+    by_head = grad_mixed.view(-1, heads, width)
+    grads = run.attend.backward(block, by_head, q, k, v, mixed.view(-1, heads, width), stats)
+    grad_qkv = torch.cat([g.flatten(1) for g in grads], 1)
+    _unrotate_(block, grad_qkv, raw, run)
 
     normed = rms_norm.forward(x, block.attention_norm.of(run.adapted), block.norm_eps)
     # In the first block nothing below learns, so the input's gradient is not computed.
@@ -232,23 +228,29 @@ def _down_backward(block: Block, name: str, g: torch.Tensor | None, x: torch.Ten
         lora_linear.down_backward(g, kept, block.lora[name].grad_down)
 
 
-def _heads(block: Block, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, (N + 2K) H] -> views [T, N, H], [T, K, H], [T, K, H]."""
+def _rotate(
+    block: Block, qkv: torch.Tensor, run: Pass
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norms and rotates the q and k of qkv [T, (N + 2K) H] in place -> views q [T, N, H], k and v [T, K, H], and what
+    q and k were before their norm (empty without one: the rotation itself is undone without its input)."""
     heads, key_heads, width = block.heads
-    q, k, v = qkv.view(len(qkv), -1, width).split([heads, key_heads, key_heads], 1)
-    return q, k, v
-
-
-def _rotated(block: Block, qkv: torch.Tensor, run: Pass) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = _heads(block, qkv)
+    parts = qkv.view(len(qkv), -1, width)
+    q, k, v = parts.split([heads, key_heads, key_heads], 1)
+    raw = qkv.new_empty(0)
     if block.q_norm is not None and block.k_norm is not None:
-        q = rms_norm.forward(q, block.q_norm.of(run.adapted), block.norm_eps)
-        k = rms_norm.forward(k, block.k_norm.of(run.adapted), block.norm_eps)
-    return rope.forward(q, run.cos, run.sin), rope.forward(k, run.cos, run.sin), v
+        raw = parts[:, : heads + key_heads].clone()
+        q.copy_(rms_norm.forward(q, block.q_norm.of(run.adapted), block.norm_eps))
+        k.copy_(rms_norm.forward(k, block.k_norm.of(run.adapted), block.norm_eps))
+    rope.rotate_(parts[:, : heads + key_heads], run.cos, run.sin)
+    return q, k, v, raw
 
 
-def _unrotated(grad: torch.Tensor, raw: torch.Tensor, norm: NormWeight | None, block: Block, run: Pass) -> torch.Tensor:
-    grad = rope.backward(grad, run.cos, run.sin)
-    if norm is None:
-        return grad
-    return rms_norm.backward(grad, raw, norm.of(run.adapted), block.norm_eps, norm.grad)
+def _unrotate_(block: Block, grad_qkv: torch.Tensor, raw: torch.Tensor, run: Pass) -> None:
+    """The way back of `_rotate`, in place on the gradient [T, (N + 2K) H]."""
+    heads, key_heads, width = block.heads
+    parts = grad_qkv.view(len(grad_qkv), -1, width)
+    rope.unrotate_(parts[:, : heads + key_heads], run.cos, run.sin)
+    if block.q_norm is not None and block.k_norm is not None:
+        for norm, place in ((block.q_norm, slice(0, heads)), (block.k_norm, slice(heads, heads + key_heads))):
+            weight = norm.of(run.adapted)
+            parts[:, place] = rms_norm.backward(parts[:, place], raw[:, place], weight, block.norm_eps, norm.grad)

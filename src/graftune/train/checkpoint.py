@@ -134,11 +134,11 @@ def _damaged(path: Path, why: object) -> GraftuneError:
 
 def prune(root: Path, keep_last: int, best_step: int) -> None:
     """Delete all but the best and the last few, and whatever a kill left half-written."""
+    left = [*root.glob("step-*.part"), *(p for p in root.glob("step-*.old") if p.with_suffix("").exists())]
+    for path in left:
+        shutil.rmtree(path)
     found = steps(root)
     kept = set(sorted(found)[-keep_last:]) | {best_step}
     for number, path in found.items():
         if number not in kept:
             shutil.rmtree(path)
-    left = [*root.glob("step-*.part"), *(p for p in root.glob("step-*.old") if p.with_suffix("").exists())]
-    for path in left:
-        shutil.rmtree(path)

@@ -37,7 +37,15 @@ _REFUSED = {
     "trainable_token_indices": "trainable token indices",
     "target_parameters": "adapters on bare parameters",
     "fan_in_fan_out": "transposed weights",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
 }
+# Ways to start an adapter that take what it starts with out of the base: it means nothing over the base's own weights.
+_BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,12 @@ def save_adapter(
         value = arena.view(name, arena.weights)
         if name.endswith(".rows"):
             module = name.removesuffix(".rows")
-            tensors[names.to_peft(f"{module}.weight")] = torch.cat((embedding_rows[module].float().cpu(), value.cpu()))
+            table = torch.cat((embedding_rows[module].float().cpu(), value.cpu()))
+            tensors[names.to_peft(f"{module}.weight")] = table
             saved.append(module)
+            if base.spec.tied:  # PEFT wants the table a second time, or its head would not know the new rows
+                tensors[names.to_peft("lm_head.weight")] = table.clone()
+                saved.append("lm_head")
         else:
             tensors[names.to_peft(name)] = value.clone()
             if name.endswith("norm.weight"):
@@ -117,6 +129,7 @@ def _peft_config(lora: LoraConfig, base: Base, template: str, modules_to_save: l
         "use_rslora": lora.rslora,
         "target_modules": list(expand_targets(lora.targets)),
         "modules_to_save": modules_to_save or None,
+        "ensure_weight_tying": base.spec.tied and bool(lora.new_tokens),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -171,6 +184,9 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
             raise refuse(what)
     if values.get("bias", "none") != "none":
         raise refuse("trained biases")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
+        raise refuse(f"{start!r}, which changes the base's weights")
     targets = values.get("target_modules")
     if targets == "all-linear":
         targets = list(PROJECTIONS)
@@ -195,11 +211,19 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
 
 
 def place_adapter(adapter: Adapter, arena: Arena, vocab: int) -> None:
-    """Copy the tensors into the arena; whatever is missing, left over or of another shape is an error."""
+    """Copy the tensors into the arena, whose norms hold the base's values; whatever is missing, left over or of another
+    shape is an error."""
     left = dict(adapter.tensors)
+    if "embed_tokens.rows" in arena.slots and "lm_head.rows" not in arena.slots:  # tied: one table, stored twice
+        head, table = left.get("lm_head.weight"), left.get("embed_tokens.weight")
+        if head is not None and table is not None and torch.equal(head, table):
+            del left["lm_head.weight"]
+    kinds = {name.split(".")[-2] for name in left}
     for name, slot in arena.slots.items():
         stored = name.removesuffix(".rows") + ".weight" if name.endswith(".rows") else name
         tensor = left.pop(stored, None)
+        if tensor is None and name.endswith("norm.weight") and name.split(".")[-2] not in kinds:
+            continue  # PEFT may train one kind of norm and not another: the base's own stands
         if tensor is not None and name.endswith(".rows"):
             tensor = tensor[vocab:]
         if tensor is None or tuple(tensor.shape) != slot.shape:

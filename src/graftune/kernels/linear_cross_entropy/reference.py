@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-CHUNK_BYTES = 64 << 20  # fp32 logits alive at once; products of this size already run at full speed
+CHUNK_BYTES = 64 << 20  # logits alive at once, counted in fp32; products of this size already run at full speed
+CACHE_BYTES = 2 << 20  # of them, the rows a CPU turns into their gradient together: the passes stay in its cache
 
 
 class Product(Protocol):
@@ -28,21 +29,34 @@ def forward(
     """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x or None)."""
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     grad = torch.empty_like(x) if need_grad else None
-    size = chunk_rows(head.out_features)
+    size = chunk_rows(head.out_features, CHUNK_BYTES)
+    step = chunk_rows(head.out_features, CACHE_BYTES) if x.device.type == "cpu" else size
     for start in range(0, len(x), size):
         part, wanted = x[start : start + size], labels[start : start + size]
-        counted = wanted >= 0
-        logits = head.matmul(part).float()
-        index = wanted.clamp(min=0).unsqueeze(1)
-        lse = torch.logsumexp(logits, 1, keepdim=True)
-        total += ((lse - logits.gather(1, index)).squeeze(1) * counted).sum()
+        logits = head.matmul(part)
+        for piece, ids in zip(logits.split(step), wanted.split(step), strict=True):
+            total += _to_gradient(piece, ids)
         if grad is not None:
-            probabilities = logits.sub_(lse).exp_()
-            probabilities.scatter_add_(1, index, torch.full_like(lse, -1.0))
-            probabilities.mul_(counted.unsqueeze(1))
-            grad[start : start + size] = head.input_grad(probabilities.to(x.dtype), part)
+            grad[start : start + size] = head.input_grad(logits, part)
     return total, grad
 
 
-def chunk_rows(vocabulary: int) -> int:
-    return max(1, CHUNK_BYTES // (4 * vocabulary))
+def _to_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Overwrites a few rows of logits with softmax minus one-hot (zero where the label is -1); returns their loss."""
+    counted = labels >= 0
+    index = labels.clamp(min=0).unsqueeze(1)
+    wide = logits.float()
+    chosen = wide.gather(1, index)
+    top = wide.amax(1, keepdim=True)
+    wide.sub_(top).exp_()
+    norm = wide.sum(1, keepdim=True)
+    loss = ((norm.log() + top - chosen).squeeze(1) * counted).sum()
+    wide.mul_(counted.unsqueeze(1) / norm)
+    wide.scatter_add_(1, index, -counted.unsqueeze(1).float())
+    if wide is not logits:
+        logits.copy_(wide)
+    return loss
+
+
+def chunk_rows(vocabulary: int, limit: int) -> int:
+    return max(1, limit // (4 * vocabulary))

@@ -18,11 +18,17 @@ def tables(
     return (angles.cos() * scaling).unsqueeze(1), (angles.sin() * scaling).unsqueeze(1)
 
 
-def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, N, H] -> rotated, in x's dtype."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, N, H], rotated in place."""
+    half = x.shape[-1] // 2
+    a, b = x[..., :half].float(), x[..., half:].float()
+    kept = a * cos
+    turned = torch.mul(a, sin)
+    x[..., :half] = kept.addcmul_(b, sin, value=-1)
+    x[..., half:] = turned.addcmul_(b, cos)
+    return x
 
 
-def backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return forward(grad, cos, -sin)
+def unrotate_(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The gradient's way back, in place."""
+    return rotate_(grad, cos, -sin)

@@ -1,0 +1,137 @@
+"""Generated text three ways: over the key cache, by the plain forward run again for every token, and by transformers.
+
+The models are tiny and random, so their greedy texts are arbitrary but sure enough to be equal to the token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graftune
+from graftune.errors import GraftuneError
+from graftune.infer.generate import generate
+from graftune.infer.sample import Sampling
+from tests import oracle, tiny
+
+PROMPTS = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "llama-yarn", "llama-untied", "mistral-window")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def ours(request: pytest.FixtureRequest, tiny_folder: Any) -> oracle.Ours:
+    torch.manual_seed(1)
+    return oracle.ours(tiny_folder(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_folder: Any) -> oracle.Ours:
+    torch.manual_seed(1)
+    return oracle.ours(tiny_folder("llama"))
+
+
+def greedy(
+    found: oracle.Ours, prompts: list[list[int]], count: int, stops: tuple[int, ...] = (), **options: Any
+) -> Any:
+    return generate(found.decoder, prompts, Sampling(max_new_tokens=count), stops, **options)
+
+
+def without_cache(found: oracle.Ours, prompt: list[int], count: int, adapted: bool = True) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(found.logits([tokens], adapted=adapted)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_the_cache_changes_nothing(ours: oracle.Ours, adapted: bool) -> None:
+    got = greedy(ours, PROMPTS, 24, adapted=adapted)
+    assert got == [without_cache(ours, p, 24, adapted) for p in PROMPTS]
+    assert any(len(set(tokens)) > 6 for tokens in got), "a text of one token proves nothing"
+
+
+def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
+    """Some end early, at a stop token, and leave the batch."""
+    alone = [greedy(ours, [p], 24)[0] for p in PROMPTS]
+    assert greedy(ours, PROMPTS, 24) == alone
+    stops = (alone[0][3], alone[2][10])
+    together = greedy(ours, PROMPTS, 24, stops)
+    assert together == [greedy(ours, [p], 24, stops)[0] for p in PROMPTS]
+    cut = [next((i for i, t in enumerate(a) if t in stops), 24) for a in alone]
+    assert together == [a[:n] for a, n in zip(alone, cut, strict=True)] and min(cut) < 24
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_greedy_text_equals_transformers(variant: str, tiny_folder: Any) -> None:
+    model = tiny.hf_model(variant)
+    got = greedy(oracle.ours(tiny_folder(variant), random_b=False), PROMPTS, 50)
+    for prompt, answer in zip(PROMPTS, got, strict=True):
+        want = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=50,
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=True,
+        )
+        assert answer == want[0, len(prompt) :].tolist()
+
+
+def test_a_stop_token_ends_an_answer_and_is_not_in_it(llama: oracle.Ours) -> None:
+    prompt = PROMPTS[0]
+    whole = greedy(llama, [prompt], 20)[0]
+    last = whole[8]
+    first = whole.index(last)
+    assert greedy(llama, [prompt], 20, (last,)) == [whole[:first]]
+    besides = Sampling(max_new_tokens=20, stop_ids=(last,))
+    assert generate(llama.decoder, [prompt], besides, ()) == [whole[:first]]
+    seen: list[int] = []
+    greedy(llama, [prompt], 20, (last,), on_tokens=lambda new: seen.append(new[0]))
+    assert seen == whole[: first + 1], "who streams learns of the stop token"
+    assert greedy(llama, [prompt], 20, (whole[0],)) == [[]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_max_new_tokens(llama: oracle.Ours, count: int) -> None:
+    assert [len(a) for a in greedy(llama, PROMPTS, count)] == [count] * 4
+
+
+def test_nothing_is_written_past_the_context(llama: oracle.Ours) -> None:
+    """256 positions: each answer fills its own, whatever the length of the prompt beside it."""
+    long = [3 + i % 200 for i in range(250)]
+    assert [len(a) for a in greedy(llama, [long], 40)] == [6]
+    together = greedy(llama, [long, PROMPTS[0]], 40)
+    assert [len(a) for a in together] == [6, 40]
+    assert together[1] == greedy(llama, [PROMPTS[0]], 40)[0]
+    assert greedy(llama, [long[:1] * 255], 40) == [without_cache(llama, long[:1] * 255, 1)]
+
+
+@pytest.mark.parametrize("length", [0, 256, 300])
+def test_a_prompt_that_does_not_fit_is_refused(llama: oracle.Ours, length: int) -> None:
+    with pytest.raises(GraftuneError, match=rf"a prompt has {length} tokens.*1 to 255"):
+        greedy(llama, [[3], [5] * length], 4)
+
+
+def test_no_prompts_no_answers(llama: oracle.Ours) -> None:
+    assert greedy(llama, [], 4) == []
+
+
+def test_the_api_with_and_without_the_adapter(tiny_folder: Any, tmp_path: Path) -> None:
+    base = str(tiny_folder("llama"))
+    run = graftune.open(base, compute_dtype="fp32", device="cpu")
+    plain = run.generate("hello", max_new_tokens=20)
+    run.engine.arena.weights.add_(torch.randn(len(run.engine.arena.weights)), alpha=0.1)
+    run.engine.arena.publish()
+    assert run.generate("hello", max_new_tokens=20) != plain
+    assert run.generate("hello", max_new_tokens=20, adapted=False) == plain
+    answer = run.chat([{"role": "user", "content": "hello"}], max_new_tokens=20)
+    pieces: list[str] = []
+    turn = [{"role": "user", "content": "hello"}]
+    assert run.chat(turn, max_new_tokens=20, on_text=pieces.append) == answer
+    assert answer.startswith("".join(pieces)) and answer.removeprefix("".join(pieces)).strip("\ufffd") == ""
+    with pytest.raises(GraftuneError, match="a prompt has 300 tokens"):
+        run.generate("x" * 300)
