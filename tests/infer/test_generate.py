@@ -1,6 +1,6 @@
 """Generated text three ways: over the key cache, by the plain forward run again for every token, and by transformers.
 
-The models are tiny and random, so their greedy texts are arbitrary but sure enough to be equal to the token.
+The models are tiny and random: their texts mean nothing, but are sure enough to be equal to the token.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 
 import graftune
 from graftune.errors import GraftuneError
+from graftune.infer.cache import Cache, Decode, Prefill
 from graftune.infer.generate import generate
-from graftune.infer.sample import Sampling
+from graftune.infer.sample import Sampling, choose
 from tests import oracle, tiny
 
 PROMPTS = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
@@ -39,18 +40,52 @@ def greedy(
     return generate(found.decoder, prompts, Sampling(max_new_tokens=count), stops, **options)
 
 
-def without_cache(found: oracle.Ours, prompt: list[int], count: int, adapted: bool = True) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(found.logits([tokens], adapted=adapted)[-1].argmax()))
+def without_cache(found: oracle.Ours, prompt: list[int], sampling: Sampling, adapted: bool = True) -> list[int]:
+    """What generate should say, from the whole text's forward at every token."""
+    tokens, generator = list(prompt), torch.Generator().manual_seed(sampling.seed)
+    for _ in range(sampling.max_new_tokens):
+        tokens.append(int(choose(found.logits([tokens], adapted=adapted)[-1:], sampling, generator)))
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("adapted", [True, False])
-def test_the_cache_changes_nothing(ours: oracle.Ours, adapted: bool) -> None:
-    got = greedy(ours, PROMPTS, 24, adapted=adapted)
-    assert got == [without_cache(ours, p, 24, adapted) for p in PROMPTS]
-    assert any(len(set(tokens)) > 6 for tokens in got), "a text of one token proves nothing"
+def test_the_cache_changes_nothing(ours: oracle.Ours) -> None:
+    """Greedily, and drawn hot: a tiny tied model left to itself soon repeats one token."""
+    for seed, (prompt, adapted) in enumerate(zip(PROMPTS, [True, True, False, True], strict=True)):
+        for temperature in (0.0, 4.0):
+            sampling = Sampling(max_new_tokens=12, temperature=temperature, seed=seed)
+            (got,) = generate(ours.decoder, [prompt], sampling, (), adapted=adapted)
+            assert got == without_cache(ours, prompt, sampling, adapted)
+        assert len(set(got)) > 5
+
+
+def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:
+    """Random texts, token by token over the cache, some leaving it on the way."""
+    texts = [torch.randint(3, tiny.VOCAB, (n,)).tolist() for n in (14, 9, 22, 11)]
+    starts = [3, 1, 12, 2]
+    decoder = ours.decoder
+    want = [ours.logits([text]) for text in texts]
+    cache = Cache(decoder.spec, starts, 22, decoder.device, decoder.compute)
+    for stored in (*cache.keys, *cache.values):
+        stored.fill_(1e4)  # what was never written must not be seen
+    with torch.no_grad():
+        packed = torch.tensor([t for text, n in zip(texts, starts, strict=True) for t in text[:n]])
+        positions = torch.cat([torch.arange(n) for n in starts])
+        x = decoder.hidden(packed, decoder.begin(positions, Prefill(cache, tuple(starts))))
+        alive = list(range(4))
+        last = torch.tensor(starts).cumsum(0) - 1
+        rows = decoder.logits(x.index_select(0, last))
+        for step in range(22):
+            for row, index in zip(rows, alive, strict=True):
+                assert (row - want[index][starts[index] + step - 1]).abs().max() < 1e-4
+            going = [i for i, index in enumerate(alive) if starts[index] + step < len(texts[index])]
+            if not going:
+                break
+            alive = [alive[i] for i in going]
+            cache.keep(torch.tensor(going))
+            tokens = torch.tensor([texts[index][starts[index] + step] for index in alive])
+            rows = decoder.logits(decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache))))
+            cache.lengths += 1
+    assert step == max(len(text) - n for text, n in zip(texts, starts, strict=True))
 
 
 def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
@@ -67,8 +102,8 @@ def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_greedy_text_equals_transformers(variant: str, tiny_folder: Any) -> None:
     model = tiny.hf_model(variant)
-    got = greedy(oracle.ours(tiny_folder(variant), random_b=False), PROMPTS, 50)
-    for prompt, answer in zip(PROMPTS, got, strict=True):
+    got = greedy(oracle.ours(tiny_folder(variant), random_b=False), PROMPTS[1:3], 50)
+    for prompt, answer in zip(PROMPTS[1:3], got, strict=True):
         want = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -107,7 +142,7 @@ def test_nothing_is_written_past_the_context(llama: oracle.Ours) -> None:
     together = greedy(llama, [long, PROMPTS[0]], 40)
     assert [len(a) for a in together] == [6, 40]
     assert together[1] == greedy(llama, [PROMPTS[0]], 40)[0]
-    assert greedy(llama, [long[:1] * 255], 40) == [without_cache(llama, long[:1] * 255, 1)]
+    assert greedy(llama, [long[:1] * 255], 40) == [without_cache(llama, long[:1] * 255, Sampling(max_new_tokens=1))]
 
 
 @pytest.mark.parametrize("length", [0, 256, 300])

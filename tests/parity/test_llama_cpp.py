@@ -112,7 +112,7 @@ def test_top_token_on_a_thousand_positions(
     wandered = sum(t != top for w in written[1] for t, top in zip(w.tokens, w.top, strict=True))
     assert count >= 1000 and wandered > 50, "the drawn texts must leave the greedy path"
     assert share >= 0.97
-    assert gap < 1 and spread < 0.1  # where they differ it is between near-equals: 0.5 and 0.06 measured
+    assert gap < 1 and spread < 0.1  # where they differ it is between near-equals: 0.17 and 0.045 measured
 
 
 def log_probabilities(ours: oracle.Ours, answers: list[Written]) -> torch.Tensor:

@@ -14,9 +14,9 @@ from graftune.model.spec import ModelSpec
 
 
 class Cache:
-    def __init__(self, spec: ModelSpec, lengths: list[int], room: int, device: torch.device, dtype: torch.dtype):
-        """For sequences of `lengths` tokens each, with `room` more to come."""
-        shape = (len(lengths), spec.kv_heads, max(lengths) + room, spec.head_width)
+    def __init__(self, spec: ModelSpec, lengths: list[int], capacity: int, device: torch.device, dtype: torch.dtype):
+        """For sequences of `lengths` tokens each, none of which will grow past `capacity`."""
+        shape = (len(lengths), spec.kv_heads, capacity, spec.head_width)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.layers)]
         self.lengths = torch.tensor(lengths, device=device)

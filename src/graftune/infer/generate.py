@@ -35,9 +35,10 @@ def generate(
             )
     device, stops = decoder.device, set(stop_ids) | set(sampling.stop_ids)
     lengths = [len(p) for p in prompts]
-    room = min(sampling.max_new_tokens, decoder.spec.max_positions - max(lengths))
+    rooms = [min(sampling.max_new_tokens, decoder.spec.max_positions - n) for n in lengths]
+    capacity = max(n + room for n, room in zip(lengths, rooms, strict=True))
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache = Cache(decoder.spec, lengths, room, device, decoder.compute)
+    cache = Cache(decoder.spec, lengths, capacity, device, decoder.compute)
     answers: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     with torch.no_grad():
@@ -46,15 +47,19 @@ def generate(
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         run = decoder.begin(positions, Prefill(cache, tuple(lengths)), adapted=adapted)
         x = decoder.hidden(tokens, run, last)
-        for turn in range(room):
+        while True:
             chosen = choose(decoder.logits(x, adapted=adapted), sampling, generator)
             fresh = dict(zip(alive, chosen.tolist(), strict=True))
             on_tokens(fresh)
             for index, token in fresh.items():
                 if token not in stops:
                     answers[index].append(token)
-            going = [place for place, index in enumerate(alive) if fresh[index] not in stops]
-            if not going or turn == room - 1:
+            going = [
+                place
+                for place, index in enumerate(alive)
+                if fresh[index] not in stops and len(answers[index]) < rooms[index]
+            ]
+            if not going:
                 break
             if len(going) < len(alive):
                 places = torch.tensor(going, device=device)

@@ -24,6 +24,10 @@ from graftune.model.block import Dropout
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena
 
+# On a CPU the update goes over the arena piece by piece, as fast and with the same values: the temporaries of the whole
+# would be as large as the arena itself. A device prefers one launch.
+CPU_PIECE = 1 << 20
+
 
 class Span(NamedTuple):
     """A run of the arena that is clipped and decayed alike."""
@@ -40,7 +44,8 @@ class Step:
         self.decoder, self.arena = decoder, arena
         self.dropout, self.seed = dropout, seed
         self.segments = arena.segments(clip_mode)
-        self.spans = _spans(self.segments, arena.decayed)
+        piece = CPU_PIECE if arena.device.type == "cpu" else max(1, len(arena.weights))
+        self.spans = [part for span in _spans(self.segments, arena.decayed) for part in _pieces(span, piece)]
         self.row = torch.zeros(len(adamw.Hyper._fields), device=arena.device)
         self.hyper = adamw.Hyper(*self.row.unbind())
         self.loss_sum = torch.zeros((), device=arena.device)
@@ -93,3 +98,8 @@ def _spans(segments: list[list[slice]], decayed: int) -> list[Span]:
             if edge < part.stop:
                 spans.append(Span(slice(edge, part.stop), index, False))
     return spans
+
+
+def _pieces(span: Span, size: int) -> list[Span]:
+    starts = range(span.place.start, span.place.stop, size)
+    return [span._replace(place=slice(at, min(at + size, span.place.stop))) for at in starts]

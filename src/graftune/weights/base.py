@@ -275,12 +275,7 @@ def _open_folder(name: str, folder: Path) -> Base:
 
 def _download(name: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
     try:
@@ -291,7 +286,7 @@ def _download(name: str, revision: str) -> Path:
         raise GraftuneError(
             "is neither a file or folder here nor a model on the Hub", where=name, mend="check the name or log in"
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # whatever the HTTP client of the day raises: its classes differ between versions
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise GraftuneError(
             f"is no file or folder here, and the Hub could not be reached ({reason})",
