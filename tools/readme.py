@@ -43,8 +43,8 @@ def cpu() -> str:
 
 def rewritten(text: str) -> str:
     for name, make in (("settings", settings), ("cpu", cpu)):
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
-        text = re.sub(pattern, lambda m, make=make: m[1] + make() + m[2], text, count=1, flags=re.S)
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)"
+        text = re.sub(pattern, lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text, count=1, flags=re.S)
     return text
 
 

@@ -139,10 +139,14 @@ class Run:
         self._tokens = self._responses = self._micro = 0
         return stats
 
-    def evaluate(self, data: str | Dataset, *, adapted: bool = True) -> EvalResult:
-        """Loss and perplexity on response tokens, with the adapter or (adapted=False) without it."""
+    def evaluate(
+        self, data: str | Dataset, *, adapted: bool = True, on_progress: Callable[[int], None] = lambda done: None
+    ) -> EvalResult:
+        """Loss and perplexity on response tokens, with the adapter or (adapted=False) without it.
+
+        `on_progress` is called with the number of examples done."""
         data = self.prepare(data) if isinstance(data, str) else data
-        return evaluate(self.engine.decoder, data.examples, capacity=1024, adapted=adapted)
+        return evaluate(self.engine.decoder, data.examples, capacity=1024, adapted=adapted, between=on_progress)
 
     def generate(
         self,

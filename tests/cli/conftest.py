@@ -40,8 +40,13 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         return {"adapter": self.adapter}
 
-    def evaluate(self, data: str, *, adapted: bool = True) -> Any:
-        self._note("evaluate", data, adapted=adapted)
+    def prepare(self, data: str) -> Any:
+        self._note("prepare", data)
+        return SimpleNamespace(examples=[None] * 7)
+
+    def evaluate(self, data: Any, *, adapted: bool = True, on_progress: Any = None) -> Any:
+        self._note("evaluate", adapted=adapted)
+        on_progress(7)
         return SimpleNamespace(loss=0.5 if adapted else 2.0, perplexity=1.6, response_tokens=12345, examples=7)
 
     def chat(self, messages: Any, *, adapted: bool = True, on_text: Any = None, **how: Any) -> str:

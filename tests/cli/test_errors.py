@@ -134,7 +134,7 @@ def test_warnings_are_one_line(
     import warnings
 
     monkeypatch.setattr(engine, "describe", lambda: warnings.warn("slow here", stacklevel=1) or {"adapter": "a"})
-    assert main(["eval", "x", "y", "--base-too"]) == 0
+    assert main(["eval", "x", "y", "--base-too", "--quiet"]) == 0
     assert capsys.readouterr().err == "warning: slow here\n"
 
 

@@ -38,6 +38,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.close_connection = True  # hangs up without a word
             return
         if path.startswith("/api/models/me/tiny"):
+            if path == f"/api/models/me/tiny/tree/{COMMIT}":  # what newer clients ask instead of `siblings`
+                return self._send(json.dumps(self._tree()).encode())
             revision = path.removeprefix("/api/models/me/tiny").removeprefix("/revision/")
             if revision in ("", "main", COMMIT):
                 return self._send(json.dumps(self._described()).encode())
@@ -53,6 +55,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
         names = [{"rfilename": f.name} for f in sorted(self.folder.iterdir())]
         return {"_id": "1", "id": "me/tiny", "modelId": "me/tiny", "sha": COMMIT, "siblings": names, "private": False,
                 "tags": [], "downloads": 0, "likes": 0}  # fmt: skip
+
+    def _tree(self) -> list[dict[str, object]]:
+        return [
+            {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": hashlib.sha1(f.read_bytes()).hexdigest()}
+            for f in sorted(self.folder.iterdir())
+        ]
 
     def _send(self, body: bytes) -> None:
         self.send_response(200)

@@ -37,8 +37,9 @@ def evaluate(
     """
     console = Console(json=json, quiet=quiet)
     run = open_target(target, settings, console, needs_adapter="--base-too" if base_too else None)
-    tuned = _figures(run.evaluate(data))
-    base = _figures(run.evaluate(data, adapted=False)) if base_too else None
+    examples = run.prepare(data)
+    tuned = _figures(_with_progress(run, examples, console, True))
+    base = _figures(_with_progress(run, examples, console, False)) if base_too else None
     console.result({"target": target, "data": data, **tuned, **({"base": base} if base else {})})
     if not json:
         rows = [(name, value, *([base[name]] if base else [])) for name, value in tuned.items()]
@@ -48,6 +49,12 @@ def evaluate(
             [(name.replace("_", " "), *map(_shown, values)) for name, *values in rows],
         )
     return 0
+
+
+def _with_progress(run: Any, examples: Any, console: Console, adapted: bool) -> Any:
+    label = "evaluating" if adapted else "evaluating the base"
+    with console.progress(len(examples.examples), label=label) as bar:
+        return run.evaluate(examples, adapted=adapted, on_progress=bar.update)
 
 
 def _figures(result: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base, with_new_tokens
 
 CPU_MICRO_BATCH = 1024  # tokens: products are at full speed, activations stay small
+SAY_EVERY = 15.0  # seconds between two words from a long evaluation
 # Settings that do not change what a run computes, so that a resume may bring other values.
 FREE_ON_RESUME = ("threads", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records", "out")
 
@@ -84,6 +85,7 @@ def _prepared(config: Config, console: Console, folder: Path | None = None, made
     described = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter)
     reader = described.tokenizer
     path = config.data.data or str(sample_path())
+    console.note(f"reading {path}")
     whole = prepare(path, reader, config.data)
     if config.data.eval_data:
         training, validation = whole, prepare(config.data.eval_data, reader, config.data)
@@ -302,7 +304,7 @@ class Run:
             self.engine.decoder,
             self.validation.examples,
             capacity=self.config.train.tokens_per_micro_batch,
-            between=lambda _: self._between(),
+            between=self._told("validating"),
         )
         self._record(result)
         better = p.best_loss is None or result.loss < p.best_loss
@@ -392,6 +394,19 @@ class Run:
         if self.signal:
             self.console.note("stopping: saving a checkpoint")
             raise Interrupted
+
+    def _told(self, what: str) -> Callable[[int], None]:
+        """Between batches of what may take long: look for signals, and now and then say how far it is."""
+        total, last = len(self.validation.examples), time.monotonic()
+
+        def between(done: int) -> None:
+            nonlocal last
+            self._between()
+            if time.monotonic() - last > SAY_EVERY and done < total:
+                last = time.monotonic()
+                self.console.note(f"{what}: {done} of {total} examples")
+
+        return between
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

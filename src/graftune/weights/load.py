@@ -141,7 +141,7 @@ class _Placer:
         total = torch.zeros(table.in_features, dtype=torch.float64)
         for start in range(0, table.out_features, 4096):
             ids = torch.arange(start, min(start + 4096, table.out_features), device=self.runtime.device)
-            total += table.rows(ids).double().sum(0).cpu()
+            total += table.rows(ids).cpu().double().sum(0)
         self.arena.view(name, self.arena.weights).copy_((total / table.out_features).float())
         return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads))
 
