@@ -1,6 +1,6 @@
 """Writes the generated parts of README.md: the table of settings from the code, the benchmark table from its data.
 
-    python tools/readme.py          rewrites README.md in place; a test checks that nothing is left to rewrite
+python tools/readme.py          rewrites README.md in place; a test checks that nothing is left to rewrite
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def cpu() -> str:
         ours = next(n for n in speed if n.startswith("graftune"))
         dtype = ours.split()[-1]
         ratios = f"{result['ratio']} / {result['ratio_best']}"
-        columns = [f"{result['cpu']} ({dtype})", speed[ours], speed["PEFT bf16"], speed["PEFT fp32"], speed["floor"], ratios]
+        figures = [speed[name] for name in (ours, "PEFT bf16", "PEFT fp32", "floor")]
+        columns = [f"{result['cpu']} ({dtype})", *figures, ratios]
         lines.append("| " + " | ".join(map(str, columns)) + " |")
     return "\n".join(lines)
 

@@ -3,9 +3,9 @@ where the data set brings a scorer."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset
@@ -33,9 +33,9 @@ class Answers:
         self.stops = stop_ids(tokenizer, chat_format(tokenizer, whole.data))
         self.scored = bool(config.score and len(validation) and is_sample_hash(validation.sha256))
         count = max(config.samples, config.score_records if self.scored else 0)
-        records = list(zip(validation.examples, validation.prompts, validation.references, strict=True))
-        chosen = [r for r in records if r[1]][:count]
-        self.questions = [Question(prompt, _last_turn(prompt), reference) for _, prompt, reference in chosen]
+        records = zip(validation.prompts, validation.messages, validation.references, strict=True)
+        chosen = [r for r in records if r[0]][:count]
+        self.questions = [Question(prompt, _asked(turns, prompt), reference) for prompt, turns, reference in chosen]
         self.shown = min(config.samples, len(self.questions))
         self.length = config.sample_tokens
 
@@ -59,10 +59,6 @@ class Answers:
         return score_all([(q.reference, a) for q, a in zip(self.questions, answers, strict=True)])
 
 
-def _last_turn(prompt: str) -> str:
-    """The last lines of a rendered prompt that say something, without the template's marks."""
-    plain = re.sub(r"<\|?[^<>|\s]{1,24}\|?>|\[/?INST\]|</?s>", "\n", prompt)
-    lines = [line.strip() for line in plain.splitlines() if line.strip()]
-    while len(lines) > 1 and lines[-1].lower().strip(":# ") in ("assistant", "model", "response", "answer"):
-        lines.pop()
-    return lines[-1] if lines else prompt.strip()
+def _asked(messages: list[dict[str, Any]], prompt: str) -> str:
+    """What a person would recognise of a prompt: the last turn before the answer; plain text is its own."""
+    return str(messages[-1]["content"]).strip() if messages else prompt.strip()

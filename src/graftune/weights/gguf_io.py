@@ -223,8 +223,8 @@ class _Cursor:
             raise self.broken(f"tensor {name!r} has {dimensions} dimensions")
         shape = tuple(self.unpack("<Q") for _ in range(dimensions))[::-1]
         code, offset = self.unpack("<I"), self.unpack("<Q")
-        if any(not 0 < n < 2**40 for n in shape) or offset > self.size:
-            raise self.broken(f"tensor {name!r} lies outside the file")
+        if any(not 0 < n < 2**40 for n in shape):
+            raise self.broken(f"tensor {name!r} has the shape {list(shape)}")
         try:
             return name, shape, GGMLQuantizationType(code), offset
         except ValueError:

@@ -1,0 +1,170 @@
+"""Places that cannot be written to, and disks that fill up: one sentence, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.cli import main
+from graftune.train import checkpoint, loop
+from graftune.weights import safetensors_io
+from tests.bad_input.conftest import Refuse
+from tests.train.runs import SETTINGS, adapter_bytes
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the loss takes longer than these runs."""
+    monkeypatch.setattr(loop, "loss_plot", lambda *_: None)
+
+
+@pytest.fixture
+def base(tiny_folder) -> Path:
+    return tiny_folder("llama")
+
+
+def test_a_file_where_the_folder_should_be(base: Path, data: Path, tmp_path: Path, refuse: Refuse) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    for out in (file, file / "run", file / "deeper" / "run"):
+        assert f"{out}: cannot be written to" in refuse(base, data, out=out)
+    assert file.read_text() == "precious"
+
+
+def test_a_place_where_nobody_may_write(base: Path, data: Path, refuse: Refuse) -> None:
+    """Root may write to read-only folders, but not into /proc."""
+    if not Path("/proc/self").exists():
+        pytest.skip("no /proc here")
+    assert "cannot be written to" in refuse(base, data, out=Path("/proc/graftune/run"))
+
+
+def test_a_read_only_file_system(base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch) -> None:
+    def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert "cannot be written to (Read-only file system)" in refuse(base, data)
+
+
+def test_a_folder_that_holds_a_run(base: Path, data: Path, tmp_path: Path, refuse: Refuse, capsys) -> None:
+    out = tmp_path / "run"
+    line = ["train", str(base), str(data), *SETTINGS, "--max-steps", "1", "--quiet", "--out", str(out)]
+    assert main(line) == 0
+    capsys.readouterr()
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert "there is a run in this folder; resume it or choose another --out" in refuse(base, data, out=out)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_what_was_in_the_folder_stays(base: Path, data: Path, tmp_path: Path, refuse: Refuse) -> None:
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "notes.txt").write_text("precious")
+    refuse(base, data, "--device", "abacus", out=out)
+    assert [p.name for p in out.iterdir()] == ["notes.txt"]
+
+
+class FullDisk:
+    """From the n-th call on, what is written under a path that holds `word` meets a full disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: str, word: str, nth: int = 1):
+        self.word, self.left, self.full = word, nth, True
+        if place == "save_file":
+            real = safetensors_io.save_file
+            monkeypatch.setattr(safetensors_io, "save_file", lambda *a, **k: self._write(real, a[1], *a, **k))
+        elif place == "flush":
+            flush = safetensors_io.flush
+            monkeypatch.setattr(safetensors_io, "flush", lambda path: self._write(flush, path, path))
+        else:
+            write_text = Path.write_text
+            monkeypatch.setattr(Path, "write_text", lambda path, *a, **k: self._write(write_text, path, path, *a, **k))
+
+    def _write(self, real: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.full and self.word in str(path):
+            self.left -= 1
+            if self.left <= 0:
+                Path(path).with_name("half").write_bytes(b"half") if Path(path).parent.is_dir() else None
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> tuple[Path, Path]:
+    from tests.train.runs import write_data
+
+    root = tmp_path_factory.mktemp("straight")
+    data = write_data(root / "data.jsonl")
+    line = ["train", str(tiny_folder("llama")), str(data), *SETTINGS, "--max-steps", "7", "--quiet"]
+    assert main([*line, "--out", str(root / "run")]) == 0
+    return data, root / "run"
+
+
+@pytest.mark.parametrize("place", ["save_file", "flush", "write_text"])
+@pytest.mark.parametrize(("word", "nth"), [("step-0.part", 1), ("step-4.part", 1), ("adapter.part", 1)])
+def test_no_space_left(
+    place: str,
+    word: str,
+    nth: int,
+    base: Path,
+    straight: tuple[Path, Path],
+    tmp_path: Path,
+    refuse: Refuse,
+    monkeypatch,
+) -> None:
+    data, want = straight
+    disk = FullDisk(monkeypatch, place, word, nth)
+    run = tmp_path / "run"
+    text = refuse(base, data, "--max-steps", "7", out=run, keeps=True)
+    assert "no space left" in text and "free some" in text
+    assert not [p for p in run.rglob("*") if p.name.endswith(".part")], "nothing half-written"
+    assert not (run / "adapter").exists()
+    kept = checkpoint.steps(run / "checkpoints")
+    assert (max(kept) if kept else None) == {"step-0.part": None, "step-4.part": 3, "adapter.part": 7}[word]
+    disk.full = False
+    assert main(["train", "--resume", str(run), "--quiet"]) == 0
+    assert adapter_bytes(run) == adapter_bytes(want)
+
+
+def test_no_space_for_the_first_file(base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch) -> None:
+    """config.yaml cannot be written: the run has not begun, and its folder goes again."""
+    FullDisk(monkeypatch, "write_text", "config.yaml")
+    assert "no space left" in refuse(base, data, out=tmp_path / "deep" / "run")
+    shutil.rmtree(tmp_path / "deep" / "run", ignore_errors=True)  # holds the `half` that the test itself put there
+
+
+def test_no_space_for_the_log(base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch) -> None:
+    from graftune.observe.events import EventLog
+
+    real, calls = EventLog.emit, 0
+
+    def emit(self: EventLog, event: str, **fields: Any) -> None:
+        nonlocal calls
+        calls += event == "step"
+        if calls == 3:
+            calls += 1
+            self._file.write(b'{"event": "st')
+            self._file.flush()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, event, **fields)
+
+    monkeypatch.setattr(EventLog, "emit", emit)
+    assert "no space left" in refuse(base, data, out=tmp_path / "run", keeps=True)
+    assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0
+
+
+def test_safetensors_own_error_is_a_sentence_too(
+    base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch
+) -> None:
+    """A full disk under save_file comes as a SafetensorError with the number in its text."""
+    from safetensors import SafetensorError
+
+    def save_file(tensors: Any, path: str, metadata: Any = None) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors_io, "save_file", save_file)
+    assert "no space left" in refuse(base, data, out=tmp_path / "run", keeps=True)
