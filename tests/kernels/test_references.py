@@ -121,23 +121,29 @@ def test_lora_backward_refuses_shapes_that_do_not_fit():
 def test_lora_group(dtype):
     """Stacked A's, B's on their own columns, one projection of the fused output without an adapter."""
     x, down = torch.randn(9, 10).to(dtype), torch.randn(6, 10).to(dtype)
-    ups = [(slice(0, 4), torch.randn(4, 3).to(dtype)), (slice(6, 11), torch.randn(5, 3).to(dtype))]
+    ups = torch.randn(4, 3).to(dtype), torch.randn(5, 3).to(dtype)
+    up = torch.zeros(11, 6, dtype=dtype)
+    up[0:4, :3], up[6:11, 3:] = ups
     y, g = torch.randn(9, 11).to(dtype), torch.randn(9, 11).to(dtype)
-    leaves = [t.float().clone().requires_grad_() for t in (x, down, ups[0][1], ups[1][1])]
+    leaves = [t.float().clone().requires_grad_() for t in (x, down, *ups)]
     low = leaves[0] @ leaves[1].t()
-    added = torch.zeros(9, 11)
-    want = y.float() + torch.cat((low[:, :3] @ leaves[2].t() * 0.7, added[:, 4:6], low[:, 3:] @ leaves[3].t() * 0.7), 1)
+    nothing = torch.zeros(9, 2)
+    want = y.float() + torch.cat((low[:, :3] @ leaves[2].t() * 0.7, nothing, low[:, 3:] @ leaves[3].t() * 0.7), 1)
     want.backward(g.float())
     got = y.clone()
-    h = lora_linear.forward(got, x, down, ups, 0.7)
+    h = lora_linear.forward(got, x, down, up, 0.7)
     close(got, want, dtype)
-    grad_ups, grad_down = [torch.ones(4, 3), torch.ones(5, 3)], torch.ones(6, 10)
-    low_grad = lora_linear.up_backward(g, h, ups, 0.7, grad_ups)
+    parts = [
+        lora_linear.Part(slice(0, 4), slice(0, 3), torch.ones(4, 3)),
+        lora_linear.Part(slice(6, 11), slice(3, 6), torch.ones(5, 3)),
+    ]
+    grad_down = torch.ones(6, 10)
+    low_grad = lora_linear.up_backward(g, h, up, 0.7, parts)
     lora_linear.down_backward(low_grad, x, grad_down)
     close(low_grad @ down, leaves[0].grad, dtype)
     close(grad_down - 1, leaves[1].grad, dtype)
-    close(grad_ups[0] - 1, leaves[2].grad, dtype)
-    close(grad_ups[1] - 1, leaves[3].grad, dtype)
+    close(parts[0].grad_up - 1, leaves[2].grad, dtype)
+    close(parts[1].grad_up - 1, leaves[3].grad, dtype)
 
 
 class Table:

@@ -203,7 +203,7 @@ def _adapt(block: Block, name: str, y: torch.Tensor, x: torch.Tensor, run: Pass)
         return x.new_empty(0)
     if run.dropout is not None:
         x = run.dropout.apply(x, block, name)
-    return lora_linear.forward(y, x, group.down, group.ups, group.scale)
+    return lora_linear.forward(y, x, group.down, group.up, group.scale)
 
 
 def _adapt_backward(
@@ -214,7 +214,7 @@ def _adapt_backward(
     group = block.lora.get(name)
     if group is None or not run.adapted:
         return None
-    g = lora_linear.up_backward(grad_y, low, group.ups, group.scale, group.grad_ups)
+    g = lora_linear.up_backward(grad_y, low, group.up, group.scale, group.parts)
     if grad_x is not None and run.dropout is None:
         grad_x.addmm_(g, group.down)
     elif grad_x is not None and run.dropout is not None:

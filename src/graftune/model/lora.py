@@ -11,6 +11,7 @@ that the stacked A is itself a view. What AdamW must not decay (norms) comes las
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from graftune.config import LoraConfig, expand_targets
-from graftune.kernels.lora_linear import Up
+from graftune.kernels.lora_linear import Part
 from graftune.model.spec import ModelSpec
 
 GROUPS = {
@@ -47,12 +48,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class LoraGroup:
-    """Adapters of projections with one input: stacked A, each B with the output columns it writes, their gradients."""
+    """Adapters of projections with one input: stacked A, B's on the diagonal of one matrix, and their gradients."""
 
     down: torch.Tensor  # [R * projections, in], compute dtype
-    ups: Sequence[Up]
+    up: torch.Tensor  # [out of the whole group, R * projections], compute dtype
     grad_down: torch.Tensor  # fp32
-    grad_ups: Sequence[torch.Tensor]
+    parts: Sequence[Part]
     scale: float
 
 
@@ -66,6 +67,7 @@ class Arena:
     m: torch.Tensor = field(init=False)
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (to, from), renewed by `publish`
 
     def __post_init__(self) -> None:
         size = max((slot.stop for slot in self.slots.values()), default=0)
@@ -77,17 +79,19 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        copies = 0 if self.compute is self.weights else self.compute.nbytes
-        return 4 * self.weights.nbytes + copies
+        own = 0 if self.compute is self.weights else self.compute.nbytes
+        return 4 * self.weights.nbytes + own + sum(source.nbytes for _, source in self.copies)
 
     def view(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         slot = self.slots[name]
         return buffer[slot.start : slot.stop].view(slot.shape)
 
     def publish(self) -> None:
-        """Bring the compute copy up to date after the weights have changed."""
+        """Bring what products read up to date after the weights have changed."""
         if self.compute is not self.weights:
             self.compute.copy_(self.weights)
+        for target, source in self.copies:
+            target.copy_(source)
 
     @property
     def decayed(self) -> int:
@@ -182,17 +186,32 @@ def lora_groups(arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int) -
         first = arena.slots[adapter_name(layer, members[0], "A")]
         last = arena.slots[adapter_name(layer, members[-1], "A")]
         stacked, width = slice(first.start, last.stop), first.shape[1]
-        columns, at = {}, 0
-        for projection in group:
-            out = spec.projections[projection][0]
-            columns[projection] = slice(at, at + out)
-            at += out
-        bs = [adapter_name(layer, p, "B") for p in members]
+        up, parts = _diagonal(arena, spec, config, layer, group, members)
         found[name] = LoraGroup(
             down=arena.compute[stacked].view(-1, width),
-            ups=[(columns[p], arena.view(b, arena.compute)) for p, b in zip(members, bs, strict=True)],
+            up=up,
             grad_down=arena.grads[stacked].view(-1, width),
-            grad_ups=[arena.view(b, arena.grads) for b in bs],
+            parts=parts,
             scale=scaling(config),
         )
     return found
+
+
+def _diagonal(
+    arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int, group: Sequence[str], members: Sequence[str]
+) -> tuple[torch.Tensor, list[Part]]:
+    """The group's B's as one matrix: a lone B is the arena's own view, several are copied onto a diagonal."""
+    ends = list(itertools.accumulate(spec.projections[p][0] for p in group))
+    columns = {p: slice(end - spec.projections[p][0], end) for p, end in zip(group, ends, strict=True)}
+    parts = []
+    for index, projection in enumerate(members):
+        ranks = slice(index * config.rank, (index + 1) * config.rank)
+        name = adapter_name(layer, projection, "B")
+        parts.append(Part(columns[projection], ranks, arena.view(name, arena.grads)))
+    sources = [arena.view(adapter_name(layer, p, "B"), arena.compute) for p in members]
+    if len(group) == 1:
+        return sources[0], parts
+    up = torch.zeros(ends[-1], len(members) * config.rank, dtype=arena.compute_dtype, device=arena.device)
+    for part, source in zip(parts, sources, strict=True):
+        arena.copies.append((up[part.columns, part.ranks].copy_(source), source))
+    return up, parts

@@ -10,9 +10,9 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels.lora_linear import reference
-from graftune.kernels.lora_linear.reference import Up, down_backward, forward, up_backward
+from graftune.kernels.lora_linear.reference import Part, down_backward, forward, up_backward
 
-__all__ = ["Up", "backward", "down_backward", "forward", "up_backward"]
+__all__ = ["Part", "backward", "down_backward", "forward", "up_backward"]
 
 
 def backward(

@@ -3,52 +3,52 @@
     A (down) [R, in]    B (up) [out, R]    h = x A'    g = s * dY B
     dB = s * dY' h      dA = g' x          dX += g A
 
-The backward comes in two halves, because x may be at hand only after dX is (SwiGLU's backward recomputes it).
-Projections that read the same x (q, k, v; gate, up) form a group: their A's are stacked so that x is read once.
-s is alpha/rank, applied in the products and never baked into B: an adapter on disk is the adapter that trains.
+Projections that read the same x (q, k, v; gate, up) form a group: their A's are stacked, and their B's stand on the
+diagonal of one [out, R * projections] matrix. So x, y and dY are each touched once for the whole group; multiplying
+the zeros beside the diagonal costs less than touching them once a projection. The backward comes in two halves,
+because x may be at hand only after dX is (SwiGLU's backward recomputes it). s is alpha/rank, applied in the products
+and never baked into B: an adapter on disk is the adapter that trains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-Up = tuple[slice, torch.Tensor]  # columns of y that this projection writes, and its B [out, R]
+
+class Part(NamedTuple):
+    """One projection of a group: its columns of y, its columns of h, and where its dB [out, R] adds up (fp32)."""
+
+    columns: slice
+    ranks: slice
+    grad_up: torch.Tensor
 
 
-def forward(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, ups: Sequence[Up], scale: float) -> torch.Tensor:
+def forward(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
     """Adds the group's product into y [T, out] in place; returns h [T, R * projections], which the backward needs."""
     h = x @ down.t()
-    for (columns, up), part in zip(ups, h.chunk(len(ups), 1), strict=True):
-        y[:, columns].addmm_(part, up.t(), alpha=scale)
+    y.addmm_(h, up.t(), alpha=scale)
     return h
 
 
 def up_backward(
-    grad_y: torch.Tensor, h: torch.Tensor, ups: Sequence[Up], scale: float, grad_ups: Sequence[torch.Tensor]
+    grad_y: torch.Tensor, h: torch.Tensor, up: torch.Tensor, scale: float, parts: Sequence[Part]
 ) -> torch.Tensor:
-    """First half: adds dB of each projection into `grad_ups` (fp32) and returns g [T, R * projections]."""
-    g = torch.empty_like(h)
-    parts = zip(ups, grad_ups, h.chunk(len(ups), 1), g.chunk(len(ups), 1), strict=True)
-    for (columns, up), grad_up, h_part, g_part in parts:
-        grad = grad_y[:, columns]
-        accumulate(grad_up, grad.t(), h_part, scale)
-        g_part.copy_((grad @ up).mul_(scale))
-    return g
+    """First half: adds each projection's dB and returns g [T, R * projections]."""
+    joint = h.t() @ grad_y  # [R * projections, out]; only the diagonal blocks are wanted
+    for columns, ranks, grad_up in parts:
+        grad_up.add_(joint[ranks, columns].t(), alpha=scale)
+    return (grad_y @ up).mul_(scale)
 
 
 def down_backward(g: torch.Tensor, x: torch.Tensor, grad_down: torch.Tensor) -> None:
     """Second half: adds dA = g' x into `grad_down` (fp32)."""
-    accumulate(grad_down, g.t(), x, 1.0)
-
-
-def accumulate(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """into += scale * a @ b, `into` in fp32 whatever the factors are."""
-    if a.dtype == into.dtype:
-        into.addmm_(a, b, alpha=scale)
+    if g.dtype == grad_down.dtype:
+        grad_down.addmm_(g.t(), x)
     else:
-        into.add_(a @ b, alpha=scale)
+        grad_down.add_(g.t() @ x)
 
 
 def backward(
