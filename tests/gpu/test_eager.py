@@ -28,6 +28,7 @@ def test_gradients_equal_the_cpus(variant, tiny_folder):
     cpu = oracle.ours(tiny_folder(variant), lora)
     gpu = oracle.ours(tiny_folder(variant), lora, device="cuda")
     gpu.arena.weights.copy_(cpu.arena.weights)
+    gpu.arena.publish()
     figures = []
     for side in (cpu, gpu):
         step = Step(side.decoder, side.arena)

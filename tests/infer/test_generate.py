@@ -52,10 +52,10 @@ def test_the_cache_changes_nothing(ours: oracle.Ours) -> None:
     """Greedily, and drawn hot: a tiny tied model left to itself soon repeats one token."""
     for seed, (prompt, adapted) in enumerate(zip(PROMPTS, [True, True, False, True], strict=True)):
         for temperature in (0.0, 4.0):
-            sampling = Sampling(max_new_tokens=12, temperature=temperature, seed=seed)
+            sampling = Sampling(max_new_tokens=8, temperature=temperature, seed=seed)
             (got,) = generate(ours.decoder, [prompt], sampling, (), adapted=adapted)
             assert got == without_cache(ours, prompt, sampling, adapted)
-        assert len(set(got)) > 5
+        assert len(set(got)) > 3
 
 
 def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:

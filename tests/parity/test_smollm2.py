@@ -1,7 +1,8 @@
 """The real default base: a Q4_1 GGUF read by us against transformers over the same dequantised values.
 
-Tiny random models prove the formulas; this proves the file: Q and K rows put back in order, every tensor under its
-name, epsilon and rope base from the metadata, and that the fp32 sums of thirty layers stay close.
+Tiny random models prove the formulas; this proves them at size: thirty layers of fp32 sums, every tensor of the file
+taken, blocks kept in the file. What the loader itself reads off the file (row order of Q and K, rope base, epsilon) the
+two sides share here; test_llama_cpp.py judges that.
 """
 
 from __future__ import annotations
