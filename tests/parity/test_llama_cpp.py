@@ -23,10 +23,34 @@ from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
 from tests import oracle
 
-# Questions with one likely answer, code, and sentences to copy. On open questions ("Describe Lisbon") SmolLM2 is so
-# often undecided that llama.cpp does not agree with itself: its key cache in fp16 or fp32 changed 3.2% of the top
-# tokens and 7 of 20 answers; against it we measured 96.5% to 97.0% there.
-QUESTIONS = (
+# Two sets of prompts, and both are judged. OPEN is the one we started with. SmolLM2 is so often undecided on it that
+# llama.cpp does not agree with itself: a key cache in fp32 without flash attention instead of its default changes 3.2%
+# of its top tokens and 7 of 20 answers. We measured 96.8% to 97.0% and 15 of 20 against the default, 96.5% and 10 of 20 against
+# the other, so its limits below leave room for that noise. PLAIN was chosen after that, for being decided: one likely
+# answer, code, sentences to copy. It is the easier set, and holds the full limits: 98.7% and 19 of 20.
+OPEN = (
+    "Tell me how a bicycle stays upright.",
+    "Write a short story about a fox who learns to swim.",
+    "Explain photosynthesis to a child.",
+    "Give me three tips for growing tomatoes.",
+    "What causes the seasons?",
+    "Describe the city of Lisbon.",
+    "How do I bake bread without yeast?",
+    "Write a poem about winter mornings.",
+    "What is the difference between a virus and a bacterium?",
+    "Summarise the story of Romeo and Juliet.",
+    "Write a Python function that reverses a list.",
+    "Why is the sky blue?",
+    "List five animals that sleep in winter.",
+    "How does a refrigerator work?",
+    "Write a letter of thanks to a teacher.",
+    "What should I pack for a week of hiking?",
+    "Explain what inflation means.",
+    "How are mountains formed?",
+    "Give me advice for a job interview.",
+    "Tell me about the history of chess.",
+)
+PLAIN = (
     "What is the capital of France?",
     "List the months of the year in order.",
     "Write a Python function that reverses a list.",
@@ -48,6 +72,7 @@ QUESTIONS = (
     "Repeat this sentence: Please close the window before it starts to rain.",
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
+LIMITS = {"open": (0.95, 8), "plain": (0.97, 15)}  # share of equal top tokens; answers equal over 16 tokens
 GREEDY, DRAWN = 40, 30
 
 
@@ -61,9 +86,15 @@ class Written:
     logprob: list[float]
 
 
+@pytest.fixture(scope="module", params=["open", "plain"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def prompts(smollm2_ours: oracle.Ours) -> list[list[int]]:
-    turns = (f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in QUESTIONS)
+def prompts(smollm2_ours: oracle.Ours, kind: str) -> list[list[int]]:
+    questions = {"open": OPEN, "plain": PLAIN}[kind]
+    turns = (f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions)
     return [smollm2_ours.base.tokenizer.encode(text) for text in turns]
 
 
@@ -95,7 +126,7 @@ def written(smollm2: Path, prompts: list[list[int]]) -> tuple[list[Written], lis
 
 
 def test_top_token_on_a_thousand_positions(
-    smollm2_ours: oracle.Ours, written: tuple[list[Written], list[Written]]
+    smollm2_ours: oracle.Ours, written: tuple[list[Written], list[Written]], kind: str
 ) -> None:
     agreed, gaps, noise = [], [], []
     for answers in written:
@@ -111,8 +142,8 @@ def test_top_token_on_a_thousand_positions(
     print(f"largest gap where it differs {gap:.2f}; top token's log-probability differs by {spread:.3f} (std)")
     wandered = sum(t != top for w in written[1] for t, top in zip(w.tokens, w.top, strict=True))
     assert count >= 1000 and wandered > 50, "the drawn texts must leave the greedy path"
-    assert share >= 0.97
-    assert gap < 1 and spread < 0.1  # where they differ it is between near-equals: 0.17 and 0.045 measured
+    assert share >= LIMITS[kind][0]
+    assert gap < 1 and spread < 0.1  # where they differ it is between near-equals: 0.17 and 0.045 measured on PLAIN
 
 
 def log_probabilities(ours: oracle.Ours, answers: list[Written]) -> torch.Tensor:
@@ -131,10 +162,10 @@ def log_probabilities(ours: oracle.Ours, answers: list[Written]) -> torch.Tensor
 
 
 def test_first_greedy_tokens(
-    smollm2_ours: oracle.Ours, prompts: list[list[int]], written: tuple[list[Written], list[Written]]
+    smollm2_ours: oracle.Ours, prompts: list[list[int]], written: tuple[list[Written], list[Written]], kind: str
 ) -> None:
     stops = smollm2_ours.base.tokenizer.stop_ids
     got = generate(smollm2_ours.decoder, prompts, Sampling(max_new_tokens=16), stops, adapted=False)
     same = sum(g == [t for t in w.tokens[:16] if t not in stops] for g, w in zip(got, written[0], strict=True))
     print(f"same first 16 tokens: {same} of {len(prompts)}")
-    assert same >= 15
+    assert same >= LIMITS[kind][1]
