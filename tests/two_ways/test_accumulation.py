@@ -209,10 +209,13 @@ def test_dropout_has_one_mask_forward_and_backward(tiny_folder: Folder) -> None:
     grads = ours.arena.grads.clone()
 
     def loss(shift: torch.Tensor) -> float:
+        kept = ours.arena.weights.clone()
         ours.arena.weights += shift
+        ours.arena.publish()
         step.discard()
         step.micro_step(data, draw=11)
-        ours.arena.weights -= shift
+        ours.arena.weights.copy_(kept)
+        ours.arena.publish()
         return float(step.loss_sum)
 
     for place in range(4):

@@ -109,10 +109,8 @@ def test_kill_nine_at_ten_random_moments(bench: Bench) -> None:
 
 PLACES = {
     "before the first checkpoint": [("micro_step", 1)],
-    "amid the first answers' log line": [("emit", 2)],
-    "in the first evaluation": [("evaluation", 1)],
-    "first checkpoint: tensors written": [("fsync", 1)],
-    "first checkpoint: not yet renamed": [("rename", 1)],
+    "amid the first answers' log line, then in the first evaluation": [("emit", 2), ("evaluation", 1)],
+    "first checkpoint: written, then not yet renamed": [("fsync", 1), ("rename", 1)],
     "a later checkpoint, then at once again": [("fsync", 11), ("fsync", 2), ("rename", 1)],
     "between the micro-batches of a step": [("micro_step", 10), ("micro_step", 2)],
     "after backward, before the update": [("update_step", 8)],
@@ -254,6 +252,8 @@ def test_damaged_checkpoint(bench: Bench, stopped: Path, damage: str) -> None:
     else:
         tensors.unlink()
     assert "this checkpoint is damaged" in (text := refused(bench, stopped)) and str(last) in text
+    if damage != "cut":
+        return
     shutil.rmtree(last)  # as the sentence advises
     assert bench.resume(stopped) == 0, bench.said()
     bench.check(stopped)
