@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-
-import readme
+readme = importlib.import_module("readme")
 
 TEXT = (ROOT / "README.md").read_text()
 

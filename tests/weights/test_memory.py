@@ -45,11 +45,8 @@ q = sum(spec.projections[p][0] for p in ("q_proj", "k_proj", "v_proj"))
 saved = tokens * 4 * (2 * spec.width + q + spec.heads * spec.head_width + 2 * spec.ffn + 7 * rank + 64)
 logits = 4 * batch.response_tokens * spec.vocab * 4
 pieces = 5 * MAPPED_ROWS_BYTES
-# B's that share an input stand on the diagonal of one matrix; Arena.nbytes counts the B's in it, not the zeros beside.
-groups = [group for block in run.engine.decoder.blocks for group in block.lora.values() if len(group.parts) > 1]
-zeros = sum(g.up.nbytes for g in groups) - sum(source.nbytes for _, source in run.engine.arena.copies)
 print(json.dumps({"at_start": at_start, "peak": peak_resident_bytes(), "loss": loss,
-    "arena": run.engine.arena.nbytes + zeros, "activations": (spec.layers + 4) * saved + logits + pieces}))
+    "arena": run.engine.arena.nbytes, "activations": (spec.layers + 4) * saved + logits + pieces}))
 """
 
 

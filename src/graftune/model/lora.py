@@ -67,6 +67,7 @@ class Arena:
     m: torch.Tensor = field(init=False)
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
+    diagonals: list[torch.Tensor] = field(default_factory=list)  # the B's of groups, see `_diagonal`
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (to, from), renewed by `publish`
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Arena:
     @property
     def nbytes(self) -> int:
         own = 0 if self.compute is self.weights else self.compute.nbytes
-        return 4 * self.weights.nbytes + own + sum(source.nbytes for _, source in self.copies)
+        return 4 * self.weights.nbytes + own + sum(up.nbytes for up in self.diagonals)
 
     def view(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         slot = self.slots[name]
@@ -212,6 +213,7 @@ def _diagonal(
     if len(group) == 1:
         return sources[0], parts
     up = torch.zeros(ends[-1], len(members) * config.rank, dtype=arena.compute_dtype, device=arena.device)
+    arena.diagonals.append(up)
     for part, source in zip(parts, sources, strict=True):
         arena.copies.append((up[part.columns, part.ranks].copy_(source), source))
     return up, parts

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,9 +25,8 @@ import torch
 from graftune import __version__
 from graftune.batch import PackedBatch
 from graftune.config import Config
-from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.loader import Loader
-from graftune.data.sample import ScoreReport, sample_path
+from graftune.data.sample import ScoreReport
 from graftune.errors import GraftuneError
 from graftune.observe.console import Answer, Console
 from graftune.observe.console import Progress as Bar
@@ -38,17 +37,12 @@ from graftune.observe.speed import Meter
 from graftune.train import checkpoint
 from graftune.train.answers import Answers
 from graftune.train.checkpoint import Progress
-from graftune.train.engine import Engine, open_engine, with_template
 from graftune.train.evaluate import EvalResult, evaluate
+from graftune.train.prepare import FREE_ON_RESUME, Prepared, prepare_run, removed_unless_started, stored_config
 from graftune.train.schedule import learning_rate
 from graftune.train.step import Step
-from graftune.weights.adapter import load_adapter
-from graftune.weights.base import open_base, with_new_tokens
 
-CPU_MICRO_BATCH = 1024  # tokens: products are at full speed, activations stay small
 SAY_EVERY = 15.0  # seconds between two words from a long evaluation
-# Settings that do not change what a run computes, so that a resume may bring other values.
-FREE_ON_RESUME = ("threads", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records", "out")
 
 
 @dataclass
@@ -70,61 +64,23 @@ def train(
     config: Config, *, console: Console, resume: str | None = None, overrides: dict[str, Any] | None = None
 ) -> TrainResult:
     if resume is not None:
-        return _resumed(Path(resume), overrides or {}, console).go()
-    with _kept_if_started() as made:
-        run = _prepared(config, console, made=made)
+        folder = Path(resume)
+        run = Run(prepare_run(stored_config(folder, overrides or {}), console, folder), console)
+        run.take_up()
+        return run.go()
+    with removed_unless_started() as made:
+        run = Run(prepare_run(config, console, made=made), console)
         run.start()
     return run.go()
-
-
-def _prepared(config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None) -> Run:
-    """Data first: its mistakes are the common ones and show before the model is loaded."""
-    base = open_base(config.base.base, config.base.revision)
-    adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
-    new_tokens = adapter.lora.new_tokens if adapter else config.lora.new_tokens
-    described = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter)
-    reader = described.tokenizer
-    path = config.data.data or str(sample_path())
-    console.note(f"reading {path}")
-    whole = prepare(path, reader, config.data)
-    if config.data.eval_data:
-        training, validation = whole, prepare(config.data.eval_data, reader, config.data)
-    else:
-        training, validation = split(whole, config.data.val_split, config.train.seed)
-    _tell_data(console, whole, training, validation)
-    folder = folder or _new_folder(config, path, [] if made is None else made)
-    engine = open_engine(config, console, base=base)
-    longest = max(len(e.tokens) for e in training.examples)
-    capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, CPU_MICRO_BATCH)
-    capacity = max(capacity, longest)
-    engine.config = engine.config.replace(tokens_per_micro_batch=capacity, out=str(folder))
-    return Run(folder, engine, training, validation, console)
-
-
-def _resumed(folder: Path, overrides: dict[str, Any], console: Console) -> Run:
-    if not (folder / "config.yaml").exists():
-        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
-    config = Config.load(folder / "config.yaml")
-    stored, asked = config.flat(), Config.of(config.flat(), overrides).flat()
-    changed = [name for name in overrides if asked[name] != stored[name] and name not in FREE_ON_RESUME]
-    if changed:
-        name = changed[0]
-        raise GraftuneError(
-            f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
-            where=str(folder),
-            mend="resume without it, or start a new run",
-        )
-    run = _prepared(Config.of(asked), console, folder)
-    run.take_up()
-    return run
 
 
 class Run:
     """One training run in its folder."""
 
-    def __init__(self, folder: Path, engine: Engine, training: Dataset, validation: Dataset, console: Console):
-        self.folder, self.engine, self.console = folder, engine, console
-        self.training, self.validation = training, validation
+    def __init__(self, prepared: Prepared, console: Console):
+        self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
+        self.training, self.validation = training, validation = prepared.training, prepared.validation
+        engine = prepared.engine
         self.config = config = engine.config
         self.progress = Progress()
         self.step = Step(
@@ -146,7 +102,7 @@ class Run:
         self.total = min(config.train.max_steps or planned, planned)
         self.answers = Answers(validation, config, engine.tokenizer)
         self.base_answers: list[str] = []
-        self.checkpoints = folder / "checkpoints"
+        self.checkpoints = self.folder / "checkpoints"
         examples = [(e.tokens, e.supervised) for e in (*training.examples, *validation.examples)]
         self.examples_sha256 = _digest(json.dumps(examples))
         self.signal = 0
@@ -442,56 +398,6 @@ class Run:
             f"{self.total} steps of up to {train_.tokens_per_step} tokens in micro-batches of "
             f"{train_.tokens_per_micro_batch}; run folder {self.folder}"
         )
-
-
-def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
-    summary = whole.summary
-    console.note(
-        f"data: {len(training)} examples to train on, {len(validation)} to validate, {summary.tokens} tokens, "
-        f"{summary.supervised_share:.0%} of them trained"
-    )
-    for reason, count in {**summary.refused, **summary.dropped}.items():
-        console.warn(f"{count} rows left out: {reason}")
-    for reason, count in summary.truncated.items():
-        console.warn(f"{count} examples shortened: {reason}")
-    for text, count in summary.notes.items():
-        console.note(f"{text} ({count} rows)")
-
-
-@contextmanager
-def _kept_if_started() -> Iterator[list[Path]]:
-    """What is put into the list is taken away again if the run does not come to its start."""
-    made: list[Path] = []
-    try:
-        yield made
-    except BaseException:
-        for path in reversed(made):
-            with suppress(OSError):  # somebody else's file in the folder, or one that was never written
-                path.rmdir() if path.is_dir() else path.unlink()
-        raise
-
-
-def _new_folder(config: Config, data: str, made: list[Path]) -> Path:
-    """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
-    chosen = config.run.out or f"runs/{Path(data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(chosen)
-    if (folder / "config.yaml").exists():
-        raise GraftuneError(
-            "there is a run in this folder", where=str(folder), mend="resume it or choose another --out"
-        )
-    try:
-        for path in (*reversed(folder.parents), folder):
-            if not path.is_dir():
-                path.mkdir()
-                made.append(path)
-        new = [f for f in ("metrics.jsonl", "config.yaml.part", "config.yaml") if not (folder / f).exists()]
-        made.extend(folder / name for name in new)
-        (folder / "metrics.jsonl").touch()
-    except OSError as error:
-        raise GraftuneError(
-            f"cannot be written to ({error.strerror})", where=str(folder), mend="choose another folder with --out"
-        ) from None
-    return folder
 
 
 def _digest(text: str) -> str:

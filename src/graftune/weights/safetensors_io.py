@@ -98,6 +98,9 @@ def write(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
             raise
         code = int(number[1] or number[2])
         raise OSError(code, os.strerror(code), str(path)) from None
+    umask = os.umask(0)
+    os.umask(umask)
+    aside.chmod(0o666 & ~umask)  # the package makes files only their owner can read
     flush(aside)
     os.replace(aside, path)
 

@@ -1,0 +1,137 @@
+"""Before the first step: the data, the folder and the engine of a run, each mistake found as early as it can be.
+
+Data comes first, because its mistakes are the common ones; then the folder, so that a read-only disk shows before the
+model is loaded. What was made for a run that does not come to its start is taken away again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graftune.config import Config
+from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.sample import sample_path
+from graftune.errors import GraftuneError
+from graftune.observe.console import Console
+from graftune.train.engine import Engine, open_engine, with_template
+from graftune.weights.adapter import load_adapter
+from graftune.weights.base import open_base, with_new_tokens
+
+MICRO_BATCH = 1024  # tokens, where the user leaves it to us: products are at full speed, activations stay small
+# Settings that do not change what a run computes, so that a resume may bring other values.
+FREE_ON_RESUME = ("threads", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records", "out")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    folder: Path
+    engine: Engine
+    training: Dataset
+    validation: Dataset
+
+
+def prepare_run(
+    config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None
+) -> Prepared:
+    """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
+    config = with_full_paths(config)
+    base = open_base(config.base.base, config.base.revision)
+    adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
+    new_tokens = adapter.lora.new_tokens if adapter else config.lora.new_tokens
+    reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
+    path = config.data.data or str(sample_path())
+    console.note(f"reading {path}")
+    whole = prepare(path, reader, config.data)
+    if config.data.eval_data:
+        training, validation = whole, prepare(config.data.eval_data, reader, config.data)
+    else:
+        training, validation = split(whole, config.data.val_split, config.train.seed)
+    _tell_data(console, whole, training, validation)
+    folder = folder or _new_folder(config, path, [] if made is None else made)
+    engine = open_engine(config, console, base=base)
+    longest = max(len(e.tokens) for e in training.examples)
+    capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, MICRO_BATCH)
+    engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
+    return Prepared(folder, engine, training, validation)
+
+
+def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
+    """A run's own settings, with those that may change on a resume; any other change is refused by name."""
+    if not (folder / "config.yaml").exists():
+        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
+    config = Config.load(folder / "config.yaml")
+    stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
+    for name in overrides:
+        if asked[name] != stored[name] and name not in FREE_ON_RESUME:
+            raise GraftuneError(
+                f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
+                where=str(folder),
+                mend="resume without it, or start a new run",
+            )
+    return Config.of(asked)
+
+
+def with_full_paths(config: Config) -> Config:
+    """Files and folders of the user's by their full path, so that a run can be resumed from anywhere."""
+    names = ("base", "data", "eval_data", "template", "adapter")
+    values = {name: value for name, value in config.flat().items() if name in names and value}
+    return config.replace(**{n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)})
+
+
+def _exists(value: str) -> bool:
+    return Path(value).expanduser().exists() and value not in ("auto", "none")
+
+
+def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
+    summary = whole.summary
+    console.note(
+        f"data: {len(training)} examples to train on, {len(validation)} to validate, {summary.tokens} tokens, "
+        f"{summary.supervised_share:.0%} of them trained"
+    )
+    for reason, count in {**summary.refused, **summary.dropped}.items():
+        console.warn(f"{count} rows left out: {reason}")
+    for reason, count in summary.truncated.items():
+        console.warn(f"{count} examples shortened: {reason}")
+    for text, count in summary.notes.items():
+        console.note(f"{text} ({count} rows)")
+
+
+@contextmanager
+def removed_unless_started() -> Iterator[list[Path]]:
+    """What is put into the list is taken away again if the run does not come to its start."""
+    made: list[Path] = []
+    try:
+        yield made
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):  # somebody else's file in the folder, or one that was never written
+                path.rmdir() if path.is_dir() else path.unlink()
+        raise
+
+
+def _new_folder(config: Config, data: str, made: list[Path]) -> Path:
+    """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
+    chosen = config.run.out or f"runs/{Path(data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(chosen)
+    if (folder / "config.yaml").exists():
+        raise GraftuneError(
+            "there is a run in this folder", where=str(folder), mend="resume it or choose another --out"
+        )
+    try:
+        for path in (*reversed(folder.parents), folder):
+            if not path.is_dir():
+                path.mkdir()
+                made.append(path)
+        new = [f for f in ("metrics.jsonl", "config.yaml.part", "config.yaml") if not (folder / f).exists()]
+        made.extend(folder / name for name in new)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise GraftuneError(
+            f"cannot be written to ({error.strerror})", where=str(folder), mend="choose another folder with --out"
+        ) from None
+    return folder
