@@ -32,7 +32,7 @@ from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.speed import Meter
 from graftune.tokenizer import Tokenizer
-from graftune.train.engine import Engine, find_base, open_engine
+from graftune.train.engine import Engine, adapter_folder, is_run, open_engine, with_adapter
 from graftune.train.evaluate import EvalResult, evaluate
 from graftune.train.loop import TrainResult, train
 from graftune.train.step import Step
@@ -47,28 +47,18 @@ def open(base: str = "", *, adapter: str = "", console: Console | None = None, *
     `settings` are those of the configuration: rank, alpha, lr, device, ... An empty base is the bundled SmolLM2.
     """
     folder = Path(adapter or base or ".")
-    if adapter or base:
-        if (folder / "config.yaml").is_file():
-            # What the data settings of the run were is what its evaluation and chat should mean too.
-            settings = Config.load(folder / "config.yaml").nested()["data"] | settings
-            folder = _trained(folder)
-        if is_adapter(folder):
-            found = load_adapter(folder)
-            base = base if adapter and base else find_base(found)
-            settings["adapter"] = str(folder)
-            settings.setdefault("template", found.template)
-        elif adapter:
-            raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
-    settings["base"] = base
-    return Run(open_engine(Config.of(settings, where="settings"), console or Console(quiet=True)))
-
-
-def _trained(folder: Path) -> Path:
-    if not is_adapter(folder / "adapter"):
-        raise GraftuneError(
-            "this run has no adapter yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
-        )
-    return folder / "adapter"
+    tuned = bool(adapter or base) and (is_run(folder) or is_adapter(folder))
+    if adapter and not tuned:
+        raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
+    if tuned and is_run(folder):
+        # What the run took for data is what its evaluation means too; its template travels with the adapter.
+        data = Config.load(folder / "config.yaml").nested()["data"]
+        settings = {k: v for k, v in data.items() if k not in ("template", "append_eos")} | settings
+    settings["base"] = base if adapter or not tuned else ""
+    config = Config.of(settings, where="settings")
+    if tuned:
+        config = with_adapter(config, load_adapter(adapter_folder(folder)))
+    return Run(open_engine(config, console or Console(quiet=True)))
 
 
 class Run:
@@ -197,4 +187,6 @@ class Run:
                 stream.push(new[0])
 
         found = generate(self.engine.decoder, prompts, Sampling(**sampling), stops, adapted=adapted, on_tokens=push)
+        if stream is not None:
+            stream.finish()
         return [self.tokenizer.decode(tokens, skip_special=True) for tokens in found]

@@ -45,7 +45,7 @@ class BaseConfig:
     )
     device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps")
     compute_dtype: Literal["auto", "bf16", "fp32"] = opt("auto", "dtype of the matrix products")
-    threads: int = opt(0, "CPU threads; 0: as many as there are cores", min=0)
+    threads: int = opt(0, "CPU threads; 0: as many as there are cores", min=0, max=4096)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class OptimConfig:
     lr: float = opt(2e-4, "peak learning rate", min=0)
     schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "shape after warm-up")
     warmup: float = opt(0.1, "share of the steps spent warming up", min=0, max=1)
-    min_lr: float = opt(1e-6, "learning rate the schedule ends at", min=0)
+    min_lr: float = opt(1e-6, "learning rate the schedule goes down to", min=0)
     beta1: float = opt(0.9, "AdamW's first-moment decay", min=0, max=0.9999)
     beta2: float = opt(0.999, "AdamW's second-moment decay", min=0, max=0.999999)
     eps: float = opt(1e-8, "AdamW's epsilon", above=0)
@@ -97,12 +97,14 @@ class TrainConfig:
     epochs: int = opt(3, "passes over the data", min=1)
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", min=0)
     tokens_per_step: int = opt(4096, "tokens of one optimizer step", min=8)
-    tokens_per_micro_batch: int = opt(0, "tokens of one forward and backward; 0: chosen by memory", min=0)
+    tokens_per_micro_batch: int = opt(
+        0, "tokens of a forward and backward, at least the longest example; 0: 1024", min=0
+    )
     eval_every: int = opt(0, "evaluate every N steps, besides before the first and after each epoch; 0: off", min=0)
     save_every: int = opt(0, "checkpoint every N steps, besides after each epoch; 0: off", min=0)
     keep_last: int = opt(2, "checkpoints kept beside the best one", min=1)
     patience: int = opt(5, "evaluations without improvement before stopping; 0: never", min=0)
-    seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0)
+    seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0, max=2**63 - 1)
     deterministic: bool = opt(False, "bit-identical reruns on every device")
 
 

@@ -42,7 +42,7 @@ class Engine:
 
     def prepare(self, data: str) -> Any:
         self._note("prepare", data)
-        return SimpleNamespace(examples=[None] * 7)
+        return SimpleNamespace(examples=[None] * 7, summary=SimpleNamespace(refused={}, dropped={}))
 
     def evaluate(self, data: Any, *, adapted: bool = True, on_progress: Any = None) -> Any:
         self._note("evaluate", adapted=adapted)

@@ -23,8 +23,9 @@ FROZEN = {
         --sample-tokens --samples --save-every --schedule --score --score-records --seed --strict --targets --template
         --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup
         --weight-decay -c BASE DATA""",
-    "chat": """--base --base-dtype --compare --compute-dtype --device --json --max-new-tokens --prompt
-        --quiet --revision --seed --system --temperature --threads --top-k --top-p TARGET""",
+    "chat": """--append-eos --base --base-dtype --compare --compute-dtype --device --json --max-new-tokens
+        --no-append-eos --prompt --quiet --revision --seed --system --temperature --template --threads --top-k --top-p
+        TARGET""",
     "eval": """--append-eos --base --base-dtype --base-too --compute-dtype --device --json --max-seq-len --no-append-eos
         --no-strict --quiet --revision --strict --template --threads --train-on DATA TARGET""",
     "data": """--append-eos --base --config --json --max-seq-len --no-append-eos --no-strict --revision --show --strict

@@ -89,7 +89,7 @@ def test_a_full_batch_needs_no_padding_document() -> None:
 def test_plan(lengths: list[int], capacity: int, bins: int, seed: int, epoch: int) -> None:
     def planned(**other: Any) -> list[list[list[int]]]:
         settings = {
-            "tokens_per_step": capacity * bins + bins - 1,
+            "tokens_per_step": capacity * bins - capacity // 3,
             "micro_capacity": capacity,
             "seed": seed,
             "epoch": epoch,
@@ -101,11 +101,14 @@ def test_plan(lengths: list[int], capacity: int, bins: int, seed: int, epoch: in
     assert sorted(i for bin in held for i in bin) == list(range(len(lengths)))
     assert all(bin and sum(lengths[i] for i in bin) <= capacity for bin in held)
     assert all(1 <= len(step) <= bins for step in plan)
+    totals = [sum(lengths[i] for bin in step for i in bin) for step in plan]
+    limit = capacity * bins - capacity // 3
+    assert all(total <= limit or sum(map(len, step)) == 1 for total, step in zip(totals, plan, strict=True))
     assert planned() == plan
     if len(lengths) > 30:
         assert planned(epoch=epoch + 1) != plan and planned(seed=seed + 1) != plan
-    # A bin is left half empty only where nothing that was waiting would have gone in: few bins are wasted.
-    assert len(held) <= 2 * sum(lengths) / capacity + bins + 1
+    # A step is left half empty only where nothing that was waiting would have gone in: few steps are wasted.
+    assert len(plan) <= 3 * sum(lengths) / limit + bins + 1
 
 
 def test_plan_is_tight_on_ordinary_lengths() -> None:
@@ -115,6 +118,15 @@ def test_plan_is_tight_on_ordinary_lengths() -> None:
         bin for step in plan_epoch(lengths, tokens_per_step=4096, micro_capacity=2048, seed=1, epoch=0) for bin in step
     ]
     assert sum(lengths) / (len(held) * 2048) > 0.97
+
+
+@pytest.mark.parametrize("capacity", [512, 1100, 3000, 4096, 8192])
+def test_a_step_holds_the_tokens_asked_for_whatever_a_micro_batch_holds(capacity: int) -> None:
+    rng = random.Random(0)
+    lengths = [rng.randint(20, 120) for _ in range(2000)]
+    plan = plan_epoch(lengths, tokens_per_step=4096, micro_capacity=capacity, seed=1, epoch=0)
+    totals = [sum(lengths[i] for bin in step for i in bin) for step in plan]
+    assert max(totals) <= 4096 and min(totals[:-1]) > 0.95 * 4096
 
 
 def test_a_step_smaller_than_a_bin_has_one_and_long_examples_are_the_callers_mistake() -> None:

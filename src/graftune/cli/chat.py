@@ -44,7 +44,7 @@ class Sampling:
         in_range("--max-new-tokens", self.max_new_tokens, at_least=1)
 
 
-@takes("base")
+@takes("base", "data", omit=("data", "eval_data", "val_split", "max_seq_len", "train_on", "strict"))
 def chat(
     target: str,
     /,
@@ -83,6 +83,8 @@ def chat(
     talk = Talk(run, console, asdict(sampling), system=system, compare=compare)
     if prompt is not None:
         talk.answer(prompt)
+    elif sys.stdin is None:
+        raise GraftuneError("there is no input to read prompts from", mend="give one with --prompt")
     elif sys.stdin.isatty():
         return _converse(talk, console)
     else:

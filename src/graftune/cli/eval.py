@@ -38,9 +38,13 @@ def evaluate(
     console = Console(json=json, quiet=quiet)
     run = open_target(target, settings, console, needs_adapter="--base-too" if base_too else None)
     examples = run.prepare(data)
+    left_out = {**examples.summary.refused, **examples.summary.dropped}
+    for reason, count in left_out.items():
+        console.warn(f"{count} rows left out: {reason}")
     tuned = _figures(_with_progress(run, examples, console, True))
     base = _figures(_with_progress(run, examples, console, False)) if base_too else None
-    console.result({"target": target, "data": data, **tuned, **({"base": base} if base else {})})
+    more = {"base": base} if base else {}
+    console.result({"target": target, "data": data, **tuned, "left_out": left_out, **more})
     if not json:
         rows = [(name, value, *([base[name]] if base else [])) for name, value in tuned.items()]
         console.table(

@@ -1,9 +1,10 @@
-"""Examples -> fixed-size bins -> packed tensors.
+"""Examples -> steps -> micro-batches -> packed tensors.
 
-`plan_epoch` decides on the host which examples go into which micro-batch of which step, from their lengths alone, so a
-run's shapes are known before its first step and a resumed run finds its place by counting. First-fit over the bins of
-one step: an example that fits in none waits, at most `LOOK_AHEAD` of them, and goes first in the next step. Sorting by
-length would pack tighter, but every step would then hold examples of one length only.
+`plan_epoch` decides on the host which examples go into which step and micro-batch, from their lengths alone, so a
+run's shapes are known before its first step and a resumed run finds its place by counting. A step holds at most
+`tokens_per_step` tokens, whatever a micro-batch holds, in as few micro-batches as that takes: first-fit, and an example
+that fits in none of them waits, at most `LOOK_AHEAD` of them, and goes first in the next step. Sorting by length would
+pack tighter, but every step would then hold examples of one length only.
 
 `pack` lays one bin's examples end to end. A row is a position whose hidden state predicts a trained token: the
 position before it, in the same document. Only those rows reach the LM head.
@@ -25,37 +26,43 @@ LOOK_AHEAD = 64
 def plan_epoch(
     lengths: Sequence[int], *, tokens_per_step: int, micro_capacity: int, seed: int, epoch: int
 ) -> list[list[list[int]]]:
-    """Steps -> micro-batches -> indices into `lengths`; each index once. A step may have fewer bins than its share
-    (the last one), none of them empty."""
+    """Steps -> micro-batches -> indices into `lengths`; each index once, no micro-batch empty. A step exceeds
+    `tokens_per_step` only where a single example does."""
     assert micro_capacity > 0 and all(length <= micro_capacity for length in lengths), "an example exceeds a bin"
-    bins_per_step = max(1, tokens_per_step // micro_capacity)
     order = np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist()
     order.reverse()  # taken from the end
     waiting: list[int] = []
     steps: list[list[list[int]]] = []
     while order or waiting:
-        bins: list[list[int]] = [[] for _ in range(bins_per_step)]
-        room = [micro_capacity] * bins_per_step
-        still: list[int] = []
-        for index in waiting:
-            if not _place(index, lengths[index], bins, room):
-                still.append(index)
-        while order and len(still) < LOOK_AHEAD and max(room) > 0:
+        step = _Step(tokens_per_step, micro_capacity)
+        waiting = [index for index in waiting if not step.takes(index, lengths[index])]
+        while order and len(waiting) < LOOK_AHEAD and step.room > 0:
             index = order.pop()
-            if not _place(index, lengths[index], bins, room):
-                still.append(index)
-        waiting = still
-        steps.append([held for held in bins if held])
+            if not step.takes(index, lengths[index]):
+                waiting.append(index)
+        steps.append([held for held in step.bins if held])
     return steps
 
 
-def _place(index: int, length: int, bins: list[list[int]], room: list[int]) -> bool:
-    for held, free in enumerate(room):
-        if length <= free:
-            bins[held].append(index)
-            room[held] = free - length
-            return True
-    return False
+class _Step:
+    """The bins of one step while they are filled, and the tokens the step still has room for."""
+
+    def __init__(self, tokens: int, capacity: int):
+        count = -(-tokens // capacity)
+        self.room = tokens
+        self.free = [capacity] * count
+        self.bins: list[list[int]] = [[] for _ in range(count)]
+
+    def takes(self, index: int, length: int) -> bool:
+        if length > self.room and any(self.bins):  # alone, an example may be longer than a step
+            return False
+        for place, free in enumerate(self.free):
+            if length <= free:
+                self.bins[place].append(index)
+                self.free[place] -= length
+                self.room -= length
+                return True
+        return False
 
 
 def pack(

@@ -86,5 +86,13 @@ class TextStream:
         self.tokens.append(token)
         text = self.tokenizer.decode(self.tokens, skip_special=True)
         if not text.endswith("\ufffd"):
+            self._show(text)
+
+    def finish(self) -> None:
+        """What was held back is not going to be completed: show it as it is."""
+        self._show(self.tokenizer.decode(self.tokens, skip_special=True))
+
+    def _show(self, text: str) -> None:
+        if len(text) > self.shown:
             self.write(text[self.shown :])
             self.shown = len(text)

@@ -21,7 +21,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, ok, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "at least 0"),
+            ("temperature", self.temperature == 0 or self.temperature >= 1e-3, "0 or at least 0.001"),
+            ("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):

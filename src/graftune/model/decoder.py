@@ -6,7 +6,7 @@ file. It works on packed tokens [T] without a batch dimension; who may see whom 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class NewRows:
 
     value: torch.Tensor  # [added, D], compute dtype
     grad: torch.Tensor  # fp32
+    start: torch.Tensor  # what they were before training: the base's rows, as far as it has any
 
 
 @dataclass
@@ -35,6 +36,11 @@ class Head:
     @property
     def out_features(self) -> int:
         return self.frozen.out_features + (len(self.added.value) if self.added else 0)
+
+    def of(self, adapted: bool) -> Head:
+        if adapted or self.added is None:
+            return self
+        return Head(self.frozen, replace(self.added, value=self.added.start))
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.frozen.matmul(x)
@@ -77,7 +83,7 @@ class Decoder:
 
         The last MLP sees no other row: its output elsewhere is never used.
         """
-        x = self.embed(tokens)
+        x = self.embed(tokens, run.adapted)
         for block in self.blocks:
             x = AttentionHalf.apply(x, self.anchor, block, run)
             if rows is not None and block is self.blocks[-1]:
@@ -85,10 +91,11 @@ class Decoder:
             x = MlpHalf.apply(x, self.anchor, block, run)
         return x
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
         if self.added is None:
             return self.embedding.rows(tokens)
-        return _EmbedWithNew.apply(self.anchor, self, tokens)
+        rows = self.added.value if adapted else self.added.start
+        return _EmbedWithNew.apply(self.anchor, self.embedding, rows, self.added.grad, tokens)
 
     def loss(
         self, x: torch.Tensor, labels: torch.Tensor, *, adapted: bool = True, need_grad: bool = True
@@ -96,14 +103,15 @@ class Decoder:
         """Rows [R, D] and the tokens they should predict -> (loss sum in fp32, gradient of the rows)."""
         weight = self.norm.of(adapted)
         normed = rms_norm.forward(x, weight, self.spec.norm_eps)
-        total, grad = linear_cross_entropy.forward(normed, self.head, labels, need_grad=need_grad)
+        total, grad = linear_cross_entropy.forward(normed, self.head.of(adapted), labels, need_grad=need_grad)
         if grad is None:
             return total, None
         return total, rms_norm.backward(grad, x, weight, self.spec.norm_eps, self.norm.grad)
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""
-        return self.head.matmul(rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)).float()
+        normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)
+        return self.head.of(adapted).matmul(normed).float()
 
     @property
     def frozen_bytes(self) -> int:
@@ -137,21 +145,21 @@ class PackedDocuments:
 
 
 class _EmbedWithNew(torch.autograd.Function):
-    """Lookup in the base's table and, from its end on, in the trained rows."""
+    """Lookup in the base's table and, from its end on, in the rows of added tokens."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-        assert decoder.added is not None
-        vocabulary = decoder.embedding.out_features
-        index = (tokens - vocabulary).clamp(min=0)
-        is_new = (tokens >= vocabulary).unsqueeze(1)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, table: Frozen, rows: torch.Tensor, grad: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        index = (tokens - table.out_features).clamp(min=0)
+        is_new = (tokens >= table.out_features).unsqueeze(1)
         ctx.save_for_backward(index, is_new)
-        ctx.grad = decoder.added.grad
-        known = decoder.embedding.rows(tokens.clamp(max=vocabulary - 1))
-        return torch.where(is_new, decoder.added.value.index_select(0, index), known)
+        ctx.grad = grad
+        known = table.rows(tokens.clamp(max=table.out_features - 1))
+        return torch.where(is_new, rows.index_select(0, index), known)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None, None]:
         index, is_new = ctx.saved_tensors
         ctx.grad.index_add_(0, index, (grads[0] * is_new).float())
-        return None, None, None
+        return None, None, None, None, None

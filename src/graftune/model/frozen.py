@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-MAPPED_ROWS_BYTES = 4 << 20  # fp32 bytes of a mapped weight that exist at once
+MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
 
 
 class RowSource(Protocol):

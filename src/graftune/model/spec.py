@@ -26,6 +26,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0  # yarn's; 0: from the factor
+    attention_multiplier: float = 1.0  # GGUF's: on top of what comes from the factor
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
@@ -139,6 +140,10 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
     get = _Getter(metadata, where, f"{arch}.")
     width, heads = get.whole("embedding_length"), get.whole("attention.head_count")
     theta = float(metadata.get(f"{arch}.rope.freq_base", 10000.0))
+    head_width = int(metadata.get(f"{arch}.attention.key_length", width // heads))
+    _whole_heads(int(metadata.get(f"{arch}.rope.dimension_count", head_width)) / head_width, where)
+    if metadata.get(f"{arch}.rope.scaling.yarn_ext_factor", 1.0) not in (1.0, -1.0):
+        raise GraftuneError("yarn_ext_factor is not known", where=where, mend="use a file without it")
     return ModelSpec(
         family=arch,
         layers=get.whole("block_count"),
@@ -146,16 +151,21 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
         ffn=get.whole("feed_forward_length"),
         heads=heads,
         kv_heads=int(metadata.get(f"{arch}.attention.head_count_kv", heads)),
-        head_width=int(metadata.get(f"{arch}.attention.key_length", width // heads)),
+        head_width=head_width,
         vocab=int(tensors["token_embd.weight"].shape[0]),
         norm_eps=float(metadata.get(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)),
         rope_theta=theta,
         max_positions=int(metadata.get(f"{arch}.context_length", 2048)),
         tied="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        qkv_bias=arch == "qwen2",
+        qk_norm=arch == "qwen3",
         rope=_gguf_rope(metadata, arch, where),
     )
+
+
+def _whole_heads(share: float, where: str) -> None:
+    if share != 1:
+        raise GraftuneError("rotates only a part of each head", where=where, mend="this variant is not supported")
 
 
 class _Getter:
@@ -186,6 +196,7 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, t
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
     """theta and scaling; `rope_parameters` is what newer checkpoints call `rope_scaling`, with theta inside."""
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    _whole_heads(float(values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0), where)
     theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = str(values.get("rope_type") or values.get("type") or "default")
     if kind == "default":
@@ -210,7 +221,7 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
 
 def _gguf_rope(metadata: Mapping[str, Any], arch: str, where: str) -> RopeScaling:
     kind = str(metadata.get(f"{arch}.rope.scaling.type", "none"))
-    # Llama 3's frequencies are a tensor of the file (rope_freqs.weight): weights/gguf_base.py hands them over.
+    # Llama 3's frequencies are a tensor of the file (rope_freqs.weight): weights/base.py hands them over.
     if kind == "none":
         return RopeScaling()
     if kind not in ("linear", "yarn"):
@@ -220,7 +231,11 @@ def _gguf_rope(metadata: Mapping[str, Any], arch: str, where: str) -> RopeScalin
         factor=float(metadata.get(f"{arch}.rope.scaling.factor", 1.0)),
         original_length=int(metadata.get(f"{arch}.rope.scaling.original_context_length", 0))
         or int(metadata.get(f"{arch}.context_length", 2048)),
-        attention_factor=float(metadata.get(f"{arch}.rope.scaling.attn_factor", 0.0)),
+        beta_fast=float(metadata.get(f"{arch}.rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=float(metadata.get(f"{arch}.rope.scaling.yarn_beta_slow", 1.0)),
+        attention_multiplier=float(
+            metadata.get(f"{arch}.rope.scaling.yarn_attn_factor", metadata.get(f"{arch}.rope.scaling.attn_factor", 1.0))
+        ),
     )
 
 
@@ -267,4 +282,4 @@ def _yarn(base: torch.Tensor, theta: float, width: int, scaling: RopeScaling) ->
         return frequencies, scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
         return frequencies, magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
-    return frequencies, magnitude(1.0)
+    return frequencies, magnitude(1.0) * scaling.attention_multiplier

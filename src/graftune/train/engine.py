@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from graftune.config import Config, LoraConfig
+from graftune.config import Config, LoraConfig, expand_targets
 from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
 from graftune.model.decoder import Decoder
@@ -18,7 +18,7 @@ from graftune.model.lora import Arena, build_arena, initialise
 from graftune.observe.console import Console
 from graftune.runtime import Runtime, resolve
 from graftune.tokenizer import Tokenizer
-from graftune.weights.adapter import Adapter, load_adapter, place_adapter, save_adapter
+from graftune.weights.adapter import Adapter, is_adapter, load_adapter, place_adapter, save_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.load import Placement, build_decoder, choose_placement
 
@@ -43,10 +43,16 @@ class Engine:
             if f"{name}.rows" in self.arena.slots:
                 ids = torch.arange(table.out_features, device=self.runtime.device)
                 tables[name] = table.rows(ids)
-        template = "none" if self.config.data.template == "none" else "auto"
+        data = self.config.data
+        plain = data.template == "none" or self.tokenizer.template is None
+        facts = {
+            "template": "none" if plain else "auto",
+            "append_eos": data.append_eos,
+            "revision": self.config.base.revision,
+        }
         try:
-            save_adapter(folder, self.arena, self.lora, self.base, tables, template)
-        except OSError:  # a full disk must not keep the half that fitted
+            save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
+        except (OSError, GraftuneError):  # a full disk must not keep the half that fitted
             shutil.rmtree(folder.with_name(folder.name + ".part"), ignore_errors=True)
             raise
 
@@ -91,6 +97,45 @@ def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
         file = str(saved)
     template = template_from_file(file, base.tokenizer)
     return dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, template=template))
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def adapter_folder(folder: Path) -> Path:
+    """An adapter's folder, given that or the run that made it."""
+    if not is_run(folder):
+        return folder
+    if not is_adapter(folder / "adapter"):
+        raise GraftuneError(
+            "this run has no adapter yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
+        )
+    return folder / "adapter"
+
+
+def with_adapter(config: Config, adapter: Adapter) -> Config:
+    """The configuration of a run that starts from an adapter: rank, targets and the rest are the adapter's (asking for
+    others is a contradiction), and so are its base and template where none is asked for."""
+    default = LoraConfig()
+    settled = {}
+    for name in ("rank", "alpha", "targets", "rslora", "train_norms", "new_tokens"):
+        asked, has = getattr(config.lora, name), getattr(adapter.lora, name)
+        same = expand_targets(asked) == has if name == "targets" else asked == has
+        if not same and asked != getattr(default, name):
+            raise GraftuneError(
+                f"{name} is {asked!r} and the adapter's is {has!r}", where=str(adapter.folder), mend=f"leave {name} out"
+            )
+        settled[name] = has
+    data = config.data
+    return config.replace(
+        **settled,
+        adapter=str(adapter.folder),
+        base=config.base.base or find_base(adapter),
+        revision=config.base.revision or adapter.revision,
+        template=adapter.template if data.template == "auto" else data.template,
+        append_eos=data.append_eos or adapter.append_eos,
+    )
 
 
 def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import time
@@ -263,7 +264,7 @@ class Run:
             between=self._told("validating"),
         )
         self._record(result)
-        better = p.best_loss is None or result.loss < p.best_loss
+        better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
         p.last_eval = p.step
         if p.step == 0:
             p.first_loss = result.loss
@@ -304,11 +305,11 @@ class Run:
             checkpoint.read_weights(best, self.engine.arena)
             console.note(f"keeping step {p.best_step}, the best on validation")
         if p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
-            console.warn("validation loss did not fall below the base's: the adapter does not help on this data")
+            console.warn("validation loss did not fall below where it started: the adapter does not help on this data")
         self.engine.save_adapter(self.folder / "adapter")
         summary: dict[str, Any] = {
             "best_step": p.best_step,
-            "validation_loss": {"base": p.first_loss, "best": p.best_loss},
+            "validation_loss": {"start": p.first_loss, "best": p.best_loss},
             "peak_memory": peak_resident_bytes(),
         }
         if self.answers.questions:

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from graftune.config import Config
-from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.dataset import Dataset, Summary, prepare, split
 from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
-from graftune.train.engine import Engine, open_engine, with_template
+from graftune.train.engine import Engine, adapter_folder, open_engine, with_adapter, with_template
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base, with_new_tokens
 
 MICRO_BATCH = 1024  # tokens, where the user leaves it to us: products are at full speed, activations stay small
-# Settings that do not change what a run computes, so that a resume may bring other values.
+# What does not change what a run computes (threads: but for the last bit) and may be different on a resume.
 FREE_ON_RESUME = ("threads", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records", "out")
 
 
@@ -39,10 +39,10 @@ def prepare_run(
     config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None
 ) -> Prepared:
     """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
-    config = with_full_paths(config)
+    adapter = load_adapter(adapter_folder(Path(config.lora.adapter))) if config.lora.adapter else None
+    config = with_full_paths(with_adapter(config, adapter) if adapter else config)
     base = open_base(config.base.base, config.base.revision)
-    adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
-    new_tokens = adapter.lora.new_tokens if adapter else config.lora.new_tokens
+    new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
     path = config.data.data or str(sample_path())
     console.note(f"reading {path}")
@@ -52,9 +52,15 @@ def prepare_run(
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
     _tell_data(console, whole, training, validation)
+    longest = max(len(e.tokens) for e in (*training.examples, *validation.examples))
+    if longest > base.spec.max_positions:
+        raise GraftuneError(
+            f"an example has {longest} tokens and {base.name} takes {base.spec.max_positions}",
+            where=path,
+            mend=f"set max_seq_len to {base.spec.max_positions} or less",
+        )
     folder = folder or _new_folder(config, path, [] if made is None else made)
     engine = open_engine(config, console, base=base)
-    longest = max(len(e.tokens) for e in training.examples)
     capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, MICRO_BATCH)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
     return Prepared(folder, engine, training, validation)
@@ -93,12 +99,19 @@ def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: 
         f"data: {len(training)} examples to train on, {len(validation)} to validate, {summary.tokens} tokens, "
         f"{summary.supervised_share:.0%} of them trained"
     )
+    tell_refused(console, summary)
+    if validation.path != whole.path:
+        tell_refused(console, validation.summary, "validation data: ")
+
+
+def tell_refused(console: Console, summary: Summary, prefix: str = "") -> None:
+    """Nothing is left out silently: a number for every reason."""
     for reason, count in {**summary.refused, **summary.dropped}.items():
-        console.warn(f"{count} rows left out: {reason}")
+        console.warn(f"{prefix}{count} rows left out: {reason}")
     for reason, count in summary.truncated.items():
-        console.warn(f"{count} examples shortened: {reason}")
+        console.warn(f"{prefix}{count} examples shortened: {reason}")
     for text, count in summary.notes.items():
-        console.note(f"{text} ({count} rows)")
+        console.note(f"{prefix}{text} ({count} rows)")
 
 
 @contextmanager

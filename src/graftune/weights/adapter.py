@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class Adapter:
     base_name: str
     base_sha256: str
     template: str  # "none" if it was trained on plain prompt ++ response, else "auto"
+    append_eos: bool
+    revision: str  # of a base from the Hub
 
 
 def is_adapter(folder: Path) -> bool:
@@ -70,12 +73,15 @@ def save_adapter(
     lora: LoraConfig,
     base: Base,
     embedding_rows: dict[str, torch.Tensor],
-    template: str = "auto",
+    facts: Mapping[str, Any] = MappingProxyType({"template": "auto", "append_eos": False, "revision": ""}),
 ) -> None:
     """Write into a fresh folder beside the target, then swap: a reader finds the old adapter or the new one.
 
-    `embedding_rows` holds, for added tokens, the base's own table(s) by name, ahead of the trained rows.
+    `facts` are the template, append_eos and revision it was trained with. `embedding_rows` holds, for added tokens,
+    the base's own table(s) by name, ahead of the trained rows.
     """
+    if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise GraftuneError("is in use for something else", where=str(folder), mend="save the adapter to a new folder")
     aside = folder.with_name(folder.name + ".part")
     if aside.exists():
         shutil.rmtree(aside)
@@ -97,7 +103,7 @@ def save_adapter(
             if name.endswith("norm.weight"):
                 saved.append(name.removesuffix(".weight").rpartition(".")[2])
     safetensors_io.write(tensors, aside / TENSORS, {"format": "pt"})
-    text = json.dumps(_peft_config(lora, base, template, sorted(set(saved))), indent=2)
+    text = json.dumps(_peft_config(lora, base, facts, sorted(set(saved))), indent=2)
     (aside / CONFIG).write_text(text + "\n")
     base.tokenizer.save(aside)
     for file in aside.iterdir():
@@ -118,11 +124,12 @@ def swap(aside: Path, folder: Path) -> None:
         shutil.rmtree(old)
 
 
-def _peft_config(lora: LoraConfig, base: Base, template: str, modules_to_save: list[str]) -> dict[str, Any]:
+def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules_to_save: list[str]) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base.reference,
+        "revision": facts["revision"] or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
@@ -139,7 +146,8 @@ def _peft_config(lora: LoraConfig, base: Base, template: str, modules_to_save: l
             "base_name": base.name,
             "base_sha256": base.sha256,
             "new_tokens": list(lora.new_tokens),
-            "template": template,
+            "template": facts["template"],
+            "append_eos": facts["append_eos"],
         },
     }
 
@@ -170,6 +178,8 @@ def load_adapter(folder: Path) -> Adapter:
         str(values.get("base_model_name_or_path") or ""),
         str(ours.get("base_sha256", "")),
         "none" if ours.get("template") == "none" else "auto",
+        bool(ours.get("append_eos", False)),
+        str(values.get("revision") or ""),
     )
 
 

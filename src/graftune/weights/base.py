@@ -125,7 +125,9 @@ def open_base(name: str = "", revision: str = "") -> Base:
 def _check_tensors(base: Base) -> None:
     """Every weight is there in the shape that the configuration says. From headers alone, and before anything is
     allocated: sizes that a damaged header claims are then those of tensors that lie in the file."""
+    unread = set(base.tensors)
     for name, shape in _expected(base.spec, len(base.tensors)):
+        unread.discard(name)
         found = base.tensors.get(name)
         if found is None:
             raise GraftuneError(f"tensor {name} is missing", where=str(base.path), mend="download the model again")
@@ -135,6 +137,13 @@ def _check_tensors(base: Base) -> None:
                 where=str(base.path),
                 mend="the weights and the configuration belong to different models: download both again",
             )
+    unread -= {"lm_head.weight"}  # some tied models store their table twice
+    if unread:
+        raise GraftuneError(
+            f"holds {min(unread)}, which {base.spec.family} models do not have here",
+            where=str(base.path),
+            mend="this variant is not supported",
+        )
 
 
 def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -210,13 +219,18 @@ def _open_gguf(name: str, path: Path) -> Base:
     from graftune.weights.gguf_io import GgufTensor, read_gguf
 
     file = read_gguf(path)
+    if isinstance(parts := file.metadata.get("split.count"), int) and parts > 1:
+        raise GraftuneError(
+            f"is one of {parts} parts of a split model", where=str(path), mend="join them with llama-gguf-split --merge"
+        )
     with _sound(path):
         spec = _checked_spec(specs.from_gguf(file.metadata, file.tensors, str(path)), path)
     tensors: dict[str, RowSource] = {}
     for gguf_name, tensor in file.tensors.items():
         ours = names.from_gguf(gguf_name)
-        if ours is None:
+        if ours is None and gguf_name == "rope_freqs.weight":
             continue
+        ours = ours or gguf_name  # refused by name in a moment
         order = _rope_row_order(spec, ours, tensor.shape[0])
         if order is not None:
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)

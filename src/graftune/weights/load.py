@@ -142,8 +142,9 @@ class _Placer:
         for start in range(0, table.out_features, 4096):
             ids = torch.arange(start, min(start + 4096, table.out_features), device=self.runtime.device)
             total += table.rows(ids).cpu().double().sum(0)
-        self.arena.view(name, self.arena.weights).copy_((total / table.out_features).float())
-        return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads))
+        value = self.arena.view(name, self.arena.weights).copy_((total / table.out_features).float())
+        before = value.to(self.runtime.compute).clone()
+        return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads), before)
 
 
 def _free_bytes(device: torch.device) -> int:
