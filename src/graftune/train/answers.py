@@ -13,6 +13,7 @@ from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import chat_format, stop_ids
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
+from graftune.observe.console import Answer, Console
 from graftune.tokenizer import Tokenizer
 from graftune.train.engine import Engine
 
@@ -53,10 +54,23 @@ class Answers:
         )
         return [tokenizer.decode(a, skip_special=True) for a in answers]
 
-    def score(self, answers: Sequence[str]) -> ScoreReport | None:
+    def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
+        """Base and tuned answers side by side, and their scores; the scores are returned."""
+        triples = zip(self.questions, before, after, strict=True)
+        rows = [Answer(q.asked, base, tuned, q.reference) for q, base, tuned in triples]
+        console.side_by_side("answers to unseen prompts", rows[: self.shown])
         if not self.scored:
-            return None
-        return score_all([(q.reference, a) for q, a in zip(self.questions, answers, strict=True)])
+            return {}
+        references = [q.reference for q in self.questions]
+        base, tuned = (score_all(zip(references, answers, strict=True)) for answers in (before, after))
+        console.line(
+            f"score on {base.total} unseen records: base {base.share:.0%}, tuned {tuned.share:.0%} exactly right"
+        )
+        return {"score": {"base": _figures(base), "tuned": _figures(tuned)}}
+
+
+def _figures(report: ScoreReport) -> dict[str, Any]:
+    return {"exact": report.share, "valid_json": report.valid_json, "total": report.total, "fields": report.fields}
 
 
 def _asked(messages: list[dict[str, Any]], prompt: str) -> str:

@@ -27,9 +27,8 @@ from graftune import __version__
 from graftune.batch import PackedBatch
 from graftune.config import Config
 from graftune.data.loader import Loader
-from graftune.data.sample import ScoreReport
 from graftune.errors import GraftuneError
-from graftune.observe.console import Answer, Console
+from graftune.observe.console import Console
 from graftune.observe.console import Progress as Bar
 from graftune.observe.events import EventLog, read_events
 from graftune.observe.memory import human_bytes, peak_resident_bytes
@@ -332,18 +331,7 @@ class Run:
         self.console.note(f"asking the tuned model the same {len(answers.questions)} questions")
         tuned = answers.ask(self.engine, adapted=True, between=self._between)
         self.log.emit("sample", step=self.progress.step, answers=tuned)
-        rows = [
-            Answer(q.asked, base, after, q.reference)
-            for q, base, after in zip(answers.questions, self.base_answers, tuned, strict=True)
-        ]
-        self.console.side_by_side("answers to unseen prompts", rows[: answers.shown])
-        before, after_ = answers.score(self.base_answers), answers.score(tuned)
-        if before is None or after_ is None:
-            return {}
-        self.console.line(
-            f"score on {before.total} unseen records: base {before.share:.0%}, tuned {after_.share:.0%} exactly right"
-        )
-        return {"score": {"base": _score(before), "tuned": _score(after_)}}
+        return answers.show(self.console, self.base_answers, tuned)
 
     # Signals and words
 
@@ -403,7 +391,3 @@ class Run:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _score(report: ScoreReport) -> dict[str, Any]:
-    return {"exact": report.share, "valid_json": report.valid_json, "total": report.total, "fields": report.fields}
