@@ -95,6 +95,20 @@ def test_attention(path, lengths, heads, window):
         close(got, leaf.grad, torch.float32)
 
 
+@pytest.mark.parametrize("lengths", [(5, 1, 9), (150,)], ids=["textbook", "fused"])
+def test_attention_in_bf16(lengths):
+    """Short documents and long ones take different backwards in bf16; both are the fp32 one within bf16 noise."""
+    total = sum(lengths)
+    q, k, v, g = (torch.randn(total, n, 16).bfloat16() for n in (4, 2, 2, 4))
+    out, stats = attention.forward(q, k, v, lengths, 0.25)
+    grads = attention.backward(g, q, k, v, out, stats, lengths, 0.25)
+    wide = [x.float() for x in (q, k, v)]
+    want = attention_reference.forward(*wide, lengths, 0.25)
+    close(out, want, torch.bfloat16)
+    for got, expected in zip(grads, attention_reference.backward(g.float(), *wide, want, lengths, 0.25), strict=True):
+        close(got, expected, torch.bfloat16)
+
+
 @pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12)])
 def test_lora_backward_on_its_own(shape):
     x, down, up, scale = torch.randn(shape), torch.randn(3, 12), torch.randn(7, 3), 2.5
