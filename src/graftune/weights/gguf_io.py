@@ -85,11 +85,6 @@ class GgufFile:
     tensors: dict[str, GgufTensor] = field(repr=False)
 
 
-def is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == MAGIC
-
-
 def read_gguf(path: str | Path) -> GgufFile:
     path = Path(path)
     try:

@@ -26,13 +26,6 @@ _BLOCK_BACK = {gguf: ours for ours, gguf in _BLOCK.items()}
 _TOP_BACK = {gguf: ours for ours, gguf in _TOP.items()}
 
 
-def to_gguf(ours: str) -> str:
-    stem, _, kind = ours.rpartition(".")
-    if match := re.fullmatch(r"layers\.(\d+)\.(.+)", stem):
-        return f"blk.{match[1]}.{_BLOCK[match[2]]}.{kind}"
-    return f"{_TOP[stem]}.{kind}"
-
-
 def from_gguf(name: str) -> str | None:
     """Our name, or None for a tensor that is not one of the model's weights (rope_freqs and the like)."""
     stem, _, kind = name.rpartition(".")
