@@ -14,6 +14,7 @@ from graftune.data.pack import pack
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena, initialise
 from graftune.runtime import resolve
+from graftune.train.step import Step
 from graftune.weights import names
 from graftune.weights.base import Base, open_base
 from graftune.weights.load import Placement, build_decoder
@@ -30,19 +31,16 @@ class Ours:
         """[T, V] over the documents laid end to end."""
         tokens = torch.tensor([t for d in documents for t in d])
         positions = torch.cat([torch.arange(len(d)) for d in documents])
-        run = self.decoder.begin(positions, PackedDocuments(tuple(map(len, documents))), adapted=adapted)
+        run = self.decoder.begin(positions, PackedDocuments.of(tuple(map(len, documents))), adapted=adapted)
         with torch.no_grad():
             return self.decoder.logits(self.decoder.hidden(tokens, run), adapted=adapted)
 
     def gradients(self, examples: list[Example]) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss sum and the gradient of each trainable tensor of one packed micro-batch."""
-        batch = pack(examples)
         self.arena.grads.zero_()
-        run = self.decoder.begin(batch.positions, PackedDocuments(batch.lengths))
-        x = self.decoder.hidden(batch.tokens, run, batch.rows)
-        total, grad = self.decoder.loss(x.detach(), batch.labels)
-        x.backward(grad)
-        return float(total), {n: self.arena.view(n, self.arena.grads).clone() for n in self.arena.slots}
+        step = Step(self.decoder, self.arena)
+        step.micro_step(pack(examples))
+        return float(step.loss_sum), {n: self.arena.view(n, self.arena.grads).clone() for n in self.arena.slots}
 
 
 def ours(

@@ -40,11 +40,13 @@ def opt(
 class BaseConfig:
     base: str = opt("", "Hugging Face name or folder, or a .gguf file; empty: the bundled SmolLM2-135M-Instruct")
     revision: str = opt("", "Hub revision of the base")
-    base_dtype: Literal["auto", "keep", "bf16", "fp32"] = opt(
-        "auto", "how the frozen weights are held: as in the file (keep) or resident in bf16/fp32"
+    base_dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = opt(
+        "auto", "how the frozen weights are held: as in the file (keep) or resident in bf16/fp16/fp32"
     )
     device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps")
-    compute_dtype: Literal["auto", "bf16", "fp32"] = opt("auto", "dtype of the matrix products")
+    compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = opt(
+        "auto", "dtype of the matrix products; fp16 comes with a dynamic loss scale"
+    )
     threads: int = opt(0, "CPU threads; 0: as many as there are cores", min=0, max=4096)
 
 
@@ -94,6 +96,9 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    method: Literal["lora", "full", "scratch"] = opt(
+        "lora", "what trains: adapters, every weight of the base, or every weight from random ones (base: a config)"
+    )
     epochs: int = opt(3, "passes over the data", min=1)
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", min=0)
     tokens_per_step: int = opt(4096, "tokens of one optimizer step", min=8)
@@ -106,6 +111,12 @@ class TrainConfig:
     patience: int = opt(5, "evaluations without improvement before stopping; 0: never", min=0)
     seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0, max=2**63 - 1)
     deterministic: bool = opt(False, "bit-identical reruns on every device")
+    graph: bool = opt(True, "on CUDA, replay steps from CUDA graphs")
+    recompute: Literal["auto", "none", "selective", "full", "offload"] = opt(
+        "auto",
+        "what the backward computes again to save memory: none, gate and up (selective), whole blocks (full), or those "
+        "from inputs kept in host memory (offload, on CUDA); auto: none",
+    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -64,9 +66,19 @@ def test_swiglu(size, dtype):
     close(act, want, dtype)
 
 
+def documents(lengths: tuple[int, ...]) -> attention.Documents:
+    return attention.Documents(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), lengths, max(lengths))
+
+
+def packed_grads(tokens: int, heads: int, key_heads: int, width: int, dtype=torch.float32) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv as column ranges of one buffer, full of NaN."""
+    buffer = torch.full((tokens, heads + 2 * key_heads, width), float("nan"), dtype=dtype)
+    return buffer.split([heads, key_heads, key_heads], 1)
+
+
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (4, 4)])
-@pytest.mark.parametrize("lengths", [(1,), (5, 1, 9), (33,)])
+@pytest.mark.parametrize("lengths", [(1,), (5, 1, 9, 0, 0), (33,)])
 @pytest.mark.parametrize("path", ["public", "reference"])
 def test_attention(path, lengths, heads, window):
     total, width = sum(lengths), 8
@@ -84,12 +96,16 @@ def test_attention(path, lengths, heads, window):
         start += length
     want = torch.cat(outs)
     want.backward(g)
+    grads = packed_grads(total, *heads, width)
     if path == "public":
-        out, stats = attention.forward(q, k, v, lengths, 0.3, window)
-        grads = attention.backward(g, q, k, v, out, stats, lengths, 0.3, window)
+        docs = documents(lengths)
+        buffer = torch.full((total, heads[0] * width + 3), float("nan"))
+        out, stats = attention.forward(q, k, v, docs, 0.3, window, out=buffer[:, :-3].unflatten(1, (-1, width)))
+        attention.backward(g, q, k, v, out, stats, docs, 0.3, window, grads)
+        assert buffer[:, -3:].isnan().all()
     else:
         out = attention_reference.forward(q, k, v, lengths, 0.3, window)
-        grads = attention_reference.backward(g, q, k, v, out, lengths, 0.3, window)
+        attention_reference.backward(g, q, k, v, out, lengths, 0.3, window, grads)
     close(out, want, torch.float32)
     for got, leaf in zip(grads, leaves, strict=True):
         close(got, leaf.grad, torch.float32)
@@ -100,13 +116,19 @@ def test_attention_in_bf16(lengths):
     """Short documents and long ones take different backwards in bf16; both are the fp32 one within bf16 noise."""
     total = sum(lengths)
     q, k, v, g = (torch.randn(total, n, 16).bfloat16() for n in (4, 2, 2, 4))
-    out, stats = attention.forward(q, k, v, lengths, 0.25)
-    grads = attention.backward(g, q, k, v, out, stats, lengths, 0.25)
-    wide = [x.float() for x in (q, k, v)]
+    docs, grads = documents(lengths), packed_grads(total, 4, 2, 16, torch.bfloat16)
+    out, stats = attention.forward(q, k, v, docs, 0.25)
+    attention.backward(g, q, k, v, out, stats, docs, 0.25, 0, grads)
+    wide, right = [x.float() for x in (q, k, v)], packed_grads(total, 4, 2, 16)
     want = attention_reference.forward(*wide, lengths, 0.25)
+    attention_reference.backward(g.float(), *wide, want, lengths, 0.25, 0, right)
     close(out, want, torch.bfloat16)
-    for got, expected in zip(grads, attention_reference.backward(g.float(), *wide, want, lengths, 0.25), strict=True):
+    for got, expected in zip(grads, right, strict=True):
         close(got, expected, torch.bfloat16)
+
+
+def test_attention_on_a_machine_without_a_gpu_is_the_cpus():
+    assert attention.choose(torch.device("cpu"), torch.bfloat16, 64, False, False).backend == "cpu"
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12)])
@@ -185,7 +207,12 @@ def test_linear_cross_entropy(chunk, cached, monkeypatch):
     assert total.dtype == torch.float32
     close(total, want, torch.float32)
     close(grad, leaf.grad, torch.float32)
-    assert linear_cross_entropy.forward(x, Table(weight), labels, need_grad=False)[1] is None
+    same, scaled = linear_cross_entropy.forward(x, Table(weight), labels, scale=torch.tensor(8.0))
+    close(same, want, torch.float32)
+    close(scaled, 8 * leaf.grad, torch.float32)
+    alone, nothing = linear_cross_entropy.forward(x, Table(weight), labels, need_grad=False)
+    close(alone, want, torch.float32)
+    assert nothing is None
 
 
 def test_clip_factors_follow_torch():

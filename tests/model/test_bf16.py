@@ -38,7 +38,7 @@ def test_bf16_is_fp32_within_noise(tiny_folder):
 def test_only_the_asked_rows_reach_the_last_mlp(tiny_folder):
     ours = oracle.ours(tiny_folder("qwen3"))
     batch = pack([Example(list(range(5, 25)), [i > 12 for i in range(20)])])
-    run = ours.decoder.begin(batch.positions, PackedDocuments(batch.lengths))
+    run = ours.decoder.begin(batch.positions, PackedDocuments.of(batch.lengths))
     with torch.no_grad():
         every = ours.decoder.hidden(batch.tokens, run)
         some = ours.decoder.hidden(batch.tokens, run, batch.rows)

@@ -154,7 +154,7 @@ def log_probabilities(ours: oracle.Ours, answers: list[Written]) -> torch.Tensor
         rows.append(torch.arange(first, first + len(w.tokens)))
         at += len(w.prompt) + len(w.tokens)
     lengths = tuple(len(w.prompt) + len(w.tokens) for w in answers)
-    run = ours.decoder.begin(torch.cat([torch.arange(n) for n in lengths]), PackedDocuments(lengths), adapted=False)
+    run = ours.decoder.begin(torch.cat([torch.arange(n) for n in lengths]), PackedDocuments.of(lengths), adapted=False)
     tokens = torch.tensor([t for w in answers for t in (*w.prompt, *w.tokens)])
     with torch.no_grad():
         x = ours.decoder.hidden(tokens, run, torch.cat(rows))

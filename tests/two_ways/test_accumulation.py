@@ -18,8 +18,8 @@ from graftune.batch import Example
 from graftune.config import LoraConfig, OptimConfig
 from graftune.data.pack import pack
 from graftune.kernels.adamw import Hyper
-from graftune.model.block import Dropout
 from graftune.model.decoder import PackedDocuments
+from graftune.model.projection import Dropout
 from graftune.train.schedule import learning_rate
 from graftune.train.step import Step
 from tests import oracle, tiny
@@ -52,7 +52,8 @@ def take(step: Step, micro_batches: list[list[Example]], **hyper: float) -> list
     batches = [pack(held) for held in micro_batches]
     step.set_hyper({**HYPER, "divisor": float(sum(b.response_tokens for b in batches)), **hyper})
     for index, batch in enumerate(batches):
-        step.micro_step(batch, draw=index)
+        step.set_draw(index)
+        step.micro_step(batch)
     return step.update_step().tolist()
 
 
@@ -205,7 +206,8 @@ def test_dropout_has_one_mask_forward_and_backward(tiny_folder: Folder) -> None:
     directions. A second mask in the backward, or a missing 1/(1-p), is off by tens of percent."""
     data = pack(examples(30, 22))
     ours, step = ready(tiny_folder("llama"), dropout=0.4)
-    step.micro_step(data, draw=11)
+    step.set_draw(11)
+    step.micro_step(data)
     grads = ours.arena.grads.clone()
 
     def loss(shift: torch.Tensor) -> float:
@@ -213,7 +215,8 @@ def test_dropout_has_one_mask_forward_and_backward(tiny_folder: Folder) -> None:
         ours.arena.weights += shift
         ours.arena.publish()
         step.discard()
-        step.micro_step(data, draw=11)
+        step.set_draw(11)
+        step.micro_step(data)
         ours.arena.weights.copy_(kept)
         ours.arena.publish()
         return float(step.loss_sum)
@@ -226,7 +229,8 @@ def test_dropout_has_one_mask_forward_and_backward(tiny_folder: Folder) -> None:
         expected = float(grads @ direction)
         assert numeric == pytest.approx(expected, rel=0.03, abs=0.02 * float(grads.norm() * direction.norm()) / 10)
     step.discard()
-    step.micro_step(data, draw=12)
+    step.set_draw(12)
+    step.micro_step(data)
     assert relative(ours.arena.grads, grads) > 0.1, "another draw is another mask"
 
 
@@ -235,17 +239,18 @@ def test_dropout_against_autograd(tiny_folder: Folder) -> None:
     data = examples(19, 26)
     ours, step = ready(tiny_folder("llama"), dropout=0.3)
     batch = pack(data)
-    step.micro_step(batch, draw=5)
+    step.set_draw(5)
+    step.micro_step(batch)
     grads = {n: ours.arena.view(n, ours.arena.grads).clone() for n in ours.arena.slots}
-    dropout = Dropout(0.3, step.seed * 1_000_003 + 5)
+    dropout = Dropout(0.3, step.draw)
     model = oracle.peft_model(tiny.hf_model("llama"), ours).train()
     groups = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o", "gate": "gate_up", "up": "gate_up", "down": "down"}
     for name, module in model.named_modules():
         if name.endswith("lora_dropout.default"):
             layer, projection = int(name.split(".layers.")[1].split(".")[0]), name.split("_proj")[0].split(".")[-1]
-            block = ours.decoder.blocks[layer]
+            place = getattr(ours.decoder.blocks[layer], groups[projection]).place
             only = batch.rows if layer == 2 and projection in ("gate", "up", "down") else None
-            module.forward = _masked(dropout, block, groups[projection], len(batch.tokens), only)
+            module.forward = _masked(dropout, place, only)
     # One sequence with a block-diagonal mask on their side: positions start anew in each document.
     lengths, total = batch.lengths, len(batch.tokens)
     allowed = torch.zeros(total, total, dtype=torch.bool)
@@ -263,40 +268,37 @@ def test_dropout_against_autograd(tiny_folder: Folder) -> None:
         assert relative(grad, theirs[oracle.peft_name(name)]) < 1e-4, name
 
 
-def _masked(dropout, block, group, total, only):
+def _masked(dropout, place, only):
     """Our mask as a torch module's forward; the last MLP sees the trained rows only, so its mask has their shape."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         flat = x[0]
         if only is None:
-            mask = dropout.apply(torch.ones_like(flat), block, group)
+            mask = dropout.apply(torch.ones_like(flat), place)
         else:
             mask = torch.ones_like(flat)
-            mask[only] = dropout.apply(torch.ones(len(only), flat.shape[1]), block, group)
+            mask[only] = dropout.apply(torch.ones(len(only), flat.shape[1]), place)
         return (flat * mask)[None]
 
     return forward
 
 
 def test_dropout_keeps_the_mean() -> None:
-    class Place:
-        index = 1
-
-    x = torch.ones(2000, 50)
+    x, seven, eight = torch.ones(2000, 50), torch.tensor(7), torch.tensor(8)
     for p in (0.1, 0.5, 0.9):
-        dropped = Dropout(p, 7).apply(x, Place(), "qkv")  # type: ignore[arg-type]
+        dropped = Dropout(p, seven).apply(x, 8)
         assert float(dropped.mean()) == pytest.approx(1.0, abs=0.05)
         assert float((dropped == 0).float().mean()) == pytest.approx(p, abs=0.01)
-        assert torch.equal(dropped, Dropout(p, 7).apply(x, Place(), "qkv"))  # type: ignore[arg-type]
-        assert not torch.equal(dropped, Dropout(p, 8).apply(x, Place(), "qkv"))  # type: ignore[arg-type]
-        assert not torch.equal(dropped, Dropout(p, 7).apply(x, Place(), "down"))  # type: ignore[arg-type]
+        assert torch.equal(dropped, Dropout(p, seven).apply(x, 8))
+        assert not torch.equal(dropped, Dropout(p, eight).apply(x, 8))
+        assert not torch.equal(dropped, Dropout(p, seven).apply(x, 11))
 
 
 def test_evaluation_has_no_dropout(tiny_folder: Folder) -> None:
     ours, _ = ready(tiny_folder("llama"), dropout=0.5)
     plain, _ = ready(tiny_folder("llama"))
     batch = pack(examples(12))
-    run = ours.decoder.begin(batch.positions, PackedDocuments(batch.lengths))
+    run = ours.decoder.begin(batch.positions, PackedDocuments.of(batch.lengths))
     assert run.dropout is None
     assert torch.equal(ours.decoder.hidden(batch.tokens, run), plain.decoder.hidden(batch.tokens, run))
 

@@ -40,7 +40,7 @@ def shaken(run: Run, seed: int = 3) -> Run:
 
 def logits(run: Run, tokens: list[int], adapted: bool = True) -> torch.Tensor:
     decoder = run.engine.decoder
-    state = decoder.begin(torch.arange(len(tokens)), PackedDocuments((len(tokens),)), adapted=adapted)
+    state = decoder.begin(torch.arange(len(tokens)), PackedDocuments.of((len(tokens),)), adapted=adapted)
     with torch.no_grad():
         return decoder.logits(decoder.hidden(torch.tensor(tokens), state), adapted=adapted)
 

@@ -7,13 +7,15 @@ that fits in none of them waits, at most `LOOK_AHEAD` of them, and goes first in
 pack tighter, but every step would then hold examples of one length only.
 
 `pack` lays one bin's examples end to end. A row is a position whose hidden state predicts a trained token: the
-position before it, in the same document. Only those rows reach the LM head.
+position before it, in the same document. Only those rows reach the LM head. A captured step wants the same shapes
+every time: `capacities` says which hold all bins of a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +23,16 @@ import torch
 from graftune.batch import Example, PackedBatch
 
 LOOK_AHEAD = 64
+TILE = 64  # fixed shapes are multiples of this: the sides that products and attention are cut into
+
+
+class Capacities(NamedTuple):
+    """A fixed shape, by the names of `pack`'s arguments."""
+
+    capacity: int  # tokens
+    max_docs: int  # the documents that padding makes are among them
+    max_rows: int
+    longest: int  # tokens of a document
 
 
 def plan_epoch(
@@ -65,17 +77,32 @@ class _Step:
         return False
 
 
+def capacities(bins: Iterable[Sequence[int]], lengths: Sequence[int], responses: Sequence[int]) -> Capacities:
+    """The least that holds every one of these bins of indices, in whole tiles."""
+    held = [(len(indices), sum(lengths[i] for i in indices), sum(responses[i] for i in indices)) for indices in bins]
+    assert held, "there is nothing to hold"
+    capacity = _up(max(tokens for _, tokens, _ in held))
+    longest = min(capacity, _up(max(lengths)))
+    docs = max(count + -(-(capacity - tokens) // longest) for count, tokens, _ in held)
+    return Capacities(capacity, docs, _up(max(1, *(rows for _, _, rows in held))), longest)
+
+
+def _up(count: int) -> int:
+    return -(-count // TILE) * TILE
+
+
 def pack(
     examples: Sequence[Example],
     *,
     capacity: int | None = None,
     max_docs: int | None = None,
     max_rows: int | None = None,
+    longest: int | None = None,
 ) -> PackedBatch:
     """One micro-batch. Without capacities the shapes are exact; with them (tokens, documents, rows) they are fixed.
 
-    Padding tokens form one document of their own behind the real ones, which `max_docs` has to count; documents that
-    are not there have length 0. Padding rows are row 0 with label -1.
+    Padding tokens form documents of their own behind the real ones, of at most `longest` tokens each, which `max_docs`
+    has to count; documents that are not there have length 0. Padding rows are row 0 with label -1.
     """
     assert examples, "a micro-batch holds at least one example"
     counts = [len(example.tokens) for example in examples]
@@ -93,11 +120,13 @@ def pack(
         assert max_docs is not None and max_rows is not None, "a fixed shape fixes all three capacities"
         spare = capacity - total
         assert spare >= 0 and real <= max_rows, "a batch exceeds its capacity"
-        assert len(counts) + (spare > 0) <= max_docs, "a batch has more documents than its capacity"
+        assert longest is None or max(counts) <= longest, "a document is longer than its bound"
+        piece = longest or max(1, spare)
+        padding = [min(piece, spare - start) for start in range(0, spare, piece)]
+        assert len(counts) + len(padding) <= max_docs, "a batch has more documents than its capacity"
         tokens = np.pad(tokens, (0, spare))
-        positions = np.concatenate([positions, np.arange(spare)])
-        counts = [*counts, *([spare] if spare else [])]
-        counts += [0] * (max_docs - len(counts))
+        positions = np.concatenate([positions, np.arange(spare) % piece])
+        counts = [*counts, *padding, *[0] * (max_docs - len(counts) - len(padding))]
         bounds = np.concatenate([[0], np.cumsum(counts)])
         rows = np.pad(rows, (0, max_rows - real))
         labels = np.pad(labels, (0, max_rows - real), constant_values=-1)

@@ -6,6 +6,9 @@ Prompts of different lengths are prefilled packed, as in training, so that no pa
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import Any
+
 import torch
 
 from graftune.kernels import attention
@@ -30,7 +33,7 @@ class Cache:
 
 
 class _Attend:
-    def backward(self, block: Block, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, *args: Any) -> None:
         raise AssertionError("generation has no backward")
 
 
@@ -39,16 +42,18 @@ class Prefill(_Attend):
 
     def __init__(self, cache: Cache, lengths: tuple[int, ...]):
         self.cache, self.lengths = cache, lengths
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=cache.lengths.device)
+        self.documents = attention.Documents(starts, lengths, max(lengths))
 
     def forward(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
         start = 0
         for sequence, length in enumerate(self.lengths):
             for stored, fresh in ((self.cache.keys, k), (self.cache.values, v)):
                 stored[block.index][sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
             start += length
-        return attention.forward(q, k, v, self.lengths, block.heads[2] ** -0.5, block.window)
+        return attention.forward(q, k, v, self.documents, block.heads[2] ** -0.5, block.window, out=out)[1]
 
 
 class Decode(_Attend):
@@ -61,17 +66,17 @@ class Decode(_Attend):
         self.sequences = torch.arange(len(cache.lengths), device=cache.lengths.device)
 
     def forward(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
         heads, key_heads, width = block.heads
         keys, values, now = self.cache.keys[block.index], self.cache.values[block.index], self.cache.lengths
         keys[self.sequences, :, now] = k
         values[self.sequences, :, now] = v
-        grouped = q.view(-1, key_heads, heads // key_heads, width)
+        grouped = q.reshape(-1, key_heads, heads // key_heads, width)
         scores = (grouped @ keys.transpose(2, 3)).float() * width**-0.5
         hidden = self.places > now[:, None]
         if block.window:
             hidden |= self.places <= now[:, None] - block.window
         scores.masked_fill_(hidden[:, None, None], float("-inf"))
-        out = torch.softmax(scores, -1).to(v.dtype) @ values
-        return out.reshape(-1, heads, width), scores.new_empty(0)
+        out.copy_((torch.softmax(scores, -1).to(v.dtype) @ values).reshape(-1, heads, width))
+        return scores.new_empty(0)

@@ -2,22 +2,21 @@
 
 A half is the unit of saving: the backward keeps the half's input, its first product (qkv, rotated in place, or gate
 and up), the attention's output and the small low-rank products, and recomputes norms and SwiGLU, which cost little.
-Adapter gradients go straight into the arena; autograd only carries the residual stream from half to half. Leaving all
-of it to autograd would save every intermediate and hand us gradients to copy.
+Adapter gradients go straight into the arena. The residual add is left to the norm that reads the sum, which makes it
+one pass less: a half takes the stream x and what is still to be added to it, y, and hands both on.
 
 Legend: T tokens, D width, N heads, K key heads, H head width, F feed-forward width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
-from graftune.kernels import lora_linear, rms_norm, rope, swiglu
-from graftune.model.frozen import Frozen
-from graftune.model.lora import LoraGroup
+from graftune.kernels import rms_norm, rope, swiglu
+from graftune.model.projection import Dropout, Normed, Projection
 
 
 @dataclass
@@ -33,6 +32,14 @@ class NormWeight:
 
 
 @dataclass
+class Bias:
+    """The bias of q, k and v together, in the compute dtype."""
+
+    value: torch.Tensor
+    grad: torch.Tensor | None = None
+
+
+@dataclass
 class Block:
     index: int
     window: int
@@ -40,23 +47,26 @@ class Block:
     heads: tuple[int, int, int]  # N, K, H
     attention_norm: NormWeight
     mlp_norm: NormWeight
-    qkv: Frozen
-    o: Frozen
-    gate_up: Frozen
-    down: Frozen
-    qkv_bias: torch.Tensor | None = None
+    qkv: Projection
+    o: Projection
+    gate_up: Projection
+    down: Projection
+    qkv_bias: Bias | None = None
     q_norm: NormWeight | None = None
     k_norm: NormWeight | None = None
-    lora: dict[str, LoraGroup] = field(default_factory=dict)
+
+    @property
+    def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
+        return self.qkv, self.o, self.gate_up, self.down
 
 
 class Attend(Protocol):
     """Attention as the pass wants it: over packed documents when training, over a cache when generating."""
 
     def forward(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [T, N, H], statistics for the backward)."""
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes out [T, N, H], whose tokens may lie apart; returns statistics for the backward."""
         ...
 
     def backward(
@@ -68,24 +78,10 @@ class Attend(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         stats: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """Counter-based: the mask is a function of (seed, layer, group), so the backward redraws it instead of saving it,
-    and a resumed run draws what the straight one drew."""
-
-    p: float
-    seed: int
-
-    def apply(self, x: torch.Tensor, block: Block, group: str) -> torch.Tensor:
-        """x with a share p of its values dropped and the rest scaled up; the same mask at every call."""
-        generator = torch.Generator(x.device)
-        place = block.index * 8 + ("qkv", "o", "gate_up", "down").index(group)
-        generator.manual_seed((self.seed * 1_000_003 + place) % 2**63)
-        keep = torch.rand(x.shape, generator=generator, device=x.device) >= self.p
-        return x * keep * (1.0 / (1.0 - self.p))
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Writes dq, dk, dv into `grads`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,158 +95,140 @@ class Pass:
     dropout: Dropout | None = None
 
 
-def attention_half(block: Block, x: torch.Tensor, run: Pass) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """x [T, D] -> (x + o(attention(qkv(norm(x)))), what the backward needs)."""
-    normed = rms_norm.forward(x, block.attention_norm.of(run.adapted), block.norm_eps)
-    qkv = block.qkv.matmul(normed)
-    if block.qkv_bias is not None:
-        qkv += block.qkv_bias
-    low_qkv = _adapt(block, "qkv", qkv, normed, run)
-    q, k, v, raw = _rotate(block, qkv, run)
-    by_head, stats = run.attend.forward(block, q, k, v)
-    mixed = by_head.flatten(1)
-    out = block.o.matmul(mixed)
-    low_o = _adapt(block, "o", out, mixed, run)
-    return out.add_(x), (x, qkv, raw, mixed, stats, low_qkv, low_o)
+class Attended(NamedTuple):
+    """What the attention half keeps."""
+
+    x: torch.Tensor  # [T, D]
+    rstd: torch.Tensor  # [T] fp32
+    qkv: torch.Tensor  # [T, (N + 2K) H], rotated
+    raw: torch.Tensor  # [T, N + K, H] before q's and k's norm; empty without one
+    mixed: torch.Tensor  # [T, N H + room], attention's output
+    stats: torch.Tensor
+    h_qkv: torch.Tensor | None
+    h_o: torch.Tensor | None
+
+
+class Mlped(NamedTuple):
+    """What the MLP half keeps."""
+
+    x: torch.Tensor  # [T, D]
+    rstd: torch.Tensor  # [T] fp32
+    gate_up: torch.Tensor  # [T, 2F]
+    h_gate_up: torch.Tensor | None
+    h_down: torch.Tensor | None
+
+
+def attention_half(
+    block: Block, x: torch.Tensor, y: torch.Tensor | None, run: Pass
+) -> tuple[torch.Tensor, torch.Tensor, Attended]:
+    """(x, y) -> (s = x + y, o(attention(qkv(norm(s)))), what the backward needs)."""
+    normed = block.qkv.input_buffer(x, len(x))
+    weight = block.attention_norm.of(run.adapted)
+    x, rstd = rms_norm.add_forward(x, y, weight, block.norm_eps, normed[:, : x.shape[1]])
+    qkv, h_qkv = block.qkv.forward(normed, run.adapted, run.dropout)
+    del normed
+    raw = rope.finish_(
+        qkv, run.cos, run.sin, block.heads, bias=block.qkv_bias.value if block.qkv_bias else None,
+        **_head_norms(block, run), eps=block.norm_eps,
+    )  # fmt: skip
+    mixed = block.o.input_buffer(x, len(x))
+    stats = run.attend.forward(block, *_split(block, qkv), _by_head(block, mixed))
+    out, h_o = block.o.forward(mixed, run.adapted, run.dropout)
+    return x, out, Attended(x, rstd, qkv, raw, mixed, stats, h_qkv, h_o)
 
 
 def attention_half_backward(
-    block: Block, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], run: Pass, need_input: bool
+    block: Block, grad: torch.Tensor, saved: Attended, run: Pass, need_input: bool
 ) -> torch.Tensor | None:
-    x, qkv, raw, mixed, stats, low_qkv, low_o = saved
-    heads, key_heads, width = block.heads
-    grad_mixed = block.o.input_grad(grad)
-    _down_backward(block, "o", _adapt_backward(block, "o", grad, low_o, run, grad_mixed), mixed, run)
+    """The stream's gradient in a buffer with room -> the same behind the half, in the same buffer."""
+    x, rstd, qkv, raw, mixed, stats, h_qkv, h_o = saved
+    grad_mixed, g = block.o.backward(grad, h_o, run.dropout)
+    assert grad_mixed is not None
+    block.o.learn(grad, g, mixed[:, : block.o.width_in], run.dropout)
 
-    q, k, v = qkv.view(len(qkv), -1, width).split([heads, key_heads, key_heads], 1)
-    by_head = grad_mixed.view(-1, heads, width)
-    grads = run.attend.backward(block, by_head, q, k, v, mixed.view(-1, heads, width), stats)
-    grad_qkv = torch.cat([g.flatten(1) for g in grads], 1)
-    _unrotate_(block, grad_qkv, raw, run)
+    grad_qkv = block.qkv.grad_buffer(x, len(x))
+    grads = _split(block, grad_qkv)
+    q, k, v = _split(block, qkv)
+    run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
+    del grad_mixed
+    rope.finish_backward_(
+        grad_qkv[:, : block.qkv.width_out], run.cos, run.sin, block.heads, raw, **_head_norms(block, run),
+        eps=block.norm_eps, grad_q_norm=block.q_norm.grad if block.q_norm else None,
+        grad_k_norm=block.k_norm.grad if block.k_norm else None,
+    )  # fmt: skip
+    if block.qkv_bias is not None and block.qkv_bias.grad is not None:
+        block.qkv_bias.grad.add_(grad_qkv[:, : block.qkv.width_out].sum(0, dtype=torch.float32))
 
-    normed = rms_norm.forward(x, block.attention_norm.of(run.adapted), block.norm_eps)
     # In the first block nothing below learns, so the input's gradient is not computed.
-    grad_normed = block.qkv.input_grad(grad_qkv) if need_input or block.attention_norm.grad is not None else None
-    _down_backward(block, "qkv", _adapt_backward(block, "qkv", grad_qkv, low_qkv, run, grad_normed), normed, run)
+    norm, weight = block.attention_norm, block.attention_norm.of(run.adapted)
+    need_normed = need_input or norm.grad is not None
+    grad_normed, g = block.qkv.backward(grad_qkv, h_qkv, run.dropout, need_normed)
+    block.qkv.learn(grad_qkv, g, x, run.dropout, Normed(rstd, weight))
     if grad_normed is None:
         return None
-    weight = block.attention_norm
-    return rms_norm.backward(grad_normed, x, weight.of(run.adapted), block.norm_eps, weight.grad).add_(grad)
+    rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, : x.shape[1]], norm.grad)
+    return grad
 
 
-def mlp_half(block: Block, x: torch.Tensor, run: Pass) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """x [T, D] -> (x + down(swiglu(gate_up(norm(x)))), what the backward needs)."""
-    normed = rms_norm.forward(x, block.mlp_norm.of(run.adapted), block.norm_eps)
-    gate_up = block.gate_up.matmul(normed)
-    low_gate_up = _adapt(block, "gate_up", gate_up, normed, run)
-    act = swiglu.forward(gate_up)
-    out = block.down.matmul(act)
-    low_down = _adapt(block, "down", out, act, run)
-    return out.add_(x), (x, gate_up, low_gate_up, low_down)
+def mlp_half(
+    block: Block, x: torch.Tensor, y: torch.Tensor | None, run: Pass
+) -> tuple[torch.Tensor, torch.Tensor, Mlped]:
+    """(x, y) -> (s = x + y, down(swiglu(gate_up(norm(s)))), what the backward needs)."""
+    normed = block.gate_up.input_buffer(x, len(x))
+    weight = block.mlp_norm.of(run.adapted)
+    x, rstd = rms_norm.add_forward(x, y, weight, block.norm_eps, normed[:, : x.shape[1]])
+    gate_up, h_gate_up = block.gate_up.forward(normed, run.adapted, run.dropout)
+    del normed
+    act = block.down.input_buffer(x, len(x))
+    swiglu.forward(gate_up, act[:, : block.down.width_in])
+    out, h_down = block.down.forward(act, run.adapted, run.dropout)
+    return x, out, Mlped(x, rstd, gate_up, h_gate_up, h_down)
 
 
-def mlp_half_backward(block: Block, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], run: Pass) -> torch.Tensor:
-    x, gate_up, low_gate_up, low_down = saved
-    grad_act = block.down.input_grad(grad)
-    g_down = _adapt_backward(block, "down", grad, low_down, run, grad_act)
-    grad_gate_up, act = swiglu.backward(grad_act, gate_up)
-    _down_backward(block, "down", g_down, act, run)
-
-    normed = rms_norm.forward(x, block.mlp_norm.of(run.adapted), block.norm_eps)
-    grad_normed = block.gate_up.input_grad(grad_gate_up)
-    g_gate_up = _adapt_backward(block, "gate_up", grad_gate_up, low_gate_up, run, grad_normed)
-    _down_backward(block, "gate_up", g_gate_up, normed, run)
-    weight = block.mlp_norm
-    return rms_norm.backward(grad_normed, x, weight.of(run.adapted), block.norm_eps, weight.grad).add_(grad)
+def gate_up_again(block: Block, saved: Mlped, run: Pass) -> Mlped:
+    """Fills in the gate_up product that was not kept."""
+    normed = block.gate_up.input_buffer(saved.x, len(saved.x))
+    weight = block.mlp_norm.of(run.adapted)
+    rms_norm.add_forward(saved.x, None, weight, block.norm_eps, normed[:, : saved.x.shape[1]])
+    return saved._replace(gate_up=block.gate_up.forward(normed, run.adapted, run.dropout)[0])
 
 
-class AttentionHalf(torch.autograd.Function):
-    """Hooks the attention half into autograd. `anchor` makes the first block's output require a gradient although
-    its input does not."""
+def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass) -> torch.Tensor:
+    """The stream's gradient in a buffer with room -> the same behind the half, in the same buffer."""
+    x, rstd, gate_up, h_gate_up, h_down = saved
+    grad_act, g = block.down.backward(grad, h_down, run.dropout)
+    assert grad_act is not None
+    grad_gate_up = block.gate_up.grad_buffer(x, len(x))
+    act = torch.empty_like(grad_act)
+    swiglu.backward(grad_act, gate_up, grad_gate_up[:, : block.gate_up.width_out], act)
+    del grad_act
+    block.down.learn(grad, g, act, run.dropout)
+    del act
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, block: Block, run: Pass) -> torch.Tensor:
-        out, saved = attention_half(block, x, run)
-        ctx.save_for_backward(*saved)
-        ctx.block, ctx.run = block, run
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        need = ctx.needs_input_grad[0]
-        return attention_half_backward(ctx.block, grads[0], ctx.saved_tensors, ctx.run, need), None, None, None
-
-
-class MlpHalf(torch.autograd.Function):
-    """Hooks the MLP half into autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, block: Block, run: Pass) -> torch.Tensor:
-        out, saved = mlp_half(block, x, run)
-        ctx.save_for_backward(*saved)
-        ctx.block, ctx.run = block, run
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return mlp_half_backward(ctx.block, grads[0], ctx.saved_tensors, ctx.run), None, None, None
+    norm, weight = block.mlp_norm, block.mlp_norm.of(run.adapted)
+    grad_normed, g = block.gate_up.backward(grad_gate_up, h_gate_up, run.dropout)
+    assert grad_normed is not None
+    block.gate_up.learn(grad_gate_up, g, x, run.dropout, Normed(rstd, weight))
+    del grad_gate_up
+    rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, : x.shape[1]], norm.grad)
+    return grad
 
 
-def _adapt(block: Block, name: str, y: torch.Tensor, x: torch.Tensor, run: Pass) -> torch.Tensor:
-    """Adds the group's low-rank product into y; returns x A' for the backward (empty without adapters)."""
-    group = block.lora.get(name)
-    if group is None or not run.adapted:
-        return x.new_empty(0)
-    if run.dropout is not None:
-        x = run.dropout.apply(x, block, name)
-    return lora_linear.forward(y, x, group.down, group.up, group.scale)
-
-
-def _adapt_backward(
-    block: Block, name: str, grad_y: torch.Tensor, low: torch.Tensor, run: Pass, grad_x: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Adds the B's gradients into the arena, and the adapters' share of the input's gradient into `grad_x`.
-    Returns what `_down_backward` needs for the A's."""
-    group = block.lora.get(name)
-    if group is None or not run.adapted:
-        return None
-    g = lora_linear.up_backward(grad_y, low, group.up, group.scale, group.parts)
-    if grad_x is not None and run.dropout is None:
-        grad_x.addmm_(g, group.down)
-    elif grad_x is not None and run.dropout is not None:
-        grad_x.add_(run.dropout.apply(g @ group.down, block, name))
-    return g
-
-
-def _down_backward(block: Block, name: str, g: torch.Tensor | None, x: torch.Tensor, run: Pass) -> None:
-    if g is not None:
-        kept = x if run.dropout is None else run.dropout.apply(x, block, name)
-        lora_linear.down_backward(g, kept, block.lora[name].grad_down)
-
-
-def _rotate(
-    block: Block, qkv: torch.Tensor, run: Pass
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norms and rotates the q and k of qkv [T, (N + 2K) H] in place -> views q [T, N, H], k and v [T, K, H], and what
-    q and k were before their norm (empty without one: the rotation itself is undone without its input)."""
+def _split(block: Block, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[T, (N + 2K) H (+ room)] -> q [T, N, H], k and v [T, K, H], all views."""
     heads, key_heads, width = block.heads
-    parts = qkv.view(len(qkv), -1, width)
+    parts = qkv[:, : block.qkv.width_out].unflatten(1, (-1, width))
     q, k, v = parts.split([heads, key_heads, key_heads], 1)
-    raw = qkv.new_empty(0)
-    if block.q_norm is not None and block.k_norm is not None:
-        raw = parts[:, : heads + key_heads].clone()
-        q.copy_(rms_norm.forward(q, block.q_norm.of(run.adapted), block.norm_eps))
-        k.copy_(rms_norm.forward(k, block.k_norm.of(run.adapted), block.norm_eps))
-    rope.rotate_(parts[:, : heads + key_heads], run.cos, run.sin)
-    return q, k, v, raw
+    return q, k, v
 
 
-def _unrotate_(block: Block, grad_qkv: torch.Tensor, raw: torch.Tensor, run: Pass) -> None:
-    """The way back of `_rotate`, in place on the gradient [T, (N + 2K) H]."""
-    heads, key_heads, width = block.heads
-    parts = grad_qkv.view(len(grad_qkv), -1, width)
-    rope.unrotate_(parts[:, : heads + key_heads], run.cos, run.sin)
-    if block.q_norm is not None and block.k_norm is not None:
-        for norm, place in ((block.q_norm, slice(0, heads)), (block.k_norm, slice(heads, heads + key_heads))):
-            weight = norm.of(run.adapted)
-            parts[:, place] = rms_norm.backward(parts[:, place], raw[:, place], weight, block.norm_eps, norm.grad)
+def _by_head(block: Block, mixed: torch.Tensor) -> torch.Tensor:
+    """[T, N H (+ room)] -> [T, N, H], a view."""
+    return mixed[:, : block.o.width_in].unflatten(1, (-1, block.heads[2]))
+
+
+def _head_norms(block: Block, run: Pass) -> dict[str, torch.Tensor | None]:
+    return {
+        "q_norm": block.q_norm.of(run.adapted) if block.q_norm else None,
+        "k_norm": block.k_norm.of(run.adapted) if block.k_norm else None,
+    }

@@ -6,15 +6,35 @@ file. It works on packed tokens [T] without a batch dimension; who may see whom 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
-from graftune.model.block import Attend, AttentionHalf, Block, Dropout, MlpHalf, NormWeight, Pass
-from graftune.model.frozen import Frozen
+from graftune.model.block import (
+    Attend,
+    Block,
+    NormWeight,
+    Pass,
+    attention_half,
+    attention_half_backward,
+    mlp_half,
+    mlp_half_backward,
+)
+from graftune.model.frozen import Frozen, Trained
+from graftune.model.projection import Dropout
 from graftune.model.spec import ModelSpec
+from graftune.model.tape import Tape
+
+
+class Stream(NamedTuple):
+    """The residual stream x and what is still to be added to it."""
+
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 @dataclass
@@ -47,6 +67,8 @@ class Head:
         return logits if self.added is None else torch.cat((logits, x @ self.added.value.t()), 1)
 
     def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.frozen, Trained):
+            self.frozen.learn(grad, x)
         if self.added is None:
             return self.frozen.input_grad(grad)
         base, extra = grad.split([self.frozen.out_features, len(self.added.value)], 1)
@@ -67,46 +89,102 @@ class Decoder:
     compute: torch.dtype
     added: NewRows | None = None
 
-    def __post_init__(self) -> None:
-        # Requires a gradient so that autograd records the blocks although no frozen tensor does.
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-
     def begin(
         self, positions: torch.Tensor, attend: Attend, *, adapted: bool = True, dropout: Dropout | None = None
     ) -> Pass:
-        """What the blocks share in one forward: rotary tables [T, 1, H/2], attention, adapters on or off."""
+        """What the blocks share in one forward: rotary tables [T, H/2], attention, adapters on or off."""
         cos, sin = rope.tables(positions, self.inverse_frequencies, self.rope_scaling)
         return Pass(cos, sin, attend, adapted, dropout)
 
-    def hidden(self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens [T] -> the last block's output, [T, D], or only its given rows [R, D].
+    def forward(
+        self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None, tape: Tape | None = None
+    ) -> Stream:
+        """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D].
 
-        The last MLP sees no other row: its output elsewhere is never used.
+        The last MLP sees no other row: its output elsewhere is never used. `tape` keeps what `backward` needs.
         """
-        x = self.embed(tokens, run.adapted)
+        x, y = self.embed(tokens, run.adapted), None
         for block in self.blocks:
-            x = AttentionHalf.apply(x, self.anchor, block, run)
+            x, y, attended = attention_half(block, x, y, run)
             if rows is not None and block is self.blocks[-1]:
-                x = x.index_select(0, rows)
-            x = MlpHalf.apply(x, self.anchor, block, run)
-        return x
+                x, y = x.index_select(0, rows), y.index_select(0, rows)
+            x, y, mlped = mlp_half(block, x, y, run)
+            if tape is not None:
+                tape.keep(block, attended, mlped)
+            del attended, mlped
+        assert y is not None, "a decoder has at least one block"
+        return Stream(x, y)
+
+    def backward(self, grad: torch.Tensor, tokens: torch.Tensor, run: Pass, rows: torch.Tensor, tape: Tape) -> None:
+        """grad [R, D] of the rows that `forward` gave -> everything that learns has its gradient added."""
+        width = self.spec.width
+        stream: torch.Tensor | None = self._stream_buffer(grad, len(grad))
+        assert stream is not None
+        stream[:, :width].copy_(grad)
+        del grad
+        learns_below = self.added is not None or isinstance(self.embedding, Trained)
+        for block in reversed(self.blocks):
+            last = block is self.blocks[-1]
+            attended, mlped = tape.take(block, run, rows if last else None)
+            stream = mlp_half_backward(block, stream, mlped, run)
+            del mlped
+            if last:  # rows that predict nothing have no gradient from the last MLP
+                every = self._stream_buffer(stream, len(tokens))
+                stream = every.zero_().index_add_(0, rows, stream)
+            stream = attention_half_backward(block, stream, attended, run, learns_below or block.index > 0)
+            del attended
+            if stream is None:
+                break
+        if learns_below and stream is not None:
+            self._embed_backward(tokens, stream[:, :width])
+
+    def hidden(self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The same without a backward: [T, D] or [R, D]."""
+        x, y = self.forward(tokens, run, rows)
+        return y.add_(x)
 
     def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
+        """Lookup in the base's table and, from its end on, in the rows of added tokens."""
         if self.added is None:
             return self.embedding.rows(tokens)
         rows = self.added.value if adapted else self.added.start
-        return _EmbedWithNew.apply(self.anchor, self.embedding, rows, self.added.grad, tokens)
+        known = self.embedding.rows(tokens.clamp(max=self.embedding.out_features - 1))
+        index, is_new = self._new(tokens)
+        return torch.where(is_new, rows.index_select(0, index), known)
+
+    def _embed_backward(self, tokens: torch.Tensor, grad: torch.Tensor) -> None:
+        if isinstance(self.embedding, Trained):
+            self.embedding.learn_rows(tokens, grad)
+        if self.added is not None:
+            index, is_new = self._new(tokens)
+            self.added.grad.index_add_(0, index, (grad * is_new).float())
+
+    def _new(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        known = self.embedding.out_features
+        return (tokens - known).clamp(min=0), (tokens >= known).unsqueeze(1)
+
+    def _stream_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """[rows, D + room]: the stream's gradient is what o and down get, so it has their room."""
+        room = max(max(block.o.room, block.down.room) for block in self.blocks)
+        return torch.empty(rows, self.spec.width + room, dtype=like.dtype, device=like.device)
 
     def loss(
-        self, x: torch.Tensor, labels: torch.Tensor, *, adapted: bool = True, need_grad: bool = True
+        self,
+        stream: Stream,
+        labels: torch.Tensor,
+        *,
+        adapted: bool = True,
+        need_grad: bool = True,
+        scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [R, D] and the tokens they should predict -> (loss sum in fp32, gradient of the rows)."""
-        weight = self.norm.of(adapted)
-        normed = rms_norm.forward(x, weight, self.spec.norm_eps)
-        total, grad = linear_cross_entropy.forward(normed, self.head.of(adapted), labels, need_grad=need_grad)
+        """Rows [R, D] and the tokens they should predict -> (loss sum in fp32, gradient of the rows times scale)."""
+        weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
+        x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
+        head = self.head.of(adapted)
+        total, grad = linear_cross_entropy.forward(normed, head, labels, need_grad=need_grad, scale=scale)
         if grad is None:
             return total, None
-        return total, rms_norm.backward(grad, x, weight, self.spec.norm_eps, self.norm.grad)
+        return total, rms_norm.add_backward(grad, x, rstd, weight, None, self.norm.grad)
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""
@@ -115,7 +193,7 @@ class Decoder:
 
     @property
     def frozen_bytes(self) -> int:
-        weights = [w for b in self.blocks for w in (b.qkv, b.o, b.gate_up, b.down)]
+        weights = [p.frozen for b in self.blocks for p in b.projections]
         tied = self.head.frozen is self.embedding
         return sum(w.nbytes for w in weights) + self.embedding.nbytes + (0 if tied else self.head.frozen.nbytes)
 
@@ -124,12 +202,19 @@ class Decoder:
 class PackedDocuments:
     """Attention of a training or evaluation pass: causal inside each document, nothing across."""
 
-    lengths: tuple[int, ...]
+    documents: attention.Documents
+    backend: str = "cpu"
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device | str = "cpu", backend: str = "cpu") -> PackedDocuments:
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return PackedDocuments(attention.Documents(starts, tuple(lengths), max(lengths)), backend)
 
     def forward(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return attention.forward(q, k, v, self.lengths, block.heads[2] ** -0.5, block.window)
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        scale = block.heads[2] ** -0.5
+        return attention.forward(q, k, v, self.documents, scale, block.window, self._backend(block), out)[1]
 
     def backward(
         self,
@@ -140,26 +225,11 @@ class PackedDocuments:
         v: torch.Tensor,
         out: torch.Tensor,
         stats: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return attention.backward(grad, q, k, v, out, stats, self.lengths, block.heads[2] ** -0.5, block.window)
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        scale, backend = block.heads[2] ** -0.5, self._backend(block)
+        attention.backward(grad, q, k, v, out, stats, self.documents, scale, block.window, grads, backend)
 
-
-class _EmbedWithNew(torch.autograd.Function):
-    """Lookup in the base's table and, from its end on, in the rows of added tokens."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, table: Frozen, rows: torch.Tensor, grad: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        index = (tokens - table.out_features).clamp(min=0)
-        is_new = (tokens >= table.out_features).unsqueeze(1)
-        ctx.save_for_backward(index, is_new)
-        ctx.grad = grad
-        known = table.rows(tokens.clamp(max=table.out_features - 1))
-        return torch.where(is_new, rows.index_select(0, index), known)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None, None]:
-        index, is_new = ctx.saved_tensors
-        ctx.grad.index_add_(0, index, (grads[0] * is_new).float())
-        return None, None, None, None, None
+    def _backend(self, block: Block) -> str:
+        """cuDNN's plans know no window: such layers take our own kernels."""
+        return "triton" if block.window and self.backend != "cpu" else self.backend

@@ -1,8 +1,10 @@
 """The frozen weight: one matmul interface, whatever the weight is made of.
 
 The trainer never asks which kind it holds: that is a property of the weight, not a mode of the trainer. `Dense` keeps
-the values resident in the compute dtype; `Mapped` leaves them in the file and dequantises the rows of one product at a
-time, so that host memory stays flat. Both are made of RowSources, so q, k and v (or gate and up) are one weight.
+the values resident in the compute dtype, with room for adapters beside them where asked (projection.py says why);
+`Mapped` leaves them in the file and dequantises the rows of one product at a time, so that host memory stays flat;
+`Trained` is not frozen at all but a view into the arena, for full-parameter training. Dense and Mapped are made of
+RowSources, so q, k and v (or gate and up) are one weight.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
+
+from graftune.kernels.lora_linear import add_product_
 
 MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
 
@@ -54,28 +58,37 @@ class Frozen(Protocol):
 
 
 class Dense:
-    """Resident, as a rule in the compute dtype."""
+    """Resident, as a rule in the compute dtype. `room` columns and rows lie beside and below the weight, zero at first."""
 
-    def __init__(self, weight: torch.Tensor, compute: torch.dtype):
-        self.weight, self.compute = weight, compute
-        self.out_features, self.in_features = weight.shape
-        self.kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[weight.dtype]
+    def __init__(self, weight: torch.Tensor, compute: torch.dtype, room: int = 0):
+        self.storage, self.compute, self.room = weight, compute, room
+        self.out_features, self.in_features = (n - room for n in weight.shape)
+        self.weight = weight[: self.out_features, : self.in_features]
+        self.kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[weight.dtype]
 
     @staticmethod
-    def of(sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> Dense:
+    def empty(rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int) -> Dense:
+        storage = torch.empty(rows + room, width + room, dtype=dtype, device=device)
+        storage[rows:].zero_()
+        storage[:, width:].zero_()
+        return Dense(storage, compute, room)
+
+    @staticmethod
+    def of(
+        sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int = 0
+    ) -> Dense:
         """Filled straight from the sources, a few rows at a time: the peak is the weight and one piece."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
-        weight = torch.empty(rows, width, dtype=dtype, device=device)
+        dense = Dense.empty(rows, width, device, dtype, compute, room)
         at = 0
         for source in sources:
-            for start, stop in _pieces(source.shape[0], width):
-                weight[at + start : at + stop].copy_(source.read(start, stop))
+            fill(dense.weight[at : at + source.shape[0]], source)
             at += source.shape[0]
-        return Dense(weight, compute)
+        return dense
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes
+        return self.storage.nbytes
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self._as(x.dtype).t()
@@ -83,12 +96,51 @@ class Dense:
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return grad @ self._as(grad.dtype)
 
+    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
+        """[x | h] [W | sB]'."""
+        return x @ self.storage[: self.out_features].t()
+
+    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+        """[dY | g] [W ; A]."""
+        return grad @ self.storage[:, : self.in_features]
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids).to(self.compute)
 
     def _as(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in the product's dtype: itself, or (bf16 weights on a device without bf16 units) a cast copy."""
         return self.weight if self.weight.dtype == dtype else self.weight.to(dtype)
+
+
+class Trained:
+    """A weight that trains: its copy in the compute dtype and its fp32 gradient are views into the arena."""
+
+    kind = "trained"
+
+    def __init__(self, weight: torch.Tensor, grad: torch.Tensor):
+        self.weight, self.grad = weight, grad
+        self.out_features, self.in_features = weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # the arena counts it
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad @ self.weight
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, ids)
+
+    def learn(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds dW = dY' x in fp32."""
+        add_product_(self.grad, grad.t(), x)
+
+    def learn_rows(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds the gradient of a lookup."""
+        self.grad.index_add_(0, ids, grad.float())
 
 
 class Mapped:
@@ -129,6 +181,12 @@ class Mapped:
             for start, stop in _pieces(source.shape[0], self.in_features):
                 yield slice(at + start, at + stop), source.read(start, stop).to(self.device, self.dtype)
             at += source.shape[0]
+
+
+def fill(target: torch.Tensor, source: RowSource) -> None:
+    """Copy a source into a matrix of its shape, a few rows at a time."""
+    for start, stop in _pieces(*source.shape):
+        target[start:stop].copy_(source.read(start, stop))
 
 
 def _pieces(rows: int, width: int) -> list[tuple[int, int]]:

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 import torch
 
 from graftune.config import LoraConfig, expand_targets
-from graftune.kernels.lora_linear import Part
+from graftune.kernels import lora_linear
+from graftune.kernels.lora_linear import Copy, Low
+from graftune.model.frozen import Dense
 from graftune.model.spec import ModelSpec
 
 GROUPS = {
@@ -48,13 +50,29 @@ class Slot:
 
 @dataclass(frozen=True)
 class LoraGroup:
-    """Adapters of projections with one input: stacked A, B's on the diagonal of one matrix, and their gradients."""
+    """Adapters of projections with one input: their A's and B's stacked, as views into the arena."""
 
-    down: torch.Tensor  # [R * projections, in], compute dtype
-    up: torch.Tensor  # [out of the whole group, R * projections], compute dtype
+    down: torch.Tensor  # [R * members, in], compute dtype
+    up: torch.Tensor  # [sum of the members' outs, R], compute dtype
     grad_down: torch.Tensor  # fp32
-    parts: Sequence[Part]
+    grad_up: torch.Tensor  # fp32
+    columns: tuple[tuple[int, int], ...]  # of the group's product, for each member
     scale: float
+    arena: Arena = field(repr=False, compare=False)
+    diagonal: torch.Tensor | None = None  # the B's on the diagonal of one matrix, where that is faster
+
+    def low(self, h: torch.Tensor) -> Low:
+        return Low(h, self.up, self.columns, self.scale, self.diagonal)
+
+    def settle(self, dense: Dense) -> None:
+        """Have `publish` keep A in the rows below the weight and s B in the columns beside it."""
+        out, into = dense.weight.shape
+        self.arena.copies.append(Copy(self.down, dense.storage[out : out + len(self.down), :into], 1.0))
+        rank, row = self.up.shape[1], 0
+        for index, (start, stop) in enumerate(self.columns):
+            beside = dense.storage[start:stop, into + index * rank : into + (index + 1) * rank]
+            self.arena.copies.append(Copy(self.up[row : row + stop - start], beside, self.scale))
+            row += stop - start
 
 
 @dataclass
@@ -67,32 +85,41 @@ class Arena:
     m: torch.Tensor = field(init=False)
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
-    diagonals: list[torch.Tensor] = field(default_factory=list)  # the B's of groups, see `_diagonal`
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (to, from), renewed by `publish`
+    copies: list[Copy] = field(default_factory=list)
+    own_bytes: int = 0  # of what is kept beside the flat buffers
 
     def __post_init__(self) -> None:
         size = max((slot.stop for slot in self.slots.values()), default=0)
         self.weights, self.grads, self.m, self.v = (
             torch.zeros(size, dtype=torch.float32, device=self.device) for _ in range(4)
         )
+        self._tables: dict[str, torch.Tensor] = {}
         same = self.compute_dtype == torch.float32
         self.compute = self.weights if same else torch.zeros(size, dtype=self.compute_dtype, device=self.device)
 
     @property
     def nbytes(self) -> int:
         own = 0 if self.compute is self.weights else self.compute.nbytes
-        return 4 * self.weights.nbytes + own + sum(up.nbytes for up in self.diagonals)
+        return 4 * self.weights.nbytes + own + self.own_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether every weight of the model trains."""
+        return "embed_tokens.weight" in self.slots
+
+    def span(self, first: str, last: str) -> slice:
+        """The run of the buffers from one slot to another."""
+        return slice(self.slots[first].start, self.slots[last].stop)
 
     def view(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         slot = self.slots[name]
         return buffer[slot.start : slot.stop].view(slot.shape)
 
-    def publish(self) -> None:
-        """Bring what products read up to date after the weights have changed."""
-        if self.compute is not self.weights:
+    def publish(self, cast: bool = True) -> None:
+        """Bring what products read up to date after the weights have changed (`cast`: the flat copy too)."""
+        if cast and self.compute is not self.weights:
             self.compute.copy_(self.weights)
-        for target, source in self.copies:
-            target.copy_(source)
+        lora_linear.spread(self.copies, self._tables)
 
     @property
     def decayed(self) -> int:
@@ -117,6 +144,10 @@ def adapter_name(layer: int, projection: str, matrix: str) -> str:
     return f"layers.{layer}.{HOMES[projection]}.{projection}.lora_{matrix}.weight"
 
 
+def weight_name(layer: int, projection: str, kind: str = "weight") -> str:
+    return f"layers.{layer}.{HOMES[projection]}.{projection}.{kind}"
+
+
 def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
     """(layer, name, width) of every norm weight."""
     kinds = [("input_layernorm", spec.width), ("post_attention_layernorm", spec.width)]
@@ -130,17 +161,38 @@ def scaling(config: LoraConfig) -> float:
     return config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
 
 
-def build_arena(spec: ModelSpec, config: LoraConfig, device: torch.device, compute: torch.dtype) -> Arena:
-    """Lay out and initialise: A from the seeded generator (see `initialise`), B zero."""
+def room_of(spec: ModelSpec, config: LoraConfig, group: str) -> int:
+    """Columns and rows that a group's adapters take beside its weight, a multiple of eight for aligned rows."""
+    members = [p for p in GROUPS[group] if p in expand_targets(config.targets)]
+    return -(-len(members) * config.rank // 8) * 8
+
+
+def build_arena(
+    spec: ModelSpec, config: LoraConfig, device: torch.device, compute: torch.dtype, *, full: bool = False
+) -> Arena:
+    """Lay out: the adapters and what trains beside them, or (`full`) every weight of the model."""
+    place = _Layout()
+    if full:
+        _place_everything(place, spec)
+    else:
+        _place_adapters(place, spec, config)
+    return Arena(place.slots, device, compute)
+
+
+class _Layout:
+    """Slots one behind the other."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.at = 0
+
+    def __call__(self, name: str, shape: tuple[int, ...], layer: int, decay: bool) -> None:
+        self.slots[name] = slot = Slot(name, shape, self.at, layer, decay)
+        self.at = slot.stop
+
+
+def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None:
     targets = expand_targets(config.targets)
-    slots: dict[str, Slot] = {}
-    at = 0
-
-    def place(name: str, shape: tuple[int, ...], layer: int, decay: bool) -> None:
-        nonlocal at
-        slots[name] = Slot(name, shape, at, layer, decay)
-        at = slots[name].stop
-
     for layer in range(spec.layers):
         for group in GROUPS.values():
             members = [p for p in group if p in targets]
@@ -157,7 +209,36 @@ def build_arena(spec: ModelSpec, config: LoraConfig, device: torch.device, compu
     if config.train_norms:
         for layer, name, width in norm_names(spec):
             place(name, (width,), layer, False)
-    return Arena(slots, device, compute)
+
+
+def _place_everything(place: _Layout, spec: ModelSpec) -> None:
+    """By the names the base has. Projections that share an input lie together: one product serves them."""
+    place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
+    for layer in range(spec.layers):
+        for projection in HOMES:
+            place(weight_name(layer, projection), spec.projections[projection], layer, True)
+    if not spec.tied:
+        place("lm_head.weight", (spec.vocab, spec.width), -1, True)
+    for layer in range(spec.layers if spec.qkv_bias else 0):
+        for projection in GROUPS["qkv"]:
+            place(weight_name(layer, projection, "bias"), spec.projections[projection][:1], layer, False)
+    for layer, name, width in norm_names(spec):
+        place(name, (width,), layer, False)
+
+
+def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
+    """Weights of a model that was never trained: Gaussian of std 0.02, those that write to the residual stream smaller
+    by the root of the number of such; norms one, biases zero. Drawn on the CPU: every device starts alike."""
+    generator = torch.Generator().manual_seed(seed)
+    for slot in arena.slots.values():
+        value = arena.view(slot.name, arena.weights)
+        if len(slot.shape) == 1:
+            value.fill_(0.0 if slot.name.endswith("bias") else 1.0)
+            continue
+        writes = slot.name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.02 / math.sqrt(2 * spec.layers) if writes else 0.02
+        value.copy_(torch.empty(slot.shape).normal_(0.0, std, generator=generator))
+    arena.publish()
 
 
 def initialise(arena: Arena, config: LoraConfig, seed: int) -> None:
@@ -184,36 +265,39 @@ def lora_groups(arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int) -
         members = [p for p in group if adapter_name(layer, p, "A") in arena.slots]
         if not members:
             continue
-        first = arena.slots[adapter_name(layer, members[0], "A")]
-        last = arena.slots[adapter_name(layer, members[-1], "A")]
-        stacked, width = slice(first.start, last.stop), first.shape[1]
-        up, parts = _diagonal(arena, spec, config, layer, group, members)
+        downs = arena.span(adapter_name(layer, members[0], "A"), adapter_name(layer, members[-1], "A"))
+        ups = arena.span(adapter_name(layer, members[0], "B"), adapter_name(layer, members[-1], "B"))
+        ends = list(itertools.accumulate(spec.projections[p][0] for p in group))
+        columns = tuple((ends[i] - spec.projections[p][0], ends[i]) for i, p in enumerate(group) if p in members)
+        width, rank = spec.projections[members[0]][1], config.rank
         found[name] = LoraGroup(
-            down=arena.compute[stacked].view(-1, width),
-            up=up,
-            grad_down=arena.grads[stacked].view(-1, width),
-            parts=parts,
+            down=arena.compute[downs].view(-1, width),
+            up=arena.compute[ups].view(-1, rank),
+            grad_down=arena.grads[downs].view(-1, width),
+            grad_up=arena.grads[ups].view(-1, rank),
+            columns=columns,
             scale=scaling(config),
+            arena=arena,
+            diagonal=_diagonal(arena, ends[-1], columns, ups, rank) if _one_diagonal(arena, group) else None,
         )
     return found
 
 
+def _one_diagonal(arena: Arena, group: Sequence[str]) -> bool:
+    """A CPU prefers one product with zeros beside the diagonal to several without; a GPU has better ways."""
+    return len(group) > 1 and arena.device.type != "cuda"
+
+
 def _diagonal(
-    arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int, group: Sequence[str], members: Sequence[str]
-) -> tuple[torch.Tensor, list[Part]]:
-    """The group's B's as one matrix: a lone B is the arena's own view, several are copied onto a diagonal."""
-    ends = list(itertools.accumulate(spec.projections[p][0] for p in group))
-    columns = {p: slice(end - spec.projections[p][0], end) for p, end in zip(group, ends, strict=True)}
-    parts = []
-    for index, projection in enumerate(members):
-        ranks = slice(index * config.rank, (index + 1) * config.rank)
-        name = adapter_name(layer, projection, "B")
-        parts.append(Part(columns[projection], ranks, arena.view(name, arena.grads)))
-    sources = [arena.view(adapter_name(layer, p, "B"), arena.compute) for p in members]
-    if len(group) == 1:
-        return sources[0], parts
-    up = torch.zeros(ends[-1], len(members) * config.rank, dtype=arena.compute_dtype, device=arena.device)
-    arena.diagonals.append(up)
-    for part, source in zip(parts, sources, strict=True):
-        arena.copies.append((up[part.columns, part.ranks].copy_(source), source))
-    return up, parts
+    arena: Arena, out: int, columns: Sequence[tuple[int, int]], ups: slice, rank: int
+) -> torch.Tensor:
+    """The group's B's as one [out, R * members] matrix, kept up to date by `publish`."""
+    matrix = torch.zeros(out, len(columns) * rank, dtype=arena.compute_dtype, device=arena.device)
+    stacked, row = arena.compute[ups].view(-1, rank), 0
+    for index, (start, stop) in enumerate(columns):
+        target = matrix[start:stop, index * rank : (index + 1) * rank]
+        arena.copies.append(Copy(stacked[row : row + stop - start], target, 1.0))
+        target.copy_(arena.copies[-1].source)
+        row += stop - start
+    arena.own_bytes += matrix.nbytes
+    return matrix

@@ -178,7 +178,7 @@ class _Getter:
         value = self.values.get(self.prefix + key)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise GraftuneError(
-                f"{self.prefix + key} is {value!r}", where=self.where, mend="the model file is incomplete"
+                f"{self.prefix + key} is {value!r}", where=self.where, mend="it must be there, a whole number above 0"
             )
         return value
 

@@ -1,4 +1,5 @@
-"""Checkpoints: the arena's three buffers and the place in the run, written aside, flushed and renamed.
+"""Checkpoints: the arena's three buffers (in fp16 the loss scale too) and the place in the run, written aside, flushed
+and renamed.
 
 A folder `step-N` is therefore whole or absent, at whatever moment the process dies. The place is (step, epoch, step in
 epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from graftune.errors import GraftuneError
 from graftune.model.lora import Arena
+from graftune.train.scaler import LossScaler
 from graftune.weights import safetensors_io
 
 STATE, TENSORS = "state.json", "state.safetensors"
@@ -38,7 +40,9 @@ class Progress:
     stale: int = 0  # evaluations since the best one
 
 
-def save(root: Path, arena: Arena, progress: Progress, identity: dict[str, str]) -> Path:
+def save(
+    root: Path, arena: Arena, progress: Progress, identity: dict[str, str], scaler: LossScaler | None = None
+) -> Path:
     """`identity` (hashes of data, base and settings) is what a resume is checked against."""
     final = root / f"step-{progress.step}"
     aside = root / f"step-{progress.step}.part"
@@ -46,7 +50,8 @@ def save(root: Path, arena: Arena, progress: Progress, identity: dict[str, str])
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     try:
-        safetensors_io.write(_buffers(arena), aside / TENSORS)
+        scale = scaler.state_dict() if scaler else {}
+        safetensors_io.write(_buffers(arena) | scale, aside / TENSORS)
         (aside / STATE).write_text(json.dumps({"progress": asdict(progress), "identity": identity}, indent=1))
         safetensors_io.flush(aside / STATE)
         safetensors_io.flush(aside)
@@ -81,8 +86,11 @@ def steps(root: Path) -> dict[int, Path]:
     return found
 
 
-def load(path: Path, arena: Arena, identity: dict[str, str] | None = None) -> Progress:
-    """Fill the arena and return the place. With `identity`, a checkpoint of another run is refused."""
+def load(
+    path: Path, arena: Arena, identity: dict[str, str] | None = None, scaler: LossScaler | None = None
+) -> Progress:
+    """Fill the arena and return the place. With `identity`, a checkpoint of another run is refused. A scale that was not
+    saved starts afresh."""
     try:
         state = json.loads((path / STATE).read_text())
         tensors = load_file(path / TENSORS)
@@ -98,6 +106,11 @@ def load(path: Path, arena: Arena, identity: dict[str, str] | None = None) -> Pr
     check_identity(identity or {}, stored, path.parent.parent)
     if any(tensor.shape != buffer.shape for tensor, buffer in buffers):
         raise GraftuneError("this checkpoint holds other adapters", where=str(path), mend="resume with its own config")
+    if scaler is not None and "loss_scale" in tensors:
+        try:
+            scaler.load_state_dict(tensors)
+        except GraftuneError as error:
+            raise _damaged(path, error.what) from None
     for tensor, buffer in buffers:
         buffer.copy_(tensor)
     arena.publish()

@@ -7,20 +7,23 @@ import dataclasses
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from graftune.config import Config, LoraConfig, expand_targets
 from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
+from graftune.kernels import attention
 from graftune.model.decoder import Decoder
-from graftune.model.lora import Arena, build_arena, initialise
+from graftune.model.lora import Arena, build_arena, initialise, start_from_scratch
 from graftune.observe.console import Console
 from graftune.runtime import Runtime, resolve
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import Adapter, is_adapter, load_adapter, place_adapter, save_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
-from graftune.weights.load import Placement, build_decoder, choose_placement
+from graftune.weights.load import Placement, build_decoder, choose_placement, nothing_frozen
+from graftune.weights.model import hf_config, is_model, save_model
 
 
 @dataclass
@@ -32,6 +35,30 @@ class Engine:
     lora: LoraConfig  # of the adapter where one was loaded
     arena: Arena
     decoder: Decoder
+    attention: attention.Choice
+    whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
+
+    @property
+    def product(self) -> str:
+        """What a run leaves, and the name of its folder there."""
+        return "adapter" if self.whole is None else "model"
+
+    def save(self, folder: Path) -> None:
+        """The adapter, or the whole model where that was trained."""
+        if self.whole is None:
+            self.save_adapter(folder)
+        else:
+            save_model(folder, self.arena, self.base, self.whole)
+
+    @property
+    def eager_attention(self) -> str:
+        """The backend where shapes change from batch to batch: cuDNN would build a plan for every one of them."""
+        if self.attention.backend != "cudnn":
+            return self.attention.backend
+        from graftune.kernels.attention import flash
+
+        lacking = flash.lacks(self.runtime.device, self.runtime.compute, self.base.spec.head_width)
+        return "triton" if lacking else "flash"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -65,7 +92,10 @@ def open_engine(config: Config, console: Console, *, base: Base | None = None) -
         threads=config.base.threads,
         deterministic=config.train.deterministic,
     )
-    base = base or open_base(config.base.base, config.base.revision)
+    recompute = _recompute(config.train.recompute, runtime.device)
+    check_method(config)
+    method = config.train.method
+    base = base or open_base(config.base.base, config.base.revision, weights=method != "scratch")
     adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
     lora = _settings(config.lora, adapter)
     if adapter is not None:
@@ -73,17 +103,54 @@ def open_engine(config: Config, console: Console, *, base: Base | None = None) -
     if lora.new_tokens:
         base = with_new_tokens(base, lora.new_tokens)
     base = with_template(base, config, adapter)
-    placement = choose_placement(base, config.base.base_dtype, runtime)
-    arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
+    attend = _attention(base, runtime)
+    whole = hf_config(base) if method != "lora" else None
+    place = choose_placement if method == "lora" else nothing_frozen
+    placement = place(base, config.base.base_dtype, runtime)
+    arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=method != "lora")
     decoder = build_decoder(base, arena, lora, runtime, placement)
-    if adapter is None:
+    if method == "scratch":
+        start_from_scratch(arena, base.spec, config.train.seed)
+    elif method == "full":
+        arena.publish()
+    elif adapter is None:
         initialise(arena, lora, config.train.seed)
     else:
         place_adapter(adapter, arena, base.spec.vocab)
     resolved = config.replace(
-        device=str(runtime.device), compute_dtype=runtime.compute_name, base_dtype=placement.base_dtype
+        device=str(runtime.device),
+        compute_dtype=runtime.compute_name,
+        base_dtype=placement.base_dtype,
+        recompute=recompute,
     )
-    return Engine(resolved, base, runtime, placement, lora, arena, decoder)
+    return Engine(resolved, base, runtime, placement, lora, arena, decoder, attend, whole)
+
+
+def check_method(config: Config) -> None:
+    """Settings of adapters where none are trained are a mistake: they would be read by nobody."""
+    method, default = config.train.method, LoraConfig()
+    for name, value in vars(config.lora).items() if method != "lora" else ():
+        if value != getattr(default, name):
+            raise GraftuneError(
+                f"{name} is set and method is {method}, which trains no adapter",
+                mend=f"leave {name} out, or set method to lora",
+            )
+
+
+def _recompute(asked: str, device: torch.device) -> str:
+    if asked == "offload" and device.type != "cuda":
+        raise GraftuneError(
+            f"recompute is offload, which keeps activations off a GPU, and the device is {device}",
+            mend="use none, selective or full",
+        )
+    return "none" if asked == "auto" else asked
+
+
+def _attention(base: Base, runtime: Runtime) -> attention.Choice:
+    """Chosen once. Where only some layers have a window, those take our own kernels and the others the fastest."""
+    spec = base.spec
+    windowed = len(spec.window_layers) == spec.layers
+    return attention.choose(runtime.device, runtime.compute, spec.head_width, runtime.deterministic, windowed)
 
 
 def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
@@ -103,10 +170,30 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
 
+def trains_all(folder: Path) -> bool:
+    """Whether a run's folder is that of one without an adapter."""
+    return Config.load(folder / "config.yaml").train.method != "lora"
+
+
+def model_folder(folder: Path) -> Path:
+    """The whole model that a run left."""
+    if not is_model(folder / "model"):
+        raise GraftuneError(
+            "this run has no model yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
+        )
+    return folder / "model"
+
+
 def adapter_folder(folder: Path) -> Path:
     """An adapter's folder, given that or the run that made it."""
     if not is_run(folder):
         return folder
+    if trains_all(folder):
+        raise GraftuneError(
+            "this run trained the whole model, not an adapter",
+            where=str(folder),
+            mend=f"give {folder / 'model'} as the base",
+        )
     if not is_adapter(folder / "adapter"):
         raise GraftuneError(
             "this run has no adapter yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"

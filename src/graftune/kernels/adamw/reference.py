@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from graftune.kernels.blocks import BlockTable
+
 
 class Hyper(NamedTuple):
     """The live row: 0-dim fp32 tensors on the device, changed between steps without rebuilding anything."""
@@ -47,3 +49,25 @@ def update(
     if decay:
         change.addcmul_(weights, hyper.weight_decay.expand_as(weights))
     torch.where(ok, torch.addcmul(weights, change, hyper.lr.expand_as(change), value=-1), weights, out=weights)
+
+
+def step(
+    weights: torch.Tensor,
+    grads: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    compute: torch.Tensor,
+    table: BlockTable,
+    row: torch.Tensor,
+    count: torch.Tensor,
+    ok: torch.Tensor,
+    factors: torch.Tensor,
+) -> None:
+    """The whole arena, piece by piece: temporaries of all of it would be as large as the arena itself."""
+    hyper = Hyper(*row.unbind())
+    for start, stop, segment, decay in table.pieces():
+        w, g, copy = weights[start:stop], grads[start:stop], compute[start:stop]
+        update(w, g, m[start:stop], v[start:stop], factors[segment], hyper, count, ok, decay)
+        if compute.data_ptr() != weights.data_ptr():
+            copy.copy_(torch.where(ok, w, copy))
+        g.zero_()

@@ -1,25 +1,115 @@
-"""Packed causal attention with grouped heads. q [T, N, H], k and v [T, K, H]; documents given by their lengths.
+"""Packed causal attention with grouped heads. q [T, N, H], k and v [T, K, H]; documents given by `Documents`.
 
-The CPU has torch's fused kernel; other devices, and windowed layers, take the reference. `stats` is what the forward
-leaves for the backward: the log-sum-exp of the scores, empty where the path recomputes it.
+Which kernels run is chosen once, at the start (`choose`), and given back at every call: cuDNN on GPUs that have it,
+torch's flash kernels where it is missing or everything must be bit-identical, our own for fp32, sliding windows and
+odd head widths, and on the CPU torch's fused kernel or the reference ("cpu" runs the reference on any other device).
+q, k, v and their gradients may be column ranges of one packed buffer, [T, (N + 2K) H] or wider; on the GPU they are
+read and written in place. `stats` is what the forward leaves for the backward: the log-sum-exp of the scores in the
+backend's own layout, empty where it is recomputed.
 """
 
 from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from graftune.kernels.attention import flash_cpu, reference
 
-SHORT = 128  # tokens of an average document below which the fused backward loses in bf16
+BACKENDS = ("cpu", "cudnn", "flash", "triton")
+SHORT = 128  # tokens of an average document below which the fused CPU backward loses in bf16
+
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where the documents of one pass lie. Slots may be empty; the lengths add up to T.
+
+    One object a pass: it keeps what a backend computes from cu_seqlens for all layers.
+    """
+
+    cu_seqlens: torch.Tensor  # [S + 1] int32 on the device: document i is tokens cu_seqlens[i] to cu_seqlens[i + 1]
+    lengths: tuple[int, ...] | None  # the same on the host; the CPU's path needs them, the GPU's never look
+    longest: int  # no document is longer: a fixed bound, not the longest of this pass
+    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+class Choice(NamedTuple):
+    backend: str
+    why: str
+
+
+def choose(device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool, windowed: bool) -> Choice:
+    """The backend for such heads on this device, and the reason; to be called once, and printed."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Choice("cpu", f"on {device.type} torch's fused kernel or the textbook formula")
+    from graftune.kernels.attention import cudnn_frontend, flash
+
+    if windowed:
+        return _ours(head_width, "sliding windows")
+    if dtype == torch.float32:
+        return _ours(head_width, "fp32")
+    flashless = flash.lacks(device, dtype, head_width)
+    if deterministic and not flashless:
+        return Choice("flash", "torch's flash kernels add in a fixed order in deterministic mode; cuDNN does not")
+    cudnnless = cudnn_frontend.lacks(device, dtype, head_width)
+    if not deterministic and not cudnnless:
+        return Choice("cudnn", "cuDNN's packed attention is the fastest")
+    if not flashless:
+        return Choice("flash", f"{cudnnless}; torch's flash kernels are the next fastest")
+    return _ours(head_width, f"{flashless}; {'deterministic mode' if deterministic else cudnnless}")
+
+
+def _ours(head_width: int, reason: str) -> Choice:
+    from graftune.errors import GraftuneError
+
+    if head_width > 256:
+        raise GraftuneError(f"heads of {head_width} values are wider than the 256 that attention on the GPU serves")
+    if importlib.util.find_spec("triton") is None:
+        raise GraftuneError(f"attention needs the package triton here ({reason})", mend="pip install triton")
+    return Choice("triton", f"our own kernels: {reason}")
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float, window: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    docs: Documents,
+    scale: float,
+    window: int = 0,
+    backend: str = "cpu",
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert sum(lengths) == len(q) and q.shape[1] % k.shape[1] == 0, (lengths, q.shape, k.shape)
-    if _fused(q, window):
-        return flash_cpu.forward(q, k, v, lengths, scale)
-    return reference.forward(q, k, v, lengths, scale, window), q.new_empty(0)
+    """(out [T, N, H], stats); with `window` > 0 token i sees j only if i - window < j.
+
+    The output goes into the given `out`, whose tokens may lie apart, or a fresh contiguous one.
+    """
+    _check(q, k, v)
+    if backend == "flash":
+        from graftune.kernels.attention import flash
+
+        return flash.forward(q, k, v, docs, scale, window, out)
+    out = q.new_empty(q.shape) if out is None else out
+    _check(out, k, v)
+    if backend == "cpu":
+        lengths = _lengths(docs, q)
+        if _fused(q, window):
+            return out, flash_cpu.forward(q, k, v, lengths, scale, out)
+        return reference.forward(q, k, v, lengths, scale, window, out), q.new_empty(0)
+    if backend == "cudnn":
+        from graftune.kernels.attention import cudnn_frontend
+
+        assert not window, "cuDNN's plans know no window"
+        return out, cudnn_frontend.forward(q, k, v, docs, scale, out)
+    from graftune.kernels.attention import kernel
+
+    assert backend == "triton", backend
+    return out, kernel.forward(q, k, v, docs, scale, window, out)
 
 
 def backward(
@@ -29,14 +119,81 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     stats: torch.Tensor,
-    lengths: tuple[int, ...],
+    docs: Documents,
+    scale: float,
+    window: int,
+    grads: Grads,
+    backend: str = "cpu",
+) -> None:
+    """Writes dq, dk and dv into `grads`, which have the shapes of q, k and v; what was there does not matter."""
+    _check(q, k, v)
+    _check(*grads)
+    _check(out, k, v)
+    _check(grad_out, k, v)
+    assert grad_out.shape == out.shape == q.shape == grads[0].shape and k.shape == grads[1].shape, (out.shape, q.shape)
+    if backend == "cpu":
+        lengths = _lengths(docs, q)
+        short = q.dtype == torch.bfloat16 and len(q) < SHORT * sum(length > 0 for length in lengths)
+        if _fused(q, window) and not short:
+            return flash_cpu.backward(grad_out, q, k, v, out, stats, lengths, scale, grads)
+        return reference.backward(grad_out, q, k, v, out, lengths, scale, window, grads)
+    if backend == "cudnn":
+        from graftune.kernels.attention import cudnn_frontend
+
+        assert not window, "cuDNN's plans know no window"
+        return cudnn_frontend.backward(grad_out, q, k, v, out, stats, docs, scale, grads)
+    if backend == "flash":
+        from graftune.kernels.attention import flash
+
+        return flash.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads)
+    from graftune.kernels.attention import kernel
+
+    assert backend == "triton", backend
+    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads)
+
+
+def warm(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    tokens: int,
+    slots: int,
+    longest: int,
     scale: float,
     window: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    short = q.dtype == torch.bfloat16 and sum(lengths) < SHORT * len(lengths)
-    if _fused(q, window) and not short:
-        return flash_cpu.backward(grad_out, q, k, v, out, stats, lengths, scale)
-    return reference.backward(grad_out, q, k, v, out, lengths, scale, window)
+    room: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> None:
+    """One forward and backward on zeros of this shape in packed buffers, so that all plans and kernels exist before a
+    capture. `heads` is (N, K, H); at most `slots` documents of at most `longest` tokens each fill `tokens`. `room` says
+    how many more columns the buffers of qkv, of the output and of the gradients of both have than they need."""
+    assert slots * longest >= tokens, (slots, longest, tokens)
+    n, k, h = heads
+    filled = [min(longest * i, tokens) for i in range(slots + 1)]
+    lengths = tuple(b - a for a, b in pairwise(filled))
+    docs = Documents(torch.tensor(filled, dtype=torch.int32, device=device), lengths, longest)
+
+    def zeros(wide: int, more: int) -> torch.Tensor:
+        buffer = torch.zeros(tokens, wide * h + more, dtype=dtype, device=device)
+        return buffer[:, : wide * h].unflatten(1, (wide, h))
+
+    q, keys, values = zeros(n + 2 * k, room[0]).split([n, k, k], 1)
+    out, stats = forward(q, keys, values, docs, scale, window, backend, zeros(n, room[1]))
+    dq, dk, dv = zeros(n + 2 * k, room[2]).split([n, k, k], 1)
+    backward(zeros(n, room[3]), q, keys, values, out, stats, docs, scale, window, (dq, dk, dv), backend)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The layout contract: tokens any distance apart, heads of a token side by side."""
+    assert len(q) == len(k) and k.shape == v.shape and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape, v.shape)
+    width = q.shape[2]
+    for x in (q, k, v):
+        assert x.shape[2] == width and x.stride(2) == 1 and (x.stride(1) == width or x.shape[1] == 1), x.stride()
+
+
+def _lengths(docs: Documents, q: torch.Tensor) -> tuple[int, ...]:
+    assert docs.lengths is not None and sum(docs.lengths) == len(q), (docs.lengths, len(q))
+    return docs.lengths
 
 
 def _fused(q: torch.Tensor, window: int) -> bool:

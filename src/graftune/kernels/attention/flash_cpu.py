@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import torch
 
+from graftune.kernels.attention.reference import documents
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, N, H], k and v [T, K, H] -> (out [T, N, H], log-sum-exp of the scores [T, N])."""
-    out, stats = torch.empty_like(q), torch.empty(q.shape[:2])
-    start = 0
-    for length in lengths:
-        place = slice(start, start + length)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float, out: torch.Tensor
+) -> torch.Tensor:
+    """q [T, N, H], k and v [T, K, H] -> out [T, N, H]; returns the log-sum-exp of the scores [T, N]."""
+    stats = torch.empty(q.shape[:2])
+    for start, stop in documents(lengths):
+        place = slice(start, stop)
         part, lse = _forward(*_batched(q[place], k[place], v[place]), 0.0, True, scale=scale)
         out[place], stats[place] = part[0].transpose(0, 1), lse[0].view(q.shape[1], -1).t()
-        start += length
-    return out, stats
+    return stats
 
 
 def backward(
@@ -37,21 +37,19 @@ def backward(
     stats: torch.Tensor,
     lengths: tuple[int, ...],
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Writes dq, dk and dv into `grads`, of the shapes of q, k and v."""
     group = q.shape[1] // k.shape[1]
-    start = 0
-    for length in lengths:
-        place = slice(start, start + length)
+    for start, stop in documents(lengths):
+        place = slice(start, stop)
         q_, k_, v_ = _batched(q[place], k[place], v[place])
         do, o = (x[place].transpose(0, 1).unsqueeze(0) for x in (grad_out, out))
         lse = stats[place].t().contiguous().unsqueeze(0)
         dq, dk, dv = _backward(do, q_, k_, v_, o, lse, 0.0, True, scale=scale)
         grads[0][place] = dq[0].transpose(0, 1)
         for grad, wide in ((grads[1], dk), (grads[2], dv)):
-            grad[place] = wide[0].view(-1, group, length, wide.shape[-1]).sum(1).transpose(0, 1)
-        start += length
-    return grads
+            grad[place] = wide[0].view(-1, group, stop - start, wide.shape[-1]).sum(1).transpose(0, 1)
 
 
 def _batched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,11 +14,17 @@ import torch
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float, window: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+    window: int = 0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, N, H], k and v [T, K, H] -> [T, N, H]; `window` > 0 limits how far back a token sees."""
-    out = torch.empty_like(q)
-    for start, stop in _documents(lengths):
+    """q [T, N, H], k and v [T, K, H] -> out [T, N, H]; `window` > 0 limits how far back a token sees."""
+    out = q.new_empty(q.shape) if out is None else out
+    for start, stop in documents(lengths):
         grouped = _grouped(q[start:stop], k.shape[1])
         probabilities = _probabilities(grouped, k[start:stop].transpose(0, 1), scale, window)
         out[start:stop] = _ungrouped(probabilities.to(v.dtype) @ v[start:stop].transpose(0, 1), q.shape[1])
@@ -33,11 +39,12 @@ def backward(
     out: torch.Tensor,
     lengths: tuple[int, ...],
     scale: float,
-    window: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    window: int,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Writes dq, dk and dv into `grads`, of the shapes of q, k and v."""
     key_heads, heads = k.shape[1], q.shape[1]
-    for start, stop in _documents(lengths):
+    for start, stop in documents(lengths):
         q_, do, o = (_grouped(x[start:stop], key_heads) for x in (q, grad_out, out))
         k_, v_ = k[start:stop].transpose(0, 1), v[start:stop].transpose(0, 1)
         p = _probabilities(q_, k_, scale, window)
@@ -46,13 +53,14 @@ def backward(
         ds = (do @ v_.transpose(1, 2)).float().sub_(correction).mul_(p).mul_(scale).to(q.dtype)
         grads[0][start:stop] = _ungrouped(ds @ k_, heads)
         grads[1][start:stop] = (ds.transpose(1, 2) @ q_).transpose(0, 1)
-    return grads
 
 
-def _documents(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+def documents(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(first token, one past the last) of every document that has any."""
     spans, start = [], 0
     for length in lengths:
-        spans.append((start, start + length))
+        if length:
+            spans.append((start, start + length))
         start += length
     return spans
 

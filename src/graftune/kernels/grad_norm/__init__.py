@@ -1,5 +1,60 @@
-"""Gradient norm and clip factors over the flat arena, globally or a segment (layer) at a time; see reference.py."""
+"""Gradient norm, clip factors and the fate of the step over the flat arena; see reference.py.
 
-from graftune.kernels.grad_norm.reference import clip_factors, norms
+`clip` is what a step calls: it decides everything about an update that `adamw.step` then applies. `norms` and
+`clip_factors` are its two formulas by themselves.
+"""
 
-__all__ = ["clip_factors", "norms"]
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.blocks import BlockTable
+from graftune.kernels.grad_norm import reference
+from graftune.kernels.grad_norm.reference import clip_factors, norms, rescale
+
+__all__ = ["clip", "clip_factors", "norms", "rescale"]
+
+
+def clip(
+    grads: torch.Tensor,
+    table: BlockTable,
+    row: torch.Tensor,
+    loss_sum: torch.Tensor,
+    count: torch.Tensor,
+    report: torch.Tensor,
+    factors: torch.Tensor,
+    ok: torch.Tensor,
+    scaler_state: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
+) -> None:
+    """Read the summed gradient once, and leave on the device all that the update needs.
+
+    grads [n] fp32: summed over tokens, and times the loss scale where there is one
+    row [7] fp32: the live hyperparameters, in the order of adamw.Hyper; divisor and clip are read
+    loss_sum [] fp32: never scaled; read, then zeroed for the next step
+    count [] int64: += 1 if the update is to be made
+    report [3] fp32: written: mean loss, norm of the mean gradient before clipping, 1 if skipped
+    factors [segments] fp32: written: what a summed gradient is to be multiplied with
+    ok [] bool: written: whether norm and loss are finite
+    scaler_state [2] fp32: loss scale and good updates since it changed; the scale is read, then renewed
+    partials [blocks] fp32: scratch of the kernels, made when not given
+    """
+    assert grads.dtype == torch.float32 and grads.dim() == 1 and grads.is_contiguous()
+    assert all(span.stop <= len(grads) for span in table.spans)
+    assert row.shape == (7,) and row.dtype == torch.float32 and row.is_contiguous()
+    assert report.shape == (3,) and report.dtype == torch.float32 and report.is_contiguous()
+    assert factors.shape == (table.segments,) and factors.dtype == torch.float32 and factors.is_contiguous()
+    assert (loss_sum.dtype, count.dtype, ok.dtype) == (torch.float32, torch.int64, torch.bool)
+    assert loss_sum.numel() == count.numel() == ok.numel() == 1
+    if scaler_state is not None:
+        assert scaler_state.shape == (2,) and scaler_state.dtype == torch.float32 and scaler_state.is_contiguous()
+    if not launch.fused(grads):
+        reference.clip(grads, table, row, loss_sum, count, report, factors, ok, scaler_state)
+        return
+    from graftune.kernels.grad_norm import kernel
+
+    if partials is None:
+        partials = torch.empty(len(table), dtype=torch.float32, device=grads.device)
+    assert partials.shape == (len(table),) and partials.dtype == torch.float32 and partials.is_contiguous()
+    kernel.clip(grads, table, row, loss_sum, count, report, factors, ok, scaler_state, partials)

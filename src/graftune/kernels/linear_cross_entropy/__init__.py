@@ -1,5 +1,28 @@
 """Cross-entropy through the LM head on compacted response rows; full logits never exist. See reference.py."""
 
-from graftune.kernels.linear_cross_entropy.reference import Product, forward
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.linear_cross_entropy import reference
+from graftune.kernels.linear_cross_entropy.reference import Product
 
 __all__ = ["Product", "forward"]
+
+
+def forward(
+    x: torch.Tensor,
+    head: Product,
+    labels: torch.Tensor,
+    *,
+    need_grad: bool = True,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x, times `scale`, or None)."""
+    assert labels.shape == x.shape[:1] and (scale is None or (scale.dim() == 0 and scale.dtype == torch.float32))
+    if launch.fused(x):
+        from graftune.kernels.linear_cross_entropy import kernel
+
+        return kernel.forward(x, head, labels, need_grad=need_grad, scale=scale)
+    return reference.forward(x, head, labels, need_grad=need_grad, scale=scale)

@@ -1,7 +1,8 @@
 """Sum of -log softmax(x W')[label] and its gradient in one pass, over the rows that predict a response token.
 
 Logits exist for one chunk of rows at a time and are overwritten by their own gradient, softmax minus one-hot; sums are
-fp32. The mean is left to the caller, who alone knows how many tokens the whole optimizer step has.
+fp32. The mean is left to the caller, who alone knows how many tokens the whole optimizer step has. `scale` multiplies
+the gradient while it is still fp32: the loss scale that keeps small values of an fp16 gradient from vanishing.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ class Product(Protocol):
 
 
 def forward(
-    x: torch.Tensor, head: Product, labels: torch.Tensor, *, need_grad: bool = True
+    x: torch.Tensor,
+    head: Product,
+    labels: torch.Tensor,
+    *,
+    need_grad: bool = True,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x or None)."""
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     grad = torch.empty_like(x) if need_grad else None
     size = chunk_rows(head.out_features, CHUNK_BYTES)
@@ -35,27 +40,37 @@ def forward(
         part, wanted = x[start : start + size], labels[start : start + size]
         logits = head.matmul(part)
         for piece, ids in zip(logits.split(step), wanted.split(step), strict=True):
-            total += _to_gradient(piece, ids)
+            total += to_gradient_(piece, ids, scale) if need_grad else loss_of(piece, ids)
         if grad is not None:
             grad[start : start + size] = head.input_grad(logits, part)
+        del logits, piece  # or two chunks are alive while the next one is computed
     return total, grad
 
 
-def _to_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Overwrites a few rows of logits with softmax minus one-hot (zero where the label is -1); returns their loss."""
-    counted = labels >= 0
+def to_gradient_(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Overwrites a few rows of logits with softmax minus one-hot, times `scale` (zero where the label is -1); returns
+    the sum of their losses."""
+    counted = (labels >= 0).unsqueeze(1)
+    weight = counted.float() if scale is None else counted * scale
     index = labels.clamp(min=0).unsqueeze(1)
     wide = logits.float()
     chosen = wide.gather(1, index)
     top = wide.amax(1, keepdim=True)
     wide.sub_(top).exp_()
     norm = wide.sum(1, keepdim=True)
-    loss = ((norm.log() + top - chosen).squeeze(1) * counted).sum()
-    wide.mul_(counted.unsqueeze(1) / norm)
-    wide.scatter_add_(1, index, -counted.unsqueeze(1).float())
+    loss = ((top - chosen + norm.log()) * counted).sum()
+    wide.mul_(weight / norm)
+    wide.scatter_add_(1, index, -weight)
     if wide is not logits:
         logits.copy_(wide)
     return loss
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses alone."""
+    wide = logits.float()
+    chosen = wide.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return ((wide.logsumexp(1) - chosen) * (labels >= 0)).sum()
 
 
 def chunk_rows(vocabulary: int, limit: int) -> int:

@@ -1,18 +1,83 @@
 """Low-rank adapters beside a frozen product.
 
-`backward(grad_out, x, down, up, scale)` is the bare operation on one adapter, for 2-D and 3-D input; `forward`,
-`up_backward` and `down_backward` are what the decoder uses, on projections that share their input.
+`backward(grad_out, x, down, up, scale)` is the bare operation on one adapter, for 2-D and 3-D input; the others are
+what the decoder uses, on groups of projections that share their input.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.kernels import launch, rms_norm
 from graftune.kernels.lora_linear import reference
-from graftune.kernels.lora_linear.reference import Part, down_backward, forward, up_backward
+from graftune.kernels.lora_linear.reference import Copy, Low, add_, add_product_
 
-__all__ = ["Part", "backward", "down_backward", "forward", "up_backward"]
+__all__ = ["Copy", "Low", "add_", "add_product_", "backward", "down", "down_backward", "spread", "up_backward"]
+
+THIN = 64  # columns up to which our kernels take a product: beyond, it is wide enough for a matrix library
+
+
+def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+    """h = x A': x [T, in], weight [R * members, in]. Written to the first columns of `tail` as well, if there is one,
+    whose other columns become zero."""
+    if launch.fused(x) and len(weight) <= THIN:
+        from graftune.kernels.lora_linear import kernel
+
+        return kernel.rows(x, weight, ((0, x.shape[1]),), rank=len(weight), transposed=True, tail=tail)
+    return _filled(tail, x @ weight.t())
+
+
+def up_backward(
+    grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, tail: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Adds dB into `grad_up` [sum of outs, R] (fp32) and returns g [T, R * members], in `tail` as well (see `down`)."""
+    if launch.fused(grad_y) and low.rank <= THIN:
+        from graftune.kernels.lora_linear import kernel
+
+        return kernel.up_backward(grad_y, low, grad_up, tail)
+    return _filled(tail, reference.up_backward(grad_y, low, grad_up))
+
+
+def _filled(tail: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    if tail is not None:
+        tail[:, : values.shape[1]].copy_(values)
+        tail[:, values.shape[1] :].zero_()
+    return values
+
+
+def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor]) -> None:
+    """target = scale * source, for each; one launch on a GPU, whose table is made at the first call."""
+    if copies and launch.fused(copies[0].source):
+        from graftune.kernels.lora_linear import kernel
+
+        kernel.spread(copies, tables)
+    else:
+        reference.spread(copies)
+
+
+def down_backward(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    grad_down: torch.Tensor,
+    *,
+    rstd: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+) -> None:
+    """Adds dA = g' x into `grad_down` [R * members, in] (fp32). With a norm's `rstd` [T] and `weight` [in], x is what
+    the norm read and n = x * rstd * weight is what the adapter read: dA = (g * rstd)' x * weight, so n need not exist."""
+    if launch.fused(x) and len(grad_down) <= THIN:
+        from graftune.kernels.lora_linear import kernel
+
+        kernel.sum_columns_(
+            grad_down, x, g, ((0, x.shape[1]),), rank=len(grad_down), transposed=True, row_scale=rstd, col_scale=weight
+        )
+        return
+    if rstd is not None and weight is not None:
+        x = rms_norm.apply(x, rstd, weight)
+    reference.down_backward(g, x, grad_down)
 
 
 def backward(

@@ -3,11 +3,11 @@
     A (down) [R, in]    B (up) [out, R]    h = x A'    g = s * dY B
     dB = s * dY' h      dA = g' x          dX += g A
 
-Projections that read the same x (q, k, v; gate, up) form a group: their A's are stacked, and their B's stand on the
-diagonal of one [out, R * projections] matrix. So x, y and dY are each touched once for the whole group; multiplying
-the zeros beside the diagonal costs less than touching them once a projection. The backward comes in two halves,
-because x may be at hand only after dX is (SwiGLU's backward recomputes it). s is alpha/rank, applied in the products
-and never baked into B: an adapter on disk is the adapter that trains.
+Projections that read the same x (q, k, v; gate, up) are members of a group: their A's are stacked by rows, and so are
+their B's; member i owns h[:, i*R:(i+1)*R] and its own columns of y. So x is read once for the whole group. A CPU does
+better still with the B's on the diagonal of one [out, R * members] matrix: y and dY are then touched once a group too,
+and multiplying the zeros beside the diagonal costs less than the calls it saves. s is alpha/rank, applied in the
+products and never baked into B: an adapter on disk is the adapter that trains.
 """
 
 from __future__ import annotations
@@ -18,37 +18,79 @@ from typing import NamedTuple
 import torch
 
 
-class Part(NamedTuple):
-    """One projection of a group: its columns of y, its columns of h, and where its dB [out, R] adds up (fp32)."""
+class Low(NamedTuple):
+    """A group's low-rank product that is not yet in y."""
 
-    columns: slice
-    ranks: slice
-    grad_up: torch.Tensor
+    h: torch.Tensor  # [T, R * members]
+    up: torch.Tensor  # [sum of the members' outs, R]: their B's, stacked
+    columns: tuple[tuple[int, int], ...]  # of y, for each member
+    scale: float
+    diagonal: torch.Tensor | None = None  # [out, R * members]: the same B's on a diagonal, where the CPU computes
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[1]
+
+    def members(self) -> list[tuple[slice, slice, slice]]:
+        """(columns of y, rows of `up`, columns of h) of each."""
+        found, row = [], 0
+        for index, (start, stop) in enumerate(self.columns):
+            rows = slice(row, row + stop - start)
+            found.append((slice(start, stop), rows, slice(index * self.rank, (index + 1) * self.rank)))
+            row = rows.stop
+        return found
 
 
-def forward(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
-    """Adds the group's product into y [T, out] in place; returns h [T, R * projections], which the backward needs."""
-    h = x @ down.t()
-    y.addmm_(h, up.t(), alpha=scale)
-    return h
+class Copy(NamedTuple):
+    """A part of the arena that products read elsewhere too."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    scale: float
 
 
-def up_backward(
-    grad_y: torch.Tensor, h: torch.Tensor, up: torch.Tensor, scale: float, parts: Sequence[Part]
-) -> torch.Tensor:
-    """First half: adds each projection's dB and returns g [T, R * projections]."""
-    joint = h.t() @ grad_y  # [R * projections, out]; only the diagonal blocks are wanted
-    for columns, ranks, grad_up in parts:
-        grad_up.add_(joint[ranks, columns].t(), alpha=scale)
-    return (grad_y @ up).mul_(scale)
+def spread(copies: Sequence[Copy]) -> None:
+    """target = scale * source, for each."""
+    for source, target, scale in copies:
+        torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
+
+
+def add_(y: torch.Tensor, low: Low) -> torch.Tensor:
+    """y [T, out] += s * h B', in place."""
+    if low.diagonal is not None:
+        return y.addmm_(low.h, low.diagonal.t(), alpha=low.scale)
+    for columns, rows, ranks in low.members():
+        y[:, columns].addmm_(low.h[:, ranks], low.up[rows].t(), alpha=low.scale)
+    return y
+
+
+def up_backward(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> torch.Tensor:
+    """Adds dB into `grad_up` [sum of outs, R] (fp32) and returns g [T, R * members]."""
+    if low.diagonal is not None:
+        joint = low.h.t() @ grad_y  # [R * members, out]; only the diagonal blocks are wanted
+        for columns, rows, ranks in low.members():
+            grad_up[rows].add_(joint[ranks, columns].t(), alpha=low.scale)
+        return (grad_y @ low.diagonal).mul_(low.scale)
+    g = torch.empty_like(low.h)
+    for columns, rows, ranks in low.members():
+        add_product_(grad_up[rows], grad_y[:, columns].t(), low.h[:, ranks], low.scale)
+        torch.mm(grad_y[:, columns], low.up[rows], out=g[:, ranks])
+    return g.mul_(low.scale)
 
 
 def down_backward(g: torch.Tensor, x: torch.Tensor, grad_down: torch.Tensor) -> None:
-    """Second half: adds dA = g' x into `grad_down` (fp32)."""
-    if g.dtype == grad_down.dtype:
-        grad_down.addmm_(g.t(), x)
+    """Adds dA = g' x into `grad_down` [R * members, in] (fp32)."""
+    add_product_(grad_down, g.t(), x)
+
+
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
+    """total (fp32) += scale * a b, whatever the dtype of a and b: no sum of it is ever narrower than fp32 on a GPU."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, alpha=scale)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, alpha=scale, out=total)
     else:
-        grad_down.add_(g.t() @ x)
+        total.add_(a @ b, alpha=scale)
 
 
 def backward(

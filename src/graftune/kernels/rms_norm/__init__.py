@@ -1,5 +1,57 @@
-"""RMS norm over the last dimension. x [..., D], weight [D]; fp32 inside, result in x's dtype."""
+"""RMS norm over the last dimension. x [..., D], weight [D] fp32; fp32 inside, result in x's dtype.
 
+`add_forward` and `add_backward` are the norm inside a block, with the residual add beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.rms_norm import reference
 from graftune.kernels.rms_norm.reference import backward, forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["add_backward", "add_forward", "apply", "backward", "forward"]
+
+
+def add_forward(
+    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, y [T, D] -> (s = x + y, rstd [T] fp32); norm(s) is written to `out`, whose rows may lie apart.
+
+    y is overwritten by the sum; without y the sum is x itself."""
+    assert x.is_contiguous() and (y is None or (y.shape == x.shape and y.is_contiguous()))
+    assert out.shape == x.shape and out.stride(1) == 1
+    if launch.fused(x):
+        from graftune.kernels.rms_norm import kernel
+
+        return kernel.add_forward(x, y, weight, eps, out)
+    return reference.add_forward(x, y, weight, eps, out)
+
+
+def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The norm of x [T, D] again, bit for bit, from the rstd [T] that the forward left."""
+    assert x.is_contiguous() and rstd.shape == x.shape[:1]
+    if launch.fused(x):
+        from graftune.kernels.rms_norm import kernel
+
+        return kernel.apply(x, rstd, weight)
+    return reference.apply(x, rstd, weight)
+
+
+def add_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    grad_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gradient of the stream [T, D]: the norm's, given its output's, plus `residual`, which is overwritten by it. The
+    rows of both may lie apart."""
+    assert x.is_contiguous() and grad_y.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    if launch.fused(x):
+        from graftune.kernels.rms_norm import kernel
+
+        return kernel.add_backward(grad_y, x, rstd, weight, residual, grad_weight)
+    return reference.add_backward(grad_y, x, rstd, weight, residual, grad_weight)

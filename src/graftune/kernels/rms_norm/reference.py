@@ -1,6 +1,7 @@
 """y = x / sqrt(mean(x^2) + eps) * w, over the last dimension, in fp32 whatever the dtype of x.
 
-The backward recomputes the reciprocal root from x instead of saving it: a norm is cheap beside a saved activation.
+In a block the norm takes the residual add along, forward and backward. The stream is rounded to its dtype first and
+normed then, so that what is stored is what was normed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,47 @@ def backward(
 
     With n = x * rstd and g = grad_y * w: grad_x = rstd * (g - n * mean(g * n)); grad_w = sum over rows of grad_y * n.
     """
-    wide, grad = x.float(), grad_y.float()
+    wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    normed = wide * rstd
+    return _backward(grad_y.float(), wide, rstd, weight, grad_weight).to(x.dtype)
+
+
+def add_forward(
+    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + y, rstd [T] fp32); the norm of the sum goes to `out`. y is overwritten."""
+    if y is not None:
+        x = y.add_(x)
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    out.copy_((wide * rstd).mul_(weight.float()))
+    return x, rstd.squeeze(-1)
+
+
+def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The norm again, from the forward's rstd."""
+    return (x.float() * rstd.unsqueeze(1)).mul_(weight.float()).to(x.dtype)
+
+
+def add_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradient of the stream: that of the norm plus `residual`, which is overwritten."""
+    grad = _backward(grad_y.float(), x.float(), rstd.unsqueeze(1), weight, grad_weight).to(x.dtype)
+    return grad if residual is None else residual.add_(grad)
+
+
+def _backward(
+    grad: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, grad_weight: torch.Tensor | None
+) -> torch.Tensor:
+    normed = x * rstd
     if grad_weight is not None:
         grad_weight.add_((grad * normed).flatten(0, -2).sum(0))
     grad = grad * weight.float()
     mean = (grad * normed).mean(-1, keepdim=True)
-    return torch.addcmul(grad, normed, mean, value=-1).mul_(rstd).to(x.dtype)
+    return torch.addcmul(grad, normed, mean, value=-1).mul_(rstd)

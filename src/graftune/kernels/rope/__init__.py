@@ -1,5 +1,95 @@
-"""Rotary position embedding on packed positions, in place. x [T, N, H]; tables [T, 1, H/2] from `tables`."""
+"""Rotary position embedding on packed positions, and with it all that lies between the fused qkv product and
+attention. Tables [T, H/2] come from `tables`; `rotate_` and `unrotate_` are the bare rotation of x [T, N, H].
+"""
 
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.lora_linear.reference import Low
+from graftune.kernels.rope import reference
 from graftune.kernels.rope.reference import rotate_, tables, unrotate_
 
-__all__ = ["rotate_", "tables", "unrotate_"]
+__all__ = ["finish_", "finish_backward_", "rotate_", "tables", "unrotate_"]
+
+
+def finish_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int, int],
+    *,
+    bias: torch.Tensor | None = None,
+    low: Low | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Turns the raw product qkv [T, (N + 2K) H] into what attention takes, in place: adds the adapters' share and the
+    bias [(N + 2K) H], norms the heads of q and k (weights [H], fp32, both or neither), rotates q and k.
+
+    Returns what q and k were before their norm, [T, N + K, H], for the backward: empty without a norm, since the
+    rotation is undone without its input."""
+    _check(qkv, cos, sin, heads, q_norm, k_norm)
+    assert qkv.is_contiguous()
+    assert bias is None or bias.shape == qkv.shape[1:]
+    if low is not None:
+        assert low.h.shape == (len(qkv), low.rank * len(low.columns)) and low.h.dtype == low.up.dtype == qkv.dtype
+    if launch.fused(qkv):
+        from graftune.kernels.rope import kernel
+
+        return kernel.finish_(qkv, cos, sin, heads, bias, low, q_norm, k_norm, eps)
+    return reference.finish_(qkv, cos, sin, heads, bias=bias, low=low, q_norm=q_norm, k_norm=k_norm, eps=eps)
+
+
+def finish_backward_(
+    grad_qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int, int],
+    raw: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    grad_q_norm: torch.Tensor | None = None,
+    grad_k_norm: torch.Tensor | None = None,
+) -> None:
+    """The way back to the gradient of the raw product, in place (rows may lie apart): v's columns are left as they are. The norm weights'
+    gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
+    _check(grad_qkv, cos, sin, heads, q_norm, k_norm)
+    if q_norm is not None:
+        assert raw.shape == (len(grad_qkv), heads[0] + heads[1], heads[2]) and raw.is_contiguous()
+    if launch.fused(grad_qkv):
+        from graftune.kernels.rope import kernel
+
+        kernel.finish_backward_(grad_qkv, cos, sin, heads, raw, q_norm, k_norm, eps, grad_q_norm, grad_k_norm)
+        return
+    reference.finish_backward_(
+        grad_qkv,
+        cos,
+        sin,
+        heads,
+        raw,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        grad_q_norm=grad_q_norm,
+        grad_k_norm=grad_k_norm,
+    )
+
+
+def _check(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int, int],
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+) -> None:
+    queries, keys, width = heads
+    assert width % 2 == 0 and qkv.shape[1:] == ((queries + 2 * keys) * width,) and qkv.stride(1) == 1
+    assert cos.shape == sin.shape == (len(qkv), width // 2) and cos.dtype == sin.dtype == torch.float32
+    assert cos.is_contiguous() and sin.is_contiguous()
+    assert (q_norm is None) == (k_norm is None), "q and k are normed both or neither"

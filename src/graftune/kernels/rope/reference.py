@@ -3,23 +3,28 @@
     out[:H/2] = a cos - b sin        out[H/2:] = b cos + a sin        with a, b the two halves
 
 The rotation is orthogonal up to the scaling folded into cos and sin, so the backward is the same with sin negated.
+`finish_` is all that lies between the fused qkv product and attention: adapters, bias, QK norm, rotation.
 """
 
 from __future__ import annotations
 
 import torch
 
+from graftune.kernels.lora_linear.reference import Low, add_
+from graftune.kernels.rms_norm import reference as rms_norm
+
 
 def tables(
     positions: torch.Tensor, inverse_frequencies: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, 1, H/2] in fp32; `scaling` is yarn's attention factor (1 elsewhere)."""
+    """cos and sin [T, H/2] in fp32; `scaling` is yarn's attention factor (1 elsewhere)."""
     angles = positions.to(torch.float32).unsqueeze(1) * inverse_frequencies.to(positions.device)
-    return (angles.cos() * scaling).unsqueeze(1), (angles.sin() * scaling).unsqueeze(1)
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, N, H], rotated in place."""
+    """x [T, N, H], rotated in place by tables [T, H/2]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = x.shape[-1] // 2
     a, b = x[..., :half].float(), x[..., half:].float()
     kept = a * cos
@@ -32,3 +37,56 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def unrotate_(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The gradient's way back, in place."""
     return rotate_(grad, cos, -sin)
+
+
+def finish_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int, int],
+    *,
+    bias: torch.Tensor | None = None,
+    low: Low | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    if bias is not None:
+        qkv += bias
+    if low is not None:
+        add_(qkv, low)
+    turned = _by_head(qkv, heads)
+    raw = qkv.new_empty(0)
+    if q_norm is not None and k_norm is not None:
+        raw = turned.clone()
+        q, k = turned.split([heads[0], heads[1]], 1)
+        q.copy_(rms_norm.forward(q, q_norm, eps))
+        k.copy_(rms_norm.forward(k, k_norm, eps))
+    rotate_(turned, cos, sin)
+    return raw
+
+
+def finish_backward_(
+    grad_qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int, int],
+    raw: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    grad_q_norm: torch.Tensor | None = None,
+    grad_k_norm: torch.Tensor | None = None,
+) -> None:
+    turned = unrotate_(_by_head(grad_qkv, heads), cos, sin)
+    if q_norm is not None and k_norm is not None:
+        sizes = [heads[0], heads[1]]
+        (q, k), (raw_q, raw_k) = turned.split(sizes, 1), raw.split(sizes, 1)
+        q.copy_(rms_norm.backward(q, raw_q, q_norm, eps, grad_q_norm))
+        k.copy_(rms_norm.backward(k, raw_k, k_norm, eps, grad_k_norm))
+
+
+def _by_head(qkv: torch.Tensor, heads: tuple[int, int, int]) -> torch.Tensor:
+    """The q and k of [T, (N + 2K) H] as a view [T, N + K, H]."""
+    return qkv.unflatten(1, (-1, heads[2]))[:, : heads[0] + heads[1]]

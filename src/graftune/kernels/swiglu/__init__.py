@@ -1,5 +1,33 @@
-"""SwiGLU on a fused gate/up product. gate_up [T, 2F] -> [T, F]; fp32 inside."""
+"""SwiGLU on a fused gate/up product. gate_up [T, 2F] -> [T, F]; fp32 inside. Rows of what is written may lie apart."""
 
-from graftune.kernels.swiglu.reference import backward, forward
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.swiglu import reference
 
 __all__ = ["backward", "forward"]
+
+
+def forward(gate_up: torch.Tensor, act: torch.Tensor) -> None:
+    """Writes the activation [T, F] to `act`."""
+    assert gate_up.is_contiguous() and gate_up.shape == (len(act), 2 * act.shape[1]) and act.stride(1) == 1
+    if launch.fused(gate_up):
+        from graftune.kernels.swiglu import kernel
+
+        kernel.forward(gate_up, act)
+    else:
+        reference.forward(gate_up, act)
+
+
+def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> None:
+    """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
+    assert gate_up.is_contiguous() and gate_up.shape == out.shape and grad.shape == act.shape
+    assert grad.stride(1) == out.stride(1) == act.stride(1) == 1
+    if launch.fused(grad):
+        from graftune.kernels.swiglu import kernel
+
+        kernel.backward(grad, gate_up, out, act)
+    else:
+        reference.backward(grad, gate_up, out, act)

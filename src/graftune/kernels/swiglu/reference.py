@@ -1,7 +1,7 @@
 """act = silu(gate) * up, with gate and up the two halves of one [T, 2F] product.
 
 Backward, with s = sigmoid(gate): d up = grad * silu(gate); d gate = grad * up * (s + silu(gate) * (1 - s)).
-It hands back the activation too: the down projection's adapter needs it, and recomputing costs less than its memory.
+It hands back the activation too: what learns behind it needs it, and recomputing costs less than its memory.
 Every operation computes in fp32 and rounds to the tensor's dtype; widening whole tensors instead costs four times the
 traffic, which is what this is made of.
 """
@@ -11,17 +11,16 @@ from __future__ import annotations
 import torch
 
 
-def forward(gate_up: torch.Tensor) -> torch.Tensor:
+def forward(gate_up: torch.Tensor, act: torch.Tensor) -> None:
     gate, up = gate_up.chunk(2, -1)
-    return torch.nn.functional.silu(gate).mul_(up)
+    torch.mul(torch.nn.functional.silu(gate), up, out=act)
 
 
-def backward(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of gate_up [T, 2F], the activation [T, F])."""
+def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> None:
+    """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
     gate, up = gate_up.chunk(2, -1)
-    silu = torch.nn.functional.silu(gate)
-    out = torch.empty_like(gate_up)
     width = gate.shape[-1]
-    torch.mul(grad, silu, out=out[..., width:])
+    torch.ops.aten.silu.out(gate, out=act)
+    torch.mul(grad, act, out=out[..., width:])
     torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=out[..., :width])
-    return out, silu.mul_(up)
+    act.mul_(up)

@@ -1,0 +1,291 @@
+"""The sustained floor of a step: one CUDA graph of its base products (forward and input gradient), attention and the
+response-only head, at the step's sizes and in its order, replayed for two seconds before it is timed.
+
+Nothing else is in it: no norm, no adapter, no update. The card's clocks fall under load, so the same products timed one
+by one are about 5% faster and no honest bound. Every layer has weights of its own, so that caches behave; inputs are
+random and are never overwritten, because zeros and infinities draw less power and run faster.
+
+    floor       every layer in full
+    floor_own   without what our step never computes: the first block's input gradient (nothing below it trains) and the
+                last MLP's prompt rows
+
+Full-parameter cases add the weight gradients (bf16 outputs) and keep the first input gradient: the embedding needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from benchmarks.cases import Case, Shape
+from benchmarks.measure import synchronise
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+PEAK_TFLOPS = 989.0  # dense bf16, H100 and H200 SXM
+HEAD_ROWS = 2048
+SUSTAIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Op:
+    kind: str  # forward | input_grad | weight_grad | attend | attend_back
+    weight: str = ""  # qkv | o | gate_up | down | head
+    layer: int = -1
+    rows: int = 0
+    start: int = 0
+
+
+def sizes(shape: Shape) -> dict[str, tuple[int, int]]:
+    """(out, in) of the five products of a model."""
+    query = shape.heads * shape.head_width
+    return {
+        "qkv": (shape.qkv, shape.width),
+        "o": (shape.width, query),
+        "gate_up": (2 * shape.ffn, shape.width),
+        "down": (shape.width, shape.ffn),
+        "head": (shape.vocab, shape.width),
+    }
+
+
+def plan(case: Case, *, own: bool) -> list[Op]:
+    """One micro-batch, in order."""
+    full, layers, rows = case.method == "full", case.shape.layers, case.micro_tokens
+    ops: list[Op] = []
+
+    def mlp_rows(layer: int) -> int:
+        return case.responses if own and layer == layers - 1 else rows
+
+    def backward(weight: str, layer: int, count: int, *, input_grad: bool = True, start: int = 0) -> None:
+        if input_grad:
+            ops.append(Op("input_grad", weight, layer, count, start))
+        if full:
+            ops.append(Op("weight_grad", weight, layer, count, start))
+
+    for layer in range(layers):
+        ops += [Op("forward", "qkv", layer, rows), Op("attend", layer=layer), Op("forward", "o", layer, rows)]
+        ops += [Op("forward", weight, layer, mlp_rows(layer)) for weight in ("gate_up", "down")]
+    for start in range(0, case.responses, HEAD_ROWS):
+        count = min(HEAD_ROWS, case.responses - start)
+        ops.append(Op("forward", "head", -1, count, start))
+        backward("head", -1, count, start=start)
+    for layer in reversed(range(layers)):
+        backward("down", layer, mlp_rows(layer))
+        backward("gate_up", layer, mlp_rows(layer))
+        backward("o", layer, rows)
+        ops.append(Op("attend_back", layer=layer))
+        backward("qkv", layer, rows, input_grad=full or not own or layer > 0)
+    return ops
+
+
+def flops(case: Case, ops: list[Op]) -> float:
+    """Of one optimizer step. Causal attention counts half its square: two products forward, five backward."""
+    total, size = 0.0, sizes(case.shape)
+    pairs = case.rows * case.length**2 / 2
+    product = 2 * pairs * case.shape.head_width * case.shape.heads
+    for op in ops:
+        if op.weight:
+            total += 2.0 * op.rows * math.prod(size[op.weight])
+        else:
+            total += product * (2 if op.kind == "attend" else 5)
+    return total * case.micro
+
+
+class Floor:
+    """The buffers of the products, and the products themselves."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.device = case, device
+        size = sizes(case.shape)
+        blocks = ("qkv", "o", "gate_up", "down")
+        self.weights = {(-1, "head"): self._random(*size["head"], scale=0.02)}
+        self.weights |= {(i, w): self._random(*size[w], scale=0.02) for i in range(case.shape.layers) for w in blocks}
+        rows = dict.fromkeys(blocks, case.micro_tokens) | {"head": case.responses}
+        held = dict.fromkeys(blocks, case.micro_tokens) | {"head": min(HEAD_ROWS, case.responses)}
+        self.x = {w: self._random(rows[w], size[w][1]) for w in size}
+        self.grad = {w: self._random(held[w], size[w][0]) for w in size}
+        self.y = {w: torch.empty_like(self.grad[w]) for w in size}
+        self.grad_x = {w: torch.empty_like(self.x[w]) for w in size}
+        full = case.method == "full"
+        self.grad_w = {w: torch.empty_like(self.weights[-1 if w == "head" else 0, w]) for w in size} if full else {}
+        self.attention = fastest(case, device)
+
+    def _random(self, *size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_(0.0, scale)
+
+    def run(self, ops: list[Op]) -> None:
+        self.attention.begin()
+        kept: dict[int, Any] = {}
+        for op in ops:
+            if op.kind == "attend":
+                kept[op.layer] = self.attention.forward()
+            elif op.kind == "attend_back":
+                self.attention.backward(kept.pop(op.layer))
+            else:
+                self._product(op)
+
+    def _product(self, op: Op) -> None:
+        weight = self.weights[op.layer, op.weight]
+        place, chunk = slice(op.start, op.start + op.rows), slice(0, op.rows)
+        if op.kind == "forward":
+            torch.mm(self.x[op.weight][place], weight.t(), out=self.y[op.weight][chunk])
+        elif op.kind == "input_grad":
+            torch.mm(self.grad[op.weight][chunk], weight, out=self.grad_x[op.weight][place])
+        else:
+            torch.mm(self.grad[op.weight][chunk].t(), self.x[op.weight][place], out=self.grad_w[op.weight])
+
+
+class Attention(Protocol):
+    name: str
+
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def forward(self) -> Any:
+        """What the backward needs."""
+
+    def backward(self, kept: Any) -> None: ...
+
+
+class Sdpa:
+    """torch's own, over rows of one length."""
+
+    def __init__(self, case: Case, device: torch.device, name: str, backend: SDPBackend):
+        self.name, self.backend = f"torch {name}", backend
+        parts = _packed(case, device).view(case.rows, case.length, -1, case.shape.head_width)
+        heads = [case.shape.heads, case.shape.kv_heads, case.shape.kv_heads]
+        self.qkv = [part.transpose(1, 2).requires_grad_() for part in parts.split(heads, 2)]
+        self.grad = torch.randn_like(self.qkv[0])
+
+    def begin(self) -> None: ...
+
+    def forward(self) -> torch.Tensor:
+        with sdpa_kernel(self.backend):
+            q, k, v = self.qkv
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def backward(self, kept: torch.Tensor) -> None:
+        torch.autograd.grad(kept, self.qkv, self.grad)
+
+
+class Packed:
+    """graftune's, over documents laid end to end."""
+
+    def __init__(self, case: Case, device: torch.device):
+        from graftune.kernels import attention
+
+        self.kernels: Any = attention
+        self.scale = case.shape.head_width**-0.5
+        self.backend = attention.choose(device, torch.bfloat16, case.shape.head_width, False, False).backend
+        self.name = f"graftune {self.backend}"
+        self.lengths = (case.length,) * case.rows
+        edges = [case.length * i for i in range(case.rows + 1)]
+        self.edges = torch.tensor(edges, dtype=torch.int32, device=device)
+        heads = [case.shape.heads, case.shape.kv_heads, case.shape.kv_heads]
+        packed = _packed(case, device)
+        self.qkv = packed.split(heads, 1)
+        self.grads = torch.empty_like(packed).split(heads, 1)
+        self.grad = torch.randn(self.qkv[0].shape, dtype=packed.dtype, device=device)
+
+    def begin(self) -> None:
+        self.documents = self.kernels.Documents(self.edges, self.lengths, max(self.lengths))
+
+    def forward(self) -> Any:
+        return self.kernels.forward(*self.qkv, self.documents, self.scale, 0, self.backend)
+
+    def backward(self, kept: Any) -> None:
+        self.kernels.backward(self.grad, *self.qkv, *kept, self.documents, self.scale, 0, self.grads, self.backend)
+
+
+def _packed(case: Case, device: torch.device) -> torch.Tensor:
+    """A random q, k and v product, [T, N + 2K, H]."""
+    heads = case.shape.heads + 2 * case.shape.kv_heads
+    return torch.randn(case.micro_tokens, heads, case.shape.head_width, dtype=torch.bfloat16, device=device)
+
+
+def fastest(case: Case, device: torch.device) -> Attention:
+    """Of all there is, by the time of a few layers: a floor must not be higher than it need be."""
+    makers: list[Callable[[], Attention]] = [
+        lambda: Packed(case, device),
+        lambda: Sdpa(case, device, "cuDNN", SDPBackend.CUDNN_ATTENTION),
+        lambda: Sdpa(case, device, "flash", SDPBackend.FLASH_ATTENTION),
+    ]
+    if device.type != "cuda":
+        return Sdpa(case, device, "math", SDPBackend.MATH)
+    times: list[tuple[float, Attention]] = []
+    for make in makers:
+        try:
+            candidate = make()
+            ms = _sustained(partial(_layers, candidate, 8), device, 5, sustain=0.05)
+        except (RuntimeError, ImportError, ValueError, AttributeError, TypeError) as error:
+            # Not there, or not for these sizes: one of the others is.
+            print(f"floor: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+            continue
+        print(f"floor: {candidate.name}: {ms / 8:.4f} ms a layer", flush=True)
+        times.append((ms, candidate))
+    if not times:
+        raise RuntimeError("no fused attention for these sizes")
+    return min(times, key=lambda pair: pair[0])[1]
+
+
+def _layers(attention: Attention, count: int) -> None:
+    attention.begin()
+    for _ in range(count):
+        attention.backward(attention.forward())
+
+
+def measure_floor(case: Case, device: torch.device, steps: int, sustain: float = SUSTAIN_S) -> dict[str, Any]:
+    """Figures of `floor` and `floor_own`."""
+    floor = Floor(case, device)
+    found = {}
+    for name, own in (("floor", False), ("floor_own", True)):
+        ops = plan(case, own=own)
+        ms = _sustained(partial(floor.run, ops * case.micro), device, steps, sustain)
+        work = flops(case, ops)
+        found[name] = {
+            "ms": round(ms, 3),
+            "tok_s": round(case.tokens / ms * 1e3, 1),
+            "flops": work,
+            "tflops": round(work / ms / 1e9, 1),
+            "share_of_989": round(work / ms / 1e9 / PEAK_TFLOPS, 4),
+            "note": f"attention: {floor.attention.name}" + (", without dequantisation" if case.base == "nf4" else ""),
+        }
+    return found
+
+
+def _sustained(work: Callable[[], Any], device: torch.device, steps: int, sustain: float) -> float:
+    """Milliseconds of one replay, median, after `sustain` seconds of replays."""
+    if device.type != "cuda":
+        work()
+        times = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    until = time.perf_counter() + sustain
+    while time.perf_counter() < until:
+        graph.replay()
+        torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * steps + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    synchronise(device)
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))

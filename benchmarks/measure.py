@@ -1,0 +1,130 @@
+"""How a step is timed, the same for everyone, and when a time is refused.
+
+Wall clock with a synchronisation around each step, median of `steps`; the peak is the allocator's over all steps, the
+first included. Then as many steps again without a synchronisation between them, timed by events. A loss, a gradient
+norm and a proof that the trained weights moved go with every time: without them there is no time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WARM_UP, WARM_UP_MOST = 3, 10
+STILL_WARMING = 1.2  # a step this much faster than the one before it: compilers and caches are not done yet
+STARTED = "STEP_STARTED"  # the moment the parent started this process, in the environment
+
+
+@dataclass
+class Runner:
+    """One participant, ready to step."""
+
+    step: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # batch number -> loss, gradient norm; both on the device
+    trained: Callable[[], Iterable[torch.Tensor]]
+    note: str = ""
+
+
+def measure(runner: Runner, tokens: int, device: torch.device, steps: int, started: float) -> dict[str, Any]:
+    """`started` (time.time) is when the participant's process began, or, of several cases in one, its case."""
+    before = fingerprints(runner.trained())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    reports: list[tuple[torch.Tensor, torch.Tensor]] = []
+    walls: list[float] = []
+    hosts: list[float] = []
+
+    def timed() -> float:
+        synchronise(device)
+        begin = time.perf_counter()
+        reports.append(runner.step(len(reports)))
+        hosts.append(time.perf_counter() - begin)
+        synchronise(device)
+        walls.append(time.perf_counter() - begin)
+        return walls[-1]
+
+    last = timed()
+    start_s = time.time() - started
+    for index in range(1, WARM_UP_MOST):
+        seconds = timed()
+        settled, last = seconds * STILL_WARMING > last, seconds
+        if index + 1 >= WARM_UP and settled:
+            break
+    warm = len(walls)
+    for _ in range(steps):
+        timed()
+    device_ms = _back_to_back(runner, reports, device, steps)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    after = fingerprints(runner.trained())
+    losses, norms = ([float(report[i]) for report in reports] for i in (0, 1))
+    moved = sum(a != b for a, b in zip(before, after, strict=True)) / max(1, len(before))
+    seconds = statistics.median(walls[warm:])
+    figures = {
+        "ms": round(1e3 * seconds, 3),
+        "ms_least": round(1e3 * min(walls[warm:]), 3),
+        "ms_most": round(1e3 * max(walls[warm:]), 3),
+        "device_ms": device_ms,
+        "host_ms": round(1e3 * statistics.median(hosts[warm:]), 3),
+        "tok_s": round(tokens / seconds, 1),
+        "peak_gib": None if peak is None else round(peak / 2**30, 2),
+        "start_s": round(start_s, 1),
+        "steps": steps,
+    }
+    return judged(figures, losses, norms, moved) | ({"note": runner.note} if runner.note else {})
+
+
+def judged(figures: dict[str, Any], losses: Sequence[float], norms: Sequence[float], moved: float) -> dict[str, Any]:
+    """The figures with their proof, or, where nothing was trained, the reason why there are none."""
+    proof: dict[str, float | None] = {
+        "loss_first": round(losses[0], 5),
+        "loss_last": round(losses[-1], 5),
+        "grad_norm": round(norms[-1], 6),
+        "moved": round(moved, 4),
+    }
+    reasons = []
+    if not all(map(math.isfinite, [*losses, *norms])):
+        reasons.append("a loss or gradient norm is not finite")
+        proof = {k: v if v is not None and math.isfinite(v) else None for k, v in proof.items()}
+    elif not all(norm > 0 for norm in norms):
+        reasons.append("a gradient norm is 0")
+    if not moved > 0:
+        reasons.append("the trained weights did not move")
+    return {"refused": "no gradient: " + " and ".join(reasons)} | proof if reasons else figures | proof
+
+
+def fingerprints(tensors: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
+    """Sum and norm of each tensor in double precision; no copy of a weight is kept."""
+    with torch.no_grad():
+        pairs = [
+            torch.stack((t.sum(dtype=torch.float64), torch.linalg.vector_norm(t, dtype=torch.float64))) for t in tensors
+        ]
+        return [(a, b) for a, b in torch.stack(pairs).tolist()] if pairs else []
+
+
+def _back_to_back(
+    runner: Runner, reports: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, steps: int
+) -> float | None:
+    if device.type != "cuda":
+        return None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(steps):
+        reports.append(runner.step(len(reports)))
+    end.record()
+    torch.cuda.synchronize()
+    return round(begin.elapsed_time(end) / steps, 3)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def process_start() -> float:
+    return float(os.environ.get(STARTED, 0) or time.time())

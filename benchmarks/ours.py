@@ -1,0 +1,74 @@
+"""graftune as a participant of step.py: the one place that knows its engine's interface."""
+
+from __future__ import annotations
+
+import torch
+from benchmarks.cases import BATCHES, HYPER, SEVEN, Case, tokens
+from benchmarks.measure import Runner
+
+
+def ours(case: Case, device: torch.device, *, graph: bool = True) -> Runner:
+    """Random weights of the case's shape, no file; the hot loop of a run, batches staged as its loader would."""
+    from graftune.batch import Example
+    from graftune.config import LoraConfig
+    from graftune.data.pack import pack
+    from graftune.kernels import attention
+    from graftune.model.lora import build_arena, initialise
+    from graftune.runtime import resolve
+    from graftune.train.hot import hot_loop
+    from graftune.train.step import Step
+    from graftune.weights.load import Placement, build_decoder
+    from graftune.weights.synthetic import random_base
+
+    if case.base != "bf16":
+        raise SystemExit(f"{case.name}: graftune has no such base here yet")
+    targets = ("all_linear",) if case.targets == SEVEN else case.targets
+    lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets)
+    runtime = resolve(str(device), "bf16" if device.type == "cuda" else "auto")
+    spec = model_spec(case)
+    arena = build_arena(spec, lora, runtime.device, runtime.compute, full=case.method == "full")
+    placement = Placement(runtime.compute_name, "the benchmark's")
+    decoder = build_decoder(random_base(spec, runtime.device), arena, lora, runtime, placement)
+    if case.method == "full":
+        arena.publish()
+    else:
+        initialise(arena, lora, seed=1)
+    choice = attention.choose(runtime.device, runtime.compute, spec.head_width, False, False)
+    recompute = "full" if case.recompute else "none"
+    step = Step(decoder, arena, recompute=recompute, attention_backend=choice.backend, longest=case.length)
+    loop = hot_loop(step, graph=graph)
+    supervised = [i >= case.prompt for i in range(case.length)]
+    batches = [
+        [pack([Example(row, supervised) for row in micro]) for micro in batch] for batch in tokens(case).tolist()
+    ]
+    hyper = HYPER | {"divisor": float(sum(micro.response_tokens for micro in batches[0]))}
+
+    def one(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        staged = [loop.stage(micro) for micro in batches[index % BATCHES]]
+        loop.step(staged, hyper, [0] * len(staged))
+        loop.finished()
+        loss, norm, _ = step.report.clone().unbind()
+        return loss, norm
+
+    mode = "captured" if graph and device.type == "cuda" else "eager"
+    return Runner(one, lambda: [arena.weights], f"{runtime.describe()}; attention {choice.backend}; {mode}")
+
+
+def model_spec(case: Case):
+    from graftune.model.spec import ModelSpec
+
+    shape = case.shape
+    return ModelSpec(
+        family="llama",
+        layers=shape.layers,
+        width=shape.width,
+        ffn=shape.ffn,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_width=shape.head_width,
+        vocab=shape.vocab,
+        norm_eps=shape.norm_eps,
+        rope_theta=shape.rope_theta,
+        max_positions=shape.max_positions,
+        tied=shape.tied,
+    )

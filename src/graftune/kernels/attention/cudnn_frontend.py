@@ -1,0 +1,299 @@
+"""Packed attention by cuDNN, through the pip package nvidia-cudnn-frontend: the fastest there is on Hopper.
+
+A plan is built once for a fixed number of document slots, a bound on their length and the strides of the buffers; where
+each document lies, and how long it is, are device tensors that the plan reads when it runs. So a plan captures into a
+CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed attention builds a plan at every call
+(75 ms) and cannot be captured.
+
+q, k and v are read, and dq is written, where they lie in the packed buffer. With grouped heads dk and dv go through a
+plain [T, K, H] buffer: cuDNN first writes them for every query head into its workspace in a layout derived from theirs,
+which in the packed one would be N/K times as wide as the whole buffer.
+
+Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graftune.errors import GraftuneError
+
+if TYPE_CHECKING:
+    from graftune.kernels.attention import Documents
+
+PACKAGE = "nvidia-cudnn-frontend"
+OLDEST = 90600  # the first cuDNN with grouped heads in packed layouts, and with offsets of 64 bits
+
+# What a plan's tensors are called when it runs.
+NAMES = (
+    "q", "k", "v", "out", "stats", "grad_out", "dq", "dk", "dv", "q_at", "k_at", "v_at", "out_at", "stats_at",
+    "dq_at", "dk_at", "dv_at", "grad_out_at", "q_lengths", "k_lengths",
+)  # fmt: skip
+UID = {name: number + 1 for number, name in enumerate(NAMES)}
+
+
+Strides = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that a plan is built for. Strides are those of the tokens; heads lie H apart."""
+
+    dtype: torch.dtype
+    heads: int
+    key_heads: int
+    width: int
+    slots: int
+    longest: int
+    tokens: int
+    scale: float
+    strides: Strides  # of q, k, v and out
+    grad_strides: Strides | None = None  # of dq, dk, dv and grad_out; None: the forward
+
+
+@dataclass(frozen=True)
+class Plan:
+    graph: Any
+    workspace: torch.Tensor
+
+
+_handles: dict[int, Any] = {}
+_plans: dict[tuple[int, Shape], Plan] = {}
+_workspaces: dict[int, list[torch.Tensor]] = {}  # all that ever were: a captured graph goes on using its own
+
+
+def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Why cuDNN does not serve such heads here; None if it does."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "cuDNN's packed attention takes bf16 and fp16"
+    if width % 16 or width > 128:
+        return f"cuDNN's packed attention takes heads of up to 128 values, in sixteens; these have {width}"
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return "cuDNN's packed attention wants a Hopper or Blackwell data centre GPU"
+    try:
+        version = importlib.import_module("cudnn").backend_version()
+    except ImportError:
+        return f"the package {PACKAGE} is not installed"
+    except (OSError, RuntimeError) as error:
+        return f"the package {PACKAGE} does not load ({error})"
+    return None if version >= OLDEST else f"cuDNN {version} is older than {OLDEST}"
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float, out: torch.Tensor
+) -> torch.Tensor:
+    """Writes out [T, N, H]; returns the log-sum-exp of the scores [T, N]."""
+    tokens, heads, _ = q.shape
+    stats = q.new_empty((tokens, heads), dtype=torch.float32)
+    strides = _strides(q, k, v, out)
+    plan = _plan(q.device, _shape(q, k, docs, scale, strides))
+    at = _offsets(docs, (*strides, heads))
+    tensors = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
+    _run(plan, q.device, tensors | dict(zip(("q_at", "k_at", "v_at", "out_at", "stats_at"), at, strict=True)), docs)
+    return stats
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    docs: Documents,
+    scale: float,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    heads = q.shape[1]
+    dq, dk, dv = grads
+    if k.shape[1] != heads:
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    strides, grad_strides = _strides(q, k, v, out), _strides(dq, dk, dv, grad_out)
+    plan = _plan(q.device, _shape(q, k, docs, scale, strides, grad_strides))
+    at = _offsets(docs, (*strides, heads, *grad_strides))
+    tensors = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "grad_out": grad_out, "dq": dq, "dk": dk, "dv": dv}
+    places = ("q_at", "k_at", "v_at", "out_at", "stats_at", "dq_at", "dk_at", "dv_at", "grad_out_at")
+    _run(plan, q.device, tensors | dict(zip(places, at, strict=True)), docs)
+    if dk is not grads[1]:
+        grads[1].copy_(dk)
+        grads[2].copy_(dv)
+
+
+def describe(cudnn: Any, shape: Shape, handle: Any, capability: tuple[int, int]) -> Any:
+    """The forward or the backward as cuDNN's graph, its tensors numbered by UID; not built yet."""
+    data = cudnn.data_type
+    io = {torch.bfloat16: data.BFLOAT16, torch.float16: data.HALF}[shape.dtype]
+    graph = cudnn.pygraph(
+        io_data_type=io,
+        intermediate_data_type=data.FLOAT,
+        compute_data_type=data.FLOAT,
+        handle=handle,
+        sm_version=capability[0] * 10 + capability[1],
+    )
+    n, k, h, length = shape.heads, shape.key_heads, shape.width, shape.longest
+
+    def index(name: str, entries: int, kind: Any) -> Any:
+        made = graph.tensor(dim=[entries, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind, name=name)
+        made.set_uid(UID[name])
+        return made
+
+    def laid(tensor: Any, name: str, heads: int, width: int, stride: int, at: Any) -> Any:
+        """[S, heads, L, width] over tokens `stride` apart, each document from its own offset on."""
+        tensor.set_dim([shape.slots, heads, length, width])
+        tensor.set_stride([length * stride, width, stride, 1])
+        tensor.set_ragged_offset(at)
+        tensor.set_uid(UID[name])
+        return tensor
+
+    def given(name: str, heads: int, width: int, stride: int, at: Any, kind: Any = io) -> Any:
+        dim, strides = [shape.slots, heads, length, width], [length * stride, width, stride, 1]
+        return laid(graph.tensor(dim=dim, stride=strides, data_type=kind, name=name), name, heads, width, stride, at)
+
+    at = {name: index(f"{name}_at", shape.slots + 1, data.INT64) for name in ("q", "k", "v", "out", "stats")}
+    q = given("q", n, h, shape.strides[0], at["q"])
+    keys = given("k", k, h, shape.strides[1], at["k"])
+    values = given("v", k, h, shape.strides[2], at["v"])
+    options = {
+        "attn_scale": shape.scale,
+        "use_padding_mask": True,
+        "seq_len_q": index("q_lengths", shape.slots, data.INT32),
+        "seq_len_kv": index("k_lengths", shape.slots, data.INT32),
+        "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+        "diagonal_band_right_bound": 0,
+    }
+    if shape.grad_strides is None:
+        out, stats = graph.sdpa(q=q, k=keys, v=values, generate_stats=True, name="attention", **options)
+        laid(out, "out", n, h, shape.strides[3], at["out"]).set_output(True)
+        laid(stats, "stats", n, 1, n, at["stats"]).set_output(True).set_data_type(data.FLOAT)
+        return graph
+    out = given("out", n, h, shape.strides[3], at["out"])
+    place = index("grad_out_at", shape.slots + 1, data.INT64)
+    grad_out = given("grad_out", n, h, shape.grad_strides[3], place)
+    stats = given("stats", n, 1, n, at["stats"], data.FLOAT)
+    tokens = _up(shape.tokens, 64)  # bounds the workspace, which would else be one of S * L tokens
+    found = graph.sdpa_backward(
+        q=q, k=keys, v=values, o=out, dO=grad_out, stats=stats, name="attention_backward",
+        max_total_seq_len_q=tokens, max_total_seq_len_kv=tokens, **options,
+    )  # fmt: skip
+    for name, tensor, heads, stride in zip(("dq", "dk", "dv"), found, (n, k, k), shape.grad_strides[:3], strict=True):
+        place = index(f"{name}_at", shape.slots + 1, data.INT64)
+        laid(tensor, name, heads, h, stride, place).set_output(True)
+    return graph
+
+
+def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Strides:
+    strides = (q.stride(0), k.stride(0), v.stride(0), out.stride(0))
+    aligned = all(x.data_ptr() % 16 == 0 for x in (q, k, v, out)) and not any(stride % 8 for stride in strides)
+    assert aligned, f"cuDNN reads 16 bytes at once: tokens {strides} apart do not all begin at such a border"
+    return strides
+
+
+def _shape(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    docs: Documents,
+    scale: float,
+    strides: Strides,
+    grad_strides: Strides | None = None,
+) -> Shape:
+    tokens, heads, width = q.shape
+    # A bound in whole tiles: one token a document, for which cuDNN has a path of its own, is then no special case.
+    longest = _up(docs.longest, 128)
+    slots = len(docs.cu_seqlens) - 1
+    return Shape(q.dtype, heads, k.shape[1], width, slots, longest, tokens, scale, strides, grad_strides)
+
+
+def _plan(device: torch.device, shape: Shape) -> Plan:
+    index = _index(device)
+    if (index, shape) not in _plans:
+        assert not torch.cuda.is_current_stream_capturing(), "attention.warm was not called for this shape"
+        _plans[index, shape] = _build(device, shape)
+    return _plans[index, shape]
+
+
+def _build(device: torch.device, shape: Shape) -> Plan:
+    cudnn = importlib.import_module("cudnn")
+    try:
+        with torch.cuda.device(device):
+            graph = describe(cudnn, shape, _handle(cudnn, device), torch.cuda.get_device_capability(device))
+            graph.validate()
+            graph.build_operation_graph()
+            # cuDNN's own engines only: newer packages would rank some that are compiled by Python beside them.
+            graph.deselect_engines(["sdpa_fwd", "sdpa_bwd"])
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            graph.check_support()
+            graph.build_plans()
+            size = graph.get_workspace_size()
+    except (RuntimeError, ValueError, NotImplementedError, cudnn.cudnnGraphNotSupportedError) as error:
+        side = "forward" if shape.grad_strides is None else "backward"
+        raise GraftuneError(
+            f"cuDNN {cudnn.backend_version()} has no plan for attention's {side} with {shape.heads}/{shape.key_heads}"
+            f" heads of {shape.width} and {shape.slots} documents of up to {shape.longest} tokens ({error})",
+            mend=f"uninstall {PACKAGE} to use torch's flash attention, or install another version of it",
+        ) from error
+    return Plan(graph, _workspace(device, size))
+
+
+def _run(plan: Plan, device: torch.device, tensors: dict[str, torch.Tensor], docs: Documents) -> None:
+    cudnn = importlib.import_module("cudnn")
+    lengths = _lengths(docs)
+    handle = _handle(cudnn, device)
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    pointers = {UID[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+    pointers[UID["q_lengths"]] = pointers[UID["k_lengths"]] = lengths.data_ptr()
+    plan.graph.execute(pointers, plan.workspace.data_ptr(), handle=handle)
+
+
+def _offsets(docs: Documents, strides: tuple[int, ...]) -> list[torch.Tensor]:
+    """Where each document begins, in elements, for tokens `stride` apart: [S + 1] of 64 bits for every stride."""
+    known = _prepared(docs)
+    for stride in strides:
+        if ("at", stride) not in known:
+            known["at", stride] = docs.cu_seqlens.to(torch.int64) * stride
+    return [known["at", stride] for stride in strides]
+
+
+def _lengths(docs: Documents) -> torch.Tensor:
+    known = _prepared(docs)
+    if ("lengths", 0) not in known:
+        known["lengths", 0] = docs.cu_seqlens[1:] - docs.cu_seqlens[:-1]
+    return known["lengths", 0]
+
+
+def _prepared(docs: Documents) -> dict[tuple[str, int], torch.Tensor]:
+    """What was computed from these cu_seqlens, shared by all layers of a pass. Forgotten when they were written to,
+    and at the border of a capture: a captured graph has to compute its own, or its replays would not follow."""
+    version = 0 if docs.cu_seqlens.is_inference() else docs.cu_seqlens._version
+    now = (version, torch.cuda.is_current_stream_capturing())
+    if docs.prepared.get("now") != now:
+        docs.prepared.clear()
+        docs.prepared.update(now=now, tensors={})
+    return docs.prepared["tensors"]
+
+
+def _handle(cudnn: Any, device: torch.device) -> Any:
+    index = _index(device)
+    if index not in _handles:
+        with torch.cuda.device(device):
+            _handles[index] = cudnn.create_handle()
+    return _handles[index]
+
+
+def _workspace(device: torch.device, size: int) -> torch.Tensor:
+    """One buffer a device, shared by all plans: attention of two layers never runs at once."""
+    made = _workspaces.setdefault(_index(device), [])
+    if not made or made[-1].numel() < size:
+        made.append(torch.empty(max(size, 1), dtype=torch.uint8, device=device))
+    return made[-1]
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,264 @@
+"""Packed causal attention in Triton: any head width up to 256, fp32 too, sliding windows, grouped heads.
+
+The flash scheme: scores live in tiles on the chip and are never written; the forward keeps one log-sum-exp a token and
+head, and the backward recomputes the probabilities from it. One program works on one tile of one document, so that no
+score across documents is ever computed. The grid covers every slot up to the longest document there may be, and
+programs beyond a document's end leave at once: its shape does not depend on the lengths, which is what a CUDA graph
+needs. The backward is two kernels, one for dk and dv (a key tile walks over the queries of all heads that share it),
+one for dq: a third more products than one kernel with atomic adds, but the sums come in a fixed order.
+
+Legend: T tokens, N heads, K key heads, H head width, BH H up to a power of two, BM queries a tile, BN keys a tile.
+"""
+# mypy: disallow-untyped-defs=False
+# The parameters of a kernel are pointers and numbers of the device; there is no Python type for them.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels import launch
+
+if TYPE_CHECKING:
+    from graftune.kernels.attention import Documents
+
+WIDEST = 256
+LOG2E = (
+    1.4426950408889634  # exp2 is the cheaper exponential: scores, and with them the stats, are kept in powers of two
+)
+
+
+class Tile(NamedTuple):
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def forward_tile(width: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:  # exact products run outside the tensor cores; larger tiles would not fit the registers
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 16, 4, 1)
+    if width <= 64:
+        return Tile(128, 64, 4, 3)
+    return Tile(128, 64, 8, 2) if width <= 128 else Tile(64, 32, 8, 2)
+
+
+def backward_tile(width: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return Tile(32, 32, 4 if width <= 64 else 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+    if width <= 64:
+        return Tile(64, 64, 4, 2)
+    return Tile(64, 64, 8, 2) if width <= 128 else Tile(64, 32, 8, 1)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float, window: int, out: torch.Tensor
+) -> torch.Tensor:
+    """Writes out [T, N, H]; returns the log-sum-exp of the scores in powers of two [N, T]."""
+    tokens, heads, width = q.shape
+    stats = q.new_empty((heads, tokens), dtype=torch.float32)
+    tile = forward_tile(width, q.dtype)
+    _forward[(triton.cdiv(docs.longest, tile.queries), heads, _slots(docs))](
+        q, k, v, out, stats, docs.cu_seqlens, scale * LOG2E, tokens, q.stride(0), k.stride(0), v.stride(0),
+        out.stride(0), GROUP=heads // k.shape[1], H=width, BH=launch.power_of_two(width, 16), BM=tile.queries,
+        BN=tile.keys, WINDOW=window, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return stats
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    docs: Documents,
+    scale: float,
+    window: int,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    tokens, heads, width = q.shape
+    key_heads = k.shape[1]
+    padded = launch.power_of_two(width, 16)
+    delta = torch.empty_like(stats)
+    rows = 64
+    _delta[(triton.cdiv(tokens, rows), heads)](
+        grad_out, out, delta, tokens, grad_out.stride(0), out.stride(0), H=width, BH=padded, ROWS=rows, num_warps=4
+    )
+    tile = backward_tile(width, q.dtype)
+    inputs = (q, k, v, grad_out, stats, delta)
+    strides = (tokens, q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
+    shape = {"GROUP": heads // key_heads, "H": width, "BH": padded, "BM": tile.queries, "BN": tile.keys}
+    options = {"WINDOW": window, "num_warps": tile.warps, "num_stages": tile.stages}
+    _key_grads[(triton.cdiv(docs.longest, tile.keys), key_heads, _slots(docs))](
+        *inputs, grads[1], grads[2], docs.cu_seqlens, scale * LOG2E, scale, *strides, grads[1].stride(0),
+        grads[2].stride(0), **shape, **options,
+    )  # fmt: skip
+    _query_grads[(triton.cdiv(docs.longest, tile.queries), heads, _slots(docs))](
+        *inputs, grads[0], docs.cu_seqlens, scale * LOG2E, scale, *strides, grads[0].stride(0), **shape, **options
+    )
+
+
+def _slots(docs: Documents) -> int:
+    return len(docs.cu_seqlens) - 1
+
+
+@triton.jit
+def _place(first, rows, length, start, stride, head, H: tl.constexpr, BH: tl.constexpr):
+    """Offsets of rows [first + rows] of a document, one head's columns, and which of them exist."""
+    columns = tl.arange(0, BH)
+    place = (start + first + rows).to(tl.int64) * stride + head * H
+    return place[:, None] + columns[None, :], (first + rows < length)[:, None] & (columns < H)[None, :]
+
+
+@triton.jit
+def _load(base, first, rows, length, start, stride, head, H: tl.constexpr, BH: tl.constexpr):
+    place, exists = _place(first, rows, length, start, stride, head, H, BH)
+    return tl.load(base + place, mask=exists, other=0.0)
+
+
+@triton.jit
+def _store(base, value, first, rows, length, start, stride, head, H: tl.constexpr, BH: tl.constexpr):
+    place, exists = _place(first, rows, length, start, stride, head, H, BH)
+    tl.store(base + place, value.to(base.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _seen(queries, keys, length, WINDOW: tl.constexpr):
+    """Whether a query sees a key: causal, inside the document, inside the window; both broadcast."""
+    seen = (keys <= queries) & (queries < length)
+    if WINDOW > 0:
+        seen = seen & (queries - keys < WINDOW)
+    return seen
+
+
+@triton.jit
+def _forward(
+    q, k, v, out, stats, cu_seqlens, scale, tokens, q_stride, k_stride, v_stride, out_stride,
+    GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    head, slot = tl.program_id(1), tl.program_id(2)
+    first = tl.program_id(0) * BM
+    start = tl.load(cu_seqlens + slot)
+    length = tl.load(cu_seqlens + slot + 1) - start
+    if first >= length:
+        return
+    rows, columns = tl.arange(0, BM), tl.arange(0, BN)
+    key_head = head // GROUP
+    queries = _load(q, first, rows, length, start, q_stride, head, H, BH)
+    highest = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    mixed = tl.zeros([BM, BH], tl.float32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first - WINDOW + 1, 0) // BN * BN
+    for other in range(begin, tl.minimum(first + BM, length), BN):
+        keys = _load(k, other, columns, length, start, k_stride, key_head, H, BH)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        seen = _seen((first + rows)[:, None], (other + columns)[None, :], length, WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing of this tile, or of any
+        p = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(p, 1)
+        values = _load(v, other, columns, length, start, v_stride, key_head, H, BH)
+        mixed = mixed * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        highest = higher
+    real = first + rows < length
+    total = tl.where(real, total, 1.0)
+    _store(out, mixed / total[:, None], first, rows, length, start, out_stride, head, H, BH)
+    lse = stats + head.to(tl.int64) * tokens + start + first + rows
+    tl.store(lse, tl.where(real, highest, 0.0) + tl.log2(total), mask=real)
+
+
+@triton.jit
+def _delta(
+    grad_out, out, delta, tokens, grad_stride, out_stride, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr
+):
+    """rowsum(dO * O), fp32 [N, T]."""
+    head = tl.program_id(1)
+    first, rows = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
+    grad = _load(grad_out, first, rows, tokens, 0, grad_stride, head, H, BH).to(tl.float32)
+    value = _load(out, first, rows, tokens, 0, out_stride, head, H, BH).to(tl.float32)
+    line = delta + head.to(tl.int64) * tokens + first + rows
+    tl.store(line, tl.sum(grad * value, 1), mask=first + rows < tokens)
+
+
+@triton.jit
+def _key_grads(
+    q, k, v, grad_out, stats, delta, grad_k, grad_v, cu_seqlens, scale2, scale, tokens,
+    q_stride, k_stride, v_stride, out_stride, grad_k_stride, grad_v_stride,
+    GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    key_head, slot = tl.program_id(1), tl.program_id(2)
+    first = tl.program_id(0) * BN
+    start = tl.load(cu_seqlens + slot)
+    length = tl.load(cu_seqlens + slot + 1) - start
+    if first >= length:
+        return
+    rows, columns = tl.arange(0, BM), tl.arange(0, BN)
+    keys = _load(k, first, columns, length, start, k_stride, key_head, H, BH)
+    values = _load(v, first, columns, length, start, v_stride, key_head, H, BH)
+    dk, dv = tl.zeros([BN, BH], tl.float32), tl.zeros([BN, BH], tl.float32)
+    end = length
+    if WINDOW > 0:
+        end = tl.minimum(length, first + BN - 1 + WINDOW)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        line = head.to(tl.int64) * tokens + start
+        for other in range(first // BM * BM, end, BM):
+            queries = _load(q, other, rows, length, start, q_stride, head, H, BH)
+            grads = _load(grad_out, other, rows, length, start, out_stride, head, H, BH)
+            real = other + rows < length
+            lse = tl.load(stats + line + other + rows, mask=real, other=0.0)
+            correction = tl.load(delta + line + other + rows, mask=real, other=0.0)
+            scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale2
+            seen = _seen((other + rows)[None, :], (first + columns)[:, None], length, WINDOW)
+            p = tl.exp2(tl.where(seen, scores - lse[None, :], float("-inf")))
+            dv += tl.dot(p.to(grads.dtype), grads, input_precision="ieee")
+            dp = tl.dot(values, tl.trans(grads), input_precision="ieee")
+            ds = p * (dp - correction[None, :])
+            dk += tl.dot(ds.to(queries.dtype), queries, input_precision="ieee")
+    _store(grad_k, dk * scale, first, columns, length, start, grad_k_stride, key_head, H, BH)
+    _store(grad_v, dv, first, columns, length, start, grad_v_stride, key_head, H, BH)
+
+
+@triton.jit
+def _query_grads(
+    q, k, v, grad_out, stats, delta, grad_q, cu_seqlens, scale2, scale, tokens,
+    q_stride, k_stride, v_stride, out_stride, grad_q_stride,
+    GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    head, slot = tl.program_id(1), tl.program_id(2)
+    first = tl.program_id(0) * BM
+    start = tl.load(cu_seqlens + slot)
+    length = tl.load(cu_seqlens + slot + 1) - start
+    if first >= length:
+        return
+    rows, columns = tl.arange(0, BM), tl.arange(0, BN)
+    key_head = head // GROUP
+    queries = _load(q, first, rows, length, start, q_stride, head, H, BH)
+    grads = _load(grad_out, first, rows, length, start, out_stride, head, H, BH)
+    real = first + rows < length
+    line = head.to(tl.int64) * tokens + start + first + rows
+    lse = tl.load(stats + line, mask=real, other=0.0)
+    correction = tl.load(delta + line, mask=real, other=0.0)
+    dq = tl.zeros([BM, BH], tl.float32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first - WINDOW + 1, 0) // BN * BN
+    for other in range(begin, tl.minimum(first + BM, length), BN):
+        keys = _load(k, other, columns, length, start, k_stride, key_head, H, BH)
+        values = _load(v, other, columns, length, start, v_stride, key_head, H, BH)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale2
+        seen = _seen((first + rows)[:, None], (other + columns)[None, :], length, WINDOW)
+        p = tl.exp2(tl.where(seen, scores - lse[:, None], float("-inf")))
+        dp = tl.dot(grads, tl.trans(values), input_precision="ieee")
+        ds = p * (dp - correction[:, None])
+        dq += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
+    _store(grad_q, dq * scale, first, rows, length, start, grad_q_stride, head, H, BH)

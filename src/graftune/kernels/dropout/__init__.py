@@ -1,0 +1,23 @@
+"""Dropout whose mask is a function of (seed, place, element): the backward redraws it instead of saving it, a resumed
+run draws what the straight one drew, and a GPU drops what a CPU drops. See reference.py."""
+
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.dropout import reference
+
+__all__ = ["apply"]
+
+
+def apply(x: torch.Tensor, p: float, seed: torch.Tensor, place: int) -> torch.Tensor:
+    """x with a share p of its values zero and the rest divided by 1 - p. `seed` is an int64 scalar beside x, so that a
+    captured step can change it; `place` (below 2^32) tells the dropouts of one step apart."""
+    assert 0.0 <= p < 1.0 and 0 <= place < 2**32 and x.is_contiguous() and x.numel() <= 2**32
+    assert seed.dim() == 0 and seed.dtype == torch.int64
+    if launch.fused(x):
+        from graftune.kernels.dropout import kernel
+
+        return kernel.apply(x, p, seed, place)
+    return reference.apply(x, p, seed, place)

@@ -1,0 +1,41 @@
+"""One pass over x: each element hashes its own index, so nothing is stored and no order matters."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels.dropout.reference import keep_from, scaling
+
+BLOCK = 2048
+
+
+@triton.jit
+def _mix(x):
+    """`reference.mix_` in wrapping 32-bit arithmetic."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["place", "threshold"])
+def _apply(x_ptr, out_ptr, seed_ptr, place, threshold, scale, count, BLOCK: tl.constexpr):
+    seed = tl.load(seed_ptr)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    word = place.to(tl.uint32)
+    first = _mix(_mix(_mix(word ^ 0x9E3779B9) ^ low) ^ high)
+    second = _mix(_mix(_mix(word ^ 0x85EBCA6B) ^ low) ^ high)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    drawn = _mix(_mix(at.to(tl.uint32) ^ first) ^ second)
+    x = tl.load(x_ptr + at, at < count, other=0.0).to(tl.float32)
+    y = tl.where(drawn >= threshold.to(tl.uint32), x * scale, 0.0)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), at < count)
+
+
+def apply(x: torch.Tensor, p: float, seed: torch.Tensor, place: int) -> torch.Tensor:
+    out = torch.empty_like(x)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), BLOCK),)
+        _apply[grid](x, out, seed, place, keep_from(p), scaling(p), x.numel(), BLOCK=BLOCK, num_warps=4)
+    return out

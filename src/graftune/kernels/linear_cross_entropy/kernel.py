@@ -1,0 +1,96 @@
+"""One launch a chunk between the head's two products: a program reads a row of logits once for maximum and sum, kept
+up to date together, and once more to overwrite it with its gradient. Beside the logits themselves nothing is written
+but one loss a row; their sum is taken at the end, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels.launch import power_of_two
+from graftune.kernels.linear_cross_entropy.reference import Product
+
+CHUNK_BYTES = 512 << 20  # logits alive at once, in their own dtype: few and large products
+CHUNK_STEP = 128  # chunks are whole tiles of the product
+LONGEST_BLOCK = 8192
+
+
+@triton.jit
+def _rows(
+    logits_ptr, labels_ptr, losses_ptr, scale_ptr, stride, width,
+    NEED_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """logits[row] <- scale * (softmax(logits[row]) - onehot(label)); losses[row] = -log softmax(logits[row])[label]."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * stride
+    label = tl.load(labels_ptr + row)
+    cols = tl.arange(0, BLOCK)
+    if label >= 0:
+        chosen = tl.load(base + label).to(tl.float32)  # before it is overwritten
+        top = -3.0e38  # not -inf: inf - inf is no number
+        norm = 0.0
+        for start in range(0, width, BLOCK):
+            x = tl.load(base + start + cols, start + cols < width, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(top, tl.max(x, 0))
+            norm = norm * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+            top = higher
+        tl.store(losses_ptr + row, (top - chosen) + tl.log(norm))
+        if NEED_GRAD:
+            weight = 1.0
+            if HAS_SCALE:
+                weight = tl.load(scale_ptr)
+            share = weight / norm
+            for start in range(0, width, BLOCK):
+                at = start + cols
+                x = tl.load(base + at, at < width, other=float("-inf")).to(tl.float32)
+                grad = tl.exp(x - top) * share - tl.where(at == label, weight, 0.0)
+                tl.store(base + at, grad.to(logits_ptr.dtype.element_ty), at < width)
+    else:
+        tl.store(losses_ptr + row, 0.0)
+        if NEED_GRAD:
+            for start in range(0, width, BLOCK):
+                nothing = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
+                tl.store(base + start + cols, nothing, start + cols < width)
+
+
+def forward(
+    x: torch.Tensor, head: Product, labels: torch.Tensor, *, need_grad: bool, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    grad = torch.empty_like(x) if need_grad else None
+    size = chunk_rows(len(x), head.out_features * x.element_size())
+    for start in range(0, len(x), size):
+        rows = slice(start, start + size)
+        logits = head.matmul(x[rows])
+        to_gradient_(logits, labels[rows], losses[rows], need_grad=need_grad, scale=scale)
+        if grad is not None:
+            grad[rows] = head.input_grad(logits, x[rows])
+        del logits  # or two chunks are alive while the next one is computed
+    return losses.sum(), grad
+
+
+def to_gradient_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    losses: torch.Tensor,
+    *,
+    need_grad: bool = True,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Fills `losses` [rows] and, where a gradient is wanted, overwrites logits [rows, V] with it."""
+    assert logits.stride(1) == 1 and labels.is_contiguous() and losses.is_contiguous()
+    rows, width = logits.shape
+    block = min(LONGEST_BLOCK, power_of_two(width))
+    _rows[(rows,)](
+        logits, labels, losses, scale, logits.stride(0), width, NEED_GRAD=need_grad, HAS_SCALE=scale is not None,
+        BLOCK=block, num_warps=8 if block >= 2048 else 4,
+    )  # fmt: skip
+
+
+def chunk_rows(rows: int, row_bytes: int) -> int:
+    """As few chunks as the limit allows, all of one size but for the last: a function of the shape alone."""
+    most = max(1, CHUNK_BYTES // row_bytes // CHUNK_STEP) * CHUNK_STEP
+    count = max(1, -(-rows // most))
+    return max(1, -(-rows // count // CHUNK_STEP)) * CHUNK_STEP

@@ -1,0 +1,260 @@
+"""The thin products of adapters: one side is a few dozen wide, so they cost what reading the other side costs.
+
+`rows` reads a wide [T, C] once and leaves [T, R] a member; `columns` sums over tokens and adds into the fp32 arena.
+Where the grid would be too small for the chip, tokens (or columns) are split, the parts are written aside in fp32 and
+added in a fixed order: the same bits every time, which atomics would not give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels.launch import power_of_two
+from graftune.kernels.lora_linear.reference import Copy, Low
+
+
+@triton.jit
+def _member(pid, n0, n1, n2):
+    """Which member a block belongs to, and its number there."""
+    member = tl.where(pid < n0, 0, tl.where(pid < n0 + n1, 1, 2))
+    return member, pid - tl.where(member == 0, 0, tl.where(member == 1, n0, n0 + n1))
+
+
+@triton.jit
+def _columns(
+    y_ptr, h_ptr, row_scale_ptr, col_scale_ptr, out_ptr,
+    tokens, per_split, y_stride, h_stride, split_stride, out_c, out_r, scale,
+    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2,
+    R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_COLS: tl.constexpr, ADD: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """out[c, r] (+)= scale * cs[c] * sum over t of rs[t] y[t, c] h[t, r], for the columns of one member."""
+    member, block = _member(tl.program_id(0), n0, n1, n2)
+    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
+    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
+    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    split = tl.program_id(1)
+    local = block * BC + tl.arange(0, BC)
+    cols = start + local
+    inside = cols < stop
+    ranks = tl.arange(0, RP)
+    acc = tl.zeros([BC, RP], tl.float32)
+    first = split * per_split
+    for t in range(first, min(first + per_split, tokens), BT):
+        at = t + tl.arange(0, BT)
+        alive = at < tokens
+        y = tl.load(
+            y_ptr + at[:, None].to(tl.int64) * y_stride + cols[None, :], alive[:, None] & inside[None, :], other=0.0
+        )
+        h = tl.load(
+            h_ptr + at[:, None].to(tl.int64) * h_stride + member * R + ranks[None, :],
+            alive[:, None] & (ranks < R)[None, :], other=0.0,
+        )  # fmt: skip
+        if HAS_ROWS:
+            h = (h.to(tl.float32) * tl.load(row_scale_ptr + at, alive, other=0.0)[:, None]).to(h.dtype)
+        if IEEE:
+            acc = tl.dot(tl.trans(y), h, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(tl.trans(y), h, acc)
+    acc *= scale
+    if HAS_COLS:
+        acc *= tl.load(col_scale_ptr + cols, inside, other=0.0)[:, None]
+    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * out_c + ranks[None, :] * out_r
+    mask = inside[:, None] & (ranks < R)[None, :]
+    if ADD:
+        acc += tl.load(where, mask, other=0.0)
+    tl.store(where, acc, mask)
+
+
+@triton.jit
+def _rows(
+    y_ptr, w_ptr, out_ptr, tail_ptr, tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride,
+    scale, c0, c1, c2, s0, s1, s2, o0, o1, o2,
+    R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]."""
+    member = tl.program_id(1)
+    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
+    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
+    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    split = tl.program_id(2)
+    at = tl.program_id(0) * BT + tl.arange(0, BT)
+    alive = at < tokens
+    ranks = tl.arange(0, RP)
+    acc = tl.zeros([BT, RP], tl.float32)
+    first = split * per_split
+    for c in range(first, min(first + per_split, stop - start), BC):
+        local = c + tl.arange(0, BC)
+        inside = local < stop - start
+        y = tl.load(
+            y_ptr + at[:, None].to(tl.int64) * y_stride + (start + local)[None, :],
+            alive[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        w = tl.load(
+            w_ptr + (row + local)[:, None].to(tl.int64) * w_c + ranks[None, :] * w_r,
+            inside[:, None] & (ranks < R)[None, :], other=0.0,
+        )  # fmt: skip
+        if IEEE:
+            acc = tl.dot(y, w, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(y, w, acc)
+    where = out_ptr + split * split_stride + at[:, None].to(tl.int64) * out_stride + member * R + ranks[None, :]
+    value = (acc * scale).to(out_ptr.dtype.element_ty)
+    mask = alive[:, None] & (ranks < R)[None, :]
+    tl.store(where, value, mask)
+    if TAIL:
+        tl.store(tail_ptr + at[:, None].to(tl.int64) * tail_stride + member * R + ranks[None, :], value, mask)
+
+
+@triton.jit
+def _reduce(
+    parts_ptr, out_ptr, tail_ptr, n, splits, width, tail_stride, ADD: tl.constexpr, TAIL: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    total = tl.zeros([B], tl.float32)
+    for s in range(splits):
+        total += tl.load(parts_ptr + s * n + at, at < n, other=0.0)
+    if ADD:
+        total += tl.load(out_ptr + at, at < n, other=0.0)
+    total = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, total, at < n)
+    if TAIL:
+        tl.store(tail_ptr + at // width * tail_stride + at % width, total, at < n)
+
+
+@triton.jit
+def _spread(source_ptr, table_ptr, scale_ptr, B: tl.constexpr):
+    """One piece of one copy: [offset in the source, where it goes (a pointer), width, distance of rows, first, size]."""
+    row = table_ptr + tl.program_id(0) * 6
+    offset, target = tl.load(row), tl.load(row + 1).to(tl.pointer_type(source_ptr.dtype.element_ty))
+    width, stride, first, size = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    at = first + tl.arange(0, B)
+    value = tl.load(source_ptr + offset + at, at < size, other=0.0).to(tl.float32)
+    value = (value * tl.load(scale_ptr + tl.program_id(0))).to(source_ptr.dtype.element_ty)
+    tl.store(target + at // width * stride + at % width, value, at < size)
+
+
+def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor], block: int = 2048) -> None:
+    flat = copies[0].source
+    if "places" not in tables:
+        rows, scales = [], []
+        for source, target, scale in copies:
+            assert source.is_contiguous() and source.dtype == target.dtype == flat.dtype and target.stride(1) == 1
+            for first in range(0, source.numel(), block):
+                place = (source.storage_offset(), target.data_ptr(), source.shape[1], target.stride(0), first)
+                rows.append((*place, source.numel()))
+                scales.append(scale)
+        tables["places"] = torch.tensor(rows, dtype=torch.int64).to(flat.device)
+        tables["scales"] = torch.tensor(scales, dtype=torch.float32).to(flat.device)
+    whole = flat.as_strided((1,), (1,), 0)  # the arena's own beginning: offsets count from there
+    _spread[(len(tables["places"]),)](whole, tables["places"], tables["scales"], B=block, num_warps=4)
+
+
+def _columns_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
+    """Columns and tokens of a tile, warps, stages, programs wanted."""
+    return (64, 128, 4, 3, 256) if tokens < 4096 or rank > 32 else (128, 64, 4, 3, 256)
+
+
+def _rows_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
+    """Tokens and columns of a tile, warps, stages, programs wanted."""
+    return 64, (128 if tokens >= 4096 else 64), 4, (3 if tokens >= 4096 else 4), (128 if tokens >= 4096 else 256)
+
+
+def reduce(parts: torch.Tensor, out: torch.Tensor, add: bool, tail: torch.Tensor | None = None) -> None:
+    """out (+)= the sum over the first dimension of `parts`; `out` contiguous; written to `tail`'s columns as well."""
+    n, block = out.numel(), 1024 if out.numel() > 1 << 18 else 256
+    _reduce[(triton.cdiv(n, block),)](
+        parts, out, tail, n, parts.shape[0], out.shape[-1], tail.stride(0) if tail is not None else 0, ADD=add,
+        TAIL=tail is not None, B=block,
+    )  # fmt: skip
+
+
+def sum_columns_(
+    total: torch.Tensor,
+    y: torch.Tensor,
+    h: torch.Tensor,
+    columns: tuple[tuple[int, int], ...],
+    *,
+    rank: int,
+    scale: float = 1.0,
+    transposed: bool = False,
+    row_scale: torch.Tensor | None = None,
+    col_scale: torch.Tensor | None = None,
+) -> None:
+    """total [sum of widths, rank] (or, transposed, [rank, width] of a lone member) += scale * y' h, fp32."""
+    tokens = len(y)
+    rp = power_of_two(rank, 16)
+    bc, bt, warps, stages, programs = _columns_tile(rp, tokens)
+    starts, stops, offsets, counts = _places(columns, bc)
+    blocks = sum(counts)
+    splits = 1 if blocks >= programs // 2 else min(triton.cdiv(tokens, 4 * bt), triton.cdiv(programs, blocks))
+    per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
+    splits = triton.cdiv(tokens, per_split)
+    out = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
+    strides = (1, total.shape[1]) if transposed else (total.shape[1], 1)
+    _columns[(blocks, splits)](
+        y, h, row_scale, col_scale, out, tokens, per_split, y.stride(0), h.stride(0), total.numel(), *strides, scale,
+        *starts, *stops, *offsets, *counts, R=rank, RP=rp, BT=bt, BC=bc, HAS_ROWS=row_scale is not None,
+        HAS_COLS=col_scale is not None, ADD=splits == 1, IEEE=y.dtype == torch.float32, num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        reduce(out, total, add=True)
+
+
+def rows(
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    columns: tuple[tuple[int, int], ...],
+    *,
+    rank: int,
+    scale: float = 1.0,
+    transposed: bool = False,
+    tail: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, rank * members] = scale * y[:, columns] weight; weight [sum of widths, rank] (transposed: [rank, width])."""
+    tokens = len(y)
+    rp = power_of_two(rank, 16)
+    bt, bc, warps, stages, wanted = _rows_tile(rp, tokens)
+    starts, stops, offsets, _ = _places(columns, bc)
+    widest = max(stop - start for start, stop in columns)
+    programs = triton.cdiv(tokens, bt) * len(columns)
+    splits = max(1, min(triton.cdiv(widest, 8 * bc), triton.cdiv(wanted, programs)))
+    per_split = triton.cdiv(triton.cdiv(widest, splits), bc) * bc
+    splits = triton.cdiv(widest, per_split)
+    out = torch.empty(tokens, rank * len(columns), dtype=y.dtype, device=y.device)
+    parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=y.device)
+    strides = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
+    _rows[(triton.cdiv(tokens, bt), len(columns), splits)](
+        y, weight, parts, tail, tokens, per_split, y.stride(0), *strides, out.numel(), out.stride(0),
+        tail.stride(0) if tail is not None else 0, scale, *starts, *stops, *offsets, R=rank, RP=rp,
+        TAIL=tail is not None and splits == 1, BT=bt, BC=bc, IEEE=y.dtype == torch.float32,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        reduce(parts, out, add=False, tail=tail)
+    if tail is not None and tail.shape[1] > out.shape[1]:
+        tail[:, out.shape[1] :].zero_()
+    return out
+
+
+def _places(columns: tuple[tuple[int, int], ...], block: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Starts, stops, rows of the stacked weight and numbers of blocks, for three members whatever there are."""
+    starts, stops, offsets, counts, row = [], [], [], [], 0
+    for start, stop in columns:
+        starts.append(start)
+        stops.append(stop)
+        offsets.append(row)
+        counts.append(triton.cdiv(stop - start, block))
+        row += stop - start
+    spare = [0] * (3 - len(columns))
+    return starts + spare, stops + spare, offsets + spare, counts + spare
+
+
+def up_backward(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, tail: torch.Tensor | None) -> torch.Tensor:
+    sum_columns_(grad_up, grad_y, low.h, low.columns, rank=low.rank, scale=low.scale)
+    return rows(grad_y, low.up, low.columns, rank=low.rank, scale=low.scale, tail=tail)

@@ -1,0 +1,128 @@
+"""A frozen weight and the adapters on it: y = x W' + s (x A') B', forward and backward.
+
+Two layouts of one product. Where the weight is resident on a GPU, its storage has room beside and below it, filled
+with the adapters whenever they change,
+
+        in   room
+    [   W  |  sB  ]  out        forward   y  = [x  | h] [W | sB]'     h = x A'
+    [   A  |      ]  room       backward  dX = [dY | g] [W ; A]       g = s dY B
+
+so that the adapters' share costs no pass of its own over y or dX: the products are a few columns deeper, and that is
+all. For this, whoever writes x or dY writes into `input_buffer` or `grad_buffer`, which have the room for h and g.
+Elsewhere (CPU, weights still in the file, dropout on the way back) the share is added apart, and buffers are exact.
+
+Full-parameter training is the same class over a weight that trains: `learn` then adds dW instead of dA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from graftune.kernels import dropout as dropouts
+from graftune.kernels import lora_linear, rms_norm
+from graftune.kernels.lora_linear import Low
+from graftune.model.frozen import Dense, Frozen, Trained
+from graftune.model.lora import LoraGroup
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Counter-based: the mask is a function of (seed, place), so the backward redraws it instead of saving it, and a
+    resumed run draws what the straight one drew. The seed is a device scalar: it changes without a new capture."""
+
+    p: float
+    seed: torch.Tensor  # 0-dim int64
+
+    def apply(self, x: torch.Tensor, place: int) -> torch.Tensor:
+        """x with a share p of its values dropped and the rest scaled up; the same mask at every call."""
+        return dropouts.apply(x.contiguous(), self.p, self.seed, place)
+
+
+class Normed(NamedTuple):
+    """What a projection read, as what the norm before it left: x * rstd * weight."""
+
+    rstd: torch.Tensor  # [T] fp32
+    weight: torch.Tensor  # [in] fp32
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm.apply(x, self.rstd, self.weight)
+
+
+@dataclass
+class Projection:
+    frozen: Frozen
+    lora: LoraGroup | None = None
+    place: int = 0  # numbers the dropout mask
+
+    def __post_init__(self) -> None:
+        self.width_in, self.width_out = self.frozen.in_features, self.frozen.out_features
+        self.room = self.frozen.room if isinstance(self.frozen, Dense) and self.lora is not None else 0
+        if self.room:
+            assert self.lora is not None and isinstance(self.frozen, Dense)
+            self.lora.settle(self.frozen)
+
+    def input_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """[rows, in + room] to write x into."""
+        return torch.empty(rows, self.width_in + self.room, dtype=like.dtype, device=like.device)
+
+    def grad_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """[rows, out + room] to write dY into."""
+        return torch.empty(rows, self.width_out + self.room, dtype=like.dtype, device=like.device)
+
+    def forward(
+        self, x: torch.Tensor, adapted: bool, dropout: Dropout | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An input buffer -> (y, h for the backward)."""
+        plain = x[:, : self.width_in]
+        if self.lora is None or not adapted:
+            return self.frozen.matmul(plain), None
+        read = plain if dropout is None else dropout.apply(plain, self.place)
+        if not self.room:
+            h = lora_linear.down(read, self.lora.down)
+            return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
+        assert isinstance(self.frozen, Dense)
+        h = lora_linear.down(read, self.lora.down, x[:, self.width_in :])
+        return self.frozen.matmul_with_room(x), h
+
+    def backward(
+        self, grad: torch.Tensor, h: torch.Tensor | None, dropout: Dropout | None, need_input: bool = True
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A gradient buffer -> (dX if needed, g for `learn`); adds dB."""
+        grad_y = grad[:, : self.width_out]
+        if self.lora is None or h is None:
+            return (self.frozen.input_grad(grad_y) if need_input else None), None
+        inside = bool(self.room) and dropout is None and need_input
+        tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
+        g = lora_linear.up_backward(grad_y, self.lora.low(h), self.lora.grad_up, tail)
+        if not need_input:
+            return None, g
+        if inside:
+            assert isinstance(self.frozen, Dense)
+            return self.frozen.input_grad_with_room(grad[:, : self.width_out + self.room]), g
+        grad_x = self.frozen.input_grad(grad_y)
+        if dropout is None:
+            return grad_x.addmm_(g, self.lora.down), g
+        return grad_x.add_(dropout.apply(g @ self.lora.down, self.place)), g
+
+    def learn(
+        self,
+        grad: torch.Tensor,
+        g: torch.Tensor | None,
+        x: torch.Tensor,
+        dropout: Dropout | None,
+        normed: Normed | None = None,
+    ) -> None:
+        """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
+        if isinstance(self.frozen, Trained):
+            self.frozen.learn(grad[:, : self.width_out], x if normed is None else normed.of(x))
+        if g is None or self.lora is None:
+            return
+        if dropout is not None:
+            read = dropout.apply(x if normed is None else normed.of(x), self.place)
+            lora_linear.down_backward(g, read, self.lora.grad_down)
+        else:
+            rstd, weight = normed or (None, None)
+            lora_linear.down_backward(g, x, self.lora.grad_down, rstd=rstd, weight=weight)

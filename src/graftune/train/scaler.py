@@ -1,0 +1,70 @@
+"""The dynamic loss scale of fp16: what keeps small gradients above fp16's least number.
+
+The loss's gradient is multiplied by the scale, the parameters' gradients are divided by it again. An update whose
+gradients overflow is skipped and halves the scale; 2,000 good ones in a row double it. torch's GradScaler reads the
+overflow flag on the host at every step; here scale and count are two numbers on the device, so nothing waits and a
+captured graph carries them. A training step hands `state` to `grad_norm.clip`, which unscales by its factors and renews
+the state in the same launch; the methods here do the same for other people's loops:
+
+    scaler.scaled(loss).backward()
+    ok = scaler.unscale_(gradients)     # 0-dim flag, on the device
+    ...                                 # update where ok
+    scaler.update(ok)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.kernels import grad_norm
+from graftune.kernels.grad_norm.reference import LEAST_SCALE, MOST_SCALE
+
+
+class LossScaler:
+    def __init__(self, device: torch.device | str = "cpu", start: float = MOST_SCALE):
+        if not LEAST_SCALE <= start <= MOST_SCALE:
+            raise GraftuneError(
+                f"a loss scale of {start:g} is out of range", mend=f"take one of {LEAST_SCALE:g} to {MOST_SCALE:g}"
+            )
+        self.state = torch.tensor([start, 0.0], device=device)  # scale, good updates since it last changed
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """0-dim fp32 on the device: a view, so it always shows the present scale."""
+        return self.state[0]
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """x times the scale, in x's dtype. In fp32 between: 65536 itself is infinite in fp16."""
+        return (x.float() * self.scale).to(x.dtype)
+
+    @torch.no_grad()
+    def unscale_(self, grads: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+        """Divides in place; returns whether all were finite."""
+        every = [grads] if isinstance(grads, torch.Tensor) else list(grads)
+        ok = torch.ones((), dtype=torch.bool, device=self.state.device)
+        for grad in every:
+            ok &= torch.isfinite(grad).all()
+            grad.copy_(grad.float() / self.scale)
+        return ok
+
+    @torch.no_grad()
+    def update(self, ok: torch.Tensor) -> None:
+        """After an update that was made (ok) or skipped (not ok)."""
+        grad_norm.rescale(self.state, ok)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"loss_scale": self.state.clone()}
+
+    def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """In place: a captured graph goes on reading the same memory. Reads the values, so not within a step."""
+        state = saved.get("loss_scale")
+        if state is None or state.shape != (2,) or not LEAST_SCALE <= float(state[0]) <= MOST_SCALE:
+            raise GraftuneError(
+                f"this is no saved loss scale: {state}",
+                where="loss_scale",
+                mend="load what LossScaler.state_dict returned",
+            )
+        self.state.copy_(state)

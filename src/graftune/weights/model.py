@@ -1,0 +1,166 @@
+"""A whole model out, as a Hugging Face folder: what a run leaves that trained every weight.
+
+The configuration is the base's own where it has one, so that settings only other programs read survive; a GGUF's is
+written from the spec. Weights go out a shard at a time under Hugging Face's names, a tied head once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.model import spec as specs
+from graftune.model.lora import Arena
+from graftune.model.spec import ModelSpec, RopeScaling
+from graftune.weights import names, safetensors_io
+from graftune.weights.adapter import swap
+from graftune.weights.base import Base
+
+SHARD_BYTES = 4 << 30
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_CLASSES = {f: f"{f.capitalize()}ForCausalLM" for f in specs.FAMILIES}
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def is_model(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def save_model(
+    folder: Path,
+    arena: Arena,
+    base: Base,
+    config: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """`config` is what `hf_config` said when the run began. Write into a fresh folder beside the target, then swap: a reader finds the old model or the new one."""
+    if folder.exists() and not is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise GraftuneError("is in use for something else", where=str(folder), mend="save the model to a new folder")
+    aside = folder.with_name(folder.name + ".part")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    try:
+        _write_weights(aside, arena, dtype, shard_bytes)
+        _write_json(aside / CONFIG, config | {"dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]})
+        _write_json(aside / "generation_config.json", _generation(base))
+        base.tokenizer.save(aside)
+        for file in aside.iterdir():
+            safetensors_io.flush(file)
+        safetensors_io.flush(aside)
+    except (OSError, GraftuneError):  # a full disk must not keep the half that fitted
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    swap(aside, folder)
+
+
+def _write_weights(folder: Path, arena: Arena, dtype: torch.dtype, shard_bytes: int) -> None:
+    shards = list(_shards(arena, dtype.itemsize, shard_bytes))
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {names.to_hf(n): arena.view(n, arena.weights).to(dtype) for n in shard}
+        safetensors_io.write(tensors, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        size = len(arena.weights) * dtype.itemsize
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+
+
+def _shards(arena: Arena, itemsize: int, limit: int) -> Iterator[list[str]]:
+    """Names in the arena's order, as many as fit a shard."""
+    shard: list[str] = []
+    room = limit
+    for name, slot in arena.slots.items():
+        size = math.prod(slot.shape) * itemsize
+        if shard and size > room:
+            yield shard
+            shard, room = [], limit
+        shard.append(name)
+        room -= size
+    yield shard
+
+
+def hf_config(base: Base) -> dict[str, Any]:
+    """Its config.json. A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
+    if base.config_file is not None:
+        return dict(json.loads(base.config_file.read_text())) | {"tie_word_embeddings": base.spec.tied}
+    spec, ends = base.spec, list(base.tokenizer.stop_ids)
+    values: dict[str, Any] = {
+        "architectures": [_CLASSES[spec.family]],
+        "model_type": spec.family,
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.width,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": _rope(spec, base),
+        "tie_word_embeddings": spec.tied,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "attention_bias": False,
+        "bos_token_id": base.tokenizer.bos_id,
+        "eos_token_id": base.tokenizer.eos_id if base.tokenizer.eos_id is not None else (ends or [None])[0],
+    }
+    return values
+
+
+def _rope(spec: ModelSpec, base: Base) -> dict[str, Any] | None:
+    rope = spec.rope
+    if base.rope_factors is not None:
+        rope = _llama3_of(spec, base)
+    if rope.kind == "none":
+        return None
+    values: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "llama3":
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        _, attention = spec.inverse_frequencies()
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": attention}
+    if rope.kind != "linear":
+        values["original_max_position_embeddings"] = rope.original_length
+    return values
+
+
+def _llama3_of(spec: ModelSpec, base: Base) -> RopeScaling:
+    """GGUF holds what Llama 3's scaling came to, one divisor a frequency: find the settings that give it."""
+    assert base.rope_factors is not None
+    plain = specs.inverse_frequencies(spec.head_width, spec.rope_theta, RopeScaling())[0]
+    wanted = plain / base.rope_factors
+    for power in range(5, 21):
+        factor = float(base.rope_factors.max())
+        tried = RopeScaling("llama3", factor=factor, original_length=1 << power)
+        found = specs.inverse_frequencies(spec.head_width, spec.rope_theta, tried)[0]
+        if torch.allclose(found, wanted, rtol=1e-4, atol=0):
+            return tried
+    raise GraftuneError(
+        "its rope frequencies have no name in a Hugging Face configuration, so the model could not be saved",
+        where=str(base.path),
+        mend="train the model from its Hugging Face folder, or with method lora",
+    )
+
+
+def _generation(base: Base) -> dict[str, Any]:
+    file = base.folder / "generation_config.json"
+    if base.config_file is not None and file.is_file():
+        return dict(json.loads(file.read_text()))
+    tokenizer = base.tokenizer
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.stop_ids) or tokenizer.eos_id}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

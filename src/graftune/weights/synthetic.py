@@ -1,0 +1,52 @@
+"""A base of random weights in a given shape, made on the device: for benchmarks and plans, where only sizes matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from graftune.model.lora import GROUPS, HOMES, norm_names, weight_name
+from graftune.model.spec import ModelSpec
+from graftune.tokenizer import Tokenizer
+from graftune.weights.base import Base
+
+STD = 0.02
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Gaussian rows, or ones where it is a vector; drawn when read."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+    dtype_name: str = "random"
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return torch.randn(stop - start, *self.shape[1:], device=self.device).mul_(STD)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.read(0, len(ids))
+
+    def values(self) -> torch.Tensor:
+        return torch.ones(self.shape, device=self.device)
+
+
+def random_base(spec: ModelSpec, device: torch.device) -> Base:
+    """It has no tokenizer: tokens are numbers here."""
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab, spec.width)}
+    if not spec.tied:
+        shapes["lm_head.weight"] = (spec.vocab, spec.width)
+    for layer in range(spec.layers):
+        shapes |= {weight_name(layer, p): spec.projections[p] for p in HOMES}
+        if spec.qkv_bias:
+            shapes |= {weight_name(layer, p, "bias"): spec.projections[p][:1] for p in GROUPS["qkv"]}
+    shapes |= {name: (width,) for _, name, width in norm_names(spec)}
+    tensors = {name: RandomRows(shape, device) for name, shape in shapes.items()}
+    return Base("random", Path("random"), "random", spec, cast(Tokenizer, None), tensors)

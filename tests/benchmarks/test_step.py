@@ -1,0 +1,217 @@
+"""The step benchmark, as far as it runs without a GPU: cases, ratios, refusal, the record, and a peer for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import cases, floor, measure, peers, plots, report, step
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def figures(ms: float, **more: float) -> dict[str, float]:
+    proof = {"loss_first": 12.0, "loss_last": 11.9, "grad_norm": 1.0, "moved": 1.0}
+    return {"ms": ms, "tok_s": 1e6 / ms, "host_ms": 0.3, "peak_gib": 42.0, "start_s": 5.0} | proof | more
+
+
+def test_cases_parse():
+    case = cases.parse("350m-full-4x512x4")
+    assert (case.method, case.micro, case.tokens, case.responses) == ("full", 4, 8192, 1024)
+    case = cases.parse("1.5b-nf4-qv-4x512")
+    assert (case.base, case.targets, case.rank, case.alpha) == ("nf4", ("q_proj", "v_proj"), 16, 32.0)
+    assert cases.parse("1b-r64-4x2048").alpha == 128 and cases.parse("8b-l2-4x2048").shape.layers == 2
+    assert cases.parse("8b-4x2048-recompute").recompute
+    for name in ("9b-1x1", "8b", "8b-4", "8b-4x2048-fp7", "350m-full-nf4-1x64"):
+        with pytest.raises(ValueError, match="case"):
+            cases.parse(name)
+
+
+def test_every_named_case_is_one():
+    named = [*cases.DEFAULT, *cases.GOALS]
+    named += [name for axis in cases.SWEEPS for points in cases.sweep(axis).values() for _, name in points]
+    assert all(cases.participants(cases.parse(name)) for name in named)
+    for axis in cases.SWEEPS:
+        for points in cases.sweep(axis).values():
+            assert [x for x, _ in points] == sorted({x for x, _ in points})
+    tokens = [cases.parse(n).tokens == x for points in cases.sweep("tokens").values() for x, n in points]
+    assert all(tokens) and len({cases.parse(n).tokens for _, n in cases.sweep("documents")["1b, 8192 tokens"]}) == 1
+
+
+def test_participants_are_those_of_the_method():
+    lora, full = cases.parse("1b-1x512"), cases.parse("350m-full-4x512x4")
+    assert cases.participants(lora) == ["floor", "ours", "peft", "liger", "unsloth"]
+    assert cases.participants(full) == ["floor", "ours", "hf", "hf-compiled"]
+    assert cases.participants(lora, ["hf", "liger-bf16", "floor"]) == ["floor", "liger-bf16"]
+    assert "liger-bf16" in cases.participants(cases.parse("8b-4x2048"))
+
+
+def test_sizes_are_the_shapes():
+    billions = {name: shape.parameters / 1e9 for name, shape in cases.SHAPES.items()}
+    assert billions["8b"] == pytest.approx(8.03, abs=0.01) and billions["1b"] == pytest.approx(1.24, abs=0.01)
+    case = cases.parse("8b-4x2048")
+    ids = cases.tokens(cases.parse("tiny-2x32"))
+    assert torch.equal(ids, cases.tokens(cases.parse("tiny-2x32"))) and ids.shape == (cases.BATCHES, 1, 2, 32)
+    masked = cases.labels(ids, cases.parse("tiny-2x32"))
+    assert (masked[..., :16] == -100).all() and torch.equal(masked[..., 16:], ids[..., 16:])
+    # Two products a weight and token, forward and input gradient, and attention's; the head on half of them.
+    body = 4 * case.tokens * (case.shape.parameters - 2 * case.shape.vocab * case.shape.width)
+    head = 4 * case.responses * case.shape.vocab * case.shape.width
+    attention = 7 * case.rows * case.length**2 * case.shape.width * case.shape.layers
+    assert floor.flops(case, floor.plan(case, own=False)) == body + head + attention
+
+
+def test_own_floor_leaves_out_what_we_never_compute():
+    case = cases.parse("tiny-2x32")
+    everything, own = (floor.plan(case, own=flag) for flag in (False, True))
+    assert [op for op in everything if op not in own and op.weight == "qkv"] == [floor.Op("input_grad", "qkv", 0, 64)]
+    assert {op.rows for op in own if op.layer == 1 and op.weight in ("gate_up", "down")} == {case.responses}
+    full = floor.plan(cases.parse("tiny-full-2x32"), own=True)
+    assert floor.Op("input_grad", "qkv", 0, 64) in full and sum(op.kind == "weight_grad" for op in full) == 9
+
+
+@pytest.mark.parametrize("name", ["tiny-2x32", "tiny-full-2x32x2"])
+def test_the_floor_runs(name):
+    found = floor.measure_floor(cases.parse(name), CPU, steps=1)
+    assert set(found) == {"floor", "floor_own"}
+    assert found["floor"]["flops"] > found["floor_own"]["flops"] > 0 and found["floor"]["ms"] > 0
+
+
+def test_the_floor_runs_our_attention():
+    case = cases.parse("tiny-2x32")
+    made = floor.Floor(case, CPU)
+    made.attention = floor.Packed(case, CPU)
+    for grad in made.attention.grads:
+        grad.fill_(float("nan"))
+    made.run(floor.plan(case, own=False))
+    assert all(grad.isfinite().all() for grad in made.attention.grads)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "moved", "reason"),
+    [
+        ([1.0, 1.0], [0.0, 0.0], 1.0, "a gradient norm is 0"),
+        ([1.0, 1.0], [1.0, float("nan")], 1.0, "not finite"),
+        ([1.0, float("inf")], [1.0, 1.0], 1.0, "not finite"),
+        ([1.0, 0.9], [1.0, 1.0], 0.0, "did not move"),
+    ],
+)
+def test_no_gradient_no_speed(losses, norms, moved, reason):
+    judged = measure.judged({"ms": 1.0, "tok_s": 1.0}, losses, norms, moved)
+    assert reason in judged["refused"] and "ms" not in judged and "tok_s" not in judged
+    assert report.line(judged).endswith("refused") and report.line(judged).startswith("no gradient:")
+    json.dumps(judged, allow_nan=False)
+    assert "ms" in measure.judged({"ms": 1.0}, [1.0, 0.9], [1.0, 1.0], 1.0)
+
+
+def test_a_runner_that_trains_nothing_is_refused():
+    weight = torch.ones(3)
+    still = measure.Runner(lambda i: (torch.tensor(1.0), torch.tensor(0.0)), lambda: [weight])
+    assert "refused" in measure.measure(still, 10, CPU, 2, time.time())
+
+    def move(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight.add_(0.1)
+        return torch.tensor(1.0), torch.tensor(0.5)
+
+    found = measure.measure(measure.Runner(move, lambda: [weight]), 10, CPU, 2, time.time())
+    assert found["moved"] == 1.0 and found["ms"] > 0 and found["grad_norm"] == 0.5
+
+
+def test_ratios_and_goals():
+    found = {"floor": figures(394), "ours": figures(438), "unsloth": figures(502), "peft": {"error": "x"}}
+    ratios = report.ratios(found)
+    assert ratios["ours_over_floor"] == pytest.approx(1.112, abs=1e-3) and ratios["best_peer"] == "unsloth"
+    assert ratios["best_peer_over_ours"] == ratios["unsloth_over_ours"] == pytest.approx(1.146, abs=1e-3)
+    assert "peft_over_ours" not in ratios
+    goals = {goal["what"]: goal["met"] for goal in report.goals("8b-4x2048", found)}
+    assert goals == {
+        "ours / floor": True,
+        "unsloth / ours": True,
+        "liger / ours": None,
+        "peak GiB": True,
+        "host ms a step": True,
+    }
+    slow = found | {"ours": figures(480, peak_gib=50.0)}
+    assert not any(goal["met"] for goal in report.goals("8b-4x2048", slow) if goal["what"] != "host ms a step")
+    assert report.ratios({"ours": {"refused": "no gradient"}, "peft": figures(3)}) == {"best_peer": "peft"}
+
+
+def record(**participants: dict) -> dict:
+    made = {"tokens": 8192, "participants": participants}
+    report.close_case(made, "8b-4x2048")
+    return made
+
+
+def test_the_table_shows_failures_beside_figures():
+    bad = {"unsloth": {"error": "ModuleNotFoundError: No module named 'unsloth' (exit 1)"}}
+    text = report.table({"cases": {"8b-4x2048": record(floor=figures(394), ours=figures(438), **bad)}})
+    assert "1.11" in text and "No module named 'unsloth'" in text and "at most 1.12: reached" in text
+
+
+def test_a_merged_record_replaces_whole_cases(tmp_path):
+    old = {"gpu": "A", "cases": {"a": 1, "b": 1}, "sweeps": {"rank": 1}}
+    new = {"gpu": "A", "cases": {"b": 2}, "sweeps": {}}
+    assert report.merged(old, new) == {"gpu": "A", "cases": {"a": 1, "b": 2}, "sweeps": {"rank": 1}}
+    report.write(tmp_path / "deep" / "r.json", new)
+    assert json.loads((tmp_path / "deep" / "r.json").read_text()) == new
+
+
+def test_a_crash_and_a_hang_are_reported(tmp_path):
+    def run(code: str, limit: float) -> str:
+        command = [sys.executable, "-c", code]
+        return step.watched(command, tmp_path / "log", limit, tmp_path, dict(os.environ))
+
+    assert run("print('fine')", 60) == ""
+    assert run("raise ValueError('no such kernel')", 60) == "ValueError: no such kernel (exit 1)"
+    assert run("print('halfway', flush=True); import time; time.sleep(60)", 3).endswith("last line: halfway")
+
+
+def test_the_folder_loads_in_transformers(tmp_path):
+    import transformers
+
+    for tied in (True, False):
+        shape = cases.Shape("t", 64, 96, 2, 4, 2, 300, tied=tied)
+        folder = tmp_path / str(tied)
+        peers.write_folder(shape, folder, CPU)
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+        assert sum(p.numel() for n, p in model.named_parameters() if "norm" not in n) == shape.parameters
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert tokenizer("w7 w9").input_ids == [7, 9] and tokenizer.pad_token == "<pad>"
+
+
+def test_the_whole_benchmark_on_a_tiny_case(tmp_path):
+    """PEFT's code really runs, ours or not, and what is missing is said; the record has its fields."""
+    out = tmp_path / "record.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--device", "cpu", "--steps", "1"]
+    command += ["--cases", "tiny-2x32", "--who", "floor,peft,liger", "--json", str(out), "--commit", "abc"]
+    command += ["--plot", str(tmp_path / "bars.png")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert set(report.FACTS) <= set(result) and result["commit"] == "abc" and result["torch"] == torch.__version__
+    found = result["cases"]["tiny-2x32"]["participants"]
+    assert list(found) == ["floor", "floor_own", "peft", "liger"]
+    keys = {"ms", "tok_s", "peak_gib", "loss_first", "loss_last", "grad_norm", "moved", "host_ms", "start_s"}
+    assert keys <= set(found["peft"]) and found["peft"]["moved"] == 1.0
+    assert found["peft"]["loss_first"] == pytest.approx(torch.tensor(300.0).log().item(), abs=0.2)
+    assert "error" in found["liger"] or "ms" in found["liger"]
+    assert result["peers"]["peft"] and (tmp_path / "bars.png").stat().st_size > 1000
+    assert "tiny-2x32" in done.stdout.splitlines()[-2]
+
+
+def test_sweeps_are_drawn(tmp_path):
+    point = {"participants": {"floor": {"ms": 2.0}, "floor_own": {"ms": 1.9}, "ours": {"ms": 2.4}}}
+    lost = {"participants": {"ours": {"error": "out of memory"}, "floor": {"ms": 9.0}}}
+    curves = {"1b": [point | {"x": 512}, point | {"x": 1024}], "8b": [point | {"x": 512}, lost | {"x": 1024}]}
+    made = plots.draw({"sweeps": dict.fromkeys(cases.SWEEPS, curves)}, tmp_path / "s.png")
+    assert [path.name for path in made] == [f"s-{axis}.png" for axis in cases.SWEEPS]
+    assert all(path.exists() for path in made)

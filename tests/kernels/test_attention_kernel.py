@@ -1,0 +1,142 @@
+"""Our packed attention kernel against the reference in fp32: output and every gradient, packed views, empty slots,
+documents shorter and longer than a tile, windows, buffers full of NaN."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from graftune.kernels import attention
+from graftune.kernels.attention import Documents, reference
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def documents(lengths: tuple[int, ...], longest: int, device: str) -> Documents:
+    return Documents(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), lengths, longest)
+
+
+def packed(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """q, k and v as column ranges of one buffer [T, (N + 2K) H]."""
+    n, k, h = heads
+    return spread(torch.randn(tokens, n + 2 * k, h, device=device).to(dtype)).split([n, k, k], 1)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, H] in a buffer with room for 16 more values behind each token, full of NaN."""
+    buffer = torch.full((len(x), x[0].numel() + 16), float("nan"), dtype=x.dtype, device=x.device)
+    view = buffer[:, :-16].unflatten(1, x.shape[1:])
+    return view.copy_(x)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    got, want = got.float(), want.float()
+    assert got.shape == want.shape and torch.isfinite(got).all()
+    assert (got - want).norm() <= TOLERANCE[dtype] * (want.norm() + 0.1), ((got - want).abs().max(), want.abs().max())
+
+
+def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton"):
+    """Forward and backward of the backend against the reference in fp32 on the same values."""
+    tokens, scale = sum(lengths), 1.3 * heads[2] ** -0.5
+    docs = documents(lengths, longest or max(lengths), device)
+    q, k, v = packed(tokens, heads, dtype, device)
+    grad = spread(torch.randn(tokens, *q.shape[1:], device=device).to(dtype))
+    nan = torch.full((tokens, heads[0] + 2 * heads[1], heads[2]), float("nan"), dtype=dtype, device=device)
+    views = spread(nan).split([heads[0], heads[1], heads[1]], 1)
+    given = spread(nan[:, : heads[0]])
+    out, stats = attention.forward(q, k, v, docs, scale, window, backend, given)
+    attention.backward(grad, q, k, v, out, stats, docs, scale, window, views, backend)
+    wide = [x.float() for x in (q, k, v)]
+    want = reference.forward(*wide, lengths, scale, window)
+    expected = [torch.empty_like(x) for x in wide]
+    reference.backward(grad.float(), *wide, want, lengths, scale, window, tuple(expected))
+    assert out is given
+    close(out, want, dtype)
+    for got, right in zip(views, expected, strict=True):
+        close(got, right, dtype)
+
+
+@pytest.fixture(autouse=True)
+def _products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter keeps bf16 as 16-bit integers and multiplies those; products of such tiles are taken in
+    fp32 here, as the hardware does."""
+    if torch.cuda.is_available():
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if a.dtype != tl.bfloat16:
+            return plain(self, a, b, d, input_precision, max_num_imprecise_acc)
+        wide = [(x.data.astype(np.uint32) << 16).view(np.float32) for x in (a, b)]
+        return interpreter.TensorHandle(wide[0] @ wide[1] + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of unequal sides, so that short documents already cross them; on a GPU the real ones are tested too."""
+    from graftune.kernels.attention import kernel
+
+    monkeypatch.setattr(kernel, "forward_tile", lambda width, dtype: kernel.Tile(32, 16, 4, 1))
+    monkeypatch.setattr(kernel, "backward_tile", lambda width, dtype: kernel.Tile(16, 32, 4, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1, 16), (4, 2, 40), (4, 1, 64)])
+def test_grouped_heads_and_widths(heads, dtype, device):
+    check((5, 1, 17, 0, 0), heads, dtype, device, longest=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(1,), (1, 0, 2), (33, 1, 70, 0), (16, 32, 48), (0, 65, 0, 15)])
+def test_documents_across_tiles(lengths, dtype, device, small_tiles):
+    check(lengths, (2, 1, 16), dtype, device, longest=96)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_longer_than_the_real_tiles(dtype, device):
+    check((150, 3), (2, 1, 16), dtype, device)
+
+
+@pytest.mark.parametrize("window", [1, 3, 16, 20, 1000])
+def test_windows(window, device, small_tiles):
+    check((70, 1, 35, 0), (2, 1, 16), torch.float32, device, window=window)
+
+
+def test_wide_heads(device):
+    check((20, 3), (2, 1, 136), torch.float32, device)
+
+
+def test_large_scores_do_not_overflow(device):
+    """Scores of hundreds: the exponentials are taken against the row's highest."""
+    docs = documents((40,), 40, device)
+    q, k, v = (100 * x if i < 2 else x for i, x in enumerate(packed(40, (2, 1, 16), torch.float32, device)))
+    out, _ = attention.forward(q, k, v, docs, 0.25, 0, "triton")
+    assert out.is_contiguous()
+    close(out, reference.forward(q, k, v, (40,), 0.25), torch.float32)
+
+
+def test_the_gradients_are_the_same_bits_every_time(device):
+    docs, scale = documents((30, 11), 32, device), 0.25
+    q, k, v = packed(41, (4, 2, 16), torch.float32, device)
+    grad = torch.randn(41, 4, 16, device=device)
+    runs = []
+    for _ in range(2):
+        grads = tuple(torch.full(x.shape, float("nan"), device=device) for x in (q, k, v))
+        out, stats = attention.forward(q, k, v, docs, scale, 0, "triton")
+        attention.backward(grad, q, k, v, out, stats, docs, scale, 0, grads, "triton")
+        runs.append((out, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_warm_runs_the_whole_shape(device):
+    attention.warm("triton", torch.device(device), torch.bfloat16, (2, 1, 16), 30, 2, 32, 0.25, room=(16, 8, 8, 16))
+    attention.warm("triton", torch.device(device), torch.bfloat16, (2, 1, 16), 50, 4, 32, 0.25)

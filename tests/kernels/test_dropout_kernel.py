@@ -1,0 +1,79 @@
+"""The kernel drops what the reference drops, to the bit; and what is dropped looks like chance."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from graftune.kernels import dropout
+from graftune.kernels.dropout import reference
+
+
+def kept(p: float, seed: int, place: int, size: int = 1 << 17) -> torch.Tensor:
+    return (dropout.apply(torch.ones(size), p, torch.tensor(seed), place) != 0).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (65, 67), (8192,)])
+@pytest.mark.parametrize(
+    ("p", "seed", "place"), [(0.1, 0, 0), (0.5, 2**63 - 1, 255), (0.9, -(2**40) - 7, 1), (0, 5, 16)]
+)
+def test_bit_for_bit(kernels_on, device, shape, dtype, p, seed, place):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(place)).to(dtype)
+    x.view(-1)[0] = float("inf")  # dropped means zero, whatever it was
+    got = dropout.apply(x.to(device), p, torch.tensor(seed, device=device), place).cpu()
+    want = reference.apply(x, p, torch.tensor(seed), place)
+    exact = (x.float() * torch.tensor(1 / (1 - p), dtype=torch.float32)).to(dtype)
+    assert torch.equal(want, torch.where(want == 0, 0, exact))
+    if dtype == torch.bfloat16 and device == "cpu":  # Triton's interpreter cuts bf16 off instead of rounding it
+        assert torch.equal(got == 0, want == 0) and torch.allclose(got, want, rtol=2**-7)
+    else:
+        assert torch.equal(got, want)
+
+
+def test_a_long_tensor_goes_on_where_its_chunks_end(kernels_on, device, monkeypatch):
+    x = torch.ones(5000)
+    got = dropout.apply(x.to(device), 0.3, torch.tensor(11, device=device), 9).cpu()
+    monkeypatch.setattr(reference, "CHUNK", 64)
+    assert torch.equal(got, reference.apply(x, 0.3, torch.tensor(11), 9))
+    assert torch.equal(got[:77], reference.apply(x[:77], 0.3, torch.tensor(11), 9))
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_the_share_kept(p):
+    for seed, place in [(0, 0), (1, 0), (0, 1), (2**32, 0), (12345678901, 77)]:
+        mask = kept(p, seed, place)
+        assert abs(mask.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / len(mask))
+
+
+def test_rows_and_columns_are_uncorrelated():
+    for seed in range(4):
+        mask = kept(0.3, seed, 8 * seed + 2, 512 * 256).view(512, 256) - 0.7
+        for lines, length in ((mask, 256), (mask.t(), 512)):
+            correlations = (lines @ lines.t()) / (0.21 * length)
+            correlations.fill_diagonal_(0)
+            assert correlations.abs().max() < 6 / math.sqrt(length)  # the worst of ten thousands of pairs
+            assert abs(correlations.sum() / lines.shape[0]) < 6  # their sum is the lines' common drift
+        for shift in (1, 2, 3, 255, 256, 257, 4096):
+            flat = mask.flatten()
+            assert abs((flat[:-shift] * flat[shift:]).mean() / 0.21) < 5 / math.sqrt(len(flat) - shift)
+
+
+def test_seeds_and_places_are_independent():
+    keys = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 2), (2**32, 0), (2**32 + 1, 1), (-1, 0), (2**31, 3), (7, 8)]
+    masks = torch.stack([kept(0.5, *key) - 0.5 for key in keys])
+    correlations = (masks @ masks.t()) / (0.25 * masks.shape[1])
+    correlations.fill_diagonal_(0)
+    assert correlations.abs().max() < 5 / math.sqrt(masks.shape[1])
+
+
+def test_the_same_call_draws_the_same():
+    assert torch.equal(kept(0.4, 3, 4), kept(0.4, 3, 4))
+
+
+def test_the_keys_of_one_step_differ():
+    found = np.stack([reference.keys(1234, place) for place in range(2048)])
+    assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == 2048

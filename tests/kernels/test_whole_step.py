@@ -1,0 +1,67 @@
+"""A whole optimizer step by the kernels, adapters beside the weights, against the references on the CPU: loss, every
+gradient and the weights after the update. Through the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftune.batch import Example
+from graftune.config import LoraConfig
+from graftune.data.pack import pack
+from graftune.kernels import launch
+from graftune.train.step import Step
+from tests import oracle, tiny
+
+HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01, "clip": 0.7}
+
+
+def batch(capacity: int | None = None):
+    tokens = torch.randint(3, tiny.VOCAB, (2, 20), generator=torch.Generator().manual_seed(3)).tolist()
+    examples = [Example(t[: 20 - 7 * i], [j > 6 for j in range(20 - 7 * i)]) for i, t in enumerate(tokens)]
+    return pack(examples, capacity=capacity, max_docs=4 if capacity else None, max_rows=24 if capacity else None)
+
+
+def stepped(side, device: str, backend: str, packed, dropout: float, recompute: str = "none"):
+    step = Step(
+        side.decoder, side.arena, clip_mode="layer", dropout=dropout, attention_backend=backend, recompute=recompute
+    )
+    found = []
+    for _ in range(2):
+        step.set_draw(11)
+        step.micro_step(packed.to(torch.device(device)))
+        step.set_hyper(HYPER | {"divisor": float(packed.response_tokens)})
+        grads = side.arena.grads.cpu().clone()
+        report = step.update_step().cpu()
+        found.append((report, grads, side.arena.weights.cpu().clone()))
+        assert not side.arena.grads.any()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "lora", "dropout", "recompute"),
+    [
+        ("llama", LoraConfig(rank=4, alpha=10.0), 0.0, "none"),
+        ("qwen2", LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj")), 0.0, "selective"),
+        ("qwen3", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
+        ("mistral-window", LoraConfig(rank=2, alpha=8.0), 0.3, "none"),
+    ],
+)
+def test_step_equals_the_references(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):
+    cpu = oracle.ours(tiny_folder(variant), lora)
+    start = cpu.arena.weights.clone()
+    want = stepped(cpu, "cpu", "cpu", batch(), dropout, recompute)
+    monkeypatch.setattr(launch, "fused", lambda x: True)
+    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    ours = oracle.ours(tiny_folder(variant), lora, device=device)
+    ours.arena.weights.copy_(start)
+    ours.arena.publish()
+    rooms = [p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None]
+    assert rooms and all(rooms), "adapters lie beside the weights"
+    got = stepped(ours, device, "triton", batch(48), dropout, recompute)
+    for (report, grads, weights), (report_, grads_, weights_) in zip(got, want, strict=True):
+        assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
+        for name in cpu.arena.slots:
+            a, b = cpu.arena.view(name, grads), cpu.arena.view(name, grads_)
+            assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-6), name
+        assert (weights - weights_).norm() <= 1e-3 * weights_.norm()
