@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from benchmarks.cases import BATCHES, HYPER, SEVEN, Case, tokens
 from benchmarks.measure import Runner
 
 
-def ours(case: Case, device: torch.device, *, graph: bool = True) -> Runner:
+def ours(
+    case: Case,
+    device: torch.device,
+    *,
+    graph: bool = True,
+    deterministic: bool = False,
+    without_update: bool = False,
+) -> Runner:
     """Random weights of the case's shape, no file; the hot loop of a run, batches staged as its loader would."""
     from graftune.batch import Example
     from graftune.config import LoraConfig
@@ -24,7 +33,8 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> Runner:
         raise SystemExit(f"{case.name}: graftune has no such base here yet")
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
     lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets)
-    runtime = resolve(str(device), "bf16" if device.type == "cuda" else "auto")
+    runtime = resolve(str(device), "bf16" if device.type == "cuda" else "auto", deterministic=deterministic)
+    torch.use_deterministic_algorithms(deterministic)
     spec = model_spec(case)
     arena = build_arena(spec, lora, runtime.device, runtime.compute, full=case.method == "full")
     placement = Placement(runtime.compute_name, "the benchmark's")
@@ -33,9 +43,14 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> Runner:
         arena.publish()
     else:
         initialise(arena, lora, seed=1)
-    choice = attention.choose(runtime.device, runtime.compute, spec.head_width, False, False)
+    choice = attention.choose(runtime.device, runtime.compute, spec.head_width, deterministic, False)
     recompute = "full" if case.recompute else "none"
-    step = Step(decoder, arena, recompute=recompute, attention_backend=choice.backend, longest=case.length)
+    tuned = not deterministic
+    step = Step(
+        decoder, arena, recompute=recompute, attention_backend=choice.backend, longest=case.length, tuned=tuned
+    )
+    if without_update:
+        step.update_step = lambda: step.report  # type: ignore[method-assign]
     loop = hot_loop(step, graph=graph)
     supervised = [i >= case.prompt for i in range(case.length)]
     batches = [
@@ -43,11 +58,17 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> Runner:
     ]
     hyper = HYPER | {"divisor": float(sum(micro.response_tokens for micro in batches[0]))}
 
+    def staged(index: int) -> list[Any]:
+        return [loop.stage(micro) for micro in batches[index % BATCHES]]
+
+    coming = staged(0)
+
     def one(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        staged = [loop.stage(micro) for micro in batches[index % BATCHES]]
-        loop.step(staged, hyper, [0] * len(staged))
-        loop.finished()
+        nonlocal coming
+        loop.step(coming, hyper, [0] * len(coming))
         loss, norm, _ = step.report.clone().unbind()
+        coming = staged(index + 1)  # a step ahead, as the loader's thread does
+        loop.finished()
         return loss, norm
 
     mode = "captured" if graph and device.type == "cuda" else "eager"

@@ -13,7 +13,7 @@ from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena, initialise
-from graftune.runtime import resolve
+from graftune.runtime import DTYPES, resolve
 from graftune.train.step import Step
 from graftune.weights import names
 from graftune.weights.base import Base, open_base
@@ -51,8 +51,9 @@ def ours(
     random_b: bool = True,
     std_b: float = 0.1,
     device: str = "cpu",
+    compute: torch.dtype = torch.float32,
 ) -> Ours:
-    found = place(open_base(str(path)), lora or LoraConfig(rank=4, alpha=10.0), base_dtype, device)
+    found = place(open_base(str(path)), lora or LoraConfig(rank=4, alpha=10.0), base_dtype, device, compute)
     arena = found.arena
     initialise(arena, found.lora, seed=7)
     if random_b:
@@ -63,9 +64,17 @@ def ours(
     return found
 
 
-def place(base: Base, lora: LoraConfig, base_dtype: str = "fp32", device: str = "cpu") -> Ours:
-    """The decoder of an opened base in fp32, its adapters still zero."""
-    runtime = resolve(device, "fp32")
+def place(
+    base: Base,
+    lora: LoraConfig,
+    base_dtype: str = "fp32",
+    device: str = "cpu",
+    compute: torch.dtype = torch.float32,
+) -> Ours:
+    """The decoder of an opened base, as a rule in fp32, its adapters still zero."""
+    name = next(name for name, dtype in DTYPES.items() if dtype == compute)
+    runtime = resolve(device, name)
+    base_dtype = base_dtype if compute == torch.float32 else name
     arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
     decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"))
     return Ours(base, decoder, arena, lora)

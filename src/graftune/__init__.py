@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Run", "TrainResult", "open"]
+__all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "open"]
 
 if TYPE_CHECKING:
-    from graftune.api import Run, TrainResult, open
+    from graftune.api import Accumulator, LossScaler, Run, TrainResult, open
 
 
 def __getattr__(name: str) -> Any:

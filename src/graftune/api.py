@@ -32,13 +32,15 @@ from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.speed import Meter
 from graftune.tokenizer import Tokenizer
-from graftune.train.engine import Engine, adapter_folder, is_run, open_engine, with_adapter
+from graftune.train.accumulator import Accumulator
+from graftune.train.engine import Engine, adapter_folder, is_run, open_engine, trains_all, whole_run, with_adapter
 from graftune.train.evaluate import EvalResult, evaluate
 from graftune.train.loop import TrainResult, train
+from graftune.train.scaler import LossScaler
 from graftune.train.step import Step
 from graftune.weights.adapter import is_adapter, load_adapter
 
-__all__ = ["Run", "TrainResult", "open", "train"]
+__all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "open", "train"]
 
 
 def open(base: str = "", *, adapter: str = "", console: Console | None = None, **settings: Any) -> Run:
@@ -47,6 +49,9 @@ def open(base: str = "", *, adapter: str = "", console: Console | None = None, *
     `settings` are those of the configuration: rank, alpha, lr, device, ... An empty base is the bundled SmolLM2.
     """
     folder = Path(adapter or base or ".")
+    if base and not adapter and is_run(folder) and trains_all(folder):
+        settings = whole_run(folder) | settings
+        base, folder = settings["base"], Path(settings["base"])
     tuned = bool(adapter or base) and (is_run(folder) or is_adapter(folder))
     if adapter and not tuned:
         raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
@@ -73,6 +78,9 @@ class Run:
             clip_mode=self.config.optim.clip_mode,
             dropout=engine.lora.dropout,
             seed=self.config.train.seed,
+            recompute=self.config.train.recompute,
+            # Whoever calls micro_step chooses the shapes, one after another: no backend that wants a plan for each.
+            attention_backend=engine.eager_attention,
         )
         self._meter = Meter(0, 0)
         self._done = self._tokens = self._responses = self._micro = 0
@@ -85,6 +93,7 @@ class Run:
         engine = self.engine
         return engine.base.describe() | {
             "device": engine.runtime.describe(),
+            "attention": engine.attention.backend,
             "base_dtype": engine.placement.base_dtype,
             "trainable": len(engine.arena.weights),
             "adapter": self.config.lora.adapter,
@@ -105,7 +114,8 @@ class Run:
 
     def micro_step(self, batch: PackedBatch) -> None:
         """Forward, loss on response tokens, backward; gradients add up until update_step."""
-        self._step.micro_step(batch.to(self.engine.runtime.device), draw=self._done * 4096 + self._micro)
+        self._step.set_draw(self._done * 4096 + self._micro)
+        self._step.micro_step(batch.to(self.engine.runtime.device))
         self._tokens += len(batch.tokens)
         self._responses += batch.response_tokens
         self._micro += 1
@@ -136,7 +146,14 @@ class Run:
 
         `on_progress` is called with the number of examples done."""
         data = self.prepare(data) if isinstance(data, str) else data
-        return evaluate(self.engine.decoder, data.examples, capacity=1024, adapted=adapted, between=on_progress)
+        return evaluate(
+            self.engine.decoder,
+            data.examples,
+            capacity=1024,
+            adapted=adapted,
+            backend=self.engine.attention.backend,
+            between=on_progress,
+        )
 
     def generate(
         self,
@@ -170,9 +187,9 @@ class Run:
         return self._continue([self.tokenizer.encode(prompt)], adapted, on_text, stops)[0]
 
     def save(self, path: str | Path) -> Path:
-        """Write the adapter in PEFT's layout."""
+        """Write the adapter in PEFT's layout, or (method full or scratch) the model as a Hugging Face folder."""
         folder = Path(path)
-        self.engine.save_adapter(folder)
+        self.engine.save(folder)
         return folder
 
     def _continue(

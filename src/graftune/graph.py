@@ -39,6 +39,8 @@ class Captured:
         gc.collect()
         torch.cuda.empty_cache()  # what the eager call took would lie beside the graph's own memory for good
         self.graph = torch.cuda.CUDAGraph()
+        # What a callable forks off to another stream yields to what it does on its own.
+        ahead = torch.cuda.Stream(priority=-1)
         # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls matter.
-        with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, pool=self.pool, stream=ahead, capture_error_mode="thread_local"):
             self.work()

@@ -14,7 +14,7 @@ import torch
 
 from graftune.errors import GraftuneError
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,12 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
         torch.set_num_threads(threads)
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it, and filling takes time
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first cuBLAS handle is made
+    if chosen.type == "cuda":
+        if chosen.index is not None:
+            torch.cuda.set_device(chosen)  # streams, events and launches belong to the current device
+        torch.set_float32_matmul_precision("highest")  # no tf32: fp32 means fp32
     fast = has_fast_bf16(chosen)
     if compute == "auto":
         dtype = torch.bfloat16 if fast else torch.float32
@@ -50,6 +55,8 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
         dtype, why = DTYPES[compute], "asked for"
         if dtype == torch.bfloat16 and not fast:
             warnings.warn("this device has no bf16 units: bf16 products will be far slower than fp32", stacklevel=2)
+        if dtype == torch.float16 and chosen.type == "cpu":
+            warnings.warn("fp16 is for GPUs: on a CPU its products are far slower than fp32", stacklevel=2)
     return Runtime(chosen, dtype, why, deterministic)
 
 
@@ -62,12 +69,22 @@ def _device(asked: str) -> torch.device:
     except RuntimeError:
         raise GraftuneError(f"device is {asked!r}", mend="use auto, cpu, cuda, cuda:N, xpu or mps") from None
     if device.type not in available:
-        raise GraftuneError(f"device {asked} is not available here", mend=f"use --device {' or '.join(available)}")
+        reason = _absence(device.type)
+        raise GraftuneError(
+            f"device {asked} is not available here{reason}", mend=f"use --device {' or '.join(available)}"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise GraftuneError(
             f"device {asked} does not exist", mend=f"there are {torch.cuda.device_count()} CUDA devices"
         )
     return device
+
+
+def _absence(kind: str) -> str:
+    if kind != "cuda":
+        return ""
+    built = torch.version.cuda is not None or torch.version.hip is not None
+    return " (no GPU or no driver was found)" if built else " (this torch is built without CUDA)"
 
 
 def available_devices() -> list[str]:

@@ -17,12 +17,12 @@ from graftune.config import leaves
 
 FROZEN = {
     "train": """--adapter --alpha --append-eos --base --base-dtype --beta1 --beta2 --clip --clip-mode --compute-dtype
-        --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every --init --init-scale
-        --json --keep-last --lr --max-seq-len --max-steps --min-lr --new-tokens --no-append-eos --no-deterministic
-        --no-rslora --no-score --no-strict --no-train-norms --out --patience --quiet --rank --resume --revision --rslora
-        --sample-tokens --samples --save-every --schedule --score --score-records --seed --strict --targets --template
-        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup
-        --weight-decay -c BASE DATA""",
+        --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every --graph --init
+        --init-scale --json --keep-last --lr --max-seq-len --max-steps --method --min-lr --new-tokens --no-append-eos
+        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience --quiet
+        --rank --recompute --resume --revision --rslora --sample-tokens --samples --save-every --schedule --score
+        --score-records --seed --strict --targets --template --threads --tokens-per-micro-batch --tokens-per-step
+        --train-norms --train-on --val-split --warmup --weight-decay -c BASE DATA""",
     "chat": """--append-eos --base --base-dtype --compare --compute-dtype --device --json --max-new-tokens
         --no-append-eos --prompt --quiet --revision --seed --system --temperature --template --threads --top-k --top-p
         TARGET""",

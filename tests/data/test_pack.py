@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graftune.batch import Example, PackedBatch
 from graftune.data.loader import Loader
-from graftune.data.pack import pack, plan_epoch
+from graftune.data.pack import TILE, capacities, pack, plan_epoch
 
 examples_of = st.lists(
     st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=12
@@ -65,6 +65,55 @@ def test_fixed_packing(examples: list[Example], spare: int, docs: int, rows: int
     assert batch.cu_seqlens.diff().tolist() == list(batch.lengths)
     assert batch.lengths[: len(examples)] == exact.lengths
     assert batch.lengths[len(examples)] == spare and not any(batch.lengths[len(examples) + 1 :])
+
+
+@settings(max_examples=150, deadline=None)
+@given(examples=examples_of, spare=st.integers(0, 60), more=st.integers(0, 9), docs=st.integers(0, 4))
+def test_padding_is_cut_into_documents_within_the_bound(
+    examples: list[Example], spare: int, more: int, docs: int
+) -> None:
+    exact = pack(examples)
+    total, real = len(exact.tokens), len(examples)
+    longest = max(exact.lengths) + more
+    padding = -(-spare // longest)
+    limits = {"capacity": total + spare, "max_rows": exact.response_tokens, "longest": longest}
+    batch = pack(examples, max_docs=real + padding + docs, **limits)
+    assert max(batch.lengths) <= longest and len(batch.lengths) == real + padding + docs
+    assert batch.lengths[:real] == exact.lengths and sum(batch.lengths) == total + spare
+    assert all(batch.lengths[: real + padding]) and not any(batch.lengths[real + padding :])
+    assert batch.cu_seqlens.tolist()[0] == 0 and batch.cu_seqlens.diff().tolist() == list(batch.lengths)
+    assert batch.positions.tolist() == [place for length in batch.lengths for place in range(length)]
+    assert not batch.tokens[total:].any()
+    if padding:
+        with pytest.raises(AssertionError, match="more documents"):
+            pack(examples, max_docs=real + padding - 1, **limits)
+    with pytest.raises(AssertionError, match="longer than its bound"):
+        pack(examples, max_docs=real + total + spare, **limits | {"longest": max(exact.lengths) - 1})
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=60),
+    capacity=st.integers(200, 600),
+    seed=st.integers(0, 99),
+)
+def test_capacities_hold_every_bin_and_no_more(sizes: list[int], capacity: int, seed: int) -> None:
+    rng = random.Random(seed)
+    examples = [Example([1] * n, [rng.random() < 0.4 for _ in range(n)]) for n in sizes]
+    responses = [example.response_tokens for example in examples]
+    plan = plan_epoch(sizes, tokens_per_step=2 * capacity, micro_capacity=capacity, seed=seed, epoch=0)
+    bins = [held for step in plan for held in step]
+    limits = capacities(bins, sizes, responses)
+    batches = [pack([examples[i] for i in held], **limits._asdict()) for held in bins]
+    shapes = {(len(b.tokens), len(b.cu_seqlens) - 1, len(b.rows)) for b in batches}
+    assert shapes == {limits[:3]}
+    assert max(max(b.lengths) for b in batches) <= limits.longest <= limits.capacity
+    assert not any(size % TILE for size in (limits.capacity, limits.max_rows, limits.longest))
+    # The least: a tile less of anything would not do, nor would a document less.
+    assert max(sum(sizes[i] for i in held) for held in bins) > limits.capacity - TILE
+    assert max(1, *(b.response_tokens for b in batches)) > limits.max_rows - TILE
+    assert max(sizes) > limits.longest - TILE
+    assert max(sum(length > 0 for length in b.lengths) for b in batches) == limits.max_docs
 
 
 def test_a_full_batch_needs_no_padding_document() -> None:
@@ -172,14 +221,40 @@ def test_fixed_shapes_are_the_capacities() -> None:
     loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=True)
     with pytest.raises(AssertionError, match="capacities"):
         next(loader.epoch(0))
-    tokens, docs, rows = loader.capacities(2)
+    tokens, docs, rows, longest = loader.capacities(2)
     shapes = {
         (len(batch.tokens), len(batch.cu_seqlens), len(batch.rows))
         for epoch in range(2)
         for step in loader.epoch(epoch)
         for batch in step
     }
-    assert shapes == {(tokens, docs + 1, rows)} and tokens == 64
+    assert shapes == {(tokens, docs + 1, rows)} and tokens == rows == longest == 64
+    lengths = {length for epoch in range(2) for step in loader.epoch(epoch) for b in step for length in b.lengths}
+    assert max(lengths) <= longest
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_steps_counts_leave_padding_out(fixed: bool) -> None:
+    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=fixed)
+    loader.capacities(2)
+    exact = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=False)
+    for number, (step, plain) in enumerate(zip(loader.epoch(1), exact.epoch(1), strict=True)):
+        tokens, responses = loader.counts(1, number)
+        assert tokens == sum(len(b.tokens) for b in plain)
+        assert responses == sum(b.response_tokens for b in step) == sum(b.response_tokens for b in plain)
+
+
+def test_batches_are_staged_in_the_packing_thread() -> None:
+    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=False)
+    threads: set[str] = set()
+
+    def stage(batch: PackedBatch) -> tuple[str, PackedBatch]:
+        threads.add(threading.current_thread().name)
+        return "staged", batch
+
+    for staged, plain in zip(loader.epoch(0, 1, stage), loader.epoch(0, 1), strict=True):
+        assert all(word == "staged" and same(a, b) for (word, a), b in zip(staged, plain, strict=True))
+    assert threads and all(name.startswith("graftune-pack") for name in threads)
 
 
 def test_errors_in_the_packing_thread_surface_and_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from graftune.config import LoraConfig, OptimConfig
 from graftune.data.pack import pack
 from graftune.kernels.adamw import Hyper
 from graftune.model.decoder import PackedDocuments
-from graftune.model.projection import Dropout
+from graftune.model.run import Dropout
 from graftune.train.schedule import learning_rate
 from graftune.train.step import Step
 from tests import oracle, tiny

@@ -84,7 +84,8 @@ def _closing(result: Any) -> str:
     if result.first_eval is not None and result.best_eval is not None:
         fall = f", validation loss {result.first_eval:.3f} -> {result.best_eval:.3f}"
     folder = _quoted(result.folder)
-    return f"{result.steps} steps{reason}{fall}\nrun folder: {folder}\ntry it: graftune chat {folder} --compare"
+    compare = " --compare" if (result.folder / "adapter").is_dir() else ""  # a whole model has no base beside it
+    return f"{result.steps} steps{reason}{fall}\nrun folder: {folder}\ntry it: graftune chat {folder}{compare}"
 
 
 def _quoted(path: Path) -> str:

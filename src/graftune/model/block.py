@@ -11,12 +11,13 @@ Legend: T tokens, D width, N heads, K key heads, H head width, F feed-forward wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from graftune.kernels import rms_norm, rope, swiglu
-from graftune.model.projection import Dropout, Normed, Projection
+from graftune.model.projection import Normed, Projection
+from graftune.model.run import Pass
 
 
 @dataclass
@@ -60,41 +61,6 @@ class Block:
         return self.qkv, self.o, self.gate_up, self.down
 
 
-class Attend(Protocol):
-    """Attention as the pass wants it: over packed documents when training, over a cache when generating."""
-
-    def forward(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Writes out [T, N, H], whose tokens may lie apart; returns statistics for the backward."""
-        ...
-
-    def backward(
-        self,
-        block: Block,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stats: torch.Tensor,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Writes dq, dk, dv into `grads`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What all blocks of one forward share."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    attend: Attend
-    adapted: bool = True
-    dropout: Dropout | None = None
-
-
 class Attended(NamedTuple):
     """What the attention half keeps."""
 
@@ -125,15 +91,15 @@ def attention_half(
     normed = block.qkv.input_buffer(x, len(x))
     weight = block.attention_norm.of(run.adapted)
     x, rstd = rms_norm.add_forward(x, y, weight, block.norm_eps, normed[:, : x.shape[1]])
-    qkv, h_qkv = block.qkv.forward(normed, run.adapted, run.dropout)
+    qkv, h_qkv = block.qkv.forward(normed, run)
     del normed
     raw = rope.finish_(
         qkv, run.cos, run.sin, block.heads, bias=block.qkv_bias.value if block.qkv_bias else None,
-        **_head_norms(block, run), eps=block.norm_eps,
+        q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
     )  # fmt: skip
     mixed = block.o.input_buffer(x, len(x))
     stats = run.attend.forward(block, *_split(block, qkv), _by_head(block, mixed))
-    out, h_o = block.o.forward(mixed, run.adapted, run.dropout)
+    out, h_o = block.o.forward(mixed, run)
     return x, out, Attended(x, rstd, qkv, raw, mixed, stats, h_qkv, h_o)
 
 
@@ -142,9 +108,9 @@ def attention_half_backward(
 ) -> torch.Tensor | None:
     """The stream's gradient in a buffer with room -> the same behind the half, in the same buffer."""
     x, rstd, qkv, raw, mixed, stats, h_qkv, h_o = saved
-    grad_mixed, g = block.o.backward(grad, h_o, run.dropout)
+    grad_mixed, g = block.o.backward(grad, h_o, run)
     assert grad_mixed is not None
-    block.o.learn(grad, g, mixed[:, : block.o.width_in], run.dropout)
+    block.o.learn(grad, g, mixed[:, : block.o.width_in], run)
 
     grad_qkv = block.qkv.grad_buffer(x, len(x))
     grads = _split(block, grad_qkv)
@@ -152,8 +118,8 @@ def attention_half_backward(
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
     rope.finish_backward_(
-        grad_qkv[:, : block.qkv.width_out], run.cos, run.sin, block.heads, raw, **_head_norms(block, run),
-        eps=block.norm_eps, grad_q_norm=block.q_norm.grad if block.q_norm else None,
+        grad_qkv[:, : block.qkv.width_out], run.cos, run.sin, block.heads, raw, q_norm=_weight(block.q_norm, run),
+        k_norm=_weight(block.k_norm, run), eps=block.norm_eps, grad_q_norm=block.q_norm.grad if block.q_norm else None,
         grad_k_norm=block.k_norm.grad if block.k_norm else None,
     )  # fmt: skip
     if block.qkv_bias is not None and block.qkv_bias.grad is not None:
@@ -162,8 +128,9 @@ def attention_half_backward(
     # In the first block nothing below learns, so the input's gradient is not computed.
     norm, weight = block.attention_norm, block.attention_norm.of(run.adapted)
     need_normed = need_input or norm.grad is not None
-    grad_normed, g = block.qkv.backward(grad_qkv, h_qkv, run.dropout, need_normed)
-    block.qkv.learn(grad_qkv, g, x, run.dropout, Normed(rstd, weight))
+    grad_normed, g = block.qkv.backward(grad_qkv, h_qkv, run, need_normed)
+    block.qkv.learn(grad_qkv, g, x, run, Normed(rstd, weight))
+    run.join()  # o's sums read the stream's gradient, which is overwritten now
     if grad_normed is None:
         return None
     rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, : x.shape[1]], norm.grad)
@@ -177,11 +144,11 @@ def mlp_half(
     normed = block.gate_up.input_buffer(x, len(x))
     weight = block.mlp_norm.of(run.adapted)
     x, rstd = rms_norm.add_forward(x, y, weight, block.norm_eps, normed[:, : x.shape[1]])
-    gate_up, h_gate_up = block.gate_up.forward(normed, run.adapted, run.dropout)
+    gate_up, h_gate_up = block.gate_up.forward(normed, run)
     del normed
     act = block.down.input_buffer(x, len(x))
     swiglu.forward(gate_up, act[:, : block.down.width_in])
-    out, h_down = block.down.forward(act, run.adapted, run.dropout)
+    out, h_down = block.down.forward(act, run)
     return x, out, Mlped(x, rstd, gate_up, h_gate_up, h_down)
 
 
@@ -190,26 +157,27 @@ def gate_up_again(block: Block, saved: Mlped, run: Pass) -> Mlped:
     normed = block.gate_up.input_buffer(saved.x, len(saved.x))
     weight = block.mlp_norm.of(run.adapted)
     rms_norm.add_forward(saved.x, None, weight, block.norm_eps, normed[:, : saved.x.shape[1]])
-    return saved._replace(gate_up=block.gate_up.forward(normed, run.adapted, run.dropout)[0])
+    return saved._replace(gate_up=block.gate_up.forward(normed, run)[0])
 
 
 def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass) -> torch.Tensor:
     """The stream's gradient in a buffer with room -> the same behind the half, in the same buffer."""
     x, rstd, gate_up, h_gate_up, h_down = saved
-    grad_act, g = block.down.backward(grad, h_down, run.dropout)
+    grad_act, g = block.down.backward(grad, h_down, run)
     assert grad_act is not None
     grad_gate_up = block.gate_up.grad_buffer(x, len(x))
     act = torch.empty_like(grad_act)
     swiglu.backward(grad_act, gate_up, grad_gate_up[:, : block.gate_up.width_out], act)
     del grad_act
-    block.down.learn(grad, g, act, run.dropout)
+    block.down.learn(grad, g, act, run)
     del act
 
     norm, weight = block.mlp_norm, block.mlp_norm.of(run.adapted)
-    grad_normed, g = block.gate_up.backward(grad_gate_up, h_gate_up, run.dropout)
+    grad_normed, g = block.gate_up.backward(grad_gate_up, h_gate_up, run)
     assert grad_normed is not None
-    block.gate_up.learn(grad_gate_up, g, x, run.dropout, Normed(rstd, weight))
+    block.gate_up.learn(grad_gate_up, g, x, run, Normed(rstd, weight))
     del grad_gate_up
+    run.join()  # down's sums read the stream's gradient, which is overwritten now
     rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, : x.shape[1]], norm.grad)
     return grad
 
@@ -227,8 +195,5 @@ def _by_head(block: Block, mixed: torch.Tensor) -> torch.Tensor:
     return mixed[:, : block.o.width_in].unflatten(1, (-1, block.heads[2]))
 
 
-def _head_norms(block: Block, run: Pass) -> dict[str, torch.Tensor | None]:
-    return {
-        "q_norm": block.q_norm.of(run.adapted) if block.q_norm else None,
-        "k_norm": block.k_norm.of(run.adapted) if block.k_norm else None,
-    }
+def _weight(norm: NormWeight | None, run: Pass) -> torch.Tensor | None:
+    return None if norm is None else norm.of(run.adapted)

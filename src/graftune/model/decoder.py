@@ -15,17 +15,15 @@ import torch
 
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import (
-    Attend,
     Block,
     NormWeight,
-    Pass,
     attention_half,
     attention_half_backward,
     mlp_half,
     mlp_half_backward,
 )
 from graftune.model.frozen import Frozen, Trained
-from graftune.model.projection import Dropout
+from graftune.model.run import Aside, Attend, Dropout, Pass
 from graftune.model.spec import ModelSpec
 from graftune.model.tape import Tape
 
@@ -90,11 +88,17 @@ class Decoder:
     added: NewRows | None = None
 
     def begin(
-        self, positions: torch.Tensor, attend: Attend, *, adapted: bool = True, dropout: Dropout | None = None
+        self,
+        positions: torch.Tensor,
+        attend: Attend,
+        *,
+        adapted: bool = True,
+        dropout: Dropout | None = None,
+        aside: Aside | None = None,
     ) -> Pass:
         """What the blocks share in one forward: rotary tables [T, H/2], attention, adapters on or off."""
         cos, sin = rope.tables(positions, self.inverse_frequencies, self.rope_scaling)
-        return Pass(cos, sin, attend, adapted, dropout)
+        return Pass(cos, sin, attend, adapted, dropout, aside)
 
     def forward(
         self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None, tape: Tape | None = None
@@ -213,8 +217,8 @@ class PackedDocuments:
     def forward(
         self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        scale = block.heads[2] ** -0.5
-        return attention.forward(q, k, v, self.documents, scale, block.window, self._backend(block), out)[1]
+        scale, (window, backend) = block.heads[2] ** -0.5, self._how(block)
+        return attention.forward(q, k, v, self.documents, scale, window, backend, out)[1]
 
     def backward(
         self,
@@ -227,9 +231,12 @@ class PackedDocuments:
         stats: torch.Tensor,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        scale, backend = block.heads[2] ** -0.5, self._backend(block)
-        attention.backward(grad, q, k, v, out, stats, self.documents, scale, block.window, grads, backend)
+        scale, (window, backend) = block.heads[2] ** -0.5, self._how(block)
+        attention.backward(grad, q, k, v, out, stats, self.documents, scale, window, grads, backend)
 
-    def _backend(self, block: Block) -> str:
-        """cuDNN's plans know no window: such layers take our own kernels."""
-        return "triton" if block.window and self.backend != "cpu" else self.backend
+    def _how(self, block: Block) -> tuple[int, str]:
+        """(window, backend) of a layer. A window that no document reaches is none; cuDNN's plans know none, so layers
+        with a real one take our own kernels."""
+        if block.window >= self.documents.longest:
+            return 0, self.backend
+        return block.window, "triton" if block.window and self.backend != "cpu" else self.backend

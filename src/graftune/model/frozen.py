@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from graftune.kernels import matmul
 from graftune.kernels.lora_linear import add_product_
 
 MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
@@ -67,7 +68,9 @@ class Dense:
         self.kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[weight.dtype]
 
     @staticmethod
-    def empty(rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int) -> Dense:
+    def empty(
+        rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int
+    ) -> Dense:
         storage = torch.empty(rows + room, width + room, dtype=dtype, device=device)
         storage[rows:].zero_()
         storage[:, width:].zero_()
@@ -91,18 +94,18 @@ class Dense:
         return self.storage.nbytes
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self._as(x.dtype).t()
+        return matmul.mm(x, self._as(x.dtype).t())
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad @ self._as(grad.dtype)
+        return matmul.mm(grad, self._as(grad.dtype))
 
     def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
         """[x | h] [W | sB]'."""
-        return x @ self.storage[: self.out_features].t()
+        return matmul.mm(x, self.storage[: self.out_features].t())
 
     def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
         """[dY | g] [W ; A]."""
-        return grad @ self.storage[:, : self.in_features]
+        return matmul.mm(grad, self.storage[:, : self.in_features])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids).to(self.compute)
@@ -126,10 +129,10 @@ class Trained:
         return 0  # the arena counts it
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.t()
+        return matmul.mm(x, self.weight.t())
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad @ self.weight
+        return matmul.mm(grad, self.weight)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids)

@@ -288,9 +288,7 @@ def _one_diagonal(arena: Arena, group: Sequence[str]) -> bool:
     return len(group) > 1 and arena.device.type != "cuda"
 
 
-def _diagonal(
-    arena: Arena, out: int, columns: Sequence[tuple[int, int]], ups: slice, rank: int
-) -> torch.Tensor:
+def _diagonal(arena: Arena, out: int, columns: Sequence[tuple[int, int]], ups: slice, rank: int) -> torch.Tensor:
     """The group's B's as one [out, R * members] matrix, kept up to date by `publish`."""
     matrix = torch.zeros(out, len(columns) * rank, dtype=arena.compute_dtype, device=arena.device)
     stacked, row = arena.compute[ups].view(-1, rank), 0

@@ -21,24 +21,14 @@ from typing import NamedTuple
 
 import torch
 
-from graftune.kernels import dropout as dropouts
 from graftune.kernels import lora_linear, rms_norm
 from graftune.kernels.lora_linear import Low
 from graftune.model.frozen import Dense, Frozen, Trained
 from graftune.model.lora import LoraGroup
+from graftune.model.run import Pass
 
 
-@dataclass(frozen=True)
-class Dropout:
-    """Counter-based: the mask is a function of (seed, place), so the backward redraws it instead of saving it, and a
-    resumed run draws what the straight one drew. The seed is a device scalar: it changes without a new capture."""
-
-    p: float
-    seed: torch.Tensor  # 0-dim int64
-
-    def apply(self, x: torch.Tensor, place: int) -> torch.Tensor:
-        """x with a share p of its values dropped and the rest scaled up; the same mask at every call."""
-        return dropouts.apply(x.contiguous(), self.p, self.seed, place)
+WIDE = 1 << 27  # values of dY from which g is computed beside the product
 
 
 class Normed(NamedTuple):
@@ -72,14 +62,12 @@ class Projection:
         """[rows, out + room] to write dY into."""
         return torch.empty(rows, self.width_out + self.room, dtype=like.dtype, device=like.device)
 
-    def forward(
-        self, x: torch.Tensor, adapted: bool, dropout: Dropout | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor, run: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward)."""
         plain = x[:, : self.width_in]
-        if self.lora is None or not adapted:
+        if self.lora is None or not run.adapted:
             return self.frozen.matmul(plain), None
-        read = plain if dropout is None else dropout.apply(plain, self.place)
+        read = plain if run.dropout is None else run.dropout.apply(plain, self.place)
         if not self.room:
             h = lora_linear.down(read, self.lora.down)
             return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
@@ -88,40 +76,57 @@ class Projection:
         return self.frozen.matmul_with_room(x), h
 
     def backward(
-        self, grad: torch.Tensor, h: torch.Tensor | None, dropout: Dropout | None, need_input: bool = True
+        self, grad: torch.Tensor, h: torch.Tensor | None, run: Pass, need_input: bool = True
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A gradient buffer -> (dX if needed, g for `learn`); adds dB."""
-        grad_y = grad[:, : self.width_out]
-        if self.lora is None or h is None:
+        grad_y, lora = grad[:, : self.width_out], self.lora
+        if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
-        inside = bool(self.room) and dropout is None and need_input
+        low, inside = lora.low(h), bool(self.room) and run.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
-        g = lora_linear.up_backward(grad_y, self.lora.low(h), self.lora.grad_up, tail)
+        run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h)
+        if inside and run.aside is not None and grad_y.numel() >= WIDE:
+            return self._backward_beside(grad_y, low, lora, run)
+        g = lora_linear.up_backward(grad_y, low, tail)
         if not need_input:
             return None, g
         if inside:
             assert isinstance(self.frozen, Dense)
             return self.frozen.input_grad_with_room(grad[:, : self.width_out + self.room]), g
         grad_x = self.frozen.input_grad(grad_y)
-        if dropout is None:
-            return grad_x.addmm_(g, self.lora.down), g
-        return grad_x.add_(dropout.apply(g @ self.lora.down, self.place)), g
+        if run.dropout is None:
+            return grad_x.addmm_(g, lora.down), g
+        return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
+
+    def _backward_beside(
+        self, grad_y: torch.Tensor, low: Low, lora: LoraGroup, run: Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for the widest products: reading all of dY for g takes longer than adding g A to dX, so g is
+        computed beside the product instead of before it."""
+        assert run.aside is not None
+        g = torch.empty_like(low.h)
+        run.do_aside(lambda: lora_linear.up_backward(grad_y, low, out=g), g)
+        grad_x = self.frozen.input_grad(grad_y)
+        run.join()
+        return grad_x.addmm_(g, lora.down), g
 
     def learn(
-        self,
-        grad: torch.Tensor,
-        g: torch.Tensor | None,
-        x: torch.Tensor,
-        dropout: Dropout | None,
-        normed: Normed | None = None,
+        self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None = None
     ) -> None:
         """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
+        if g is not None or isinstance(self.frozen, Trained):
+            reads = [grad, x, *(normed or ()), *([] if g is None else [g])]
+            run.do_aside(lambda: self._learn(grad, g, x, run, normed), *reads)
+
+    def _learn(
+        self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None
+    ) -> None:
         if isinstance(self.frozen, Trained):
             self.frozen.learn(grad[:, : self.width_out], x if normed is None else normed.of(x))
         if g is None or self.lora is None:
             return
-        if dropout is not None:
-            read = dropout.apply(x if normed is None else normed.of(x), self.place)
+        if run.dropout is not None:
+            read = run.dropout.apply(x if normed is None else normed.of(x), self.place)
             lora_linear.down_backward(g, read, self.lora.grad_down)
         else:
             rstd, weight = normed or (None, None)

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from graftune.model.block import Attended, Block, Mlped, Pass, attention_half, gate_up_again, mlp_half
+from graftune.model.block import Attended, Block, Mlped, attention_half, gate_up_again, mlp_half
+from graftune.model.run import Pass
 
 POLICIES = ("none", "selective", "full", "offload")
 

@@ -38,10 +38,11 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """One row of `side_by_side`. Without an adapter `tuned` is None; without a known good answer `reference` is."""
+    """One row of `side_by_side`. Without an adapter `tuned` is None, without a base `base` is, and without a known good
+    answer `reference` is."""
 
     prompt: str
-    base: str
+    base: str | None
     tuned: str | None = None
     reference: str | None = None
 

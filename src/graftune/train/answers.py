@@ -55,18 +55,19 @@ class Answers:
         return [tokenizer.decode(a, skip_special=True) for a in answers]
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
-        """Base and tuned answers side by side, and their scores; the scores are returned."""
-        triples = zip(self.questions, before, after, strict=True)
+        """Base and tuned answers side by side, and their scores; the scores are returned. `before` may be empty."""
+        bases: Sequence[str | None] = before or [None] * len(after)
+        triples = zip(self.questions, bases, after, strict=True)
         rows = [Answer(q.asked, base, tuned, q.reference) for q, base, tuned in triples]
         console.side_by_side("answers to unseen prompts", rows[: self.shown])
         if not self.scored:
             return {}
         references = [q.reference for q in self.questions]
-        base, tuned = (score_all(zip(references, answers, strict=True)) for answers in (before, after))
-        console.line(
-            f"score on {base.total} unseen records: base {base.share:.0%}, tuned {tuned.share:.0%} exactly right"
-        )
-        return {"score": {"base": _figures(base), "tuned": _figures(tuned)}}
+        asked = {"base": before, "tuned": after} if before else {"tuned": after}
+        scores = {name: score_all(zip(references, answers, strict=True)) for name, answers in asked.items()}
+        shares = ", ".join(f"{name} {score.share:.0%}" for name, score in scores.items())
+        console.line(f"score on {len(references)} unseen records: {shares} exactly right")
+        return {"score": {name: _figures(score) for name, score in scores.items()}}
 
 
 def _figures(report: ScoreReport) -> dict[str, Any]:

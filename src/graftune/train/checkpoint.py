@@ -89,8 +89,8 @@ def steps(root: Path) -> dict[int, Path]:
 def load(
     path: Path, arena: Arena, identity: dict[str, str] | None = None, scaler: LossScaler | None = None
 ) -> Progress:
-    """Fill the arena and return the place. With `identity`, a checkpoint of another run is refused. A scale that was not
-    saved starts afresh."""
+    """Fill the arena (and the loss scale, where one was saved) and return the place. With `identity`, a checkpoint of
+    another run is refused."""
     try:
         state = json.loads((path / STATE).read_text())
         tensors = load_file(path / TENSORS)

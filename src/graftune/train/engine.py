@@ -140,8 +140,7 @@ def check_method(config: Config) -> None:
 def _recompute(asked: str, device: torch.device) -> str:
     if asked == "offload" and device.type != "cuda":
         raise GraftuneError(
-            f"recompute is offload, which keeps activations off a GPU, and the device is {device}",
-            mend="use none, selective or full",
+            f"recompute is offload, which needs a CUDA device, and this is {device}", mend="use none, selective or full"
         )
     return "none" if asked == "auto" else asked
 
@@ -175,13 +174,15 @@ def trains_all(folder: Path) -> bool:
     return Config.load(folder / "config.yaml").train.method != "lora"
 
 
-def model_folder(folder: Path) -> Path:
-    """The whole model that a run left."""
+def whole_run(folder: Path) -> dict[str, Any]:
+    """Settings that open the whole model a run left, for data as the run took it. A template lies with the model."""
     if not is_model(folder / "model"):
         raise GraftuneError(
             "this run has no model yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
         )
-    return folder / "model"
+    data = Config.load(folder / "config.yaml").nested()["data"]
+    template = "none" if data["template"] == "none" else "auto"
+    return data | {"template": template, "base": str(folder / "model")}
 
 
 def adapter_folder(folder: Path) -> Path:

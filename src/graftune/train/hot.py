@@ -36,7 +36,8 @@ class Figures(NamedTuple):
 
 
 class Loop(Protocol):
-    captures: int
+    @property
+    def captures(self) -> int: ...
 
     def stage(self, batch: PackedBatch) -> Any: ...
     def step(
@@ -198,7 +199,7 @@ class DeviceLoop:
             slot.taken.record(main)
             self.free.put(slot)
             if self.work.dropout:
-                inputs.draw.fill_(self.work.seed * 1_000_003 + draw)
+                inputs.draw.fill_(self.work.mask_number(draw))
             inputs.run()
         self.update()
         self.reports[place].copy_(self.work.report, non_blocking=True)
@@ -231,7 +232,8 @@ class DeviceLoop:
             slot.arrived.synchronize()  # its pinned memory is still being read until then
         if slot is None or len(slot.host) != shape.size:
             host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=True)
-            device = torch.zeros(shape.size, dtype=torch.int64, device=self.device)
+            with torch.cuda.stream(self.copies):  # from that stream's memory: no work of another may still be on it
+                device = torch.empty(shape.size, dtype=torch.int64, device=self.device)
             slot = Slot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
         slot.shape, slot.used = shape, True
         return slot

@@ -1,9 +1,14 @@
-"""The run: owns the host, the clock and the disk. Everything per step is in step.py.
+"""The run: owns the host, the clock and the disk. Everything per step is in step.py, and how steps are sent to the
+device without waiting for them in hot.py.
 
 A run is a function of its place. `Progress` says which step is next and which evaluation was last; what is due follows
 from it and from nothing else, so a run that was killed anywhere goes on from its last checkpoint and does, bit for
 bit, what it would have done. Signals are noticed between micro-batches; what had added up since the last update is
 dropped, the last whole step is saved.
+
+`Progress.step` counts the steps that were sent. Their figures come when they are done, on a GPU a step or two later;
+before an evaluation, a checkpoint and the end all of them are waited for, so that the log never lacks a step which a
+checkpoint holds.
 """
 
 from __future__ import annotations
@@ -12,34 +17,36 @@ import hashlib
 import json
 import math
 import os
-import signal
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from graftune import __version__
-from graftune.batch import PackedBatch
 from graftune.config import Config
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.console import Progress as Bar
 from graftune.observe.events import EventLog, read_events
-from graftune.observe.memory import human_bytes, peak_resident_bytes
+from graftune.observe.marks import marked
+from graftune.observe.memory import device_bytes, human_bytes, peak_resident_bytes
 from graftune.observe.plot import loss_plot
 from graftune.observe.speed import Meter
 from graftune.train import checkpoint
 from graftune.train.answers import Answers
 from graftune.train.checkpoint import Progress
 from graftune.train.evaluate import EvalResult, evaluate
+from graftune.train.hot import Figures, hot_loop
 from graftune.train.prepare import FREE_ON_RESUME, Prepared, prepare_run, removed_unless_started, stored_config
 from graftune.train.schedule import learning_rate
+from graftune.train.signals import noted_signals
 from graftune.train.step import Step
 
 SAY_EVERY = 15.0  # seconds between two words from a long evaluation
@@ -83,20 +90,27 @@ class Run:
         engine = prepared.engine
         self.config = config = engine.config
         self.progress = Progress()
+        captured = engine.runtime.device.type == "cuda"
+        self.loader = Loader(
+            training.examples,
+            tokens_per_step=config.train.tokens_per_step,
+            micro_capacity=config.train.tokens_per_micro_batch,
+            seed=config.train.seed,
+            fixed=captured,
+        )
+        self.shape = self.loader.capacities(config.train.epochs) if captured else None
         self.step = Step(
             engine.decoder,
             engine.arena,
             clip_mode=config.optim.clip_mode,
             dropout=engine.lora.dropout,
             seed=config.train.seed,
+            recompute=config.train.recompute,
+            attention_backend=engine.attention.backend,
+            longest=self.shape.longest if self.shape else None,
+            tuned=captured and not config.train.deterministic,  # no choice may hang on a clock then
         )
-        self.loader = Loader(
-            training.examples,
-            tokens_per_step=config.train.tokens_per_step,
-            micro_capacity=config.train.tokens_per_micro_batch,
-            seed=config.train.seed,
-            fixed=False,
-        )
+        self.hot = hot_loop(self.step, graph=config.train.graph)
         self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
         planned = sum(self.epoch_steps)
         self.total = min(config.train.max_steps or planned, planned)
@@ -108,16 +122,18 @@ class Run:
         self.signal = 0
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
+        self.bar, self.meter = Bar(self.total, 0), Meter(self.total)
+        self.host_seconds: deque[float] = deque(maxlen=1000)  # of the last steps: what sending each one took
 
     # Beginning
 
     def start(self) -> None:
         """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
         self.log = EventLog(self.folder / "metrics.jsonl")
-        facts = {"graftune": __version__, "torch": torch.__version__, "device": self.engine.runtime.describe()}
-        self.log.emit(
-            "run_start", **facts, **self.identity(), steps=self.total, trainable=len(self.engine.arena.weights)
-        )
+        engine = self.engine
+        facts = {"graftune": __version__, "torch": torch.__version__, "device": engine.runtime.describe()}
+        facts |= {"attention": engine.attention.backend}
+        self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
         # Last and whole: what has a config.yaml can be resumed, and half of one would be read as other settings.
         aside = self.folder / "config.yaml.part"
         self.config.save(aside)
@@ -128,7 +144,7 @@ class Run:
         """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
         found = checkpoint.latest(self.checkpoints)
         if found is not None:
-            self.progress = checkpoint.load(found, self.engine.arena, self.identity())
+            self.progress = checkpoint.load(found, self.engine.arena, self.identity(), self.step.scaler)
             self.step.count.fill_(self.progress.updates)
         self.log = EventLog(self.folder / "metrics.jsonl")
         events = read_events(self.folder / "metrics.jsonl")
@@ -161,15 +177,16 @@ class Run:
     def go(self) -> TrainResult:
         stopped = "finished"
         try:
-            with self._signals():
+            with noted_signals(self._signalled):
                 if self._train() == "early":
                     stopped = "early stop"
                 summary = self._finish(stopped)
         except Interrupted:
             self.step.discard()
+            self._settle()
             if not self.closing:  # by then the arena may hold the best step's weights
                 self._save()
-            self.log.emit("run_end", step=self.progress.step, stopped="interrupted")
+            self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
             stopped, summary = "interrupted", {}
         finally:
             self.log.close()
@@ -177,72 +194,88 @@ class Run:
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
 
     def _train(self) -> str:
-        if not self.base_answers and self.answers.questions and not self.progress.step:
+        asks = self.answers.questions and self.config.train.method != "scratch"
+        if asks and not self.base_answers and not self.progress.step:
             self._ask_base()
-        meter = Meter(self.total, self.progress.step)
-        with self.console.progress(self.total, self.progress.step) as bar:
+        self.meter = Meter(self.total, self.progress.step)
+        with self.console.progress(self.total, self.progress.step) as self.bar:
             while True:
                 p = self.progress
                 if self._evaluation_due():
-                    with meter.paused():
+                    self._settle()
+                    with self.meter.paused():
                         self._evaluate()
                 if p.step >= self.total:
+                    self._settle()
                     return "done"
                 if self.config.train.patience and p.stale >= self.config.train.patience:
                     return "early"
                 if p.epoch_step == self.epoch_steps[p.epoch]:
                     p.epoch, p.epoch_step = p.epoch + 1, 0
-                self._epoch(bar, meter)
+                self._epoch()
 
-    def _epoch(self, bar: Bar, meter: Meter) -> None:
+    def _epoch(self) -> None:
         """Steps until an evaluation is due or the epoch ends."""
         p, settings = self.progress, self.config.train
-        batches = self.loader.epoch(p.epoch, p.epoch_step)
-        for micro_batches in batches:
-            stats = self._one_step(micro_batches, meter)
-            bar.update(p.step, loss=stats["loss"], tok_s=stats["tok_s"], lr=stats["lr"])
-            self.log.emit("step", **stats)
-            if stats["skipped"]:
-                text = f"step {p.step}: the gradient was not finite; this update was skipped"
-                self.console.warn(text)
-                self.log.emit("warning", step=p.step, text=text)
+        for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.hot.stage):
+            self._one_step(micro_batches)
+            for done in self.hot.finished():
+                self._tell_step(done)
             if self._evaluation_due() or p.step >= self.total:
                 return
             if settings.save_every and p.step % settings.save_every == 0:
-                self._save()
+                self._settle()
+                with self.meter.paused():
+                    self._save()
 
-    def _one_step(self, micro_batches: list[PackedBatch], meter: Meter) -> dict[str, Any]:
+    def _one_step(self, micro_batches: list[Any]) -> None:
+        """Send a step on its way; what came of it is asked for later."""
         p, optim = self.progress, self.config.optim
         lr = learning_rate(p.step, self.total, optim)
-        responses = sum(b.response_tokens for b in micro_batches)
-        self.step.set_hyper(
-            {
-                "lr": lr,
-                "beta1": optim.beta1,
-                "beta2": optim.beta2,
-                "eps": optim.eps,
-                "weight_decay": optim.weight_decay,
-                "divisor": float(max(1, responses)),
-                "clip": optim.clip,
-            }
-        )
-        for index, batch in enumerate(micro_batches):
-            self._between()
-            self.step.micro_step(batch.to(self.engine.runtime.device), draw=p.step * 4096 + index)
-        loss, norm, skipped = self.step.update_step().tolist()
-        p.step, p.epoch_step, p.updates = p.step + 1, p.epoch_step + 1, p.updates + (0 if skipped else 1)
-        tokens = sum(len(b.tokens) for b in micro_batches)
-        return {
-            "step": p.step,
-            "epoch": p.epoch,
-            "loss": loss,
-            "grad_norm": norm,
+        tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
+        hyper = {
             "lr": lr,
-            "tokens": tokens,
-            "response_tokens": responses,
-            "tok_s": meter.update(p.step, tokens),
-            "skipped": bool(skipped),
+            "beta1": optim.beta1,
+            "beta2": optim.beta2,
+            "eps": optim.eps,
+            "weight_decay": optim.weight_decay,
+            "divisor": float(max(1, responses)),
+            "clip": optim.clip,
         }
+        draws = [p.step * 4096 + index for index in range(len(micro_batches))]
+        facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
+        began = 0.0
+
+        def between() -> None:
+            nonlocal began
+            began = began or time.perf_counter()  # behind the wait for the device to come near
+            self._between()
+
+        with marked("first step") if not self.host_seconds else nullcontext():  # kernels compile, the graph is captured
+            self.hot.step(micro_batches, hyper, draws, facts, between)
+        self.host_seconds.append(time.perf_counter() - began)
+        p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
+
+    def _settle(self) -> None:
+        """Wait for every step that was sent, and tell of them."""
+        with marked("wait for steps"):
+            finished = self.hot.finished(wait=True)
+        for done in finished:
+            self._tell_step(done)
+
+    def _tell_step(self, done: Figures) -> None:
+        facts, step = done.tag, done.tag["step"]
+        speed = self.meter.update(step, facts["tokens"])
+        self.bar.update(step, loss=done.loss, tok_s=speed, lr=facts["lr"])
+        figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
+        self.log.emit("step", **facts, **figures)
+        if done.skipped:
+            what = "the gradient was not finite; this update was skipped"
+            if self.step.scaler:
+                what = "the gradient overflowed; this update was skipped and the loss scale halved"
+            text = f"step {step}: {what}"
+            self.console.warn(text)
+            self.log.emit("warning", step=step, text=text)
 
     # Evaluations and checkpoints
 
@@ -256,12 +289,14 @@ class Run:
 
     def _evaluate(self) -> None:
         p = self.progress
-        result = evaluate(
-            self.engine.decoder,
-            self.validation.examples,
-            capacity=self.config.train.tokens_per_micro_batch,
-            between=self._told("validating"),
-        )
+        with marked("evaluate"):
+            result = evaluate(
+                self.engine.decoder,
+                self.validation.examples,
+                capacity=self.config.train.tokens_per_micro_batch,
+                backend=self.engine.attention.backend,
+                between=self._told("validating"),
+            )
         self._record(result)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
         p.last_eval = p.step
@@ -282,9 +317,12 @@ class Run:
         )
 
     def _save(self) -> None:
+        """After `_settle`: what the checkpoint holds is in the log."""
         p = self.progress
-        checkpoint.save(self.checkpoints, self.engine.arena, p, self.identity())
-        checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
+        with marked("checkpoint"):
+            p.updates = int(self.step.count)
+            checkpoint.save(self.checkpoints, self.engine.arena, p, self.identity(), self.step.scaler)
+            checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
 
     # The end
 
@@ -304,8 +342,8 @@ class Run:
             checkpoint.read_weights(best, self.engine.arena)
             console.note(f"keeping step {p.best_step}, the best on validation")
         if p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
-            console.warn("validation loss did not fall below where it started: the adapter does not help on this data")
-        self.engine.save_adapter(self.folder / "adapter")
+            console.warn("validation loss did not fall below where it started: training does not help on this data")
+        self.engine.save(self.folder / self.engine.product)
         summary: dict[str, Any] = {
             "best_step": p.best_step,
             "validation_loss": {"start": p.first_loss, "best": p.best_loss},
@@ -313,23 +351,35 @@ class Run:
         }
         if self.answers.questions:
             summary |= self._compare()
+        summary |= self._cost()
         self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
         loss_plot(self.folder / "metrics.jsonl", self.folder / "loss.png", self.folder.name)
         return summary
 
+    def _cost(self) -> dict[str, Any]:
+        """What the steps took of the host, and the run of the device."""
+        median = statistics.median(self.host_seconds) * 1000 if self.host_seconds else None
+        cost: dict[str, Any] = {"captures": self.hot.captures, "host_ms": median}
+        device = self.engine.runtime.device
+        return cost | ({"peak_device_memory": device_bytes(device).peak} if device.type == "cuda" else {})
+
     def _ask_base(self) -> None:
         count = len(self.answers.questions)
         self.console.note(f"asking the base {count} unseen questions")
-        self.base_answers = self.answers.ask(self.engine, adapted=False, between=self._between)
+        with marked("samples"):
+            self.base_answers = self.answers.ask(self.engine, adapted=False, between=self._between)
         self.log.emit("sample", step=0, answers=self.base_answers)
 
     def _compare(self) -> dict[str, Any]:
         """Base and tuned answers side by side, and their scores."""
         answers = self.answers
-        if not self.base_answers:
+        if not self.base_answers and self.config.train.method == "lora":
             self._ask_base()
-        self.console.note(f"asking the tuned model the same {len(answers.questions)} questions")
-        tuned = answers.ask(self.engine, adapted=True, between=self._between)
+        if not self.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
+            self.console.note("there is no base to ask: the answers are the trained model's alone")
+        self.console.note(f"asking the tuned model {len(answers.questions)} unseen questions")
+        with marked("samples"):
+            tuned = answers.ask(self.engine, adapted=True, between=self._between)
         self.log.emit("sample", step=self.progress.step, answers=tuned)
         return answers.show(self.console, self.base_answers, tuned)
 
@@ -353,32 +403,15 @@ class Run:
 
         return between
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM is noted; a second one acts at once."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self.signal = number  # said in _between: a handler must not write to a stream that is being written to
-            for kind in previous:
-                signal.signal(kind, signal.SIG_DFL)
-
-        previous = {}
-        try:
-            for kind in (signal.SIGINT, signal.SIGTERM):
-                previous[kind] = signal.signal(kind, note)
-        except ValueError:  # not the main thread (the Python API may be used from one): signals stay as they are
-            previous = {}
-        try:
-            yield
-        finally:
-            for kind, handler in previous.items():
-                signal.signal(kind, handler)
+    def _signalled(self, number: int) -> None:
+        self.signal = number  # said in _between: a handler must not write to a stream that is being written to
 
     def _tell_start(self) -> None:
         engine, train_ = self.engine, self.config.train
         spec, arena = engine.base.spec, engine.arena
         self.console.note(f"base: {engine.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
         self.console.note(f"device: {engine.runtime.describe()}")
+        self.console.note(f"attention: {engine.attention.backend} ({engine.attention.why})")
         self.console.note(f"frozen weights: {engine.placement.base_dtype} ({engine.placement.why})")
         self.console.note(
             f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
@@ -387,6 +420,12 @@ class Run:
             f"{self.total} steps of up to {train_.tokens_per_step} tokens in micro-batches of "
             f"{train_.tokens_per_micro_batch}; run folder {self.folder}"
         )
+        if self.shape is not None:
+            how = "replayed from CUDA graphs" if train_.graph else "not captured (graph is off)"
+            self.console.note(
+                f"shape: {self.shape.capacity} tokens, {self.shape.max_docs} documents of up to {self.shape.longest}, "
+                f"{self.shape.max_rows} response rows; steps are {how}"
+            )
 
 
 def _digest(text: str) -> str:

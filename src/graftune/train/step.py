@@ -18,11 +18,11 @@ from collections.abc import Mapping
 import torch
 
 from graftune.batch import PackedBatch
-from graftune.kernels import adamw, attention, grad_norm
+from graftune.kernels import adamw, attention, grad_norm, matmul
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena
-from graftune.model.projection import Dropout
+from graftune.model.run import Aside, Dropout
 from graftune.model.tape import Tapes
 from graftune.train.scaler import LossScaler
 
@@ -39,11 +39,13 @@ class Step:
         recompute: str = "none",
         attention_backend: str = "cpu",
         longest: int | None = None,
+        tuned: bool = False,
     ):
-        """`longest` bounds the documents of every batch to come; a captured step needs it, an eager one can look."""
+        """`longest` bounds the documents of every batch to come; a captured step needs it, an eager one can look.
+        `tuned` times cuBLAS's algorithms at the first batch of a shape: for shapes that will be used often."""
         self.decoder, self.arena = decoder, arena
         self.dropout, self.tapes = dropout, Tapes(recompute)
-        self.backend, self.longest = attention_backend, longest
+        self.backend, self.longest, self.tuned = attention_backend, longest, tuned
         device = arena.device
         segments = arena.segments(clip_mode)
         self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
@@ -55,6 +57,8 @@ class Step:
         self.report = torch.zeros(3, device=device)  # mean loss, gradient norm before clipping, skipped
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
+        self.aside = Aside() if device.type == "cuda" else None
+        self.partials = torch.empty(len(self.table), device=device)
         self.scaler = LossScaler(device) if arena.compute_dtype == torch.float16 else None
 
     def set_hyper(self, values: Mapping[str, float]) -> None:
@@ -62,28 +66,33 @@ class Step:
         self.row.copy_(torch.tensor([values[name] for name in adamw.Hyper._fields]), non_blocking=True)
 
     def set_draw(self, draw: int) -> None:
-        self.draw.fill_(self.seed * 1_000_003 + draw)
+        self.draw.fill_(self.mask_number(draw))
+
+    def mask_number(self, draw: int) -> int:
+        """Of seed and draw, within 63 bits: a seed may be as large as that itself."""
+        return (self.seed * 1_000_003 + draw) & (2**63 - 1)
 
     def micro_step(self, batch: PackedBatch) -> None:
         """Adds the batch's loss and gradients to what is there."""
         decoder = self.decoder
         dropout = Dropout(self.dropout, self.draw) if self.dropout else None
         documents = attention.Documents(batch.cu_seqlens, batch.lengths, self.longest or max(batch.lengths))
-        run = decoder.begin(batch.positions, PackedDocuments(documents, self.backend), dropout=dropout)
+        attend = PackedDocuments(documents, self.backend)
+        run = decoder.begin(batch.positions, attend, dropout=dropout, aside=self.aside)
         tape = self.tapes.new(len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute)
 
-        stream = decoder.forward(batch.tokens, run, batch.rows, tape)
-        loss, grad = decoder.loss(stream, batch.labels, scale=self.scaler.scale if self.scaler else None)
-        assert grad is not None
-        self.loss_sum += loss
-        decoder.backward(grad, batch.tokens, run, batch.rows, tape)
+        with matmul.tuned(self.tuned):
+            stream = decoder.forward(batch.tokens, run, batch.rows, tape)
+            loss, grad = decoder.loss(stream, batch.labels, scale=self.scaler.scale if self.scaler else None)
+            assert grad is not None
+            self.loss_sum += loss
+            decoder.backward(grad, batch.tokens, run, batch.rows, tape)
 
     def update_step(self) -> torch.Tensor:
         """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""
         arena, state = self.arena, self.scaler.state if self.scaler else None
-        grad_norm.clip(
-            arena.grads, self.table, self.row, self.loss_sum, self.count, self.report, self.factors, self.ok, state
-        )
+        decided = self.report, self.factors, self.ok
+        grad_norm.clip(arena.grads, self.table, self.row, self.loss_sum, self.count, *decided, state, self.partials)
         buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
         adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)
         arena.publish(cast=False)

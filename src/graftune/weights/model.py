@@ -41,7 +41,8 @@ def save_model(
     dtype: torch.dtype = torch.bfloat16,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """`config` is what `hf_config` said when the run began. Write into a fresh folder beside the target, then swap: a reader finds the old model or the new one."""
+    """Write into a fresh folder beside the target, then swap: a reader finds the old model or the new one. `config` is
+    what `hf_config` said when the run began."""
     if folder.exists() and not is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), mend="save the model to a new folder")
     aside = folder.with_name(folder.name + ".part")
@@ -93,8 +94,8 @@ def hf_config(base: Base) -> dict[str, Any]:
     """Its config.json. A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
     if base.config_file is not None:
         return dict(json.loads(base.config_file.read_text())) | {"tie_word_embeddings": base.spec.tied}
-    spec, ends = base.spec, list(base.tokenizer.stop_ids)
-    values: dict[str, Any] = {
+    spec = base.spec
+    return {
         "architectures": [_CLASSES[spec.family]],
         "model_type": spec.family,
         "vocab_size": spec.vocab,
@@ -114,9 +115,8 @@ def hf_config(base: Base) -> dict[str, Any]:
         "sliding_window": None,
         "attention_bias": False,
         "bos_token_id": base.tokenizer.bos_id,
-        "eos_token_id": base.tokenizer.eos_id if base.tokenizer.eos_id is not None else (ends or [None])[0],
+        "eos_token_id": base.tokenizer.eos_id,
     }
-    return values
 
 
 def _rope(spec: ModelSpec, base: Base) -> dict[str, Any] | None:

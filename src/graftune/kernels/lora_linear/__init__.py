@@ -15,7 +15,18 @@ from graftune.kernels import launch, rms_norm
 from graftune.kernels.lora_linear import reference
 from graftune.kernels.lora_linear.reference import Copy, Low, add_, add_product_
 
-__all__ = ["Copy", "Low", "add_", "add_product_", "backward", "down", "down_backward", "spread", "up_backward"]
+__all__ = [
+    "Copy",
+    "Low",
+    "add_",
+    "add_product_",
+    "backward",
+    "down",
+    "down_backward",
+    "spread",
+    "up_backward",
+    "up_grad",
+]
 
 THIN = 64  # columns up to which our kernels take a product: beyond, it is wide enough for a matrix library
 
@@ -31,14 +42,25 @@ def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None
 
 
 def up_backward(
-    grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, tail: torch.Tensor | None = None
+    grad_y: torch.Tensor, low: Low, tail: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Adds dB into `grad_up` [sum of outs, R] (fp32) and returns g [T, R * members], in `tail` as well (see `down`)."""
+    """g = s dY B, [T, R * members], written to `out` if given; in `tail` as well (see `down`)."""
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import kernel
 
-        return kernel.up_backward(grad_y, low, grad_up, tail)
-    return _filled(tail, reference.up_backward(grad_y, low, grad_up))
+        return kernel.rows(grad_y, low.up, low.columns, rank=low.rank, scale=low.scale, tail=tail, out=out)
+    g = _filled(tail, reference.up_backward(grad_y, low))
+    return g if out is None else out.copy_(g)
+
+
+def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
+    """Adds dB = s dY' h into `grad_up` [sum of outs, R] (fp32)."""
+    if launch.fused(grad_y) and low.rank <= THIN:
+        from graftune.kernels.lora_linear import kernel
+
+        kernel.sum_columns_(grad_up, grad_y, low.h, low.columns, rank=low.rank, scale=low.scale)
+    else:
+        reference.up_grad(grad_y, low, grad_up)
 
 
 def _filled(tail: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:

@@ -64,18 +64,24 @@ def add_(y: torch.Tensor, low: Low) -> torch.Tensor:
     return y
 
 
-def up_backward(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> torch.Tensor:
-    """Adds dB into `grad_up` [sum of outs, R] (fp32) and returns g [T, R * members]."""
+def up_backward(grad_y: torch.Tensor, low: Low) -> torch.Tensor:
+    """g = s dY B, [T, R * members]."""
     if low.diagonal is not None:
-        joint = low.h.t() @ grad_y  # [R * members, out]; only the diagonal blocks are wanted
-        for columns, rows, ranks in low.members():
-            grad_up[rows].add_(joint[ranks, columns].t(), alpha=low.scale)
         return (grad_y @ low.diagonal).mul_(low.scale)
     g = torch.empty_like(low.h)
     for columns, rows, ranks in low.members():
-        add_product_(grad_up[rows], grad_y[:, columns].t(), low.h[:, ranks], low.scale)
         torch.mm(grad_y[:, columns], low.up[rows], out=g[:, ranks])
     return g.mul_(low.scale)
+
+
+def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
+    """Adds dB = s dY' h into `grad_up` [sum of outs, R] (fp32)."""
+    joint = low.h.t() @ grad_y if low.diagonal is not None else None  # only its diagonal blocks are wanted
+    for columns, rows, ranks in low.members():
+        if joint is not None:
+            grad_up[rows].add_(joint[ranks, columns].t(), alpha=low.scale)
+        else:
+            add_product_(grad_up[rows], grad_y[:, columns].t(), low.h[:, ranks], low.scale)
 
 
 def down_backward(g: torch.Tensor, x: torch.Tensor, grad_down: torch.Tensor) -> None:

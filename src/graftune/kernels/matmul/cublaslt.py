@@ -1,0 +1,206 @@
+"""cuBLASLt by its C interface, for the one thing torch does not offer: choosing the algorithm.
+
+The library (the one torch has loaded) is asked for the algorithms it would consider for a product; each is timed on
+the tensors at hand, with the cache emptied in between, since in a step every weight comes from memory; the fastest is
+kept. torch.mm's own choice is the first of the list as a rule, so the result is never slower but for noise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from graftune.errors import GraftuneError
+
+CANDIDATES, ROUNDS = 16, 3
+WORKSPACE = 32 << 20
+# From the library's header.
+COMPUTE_32F, REAL_32F = 68, 0
+KINDS = {torch.bfloat16: 14, torch.float16: 2}
+DESC_TRANSA, DESC_TRANSB = 3, 4
+PREF_WORKSPACE, PREF_ALIGNMENTS = 1, (5, 6, 7, 8)
+
+
+class _Result(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class Shape(NamedTuple):
+    """All that the choice depends on. Sides are those of the operands as they lie in memory, column by column."""
+
+    kind: torch.dtype
+    m: int
+    n: int
+    k: int
+    a_across: bool  # whether a's (b's) columns, not rows, lie together
+    b_across: bool
+    a_apart: int  # distance of a's rows (or columns)
+    b_apart: int
+    aligned: int  # bytes
+
+
+class Plan(NamedTuple):
+    desc: c_void_p
+    layouts: tuple[c_void_p, c_void_p, c_void_p]  # of b, a and the result
+    algorithm: _Result
+
+
+_plans: dict[tuple[int, Shape], Plan] = {}
+_handles: dict[int, c_void_p] = {}
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}
+ONE, ZERO = c_float(1.0), c_float(0.0)
+
+
+def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    shape = _shape(a, b)
+    plan = _plans.get((a.device.index or 0, shape))
+    if plan is None:
+        assert not torch.cuda.is_current_stream_capturing(), f"{shape} was not seen before the capture"
+        plan = _plans[a.device.index or 0, shape] = _fastest(shape, a, b, out)
+    _run(plan, a, b, out)
+    return out
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor) -> Shape:
+    (m, k), n = a.shape, b.shape[1]
+    a_across, b_across = a.stride(1) != 1, b.stride(1) != 1
+    assert a.stride(0 if a_across else 1) == 1 and b.stride(0 if b_across else 1) == 1, (a.stride(), b.stride())
+    aligned = 256 if all(x.data_ptr() % 256 == 0 for x in (a, b)) else 16
+    return Shape(
+        a.dtype, m, n, k, a_across, b_across, a.stride(1 if a_across else 0), b.stride(1 if b_across else 0), aligned
+    )
+
+
+def _fastest(shape: Shape, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Plan:
+    """Ask, time, choose. It waits for the device: this is for the first call of a shape."""
+    desc, layouts, results = _candidates(shape, a.device)
+    plans = [Plan(desc, layouts, result) for result in results]
+    flush = torch.empty(128 << 20, dtype=torch.uint8, device=a.device)
+    times = [_time(plan, a, b, out, flush) for plan in plans]
+    return plans[times.index(min(times))]
+
+
+def _time(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, flush: torch.Tensor) -> float:
+    """Milliseconds, the least of a few rounds."""
+    _run(plan, a, b, out)
+    rounds = []
+    for _ in range(ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        begin.record()
+        _run(plan, a, b, out)
+        end.record()
+        end.synchronize()
+        rounds.append(begin.elapsed_time(end))
+    return min(rounds)
+
+
+def _candidates(
+    shape: Shape, device: torch.device
+) -> tuple[c_void_p, tuple[c_void_p, c_void_p, c_void_p], list[_Result]]:
+    """Row-major a @ b is, column by column, b' a': b is the library's first operand."""
+    lib, kind = _library(), KINDS[shape.kind]
+    desc, preference = c_void_p(), c_void_p()
+    _check(lib.cublasLtMatmulDescCreate(byref(desc), COMPUTE_32F, REAL_32F))
+    for attribute, turned in ((DESC_TRANSA, shape.b_across), (DESC_TRANSB, shape.a_across)):
+        value = c_int(int(turned))
+        _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(value), ctypes.sizeof(value)))
+    first = _layout(kind, *((shape.k, shape.n) if shape.b_across else (shape.n, shape.k)), shape.b_apart)
+    second = _layout(kind, *((shape.m, shape.k) if shape.a_across else (shape.k, shape.m)), shape.a_apart)
+    result = _layout(kind, shape.n, shape.m, shape.n)
+    _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)))
+    size = c_uint64(WORKSPACE)
+    _check(lib.cublasLtMatmulPreferenceSetAttribute(preference, PREF_WORKSPACE, byref(size), ctypes.sizeof(size)))
+    for attribute in PREF_ALIGNMENTS:
+        border = c_uint32(shape.aligned)
+        _check(lib.cublasLtMatmulPreferenceSetAttribute(preference, attribute, byref(border), ctypes.sizeof(border)))
+    found, count = (_Result * CANDIDATES)(), c_int()
+    _check(
+        lib.cublasLtMatmulAlgoGetHeuristic(
+            _handle(device), desc, first, second, result, result, preference, CANDIDATES, found, byref(count)
+        )
+    )
+    lib.cublasLtMatmulPreferenceDestroy(preference)
+    usable = [found[i] for i in range(count.value) if found[i].state == 0]
+    if not usable:
+        raise GraftuneError(
+            f"cuBLASLt has no algorithm for {shape}", mend="train with --deterministic, which needs none"
+        )
+    return desc, (first, second, result), usable
+
+
+def _layout(kind: int, rows: int, columns: int, apart: int) -> c_void_p:
+    layout = c_void_p()
+    _check(
+        _library().cublasLtMatrixLayoutCreate(byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(apart))
+    )
+    return layout
+
+
+def _run(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    stream = torch.cuda.current_stream(a.device).cuda_stream
+    space = _workspace(a.device, stream)
+    first, second, result = plan.layouts
+    _check(
+        _library().cublasLtMatmul(
+            _handle(a.device), plan.desc, byref(ONE), c_void_p(b.data_ptr()), first, c_void_p(a.data_ptr()), second,
+            byref(ZERO), c_void_p(out.data_ptr()), result, c_void_p(out.data_ptr()), result,
+            byref(plan.algorithm.algo), c_void_p(space.data_ptr()), c_size_t(WORKSPACE), c_void_p(stream),
+        )
+    )  # fmt: skip
+
+
+def _workspace(device: torch.device, stream: int) -> torch.Tensor:
+    """One a stream; kept for good, since captured graphs go on using it. Inside a capture it must already be there."""
+    key = (device.index or 0, stream)
+    if key not in _workspaces:
+        if torch.cuda.is_current_stream_capturing():  # a capture has a stream of its own: products there run in order
+            return next(space for (index, _), space in _workspaces.items() if index == key[0])
+        _workspaces[key] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    return _workspaces[key]
+
+
+def _handle(device: torch.device) -> c_void_p:
+    index = device.index or 0
+    if index not in _handles:
+        handle = c_void_p()
+        with torch.cuda.device(device):
+            _check(_library().cublasLtCreate(byref(handle)))
+        _handles[index] = handle
+    return _handles[index]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The copy that torch has loaded: a second one beside it would double its memory."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in maps if "libcublasLt.so" in line}
+    if not paths:
+        raise GraftuneError("torch has not loaded cuBLASLt", mend="train with --deterministic, which does without it")
+    lib = ctypes.CDLL(paths.pop())
+    lib.cublasLtMatmul.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+    lib.cublasLtMatmul.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p]
+    lib.cublasLtMatmulAlgoGetHeuristic.argtypes = [c_void_p] * 7 + [c_int, POINTER(_Result), POINTER(c_int)]
+    for name in ("cublasLtMatmulDescSetAttribute", "cublasLtMatmulPreferenceSetAttribute"):
+        getattr(lib, name).argtypes = [c_void_p, c_int, c_void_p, c_size_t]
+    lib.cublasLtMatmulPreferenceDestroy.argtypes = [c_void_p]
+    return lib
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLASLt answered with status {status}")

@@ -1,0 +1,94 @@
+"""What all blocks of one pass share: rotary tables, attention, adapters on or off, dropout, and the stream aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from graftune.kernels import dropout as dropouts
+
+if TYPE_CHECKING:
+    from graftune.model.block import Block
+
+
+class Attend(Protocol):
+    """Attention as the pass wants it: over packed documents when training, over a cache when generating."""
+
+    def forward(
+        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes out [T, N, H], whose tokens may lie apart; returns statistics for the backward."""
+        ...
+
+    def backward(
+        self,
+        block: Block,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        stats: torch.Tensor,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Writes dq, dk, dv into `grads`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Counter-based: the mask is a function of (seed, place), so the backward redraws it instead of saving it, and a
+    resumed run draws what the straight one drew. The seed is a device scalar: it changes without a new capture."""
+
+    p: float
+    seed: torch.Tensor  # 0-dim int64
+
+    def apply(self, x: torch.Tensor, place: int) -> torch.Tensor:
+        """x with a share p of its values dropped and the rest scaled up; the same mask at every call."""
+        return dropouts.apply(x.contiguous(), self.p, self.seed, place)
+
+
+class Aside:
+    """A second stream for what nothing waits for: sums of weight gradients run beside the products of the way back.
+
+    What such work reads is held until the main stream has waited for it (`join`, at the end of each half): only then
+    may the allocator give the memory to somebody else. Work aside runs in order, so sums stay the same bit for bit."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.held: list[torch.Tensor] = []
+
+    def do(self, work: Callable[[], object], *reads: torch.Tensor) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work()
+        self.held += reads
+
+    def join(self) -> None:
+        if self.held:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.held.clear()
+
+
+@dataclass(frozen=True)
+class Pass:
+    cos: torch.Tensor
+    sin: torch.Tensor
+    attend: Attend
+    adapted: bool = True
+    dropout: Dropout | None = None
+    aside: Aside | None = None
+
+    def do_aside(self, work: Callable[[], object], *reads: torch.Tensor) -> None:
+        """Now, or on the second stream where there is one; `reads` are the tensors it uses."""
+        if self.aside is None:
+            work()
+        else:
+            self.aside.do(work, *reads)
+
+    def join(self) -> None:
+        if self.aside is not None:
+            self.aside.join()

@@ -1,0 +1,114 @@
+"""A whole run on CUDA: captured = eager, resumed = straight, one shape and one capture, no wait between steps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.api import train
+from graftune.config import Config
+from graftune.observe.console import Console
+from graftune.observe.events import evals, read_events, steps
+from graftune.train import checkpoint, loop
+from graftune.train.hot import DeviceLoop
+from tests.train.runs import adapter_bytes, write_data
+
+pytestmark = pytest.mark.gpu
+QUIET = Console(quiet=True)
+
+
+def settings(folder: Path, out: Path, **more: Any) -> Config:
+    data = write_data(out.parent / "data.jsonl", rows=40)
+    values = {
+        "base": str(folder), "data": str(data), "out": str(out), "device": "cuda", "compute_dtype": "bf16", "rank": 8,
+        "dropout": 0.1, "lr": 0.01, "epochs": 4, "tokens_per_step": 256, "tokens_per_micro_batch": 128, "eval_every": 3,
+        "save_every": 2, "keep_last": 99, "samples": 0, "schedule": "constant",
+    }  # fmt: skip
+    return Config.of(values | more)
+
+
+def figures(run: Path) -> list[tuple[object, ...]]:
+    names = ("step", "epoch", "loss", "grad_norm", "lr", "tokens", "response_tokens", "skipped")
+    events = read_events(run / "metrics.jsonl")
+    return [tuple(e.get(n) for n in names) for e in (*steps(events), *evals(events))]
+
+
+@pytest.fixture
+def deterministic():
+    yield
+    torch.use_deterministic_algorithms(False)  # a run sets it for its process
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+def test_captured_eager_and_resumed_are_the_same_bits(compute, tiny_folder, tmp_path, deterministic):
+    more = {"deterministic": True, "compute_dtype": compute}
+    captured = train(settings(tiny_folder("llama"), tmp_path / "captured", **more), console=QUIET).folder
+    end = read_events(captured / "metrics.jsonl")[-1]
+    assert end["captures"] == 1 and end["peak_device_memory"] > 0 and end["host_ms"] > 0
+    eager = train(settings(tiny_folder("llama"), tmp_path / "eager", graph=False, **more), console=QUIET).folder
+    assert read_events(eager / "metrics.jsonl")[-1]["captures"] == 0
+    assert figures(captured) == figures(eager) and adapter_bytes(captured) == adapter_bytes(eager)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(captured, resumed)
+    shutil.rmtree(resumed / "adapter")
+    for step, path in checkpoint.steps(resumed / "checkpoints").items():
+        if step > 4:
+            shutil.rmtree(path)
+    train(Config.load(resumed / "config.yaml"), console=QUIET, resume=str(resumed))
+    assert figures(resumed) == figures(captured) and adapter_bytes(resumed) == adapter_bytes(captured)
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral-window", "qwen2", "qwen3"])
+def test_the_gpus_run_follows_the_cpus(variant, tiny_folder, tmp_path):
+    """fp32 on both sides and a small rate: what differs is the order of sums, and padding that must not count."""
+    more = {"compute_dtype": "fp32", "dropout": 0.0, "lr": 1e-3}
+    gpu = train(settings(tiny_folder(variant), tmp_path / "gpu", **more), console=QUIET).folder
+    cpu = train(settings(tiny_folder(variant), tmp_path / "cpu", **more, device="cpu"), console=QUIET).folder
+    for ours, theirs in zip(figures(gpu), figures(cpu), strict=True):
+        assert ours[:2] == theirs[:2] and ours[4:] == theirs[4:]
+        assert ours[2] == pytest.approx(theirs[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", "offload"])
+def test_recomputing_changes_nothing(recompute, tiny_folder, tmp_path, deterministic):
+    more = {"deterministic": True, "max_steps": 6}
+    kept = train(settings(tiny_folder("llama"), tmp_path / "kept", **more), console=QUIET).folder
+    again = train(settings(tiny_folder("llama"), tmp_path / "again", recompute=recompute, **more), console=QUIET).folder
+    assert figures(kept) == figures(again) and adapter_bytes(kept) == adapter_bytes(again)
+
+
+def test_steps_follow_each_other_without_a_wait(tiny_folder, tmp_path, monkeypatch):
+    """From the second step on, neither sending a step nor asking for what is done may synchronise."""
+    send, asked = DeviceLoop.step, DeviceLoop.finished
+
+    def unwatched(work, *args, **named):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return work(*args, **named)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def step(self, *args, **named):
+        return unwatched(send, self, *args, **named) if self.count else send(self, *args, **named)
+
+    def finished(self, wait=False):
+        return asked(self, wait) if wait else unwatched(asked, self, wait)
+
+    monkeypatch.setattr(DeviceLoop, "step", step)
+    monkeypatch.setattr(DeviceLoop, "finished", finished)
+    run = train(settings(tiny_folder("llama"), tmp_path / "run"), console=QUIET).folder
+    logged = [e["step"] for e in read_events(run / "metrics.jsonl") if e["event"] == "step"]
+    assert logged == list(range(1, len(logged) + 1)) and len(logged) > 10
+
+
+def test_every_batch_has_the_shape_that_was_captured(tiny_folder, tmp_path, monkeypatch):
+    made = []
+    real = loop.hot_loop
+    monkeypatch.setattr(loop, "hot_loop", lambda *args, **named: made.append(real(*args, **named)) or made[-1])
+    train(settings(tiny_folder("llama"), tmp_path / "run"), console=QUIET)
+    assert len(made[0].inputs) == 1 and made[0].captures == 1

@@ -1,0 +1,120 @@
+"""The captured step by itself: it equals the eager one, follows live hyperparameters, skips what is not finite inside
+the graph, accumulates as one batch would, keeps documents apart and never waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftune.batch import Example
+from graftune.config import LoraConfig
+from graftune.data.pack import pack
+from graftune.kernels import attention
+from graftune.train.hot import DeviceLoop
+from graftune.train.step import Step
+from tests import oracle, tiny
+
+pytestmark = pytest.mark.gpu
+HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
+SHAPE = {"capacity": 160, "max_docs": 8, "max_rows": 128, "longest": 64}
+
+
+def examples(seed: int, *lengths: int) -> list[Example]:
+    drawn = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, tiny.VOCAB, (n,), generator=drawn).tolist() for n in lengths]
+    return [Example(row, [i > 4 for i in range(len(row))]) for row in rows]
+
+
+def ready(folder, *, graph: bool = True, compute: torch.dtype = torch.float32, deterministic: bool = True, **more):
+    ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0), device="cuda", compute=compute)
+    torch.manual_seed(5)
+    ours.arena.weights.copy_(torch.randn(len(ours.arena.weights)).mul_(0.05))
+    ours.arena.publish()
+    head = ours.decoder.spec.head_width
+    backend = attention.choose(torch.device("cuda"), compute, head, deterministic, False).backend
+    step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64, **more)
+    return ours, step, DeviceLoop(step, graph)
+
+
+def run(loop, batches, **hyper) -> None:
+    packed = [pack(batch, **SHAPE) for batch in batches]
+    divisor = float(sum(b.response_tokens for b in packed))
+    loop.step([loop.stage(b) for b in packed], HYPER | hyper | {"divisor": divisor}, [7] * len(packed))
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
+def test_captured_is_eager_bit_for_bit(compute, tiny_folder):
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for graph in (True, False):
+            ours, step, loop = ready(tiny_folder("llama"), graph=graph, compute=compute, dropout=0.1)
+            for i in range(6):
+                run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
+            figures = [f[1:] for f in loop.finished(wait=True)]
+            found.append((figures, ours.arena.weights.clone(), ours.arena.m.clone(), int(step.count)))
+            assert loop.captures == (1 if graph else 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (figures, weights, m, count), (figures_, weights_, m_, count_) = found
+    assert figures == figures_ and torch.equal(weights, weights_) and torch.equal(m, m_)
+    assert count == count_ >= 1
+
+
+def test_the_rate_is_live_after_the_capture(tiny_folder):
+    ours, _, loop = ready(tiny_folder("llama"))
+    for i in range(3):
+        run(loop, [examples(i, 40)])
+    loop.finished(wait=True)
+    before = ours.arena.weights.clone()
+    run(loop, [examples(9, 40)], lr=0.0, weight_decay=0.0)
+    loop.finished(wait=True)
+    assert torch.equal(ours.arena.weights, before), "at a rate of zero nothing moves"
+    run(loop, [examples(9, 40)], lr=0.5)
+    loop.finished(wait=True)
+    assert (ours.arena.weights - before).abs().max() > 0.1
+
+
+def test_a_non_finite_step_is_skipped_inside_the_graph(tiny_folder):
+    ours, step, loop = ready(tiny_folder("llama"))
+    for i in range(3):
+        run(loop, [examples(i, 40)])
+    loop.finished(wait=True)
+    before, count = [b.clone() for b in (ours.arena.weights, ours.arena.m, ours.arena.v)], int(step.count)
+    ours.arena.grads[3] = float("inf")
+    run(loop, [examples(4, 40)])
+    (figures,) = loop.finished(wait=True)
+    assert figures.skipped and int(step.count) == count and not ours.arena.grads.any()
+    assert all(torch.equal(a, b) for a, b in zip(before, (ours.arena.weights, ours.arena.m, ours.arena.v), strict=True))
+    run(loop, [examples(5, 40)])
+    (figures,) = loop.finished(wait=True)
+    assert not figures.skipped and int(step.count) == count + 1 and not torch.equal(before[0], ours.arena.weights)
+
+
+def test_micro_batches_equal_one_batch_and_packing_changes_nothing(tiny_folder):
+    grads = []
+    data = examples(1, 20, 30, 41, 9)
+    for batches in ([data], [data[:2], data[2:]], [[e] for e in data]):
+        ours, step, _ = ready(tiny_folder("qwen3"))
+        for batch in batches:
+            step.micro_step(pack(batch, **SHAPE).to(torch.device("cuda")))
+        grads.append((float(step.loss_sum), ours.arena.grads.clone()))
+    for loss, grad in grads[1:]:
+        assert loss == pytest.approx(grads[0][0], rel=1e-5)
+        assert (grad - grads[0][1]).norm() < 1e-4 * grads[0][1].norm()
+
+
+def test_nothing_waits_and_nothing_is_captured_again(tiny_folder):
+    _, _, loop = ready(tiny_folder("llama"), compute=torch.bfloat16, deterministic=False, tuned=True)
+    run(loop, [examples(0, 40)])
+    run(loop, [examples(1, 12, 60)])
+    staged = [[loop.stage(pack(examples(i, 10 + i, 50 - i), **SHAPE))] for i in range(6)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for slots in staged:
+            loop.step(slots, HYPER | {"divisor": 40.0}, [0])
+            loop.finished()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(loop.finished(wait=True)) >= 1 and loop.captures == 1

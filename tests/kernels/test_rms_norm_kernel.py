@@ -1,0 +1,141 @@
+"""The norm with the residual add: the kernel against the reference, both ways; rows may lie apart, nothing beside them is
+read or written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from graftune.kernels import rms_norm
+from graftune.kernels.rms_norm import reference
+
+# One rounding of the result; twice that in bf16, which Triton's interpreter cuts off instead of rounding it.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
+DTYPES = list(TOLERANCE)
+SIZES = [(1, 2), (1, 1024), (5, 3), (37, 96), (2, 129), (3, 1025), (2, 4097)]
+NAN = float("nan")
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    got, want = got.float(), want.float()
+    assert got.shape == want.shape and got.isfinite().all()
+    off = (got - want).norm() / (want.norm() + 1e-6)
+    assert off <= TOLERANCE[dtype], (off, (got - want).abs().max(), want.abs().max())
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """What the kernels allocate for themselves is full of NaN until they write it."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, make=make, **k: make(*a, **k).fill_(NAN))
+
+
+def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """x, y and the norm's weight."""
+    torch.manual_seed(tokens * width)
+    x, y = (torch.randn(tokens, width).to(dtype).to(device) for _ in range(2))
+    return x, y, torch.rand(width).add(0.5).to(device)
+
+
+def buffer(x: torch.Tensor, room: int, filled: bool = False) -> torch.Tensor:
+    """NaN with room beside and two rows below x; its corner is `corner`, filled with x on request."""
+    wide = torch.full((len(x) + 2, x.shape[1] + room), NAN, dtype=x.dtype, device=x.device)
+    if filled:
+        corner(wide, x).copy_(x)
+    return wide
+
+
+def corner(wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return wide[: len(x), : x.shape[1]]
+
+
+def untouched(wide: torch.Tensor, x: torch.Tensor) -> bool:
+    return bool(wide[: len(x), x.shape[1] :].isnan().all() and wide[len(x) :].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_forward(kernels_on, device, tokens, width, added, room, dtype):
+    x, y, weight = inputs(tokens, width, dtype, device)
+    ours, theirs, wide = y.clone(), y.clone(), buffer(x, room)
+    out, want, before = corner(wide, x), torch.full_like(x, NAN), x.clone()
+    total, rstd = rms_norm.add_forward(x, ours if added else None, weight, 1e-5, out)
+    want_total, want_rstd = reference.add_forward(x, theirs if added else None, weight, 1e-5, want)
+    assert total is (ours if added else x) and torch.equal(x, before) and rstd.dtype == torch.float32
+    if added and dtype == torch.bfloat16 and device == "cpu":
+        close(total, want_total, dtype)
+        close(rstd, want_rstd, dtype)
+    else:
+        assert torch.equal(total, want_total)
+        close(rstd, want_rstd, torch.float32)
+    close(out, want, dtype)
+    assert untouched(wide, x)
+    assert torch.equal(rms_norm.apply(total, rstd, weight), out), "the norm again, bit for bit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("residual_room", [None, 0, 7])
+@pytest.mark.parametrize(("tokens", "width"), SIZES)
+def test_backward(kernels_on, device, tokens, width, residual_room, learns, dtype):
+    """residual_room: None without a residual, else the columns beside it."""
+    x, grad, weight = inputs(tokens, width, dtype, device)
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
+    residual = None if residual_room is None else torch.randn(tokens, width).to(dtype).to(device)
+    totals = [torch.full_like(weight, 3.0) if learns else None for _ in range(2)]
+    wide_residual = None if residual is None else residual.float().clone()
+    want = reference.add_backward(grad.float(), x.float(), rstd, weight, wide_residual, totals[1])
+    grad_wide, wide = buffer(grad, 3, filled=True), None
+    if residual is not None:
+        wide = buffer(residual, residual_room, filled=True)
+    given = None if wide is None else corner(wide, x)
+    got = rms_norm.add_backward(corner(grad_wide, x), x, rstd, weight, given, totals[0])
+    assert got.dtype == dtype and (given is None or got is given)
+    close(got, want, dtype)
+    assert wide is None or untouched(wide, x)
+    assert torch.equal(corner(grad_wide, x), grad) and untouched(grad_wide, x)
+    if learns:  # accumulated into, not overwritten; summed in fp32 whatever the dtype
+        close(totals[0], totals[1], torch.float32)
+
+
+@pytest.mark.parametrize(("tokens", "programs"), [(1, 4), (4, 4), (5, 4), (37, 4), (13, 1), (530, None)])
+def test_the_weights_gradient_of_rows_that_share_a_program(kernels_on, device, tokens, programs, monkeypatch):
+    from graftune.kernels.rms_norm import kernel
+
+    if programs is not None:
+        monkeypatch.setattr(kernel, "PROGRAMS", programs)
+    x, grad, weight = inputs(tokens, 6, torch.float32, device)
+    rstd = torch.rsqrt(x.square().mean(-1) + 1e-5)
+    found = []
+    for _ in range(2):
+        total, residual = torch.full_like(weight, -2.0), grad.flip(0)
+        found.append((rms_norm.add_backward(grad, x, rstd, weight, residual, total), total))
+    want_total = torch.full_like(weight, -2.0)
+    want = reference.add_backward(grad, x, rstd, weight, grad.flip(0), want_total)
+    close(found[0][0], want, torch.float32)
+    close(found[0][1], want_total, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "the same bits every time"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_squares_beyond_fp16_and_rows_of_zeros(kernels_on, device, dtype):
+    x = torch.randn(3, 20).mul(5000).to(dtype).to(device)
+    x[1] = 0
+    weight, out = torch.ones(20, device=device), torch.full_like(x, NAN)
+    _, rstd = rms_norm.add_forward(x, None, weight, 1e-6, out)
+    assert math.isclose(rstd[1].item(), 1000.0, rel_tol=1e-5) and not out[1].any()
+    want = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    close(out, want, dtype)
+
+
+def test_what_is_normed_is_the_rounded_sum(kernels_on, device):
+    """1 + 2^-9 is 1 in bf16: a row of such sums has the norm of ones, and the one that is stored."""
+    x, y = (torch.full((2, 16), v, dtype=torch.bfloat16, device=device) for v in (1.0, 2.0**-9))
+    weight, out = torch.ones(16, device=device), torch.full_like(x, NAN)
+    total, rstd = rms_norm.add_forward(x, y, weight, 0.0, out)
+    assert (total == 1).all() and (rstd == 1).all()
