@@ -41,7 +41,8 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
         torch.set_num_threads(threads)
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it, and filling takes time
+        # Nothing reads uninitialised memory, and filling it takes time (torch types the switch as missing).
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first cuBLAS handle is made
     if chosen.type == "cuda":
         if chosen.index is not None:

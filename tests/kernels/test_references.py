@@ -35,6 +35,47 @@ def test_rms_norm(size, dtype):
     close(grad_w - 3.0, w_.grad, dtype)
 
 
+def apart(x: torch.Tensor, room: int = 3) -> torch.Tensor:
+    """x in rows that lie apart, NaN between them."""
+    wide = torch.full((len(x), x.shape[1] + room), float("nan"), dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def nothing(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows that lie apart, to be written."""
+    return apart(torch.full((rows, width), float("nan"), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm_in_a_block(size, added, residual, dtype):
+    """The sum is normed; its gradient is the norm's and what came along the stream."""
+    x, y, g, along = (torch.randn(size).to(dtype) for _ in range(4))
+    w, before = torch.rand(size[1]) + 0.5, x.clone()
+    stream = (x + y if added else x).float().requires_grad_()
+    w_ = w.clone().requires_grad_()
+    want = stream / (stream.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w_
+    torch.autograd.backward([want, stream], [g.float(), along.float() if residual else torch.zeros(size)])
+
+    out = nothing(*size, dtype)
+    total, rstd = rms_norm.add_forward(x, y if added else None, w, 1e-5, out)
+    assert total is (y if added else x) and torch.equal(x, before) and torch.equal(total.float(), stream)
+    close(out, want, dtype)
+    close(rstd, stream.pow(2).mean(-1).add(1e-5).rsqrt(), torch.float32)
+    assert torch.equal(rms_norm.apply(total, rstd, w), out), "the norm again, bit for bit"
+
+    grad_w, given = torch.full_like(w, 3.0), apart(along) if residual else None
+    grad = rms_norm.add_backward(apart(g), total, rstd, w, given, grad_w)
+    assert grad is given or not residual
+    close(grad, stream.grad, dtype)
+    close(grad_w - 3.0, w_.grad, dtype)
+    frozen = rms_norm.add_backward(g, total, rstd, w, apart(along) if residual else None)
+    assert torch.equal(frozen, grad), "whether the weight learns is all the same to x"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_turns_by_position_and_back(dtype):
     x, positions = torch.randn(7, 3, 8).to(dtype), torch.tensor([0, 1, 2, 0, 1, 50, 51])
@@ -60,10 +101,14 @@ def test_swiglu(size, dtype):
     gate, up = leaf.chunk(2, -1)
     want = torch.nn.functional.silu(gate) * up
     want.backward(g.float())
-    close(swiglu.forward(gate_up), want, dtype)
-    grad, act = swiglu.backward(g, gate_up)
+    act, before = nothing(tokens, width, dtype), gate_up.clone()
+    swiglu.forward(gate_up, act)
+    close(act, want, dtype)
+    act, grad = nothing(tokens, width, dtype), nothing(tokens, 2 * width, dtype)
+    swiglu.backward(apart(g), gate_up, grad, act)
     close(grad, leaf.grad, dtype)
     close(act, want, dtype)
+    assert torch.equal(gate_up, before)
 
 
 def documents(lengths: tuple[int, ...]) -> attention.Documents:
@@ -154,32 +199,63 @@ def test_lora_backward_refuses_shapes_that_do_not_fit():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lora_group(dtype):
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_lora_group(normed, diagonal, dtype):
     """Stacked A's, B's on their own columns, one projection of the fused output without an adapter."""
-    x, down = torch.randn(9, 10).to(dtype), torch.randn(6, 10).to(dtype)
-    ups = torch.randn(4, 3).to(dtype), torch.randn(5, 3).to(dtype)
-    up = torch.zeros(11, 6, dtype=dtype)
-    up[0:4, :3], up[6:11, 3:] = ups
+    columns, scale = ((0, 4), (6, 11)), 0.7
+    x, down, up = (torch.randn(size).to(dtype) for size in ((9, 10), (6, 10), (9, 3)))
     y, g = torch.randn(9, 11).to(dtype), torch.randn(9, 11).to(dtype)
-    leaves = [t.float().clone().requires_grad_() for t in (x, down, *ups)]
-    low = leaves[0] @ leaves[1].t()
-    nothing = torch.zeros(9, 2)
-    want = y.float() + torch.cat((low[:, :3] @ leaves[2].t() * 0.7, nothing, low[:, 3:] @ leaves[3].t() * 0.7), 1)
+    rstd, weight = torch.rand(9) + 0.5, torch.rand(10) + 0.5
+    read = rms_norm.apply(x, rstd, weight) if normed else x
+    leaves = [t.float().clone().requires_grad_() for t in (read, down, up)]
+    wide = leaves[0] @ leaves[1].t()
+    parts = wide[:, :3] @ leaves[2][:4].t(), torch.zeros(9, 2), wide[:, 3:] @ leaves[2][4:].t()
+    want = y.float() + torch.cat(parts, 1) * scale
     want.backward(g.float())
+
+    tail = nothing(9, 8, dtype)
+    h = lora_linear.down(apart(read), down, tail)
+    assert torch.equal(tail[:, :6], h) and not tail[:, 6:].any()
+    joined = torch.block_diag(up[:4], up[4:])
+    joined = torch.cat((joined[:4], torch.zeros(2, 6, dtype=dtype), joined[4:]))
+    low = lora_linear.Low(h, up, columns, scale, joined if diagonal else None)
+    assert low.rank == 3
     got = y.clone()
-    h = lora_linear.forward(got, x, down, up, 0.7)
+    assert lora_linear.add_(got, low) is got
     close(got, want, dtype)
-    parts = [
-        lora_linear.Part(slice(0, 4), slice(0, 3), torch.ones(4, 3)),
-        lora_linear.Part(slice(6, 11), slice(3, 6), torch.ones(5, 3)),
-    ]
-    grad_down = torch.ones(6, 10)
-    low_grad = lora_linear.up_backward(g, h, up, 0.7, parts)
-    lora_linear.down_backward(low_grad, x, grad_down)
-    close(low_grad @ down, leaves[0].grad, dtype)
+
+    grad_down, grad_up = torch.ones(6, 10), torch.ones(9, 3)  # accumulated into, not overwritten
+    tail, out = nothing(9, 8, dtype), torch.full((9, 6), float("nan"), dtype=dtype)
+    assert lora_linear.up_backward(apart(g), low, tail, out) is out
+    assert torch.equal(tail[:, :6], out) and not tail[:, 6:].any()
+    assert torch.equal(lora_linear.up_backward(g, low), out)
+    lora_linear.up_grad(apart(g), low, grad_up)
+    lora_linear.down_backward(out, x, grad_down, **({"rstd": rstd, "weight": weight} if normed else {}))
+    close(out @ down, leaves[0].grad, dtype)
     close(grad_down - 1, leaves[1].grad, dtype)
-    close(parts[0].grad_up - 1, leaves[2].grad, dtype)
-    close(parts[1].grad_up - 1, leaves[3].grad, dtype)
+    close(grad_up - 1, leaves[2].grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_product(dtype):
+    a, b, total = torch.randn(5, 7).to(dtype), torch.randn(5, 4).to(dtype), torch.full((7, 4), 2.0)
+    lora_linear.add_product_(total, a.t(), b, 0.5)
+    assert total.dtype == torch.float32
+    close(total - 2, 0.5 * a.float().t() @ b.float(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_spread(dtype):
+    """A below the weight as it is, s B beside it; the weight and the rest of the room stay what they are."""
+    arena, storage = torch.randn(50).to(dtype), torch.full((9, 8), float("nan"), dtype=dtype)
+    storage[:6, :5] = 1.0
+    down, up = arena[3:13].view(2, 5), arena[13:25].view(6, 2)
+    lora_linear.spread([lora_linear.Copy(down, storage[6:8, :5], 1.0), lora_linear.Copy(up, storage[:6, 5:7], 0.3)], {})
+    assert torch.equal(storage[6:8, :5], down) and (storage[:6, :5] == 1).all()
+    close(storage[:6, 5:7], 0.3 * up.float(), dtype)
+    assert storage[:, 7].isnan().all() and storage[8].isnan().all() and storage[6:, 5:].isnan().all()
+    lora_linear.spread([], {})
 
 
 class Table:

@@ -1,5 +1,5 @@
-"""The norm with the residual add: the kernel against the reference, both ways; rows may lie apart, nothing beside them is
-read or written."""
+"""The norm with the residual add: the kernel against the reference, both ways; rows may lie apart, nothing beside them
+is read or written."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """What the kernels allocate for themselves is full of NaN until they write it."""
+
+    def poisoned(make):
+        def call(*a, **k):
+            made = make(*a, **k)
+            return made.fill_(NAN) if made.is_floating_point() else made
+
+        return call
+
     for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, make=make, **k: make(*a, **k).fill_(NAN))
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
