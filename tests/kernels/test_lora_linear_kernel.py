@@ -148,7 +148,10 @@ def test_down(kernels_on, device, dtype, splits, tokens, width, thin, parts):
     read, tail, before = x[:tokens, :width], tail_of(x, tokens, width, thin), x.clone()
     h = lora_linear.down(read, weight)
     assert h.dtype == dtype and splits == ([parts] if parts else [])
-    close(h, read.float() @ weight.float().t(), TOLERANCE[dtype])
+    want = read.float() @ weight.float().t()
+    close(h, want, TOLERANCE[dtype])
+    if dtype != torch.float32:
+        assert (h == want.to(dtype)).float().mean() > 0.9, "rounded once, not in every part"
     assert same(x, before), "nothing else is written"
     assert torch.equal(h, lora_linear.down(read, weight, tail)), "the same bits every time, with a tail or without"
     filled(tail, h)

@@ -48,8 +48,8 @@ def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[to
 
 
 def buffer(x: torch.Tensor, room: int, filled: bool = False) -> torch.Tensor:
-    """NaN with room beside and two rows below x; its corner is `corner`, filled with x on request."""
-    wide = torch.full((len(x) + 2, x.shape[1] + room), NAN, dtype=x.dtype, device=x.device)
+    """NaN with room beside and rows below x; its corner is `corner`, filled with x on request."""
+    wide = torch.full((len(x) + 9, x.shape[1] + room), NAN, dtype=x.dtype, device=x.device)
     if filled:
         corner(wide, x).copy_(x)
     return wide
@@ -117,11 +117,13 @@ def test_the_weights_gradient_of_rows_that_share_a_program(kernels_on, device, t
     if programs is not None:
         monkeypatch.setattr(kernel, "PROGRAMS", programs)
     x, grad, weight = inputs(tokens, 6, torch.float32, device)
-    rstd = torch.rsqrt(x.square().mean(-1) + 1e-5)
+    x = corner(buffer(x, 0, filled=True), x)  # whoever goes on behind the last token meets NaN
+    rstd = torch.full((tokens + 9,), NAN, device=device)[:tokens].copy_(torch.rsqrt(x.square().mean(-1) + 1e-5))
     found = []
     for _ in range(2):
-        total, residual = torch.full_like(weight, -2.0), grad.flip(0)
-        found.append((rms_norm.add_backward(grad, x, rstd, weight, residual, total), total))
+        total, wide = torch.full_like(weight, -2.0), buffer(grad.flip(0), 1, filled=True)
+        found.append((rms_norm.add_backward(grad, x, rstd, weight, corner(wide, x), total), total))
+        assert untouched(wide, x)
     want_total = torch.full_like(weight, -2.0)
     want = reference.add_backward(grad, x, rstd, weight, grad.flip(0), want_total)
     close(found[0][0], want, torch.float32)
