@@ -1,7 +1,7 @@
 """Where our Triton kernels run: on CUDA. Elsewhere the references beside them compute the same.
 
-One function, so that every operation decides alike; the tests replace it (and `roomy`) to run the kernels through Triton's
-interpreter on a CPU. `kernel.py` files are imported only where they run: Triton is not there on every machine.
+One function, so that every operation decides alike; the tests replace it (and `roomy`) to run the kernels through
+Triton's interpreter on a CPU. `kernel.py` files are imported only where they run: Triton is not on every machine.
 """
 
 from __future__ import annotations

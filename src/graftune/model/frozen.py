@@ -59,7 +59,7 @@ class Frozen(Protocol):
 
 
 class Dense:
-    """Resident, as a rule in the compute dtype. `room` columns and rows lie beside and below the weight, zero at first."""
+    """Resident, as a rule in the compute dtype; `room` columns and rows lie beside and below, zero at first."""
 
     def __init__(self, weight: torch.Tensor, compute: torch.dtype, room: int = 0):
         self.storage, self.compute, self.room = weight, compute, room

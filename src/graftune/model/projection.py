@@ -27,7 +27,6 @@ from graftune.model.frozen import Dense, Frozen, Trained
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
 
-
 WIDE = 1 << 27  # values of dY from which g is computed beside the product
 
 

@@ -5,9 +5,9 @@ each document lies, and how long it is, are device tensors that the plan reads w
 CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed attention builds a plan at every call
 (75 ms) and cannot be captured.
 
-q, k and v are read, and dq is written, where they lie in the packed buffer. With grouped heads dk and dv go through a
-plain [T, 2K, H] buffer unless there are few tokens: cuDNN first writes them for every query head into its workspace in a layout derived from theirs,
-which in the packed one would be N/K times as wide as the whole buffer.
+q, k and v are read, and dq is written, where they lie in the packed buffer. With grouped heads, unless tokens are few,
+dk and dv go through a plain [T, 2K, H] buffer: cuDNN first writes them for every query head into its workspace in a
+layout derived from theirs, which in the packed one would be N/K times as wide as the whole buffer.
 
 Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
 """

@@ -89,7 +89,8 @@ def down_backward(
     weight: torch.Tensor | None = None,
 ) -> None:
     """Adds dA = g' x into `grad_down` [R * members, in] (fp32). With a norm's `rstd` [T] and `weight` [in], x is what
-    the norm read and n = x * rstd * weight is what the adapter read: dA = (g * rstd)' x * weight, so n need not exist."""
+    the norm read and n = x * rstd * weight what the adapter read: dA = (g * rstd)' x * weight, so n need not exist."""
+    assert (rstd is None) == (weight is None)
     if launch.fused(x) and len(grad_down) <= THIN:
         from graftune.kernels.lora_linear import kernel
 

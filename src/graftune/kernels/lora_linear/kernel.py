@@ -121,7 +121,7 @@ def _add(
 
 @triton.jit
 def _spread(source_ptr, table_ptr, scale_ptr, B: tl.constexpr):
-    """One piece of one copy: [offset in the source, where it goes (a pointer), width, distance of rows, first, size]."""
+    """One piece of one copy: [offset in the source, target's address, width, distance of rows, first, size]."""
     row = table_ptr + tl.program_id(0) * 6
     offset, target = tl.load(row), tl.load(row + 1).to(tl.pointer_type(source_ptr.dtype.element_ty))
     width, stride = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
@@ -170,7 +170,8 @@ def sum_columns_(
     row_scale: torch.Tensor | None = None,
     col_scale: torch.Tensor | None = None,
 ) -> None:
-    """total [sum of widths, rank] (or, transposed, [rank, width] of a lone member) += scale * y' h, fp32."""
+    """Contiguous total [sum of widths, rank] (or, transposed, [rank, width] of a lone member) += scale * y' h, fp32."""
+    assert total.is_contiguous()
     tokens = len(y)
     rp = power_of_two(rank, 16)
     bc, bt, warps, stages, programs = _columns_tile(rp, tokens)
@@ -214,6 +215,7 @@ def rows(
     splits = triton.cdiv(widest, per_split)
     if out is None:
         out = torch.empty(tokens, rank * len(columns), dtype=y.dtype, device=y.device)
+    assert out.is_contiguous()
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=y.device)
     strides = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
     _rows[(triton.cdiv(tokens, bt), len(columns), splits)](

@@ -17,7 +17,8 @@ PROGRAMS = 528  # that share the rows where a weight's gradient is summed: four 
 
 @triton.jit
 def _forward(
-    x_ptr, y_ptr, w_ptr, sum_ptr, out_ptr, rstd_ptr, eps, out_stride, D: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr
+    x_ptr, y_ptr, w_ptr, sum_ptr, out_ptr, rstd_ptr, eps, out_stride,
+    D: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, B)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 
 from graftune.kernels import launch
-from graftune.kernels.lora_linear.reference import Low
 from graftune.kernels.rope import reference
 from graftune.kernels.rope.reference import rotate_, tables, unrotate_
 
@@ -21,26 +20,23 @@ def finish_(
     heads: tuple[int, int, int],
     *,
     bias: torch.Tensor | None = None,
-    low: Low | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Turns the raw product qkv [T, (N + 2K) H] into what attention takes, in place: adds the adapters' share and the
-    bias [(N + 2K) H], norms the heads of q and k (weights [H], fp32, both or neither), rotates q and k.
+    """Turns the raw product qkv [T, (N + 2K) H] into what attention takes, in place: adds the bias [(N + 2K) H], norms
+    the heads of q and k (weights [H], fp32, both or neither), rotates q and k.
 
     Returns what q and k were before their norm, [T, N + K, H], for the backward: empty without a norm, since the
     rotation is undone without its input."""
     _check(qkv, cos, sin, heads, q_norm, k_norm)
     assert qkv.is_contiguous()
     assert bias is None or bias.shape == qkv.shape[1:]
-    if low is not None:
-        assert low.h.shape == (len(qkv), low.rank * len(low.columns)) and low.h.dtype == low.up.dtype == qkv.dtype
     if launch.fused(qkv):
         from graftune.kernels.rope import kernel
 
-        return kernel.finish_(qkv, cos, sin, heads, bias, low, q_norm, k_norm, eps)
-    return reference.finish_(qkv, cos, sin, heads, bias=bias, low=low, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        return kernel.finish_(qkv, cos, sin, heads, bias, q_norm, k_norm, eps)
+    return reference.finish_(qkv, cos, sin, heads, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
 
 def finish_backward_(
@@ -56,8 +52,8 @@ def finish_backward_(
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
 ) -> None:
-    """The way back to the gradient of the raw product, in place (rows may lie apart): v's columns are left as they are. The norm weights'
-    gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
+    """The way back to the gradient of the raw product, in place (rows may lie apart); v's columns are left as they are.
+    The norm weights' gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
     _check(grad_qkv, cos, sin, heads, q_norm, k_norm)
     if q_norm is not None:
         assert raw.shape == (len(grad_qkv), heads[0] + heads[1], heads[2]) and raw.is_contiguous()

@@ -1,7 +1,7 @@
 """`finish_` and its way back, one launch each: a program owns some tokens of one head, as two tiles [BT, H/2], so that
 the halves meet in registers and every value is read and written once. In between all is fp32.
 
-The heads of one token block run side by side: they share its rows of cos, sin and h, which then come from cache.
+The heads of one token block run side by side: they share its rows of cos and sin, which then come from cache.
 """
 
 from __future__ import annotations
@@ -11,18 +11,13 @@ import triton
 import triton.language as tl
 
 from graftune.kernels.launch import power_of_two
-from graftune.kernels.lora_linear.reference import Low
 
 
 @triton.jit
 def _finish(
-    qkv_ptr, cos_ptr, sin_ptr, bias_ptr, h_ptr, up_ptr, q_norm_ptr, k_norm_ptr, raw_ptr, tokens, scale, eps,
+    qkv_ptr, cos_ptr, sin_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, raw_ptr, tokens, eps,
     N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, WORK: tl.constexpr,
-    R: tl.constexpr, RANKS: tl.constexpr,
-    Q_MEMBER: tl.constexpr, K_MEMBER: tl.constexpr, V_MEMBER: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     H: tl.constexpr = 2 * HALF
     head = tl.program_id(0) % WORK
@@ -34,21 +29,6 @@ def _finish(
     place = qkv_ptr + rows * ((N + 2 * K) * H) + head * H + cols[None, :]
     a = tl.load(place, mask, other=0.0).to(tl.float32)
     b = tl.load(place + HALF, mask, other=0.0).to(tl.float32)
-    if HAS_LOW:
-        member = tl.where(head < N, Q_MEMBER, tl.where(head < N + K, K_MEMBER, V_MEMBER))
-        if member >= 0:
-            row = tl.where(
-                head < N, Q_ROW + head * H, tl.where(head < N + K, K_ROW + (head - N) * H, V_ROW + (head - N - K) * H)
-            )
-            ranks = tl.arange(0, BR)
-            low = tl.load(
-                h_ptr + rows * RANKS + member * R + ranks[None, :],
-                (at < tokens)[:, None] & (ranks < R)[None, :], other=0.0,
-            )  # fmt: skip
-            up = up_ptr + (row + cols)[None, :] * R + ranks[:, None]
-            alive = inside[None, :] & (ranks < R)[:, None]
-            a += scale * tl.dot(low, tl.load(up, alive, other=0.0), input_precision="ieee")
-            b += scale * tl.dot(low, tl.load(up + HALF * R, alive, other=0.0), input_precision="ieee")
     if HAS_BIAS:
         a += tl.load(bias_ptr + head * H + cols, inside, other=0.0).to(tl.float32)[None, :]
         b += tl.load(bias_ptr + head * H + HALF + cols, inside, other=0.0).to(tl.float32)[None, :]
@@ -131,7 +111,6 @@ def finish_(
     sin: torch.Tensor,
     heads: tuple[int, int, int],
     bias: torch.Tensor | None,
-    low: Low | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
@@ -139,21 +118,13 @@ def finish_(
     queries, keys, width = heads
     tokens = len(qkv)
     raw = qkv.new_empty((tokens, queries + keys, width) if q_norm is not None else 0)
-    members, first_rows = _members(low, heads)
     # Where nothing is added to v, it is what it should be already.
-    work = queries + keys + (keys if bias is not None or members[2] >= 0 else 0)
-    rank = low.rank if low is not None else 1
-    assert rank <= 64 and (low is None or (low.h.is_contiguous() and low.up.is_contiguous()))
+    work = queries + keys + (keys if bias is not None else 0)
     bt, bc, warps = _blocks(tokens, width)
     if tokens:
         _finish[(triton.cdiv(tokens, bt) * work,)](
-            qkv, cos, sin, bias, low.h if low else None, low.up if low else None, q_norm, k_norm, raw, tokens,
-            low.scale if low else 0.0, eps, N=queries, K=keys, HALF=width // 2, WORK=work,
-            R=rank, RANKS=low.h.shape[1] if low else 1,
-            Q_MEMBER=members[0], K_MEMBER=members[1], V_MEMBER=members[2],
-            Q_ROW=first_rows[0], K_ROW=first_rows[1], V_ROW=first_rows[2],
-            HAS_LOW=low is not None, HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None,
-            BT=bt, BC=bc, BR=power_of_two(rank, 16), num_warps=warps,
+            qkv, cos, sin, bias, q_norm, k_norm, raw, tokens, eps, N=queries, K=keys, HALF=width // 2, WORK=work,
+            HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, BT=bt, BC=bc, num_warps=warps,
         )  # fmt: skip
     return raw
 
@@ -190,19 +161,7 @@ def finish_backward_(
 
 
 def _blocks(tokens: int, width: int) -> tuple[int, int, int]:
-    """Tokens of a tile, padded columns of half a head (a dot wants 16), warps: at most 32 values a thread and tile."""
+    """Tokens of a tile, padded columns of half a head, warps: at most 32 values a thread and tile."""
     columns = power_of_two(width // 2, 16)
     rows = min(64 if columns <= 128 else 32, power_of_two(tokens, 16))
     return rows, columns, 8 if rows * columns > 4096 else 4
-
-
-def _members(low: Low | None, heads: tuple[int, int, int]) -> tuple[list[int], list[int]]:
-    """For q, k and v: which member of the adapters' group it is (-1: none), and where its rows of `up` begin."""
-    queries, keys, width = heads
-    ends = [queries * width, (queries + keys) * width, (queries + 2 * keys) * width]
-    ranges = list(zip([0, *ends], ends, strict=False))
-    members, first_rows = [-1] * 3, [0] * 3
-    for index, (columns, rows, _) in enumerate(low.members() if low is not None else []):
-        which = ranges.index((columns.start, columns.stop))
-        members[which], first_rows[which] = index, rows.start
-    return members, first_rows

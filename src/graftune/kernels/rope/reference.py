@@ -3,14 +3,13 @@
     out[:H/2] = a cos - b sin        out[H/2:] = b cos + a sin        with a, b the two halves
 
 The rotation is orthogonal up to the scaling folded into cos and sin, so the backward is the same with sin negated.
-`finish_` is all that lies between the fused qkv product and attention: adapters, bias, QK norm, rotation.
+`finish_` is all that lies between the fused qkv product and attention: bias, QK norm, rotation.
 """
 
 from __future__ import annotations
 
 import torch
 
-from graftune.kernels.lora_linear.reference import Low, add_
 from graftune.kernels.rms_norm import reference as rms_norm
 
 
@@ -46,15 +45,12 @@ def finish_(
     heads: tuple[int, int, int],
     *,
     bias: torch.Tensor | None = None,
-    low: Low | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
     if bias is not None:
         qkv += bias
-    if low is not None:
-        add_(qkv, low)
     turned = _by_head(qkv, heads)
     raw = qkv.new_empty(0)
     if q_norm is not None and k_norm is not None:

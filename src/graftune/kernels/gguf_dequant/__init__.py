@@ -1,0 +1,47 @@
+"""GGUF blocks, as they lie in the file, to numbers: to the bit what the gguf package makes of them, then rounded to the
+dtype of what is written. See reference.py for the formats.
+
+blocks [rows, bytes of a row] uint8, one row after the other -> out [rows, width] in bf16, fp16 or fp32, whose rows may
+lie apart.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.gguf_dequant import reference
+from graftune.kernels.gguf_dequant.reference import KINDS, PLAIN, Block, row_bytes
+
+__all__ = ["KINDS", "Block", "dequantise", "gather", "row_bytes"]
+
+_OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    """Writes all rows of the weight to `out`, or those that `rows` [len(out)] (int32 or int64) names, in its order."""
+    assert blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.is_contiguous()
+    assert kind in KINDS, f"there is no dequantisation of {kind}"
+    assert out.dtype in _OUT and out.dim() == 2 and out.stride(1) == 1 and out.device == blocks.device
+    assert out.shape[1] > 0 and blocks.shape[1] == row_bytes(kind, out.shape[1])
+    if rows is None:
+        assert len(blocks) == len(out)
+    else:
+        assert rows.shape == (len(out),) and rows.is_contiguous() and rows.dtype in (torch.int32, torch.int64)
+    if kind not in PLAIN and launch.fused(blocks):
+        from graftune.kernels.gguf_dequant import kernel
+
+        kernel.dequantise(blocks, kind, out, rows)
+    elif blocks.is_cuda:  # a cast, which torch's own kernel does at the memory's speed, and in one piece
+        values = blocks if rows is None else blocks.index_select(0, rows)
+        out.copy_(values.view(PLAIN[kind]))
+    else:
+        reference.dequantise(blocks, kind, out, rows)
+
+
+def gather(blocks: torch.Tensor, kind: str, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An embedding lookup: the rows `ids` [T] -> [T, width]. No other row is touched."""
+    block = KINDS[kind]
+    out = torch.empty(len(ids), blocks.shape[1] // block.bytes * block.values, dtype=dtype, device=blocks.device)
+    dequantise(blocks, kind, out, ids)
+    return out

@@ -1,0 +1,310 @@
+"""GGUF blocks to numbers on the GPU: reference.py's formulas, a lane for every four bytes of codes.
+
+Writing is most of the traffic (two bytes a value against half a one or so), and at the memory's speed there is time for
+about fifteen instructions a value. So a tile is [blocks, lanes]: a lane loads one word of codes, and beside it, since
+broadcasts out of the first cache are nearly free, the block's scales; it puts the codes of four values in a row together
+in one word, all four at once, for each field of the bytes, and stores their values together, 8 bytes in bf16, the lanes
+beside it going on where it ends. Loads are words where blocks are multiples of four bytes and pairs of half words where
+they are not (all are even; a byte at a time takes twice the instructions). A lane for every value instead would load
+each byte of codes two or four times, and integer operations, of which the GPU does half as many as of others, would be
+what it waits for.
+
+Tiles run over the blocks of all rows in one sequence, so short rows waste nothing; blocks a row are compiled in, which
+makes a block's row a multiplication and a shift. Nothing may be contracted to multiply-adds: every launch says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels.gguf_dequant.reference import CURVE, KINDS
+
+WORDS, WARPS = 512, 4  # a tile's words of codes: four for every thread
+
+
+def _packed_curve(word: int) -> int:
+    return int.from_bytes(bytes(value + 128 for value in CURVE[4 * word : 4 * word + 4]), "little")
+
+
+CURVE_0, CURVE_1, CURVE_2, CURVE_3 = (tl.constexpr(_packed_curve(word)) for word in range(4))
+
+
+@triton.jit
+def _blocks(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
+    LANES: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """A tile's blocks: where the bytes of each begin and whether it exists, for every lane, and where its values go.
+
+    out_steps * STEP is the distance of rows: Triton is told by STEP how far stores may be trusted to be aligned."""
+    first = tl.program_id(0) * B
+    row = first // PER_ROW
+    place = first - row * PER_ROW + tl.arange(0, B)
+    below = place // PER_ROW
+    column = place - below * PER_ROW
+    inside = first + tl.arange(0, B) < count
+    out = out_ptr + row.to(tl.int64) * out_steps * STEP
+    out += (below.to(tl.int64) * out_steps) * STEP + column * VALUES
+    if PICK:
+        source = tl.load(ids_ptr + row + below, inside, other=0).to(tl.int64)
+        src = src_ptr + source * (PER_ROW * SIZE) + column * SIZE
+    else:
+        src = src_ptr + first.to(tl.int64) * SIZE + tl.arange(0, B) * SIZE
+    every = tl.zeros((1, LANES), tl.int32)
+    return src[:, None] + every, inside[:, None] & (every == 0), out[:, None, None]
+
+
+@triton.jit
+def _short(at, inside):
+    return tl.load(at.to(tl.pointer_type(tl.uint16), bitcast=True), inside, other=0).to(tl.uint32)
+
+
+@triton.jit
+def _word(at, inside, ALIGNED: tl.constexpr):
+    if ALIGNED:
+        return tl.load(at.to(tl.pointer_type(tl.uint32), bitcast=True), inside, other=0)
+    else:
+        return _short(at, inside) | (_short(at + 2, inside) << 16)
+
+
+@triton.jit
+def _half(bits):
+    """The fp16 number in the lower half of a word."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _exact(bits, ZERO: tl.constexpr):
+    """Integers below 2^23, less ZERO, in fp32: as the last bits of 2^23 they are a number already."""
+    return (bits | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
+def _bytes(word):
+    """[B, lanes] -> [B, lanes, 4]"""
+    return (word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255
+
+
+@triton.jit
+def _curved(code):
+    low = tl.where((code & 4) == 0, CURVE_0, CURVE_1)
+    high = tl.where((code & 4) == 0, CURVE_2, CURVE_3)
+    packed = tl.where((code & 8) == 0, low, high).to(tl.uint32)
+    return _exact((packed >> (8 * (code & 3))) & 255, 128)
+
+
+@triton.jit
+def _store(out, at, values, inside):
+    """`at` [1, lanes]: where in its block a lane's four values begin."""
+    to = out + at[:, :, None] + tl.arange(0, 4)[None, None, :]
+    tl.store(to, values.to(out.dtype.element_ty), inside[:, :, None])
+
+
+@triton.jit
+def _legacy(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+    MINIMUM: tl.constexpr, FIFTH: tl.constexpr, CURVED: tl.constexpr,
+):  # fmt: skip
+    """Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL: d, perhaps m, perhaps the fifth bits, then 16 bytes of two codes each."""
+    HEADER: tl.constexpr = SIZE - 16
+    ALIGNED: tl.constexpr = SIZE % 4 == 0
+    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 4, B)
+    lane = tl.arange(0, 4)[None, :]
+    if MINIMUM:
+        head = _word(src, inside, ALIGNED)
+        least = _half(head >> 16)[:, :, None]
+    else:
+        head = _short(src, inside)
+    scale = _half(head)[:, :, None]
+    codes = _word(src + HEADER + 4 * lane, inside, ALIGNED)
+    if FIFTH:
+        fifth = _word(src + HEADER - 4, inside, ALIGNED) >> (4 * lane)
+    for half in tl.static_range(2):
+        code = (codes >> (4 * half)) & 0x0F0F0F0F
+        if FIFTH:  # the product brings four bits in a row to the four bytes
+            code |= ((((fifth >> (16 * half)) & 15) * 0x00204081) & 0x01010101) << 4
+        if CURVED:
+            values = _curved(_bytes(code)) * scale
+        elif MINIMUM:
+            values = _exact(_bytes(code), 0) * scale + least
+        else:
+            values = _exact(_bytes(code), 16 if FIFTH else 8) * scale
+        _store(out, 4 * lane + 16 * half, values, inside)
+
+
+@triton.jit
+def _q8_0(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 8, B)
+    lane = tl.arange(0, 8)[None, :]
+    scale = _half(_short(src, inside))[:, :, None]
+    codes = _word(src + 2 + 4 * lane, inside, False) ^ 0x80808080  # signed bytes, now 128 more
+    _store(out, 4 * lane, _exact(_bytes(codes), 128) * scale, inside)
+
+
+@triton.jit
+def _q2_k(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """16 scales and minima of four bits; two runs of 32 bytes, each of four codes that stand 32 values apart; d, d'."""
+    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 16, B)
+    lane = tl.arange(0, 16)[None, :]
+    run, part = lane // 8, lane % 8
+    head = _word(src + 80, inside, True)
+    scale, least = _half(head), _half(head >> 16)
+    scales = (_word(src + 8 * run, inside, True), _word(src + 8 * run + 4, inside, True))
+    codes = _word(src + 16 + 4 * lane, inside, True)
+    for field in tl.static_range(4):
+        both = scales[field // 2] >> (16 * (field % 2) + 8 * (part // 4))
+        by = (_exact(both & 15, 0) * scale)[:, :, None]
+        less = (_exact((both >> 4) & 15, 0) * least)[:, :, None]
+        values = _exact(_bytes((codes >> (2 * field)) & 0x03030303), 0) * by - less
+        _store(out, 128 * run + 32 * field + 4 * part, values, inside)
+
+
+@triton.jit
+def _q3_k(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """32 bytes of third bits; codes as in Q2_K; 16 scales, their low four bits in 8 bytes, the high two in 4; d."""
+    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 16, B)
+    lane = tl.arange(0, 16)[None, :]
+    run, part = lane // 8, lane % 8
+    scale = _half(_short(src + 108, inside))
+    scales = (_word(src + 96, inside, False) >> (4 * run), _word(src + 100, inside, False) >> (4 * run))
+    upper = _word(src + 104, inside, False) >> (4 * run)
+    third = _word(src + 4 * part, inside, False) >> (4 * run)
+    codes = _word(src + 32 + 4 * lane, inside, False)
+    for field in tl.static_range(4):
+        place = 16 * (field % 2) + 8 * (part // 4)
+        six = ((scales[field // 2] >> place) & 15) | (((upper >> (place + 2 * (field // 2))) & 3) << 4)
+        by = (_exact(six, 32) * scale)[:, :, None]
+        code = ((codes >> (2 * field)) & 0x03030303) | (((third >> field) & 0x01010101) << 2)
+        _store(out, 128 * run + 32 * field + 4 * part, _exact(_bytes(code), 4) * by, inside)
+
+
+@triton.jit
+def _q4_k(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+    FIFTH: tl.constexpr,
+):  # fmt: skip
+    """Q4_K, Q5_K: d, d'; 12 bytes of scales and minima; perhaps the fifth bits; four runs of 32 bytes of two codes."""
+    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
+    lane = tl.arange(0, 32)[None, :]
+    run, part = lane // 8, lane % 8
+    head = _word(src, inside, True)
+    scale, least = _half(head), _half(head >> 16)
+    # Lanes of runs 2 and 3 need the later four scales: the same byte places, other bits.
+    at = 16 * (run % 2)
+    first, second, third = (
+        _word(src + 4, inside, True) >> at, _word(src + 8, inside, True) >> at, _word(src + 12, inside, True) >> at
+    )  # fmt: skip
+    codes = _word(src + SIZE - 128 + 4 * lane, inside, True)
+    if FIFTH:
+        fifth = _word(src + 16 + 4 * part, inside, True) >> (2 * run)
+    for half in tl.static_range(2):
+        a, b, c = first >> (8 * half), second >> (8 * half), third >> (8 * half)
+        by = _exact(tl.where(run < 2, a & 63, (c & 15) | ((a >> 2) & 48)), 0) * scale
+        less = _exact(tl.where(run < 2, b & 63, ((c >> 4) & 15) | ((b >> 2) & 48)), 0) * least
+        code = (codes >> (4 * half)) & 0x0F0F0F0F
+        if FIFTH:
+            code |= ((fifth >> half) & 0x01010101) << 4
+        values = _exact(_bytes(code), 0) * by[:, :, None] - less[:, :, None]
+        _store(out, 64 * run + 32 * half + 4 * part, values, inside)
+
+
+@triton.jit
+def _q6_k(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Two runs of 64 bytes of low halves, two codes each, 64 values apart; two runs of 32 bytes of high pairs, four
+    each, 32 values apart; 16 signed scales; d."""
+    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
+    lane = tl.arange(0, 32)[None, :]
+    run, part = lane // 16, lane % 16
+    scale = _half(_short(src + 208, inside))
+    to_scales = (src + 192 + 8 * run + part // 4).to(tl.pointer_type(tl.int8), bitcast=True)
+    scales = (tl.load(to_scales, inside, other=0), tl.load(to_scales + 4, inside, other=0))
+    codes = _word(src + 4 * lane, inside, False)
+    upper = _word(src + 128 + 32 * run + 4 * (part % 8), inside, False) >> (2 * (part // 8))
+    for half in tl.static_range(2):
+        by = (scales[half].to(tl.float32) * scale)[:, :, None]
+        code = ((codes >> (4 * half)) & 0x0F0F0F0F) | (((upper >> (4 * half)) & 0x03030303) << 4)
+        _store(out, 128 * run + 64 * half + 4 * part, _exact(_bytes(code), 32) * by, inside)
+
+
+@triton.jit
+def _iq4_xs(
+    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """d; eight scales, their high pairs in 2 bytes and low halves in 4; eight runs of 16 bytes of two codes."""
+    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
+    lane = tl.arange(0, 32)[None, :]
+    run, part = lane // 4, lane % 4
+    head = _word(src, inside, True)
+    six = ((_word(src + 4, inside, True) >> (4 * run)) & 15) | (((head >> (16 + 2 * run)) & 3) << 4)
+    by = (_exact(six, 32) * _half(head))[:, :, None]
+    codes = _word(src + 8 + 4 * lane, inside, True)
+    for half in tl.static_range(2):
+        _store(out, 32 * run + 16 * half + 4 * part, _curved(_bytes((codes >> (4 * half)) & 0x0F0F0F0F)) * by, inside)
+
+
+# kind -> its kernel, words of codes a block, and what else is compiled in
+LAUNCHES: dict[str, tuple[Any, int, dict[str, bool]]] = {
+    "Q4_0": (_legacy, 4, {"MINIMUM": False, "FIFTH": False, "CURVED": False}),
+    "Q4_1": (_legacy, 4, {"MINIMUM": True, "FIFTH": False, "CURVED": False}),
+    "Q5_0": (_legacy, 4, {"MINIMUM": False, "FIFTH": True, "CURVED": False}),
+    "Q5_1": (_legacy, 4, {"MINIMUM": True, "FIFTH": True, "CURVED": False}),
+    "IQ4_NL": (_legacy, 4, {"MINIMUM": False, "FIFTH": False, "CURVED": True}),
+    "Q8_0": (_q8_0, 8, {}),
+    "Q2_K": (_q2_k, 16, {}),
+    "Q3_K": (_q3_k, 16, {}),
+    "Q4_K": (_q4_k, 32, {"FIFTH": False}),
+    "Q5_K": (_q4_k, 32, {"FIFTH": True}),
+    "Q6_K": (_q6_k, 32, {}),
+    "IQ4_XS": (_iq4_xs, 32, {}),
+}
+
+
+def alignment(stride: int) -> int:
+    """The largest power of two up to 16 that divides a distance of rows."""
+    return min(16, stride & -stride)
+
+
+def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None) -> None:
+    jitted, words, flags = LAUNCHES[kind]
+    values, size = KINDS[kind]
+    per_row = out.shape[1] // values
+    count, tile = len(out) * per_row, WORDS // words
+    assert count < 2**31 - tile and blocks.data_ptr() % (2 if size % 4 else 4) == 0
+    if not count:
+        return
+    step = alignment(out.stride(0))
+    jitted[(triton.cdiv(count, tile),)](
+        blocks,
+        rows,
+        out,
+        count,
+        out.stride(0) // step,
+        PICK=rows is not None,
+        STEP=step,
+        PER_ROW=per_row,
+        SIZE=size,
+        B=tile,
+        **flags,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,176 @@
+"""GGUF blocks to numbers. A row is blocks side by side; a block is one or two fp16 scales and its values' small codes:
+
+    Q4_0 Q5_0 Q8_0             value = d (code - half)
+    Q4_1 Q5_1                  value = d code + m
+    Q2_K Q4_K Q5_K             value = (d s) code - (d' s')       s, s': small integers, for each 16 or 32 values of 256
+    Q3_K Q6_K                  value = (d s) (code - half)
+    IQ4_NL                     value = d CURVE[code]
+    IQ4_XS                     value = (d s) CURVE[code]
+
+Each product and sum is rounded to fp32 by itself, in the order written: so every value is, to the bit, what the gguf
+package makes of the same bytes, and only then is it rounded to the dtype asked for. Multiply-adds would differ.
+
+A few rows are decoded at a time: a full copy in fp32 never exists, and a piece stays in a core's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+PIECE = 1 << 17  # values decoded at a time
+CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
+
+
+class Block(NamedTuple):
+    values: int
+    bytes: int
+
+
+KINDS = {
+    "F32": Block(1, 4),
+    "F16": Block(1, 2),
+    "BF16": Block(1, 2),
+    "Q4_0": Block(32, 18),
+    "Q4_1": Block(32, 20),
+    "Q5_0": Block(32, 22),
+    "Q5_1": Block(32, 24),
+    "Q8_0": Block(32, 34),
+    "Q2_K": Block(256, 84),
+    "Q3_K": Block(256, 110),
+    "Q4_K": Block(256, 144),
+    "Q5_K": Block(256, 176),
+    "Q6_K": Block(256, 210),
+    "IQ4_NL": Block(32, 18),
+    "IQ4_XS": Block(256, 136),
+}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def row_bytes(kind: str, width: int) -> int:
+    """Bytes of a row of `width` values."""
+    block = KINDS[kind]
+    assert width % block.values == 0, f"a row of {width} values is not made of whole blocks of {block.values}"
+    return width // block.values * block.bytes
+
+
+def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    step = max(1, PIECE // out.shape[1])
+    for start in range(0, len(out), step):
+        target = out[start : start + step]
+        piece = blocks[start : start + step] if rows is None else blocks.index_select(0, rows[start : start + step])
+        if kind in PLAIN:
+            target.copy_(piece.view(PLAIN[kind]))
+        else:
+            target.copy_(_DECODE[kind](piece.reshape(-1, KINDS[kind].bytes)).view(target.shape))
+
+
+# What follows takes the bytes of n blocks [n, bytes] and gives their values in fp32, n times as many as a block has.
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The fp16 number at a byte of each block, [n, 1, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()[:, :, None]
+
+
+def _fields(packed: torch.Tensor, run: int, bits: int) -> torch.Tensor:
+    """Codes of `bits` bits, lowest first, that lie over each other in runs of bytes: [n, bytes] -> [n, codes / run, run]."""
+    runs = packed.unflatten(1, (-1, 1, run))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return ((runs >> shifts) & (2**bits - 1)).flatten(1, 2)
+
+
+def _legacy(blocks: torch.Tensor, header: int, fifth: bool) -> torch.Tensor:
+    """The 32 codes behind a header of so many bytes, [n, 2, 16]: four bits each, with the fifth ones before them."""
+    codes = _fields(blocks[:, header:], 16, 4)
+    if fifth:
+        codes |= _fields(blocks[:, header - 4 : header], 1, 1).view_as(codes) << 4
+    return codes
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _legacy(blocks, 2, False).float().sub_(8).mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _legacy(blocks, 4, False).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _legacy(blocks, 6, True).float().sub_(16).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _legacy(blocks, 8, True).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, None, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, codes = blocks[:, :16, None], _fields(blocks[:, 16:80], 32, 2).view(-1, 16, 16)
+    values = codes.float().mul_((scales & 15).float().mul_(_half(blocks, 80)))
+    return values.sub_((scales >> 4).float().mul_(_half(blocks, 82)))
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    """The third bit lies apart, and stands for 4 that are not taken away."""
+    scales = _fields(blocks[:, 96:104], 8, 4).flatten(1) | _fields(blocks[:, 104:108], 4, 2).flatten(1) << 4
+    codes = _fields(blocks[:, 32:96], 32, 2) | _fields(blocks[:, :32], 32, 1) << 2
+    return codes.view(-1, 16, 16).float().sub_(4).mul_(scales[:, :, None].float().sub_(32).mul_(_half(blocks, 108)))
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _scaled_with_minimum(blocks, _fields(blocks[:, 16:], 32, 4))
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _scaled_with_minimum(blocks, _fields(blocks[:, 48:], 32, 4) | _fields(blocks[:, 16:48], 32, 1) << 4)
+
+
+def _scaled_with_minimum(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Eight scales and minima of six bits in three runs of four bytes: the last four of each have their low bits in the
+    third run and their high ones on top of the first four."""
+    scale, least, rest = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
+    scales = torch.cat((scale & 63, rest & 15 | scale >> 6 << 4), 1)[:, :, None]
+    minima = torch.cat((least & 63, rest >> 4 | least >> 6 << 4), 1)[:, :, None]
+    return codes.float().mul_(scales.float().mul_(_half(blocks, 0))).sub_(minima.float().mul_(_half(blocks, 2)))
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales = blocks[:, 192:208, None].view(torch.int8)
+    codes = _fields(blocks[:, :128], 64, 4).view(-1, 8, 32) | _fields(blocks[:, 128:192], 32, 2) << 4
+    return codes.view(-1, 16, 16).float().sub_(32).mul_(scales.float().mul_(_half(blocks, 208)))
+
+
+def _curved(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(CURVE, dtype=torch.float32).index_select(0, codes.view(-1).int()).view(codes.shape)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _curved(_fields(blocks[:, 2:], 16, 4)).mul_(_half(blocks, 0))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    scales = _fields(blocks[:, 4:8], 1, 4) | _fields(blocks[:, 2:4], 1, 2) << 4
+    values = _curved(_fields(blocks[:, 8:], 16, 4)).view(-1, 8, 32)
+    return values.mul_(scales.float().sub_(32).mul_(_half(blocks, 0)))
+
+
+_DECODE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}

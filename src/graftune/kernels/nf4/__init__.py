@@ -1,0 +1,174 @@
+"""NF4 weights: quantised to bitsandbytes' bytes, dequantised to its values, read from and written to its checkpoints,
+all without bitsandbytes. reference.py has the formulas; kernel.py runs them on a GPU.
+
+    quantise(weight), quantise_pieces(pieces, shape, dtype)    -> Nf4
+    dequantise(nf4, dtype, out=, rows=), gather(nf4, ids)      -> values
+    from_checkpoint(tensors, name), to_checkpoint(nf4, name)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.kernels import launch
+from graftune.kernels.nf4 import reference
+from graftune.kernels.nf4.reference import BLOCK, GROUP, TABLE, Nf4
+
+__all__ = ["Nf4", "dequantise", "from_checkpoint", "gather", "quantise", "quantise_pieces", "to_checkpoint"]
+
+FLOATS = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
+STATE = ".quant_state.bitsandbytes__"
+
+
+def quantise(weight: torch.Tensor, *, double: bool = True) -> Nf4:
+    """The weight on its own device. Contiguous weights are not copied."""
+    return quantise_pieces([weight], weight.shape, weight.dtype, double=double)
+
+
+def quantise_pieces(
+    pieces: Iterable[torch.Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    double: bool = True,
+    device: torch.device | str | None = None,
+) -> Nf4:
+    """The same bytes as `quantise` of the whole, from its consecutive pieces (rows, as a rule), of which one is alive at
+    a time. Pieces may end anywhere; where they end between blocks of 64, nothing of them is copied. Each is quantised on
+    the device where it lies; the result lies on `device` (else on that of the first piece)."""
+    count, at = math.prod(shape), 0
+    assert count > 0 and dtype in FLOATS.values()
+    codes, absmax = None, None
+    for values in reference.whole_blocks(pieces):
+        assert values.dtype == dtype and at + len(values) <= count, "pieces do not make up the shape"
+        if codes is None or absmax is None:
+            device = device or values.device
+            codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=device)
+            absmax = torch.empty(-(-count // BLOCK), dtype=torch.float32, device=device)
+        stop = at + len(values)
+        part = codes[at // 2 : (stop + 1) // 2], absmax[at // BLOCK : -(-stop // BLOCK)]
+        target = (
+            part if values.device == codes.device else tuple(torch.empty_like(x, device=values.device) for x in part)
+        )
+        _encode(values, *target)
+        if target is not part:
+            for there, here in zip(part, target, strict=True):
+                there.copy_(here)
+        at = stop
+    assert codes is not None and absmax is not None and at == count, "pieces do not make up the shape"
+    return reference.finish(tuple(shape), dtype, codes, absmax, double)
+
+
+def _encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
+    if launch.fused(values):
+        from graftune.kernels.nf4 import kernel
+
+        kernel.encode(values, codes, absmax)
+    else:
+        reference.encode(values, codes, absmax)
+
+
+def dequantise(
+    nf4: Nf4,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    rows: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """The values, computed in fp32 and rounded once to `dtype` (else out's, else what was quantised), in the tensor's
+    shape; of `rows` = (start, stop), as a matrix. `out` [rows, width] may be part of a wider buffer: only its values next
+    to each other within a row have to lie so, and nothing beside them is touched."""
+    start, stop = rows or (0, nf4.rows)
+    assert 0 <= start < stop <= nf4.rows
+    shape = (stop - start, nf4.width)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype or nf4.dtype, device=nf4.device)
+        _fill(nf4, out, start)
+        return out if rows else out.view(nf4.shape)
+    assert dtype is None or out.dtype == dtype
+    matrix = out if out.shape == shape else out.view(shape)
+    assert matrix.stride(1) == 1 or shape[1] == 1
+    _fill(nf4, matrix, start)
+    return out
+
+
+def _fill(nf4: Nf4, out: torch.Tensor, start: int) -> None:
+    assert out.dtype in FLOATS.values() and out.device == nf4.device
+    if launch.fused(out):
+        from graftune.kernels.nf4 import kernel
+
+        kernel.dequantise(nf4, out, start)
+    else:
+        reference.dequantise(nf4, out, start)
+
+
+def gather(nf4: Nf4, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The rows of a matrix named by ids [T] -> [T, width]: an embedding lookup that dequantises nothing else."""
+    assert len(nf4.shape) == 2 and ids.dim() == 1 and len(ids) > 0
+    out = torch.empty(len(ids), nf4.width, dtype=dtype or nf4.dtype, device=nf4.device)
+    if nf4.width % BLOCK == 0:
+        _fill(reference.select(nf4, ids), out, 0)
+    else:
+        reference.gather(nf4, ids, out)
+    return out
+
+
+def from_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> Nf4:
+    """The weight `name` of a prequantised checkpoint. `tensors` is asked for this weight's keys only, and what it gives
+    is kept as it is: nothing is dequantised."""
+    if name + STATE + "nf4" not in tensors:
+        kind = "fp4" if name + STATE + "fp4" in tensors else "not bitsandbytes' NF4"
+        raise GraftuneError(f"the weight is {kind}", where=name, mend="use an NF4 or an unquantised checkpoint")
+    state = json.loads(bytes(tensors[name + STATE + "nf4"].cpu().tolist()))
+    double = name + ".nested_absmax" in tensors
+    _expect(name, "block size", state["blocksize"], BLOCK)
+    shape, count = tuple(state["shape"]), math.prod(state["shape"])
+    if state["dtype"] not in FLOATS:
+        raise GraftuneError(f"dtype {state['dtype']} is not known", where=name, mend=f"use one of {', '.join(FLOATS)}")
+    table = tensors[name + ".quant_map"].float().cpu()
+    if not torch.equal(table, torch.tensor(TABLE)):
+        raise GraftuneError("the weight's quant_map is not NF4's", where=name, mend="use an NF4 checkpoint")
+    # Packed codes may be stored as another dtype (bnb_4bit_quant_storage), in which case a few bytes may follow them.
+    codes = tensors[name].contiguous().view(-1).view(torch.uint8)[: (count + 1) // 2]
+    absmax = tensors[name + ".absmax"].view(-1)
+    _expect(name, "number of codes", len(codes), (count + 1) // 2)
+    _expect(name, "number of scales", len(absmax), -(-count // BLOCK))
+    if not double:
+        return Nf4(shape, FLOATS[state["dtype"]], codes, absmax.float())
+    _expect(name, "nested block size", state["nested_blocksize"], GROUP)
+    _expect(name, "dtype of the scales", state["nested_dtype"], "float32")
+    groups, entries = (tensors[name + "." + key].float() for key in ("nested_absmax", "nested_quant_map"))
+    _expect(name, "number of nested scales", len(groups), -(-len(absmax) // GROUP))
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=codes.device)
+    return Nf4(shape, FLOATS[state["dtype"]], codes, absmax, groups, entries, offset)
+
+
+def _expect(name: str, what: str, found: object, wanted: object) -> None:
+    if found != wanted:
+        raise GraftuneError(f"its {what} is {found}, not {wanted}", where=name, mend="quantise it anew")
+
+
+def to_checkpoint(nf4: Nf4, name: str) -> dict[str, torch.Tensor]:
+    """What bitsandbytes saves for this weight, key by key and byte by byte."""
+    state: dict[str, object] = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": str(nf4.dtype).removeprefix("torch."),
+        "shape": nf4.shape,
+    }
+    tensors = {
+        name: nf4.codes[:, None],
+        name + ".absmax": nf4.absmax,
+        name + ".quant_map": torch.tensor(TABLE, device=nf4.device),
+    }
+    if nf4.nested_absmax is not None:
+        assert nf4.nested_map is not None and nf4.offset is not None
+        tensors[name + ".nested_absmax"] = nf4.nested_absmax
+        tensors[name + ".nested_quant_map"] = nf4.nested_map.clone()  # safetensors refuses tensors that share memory
+        state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": nf4.offset.item()}
+    tensors[name + STATE + "nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return tensors

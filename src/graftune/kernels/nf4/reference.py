@@ -1,0 +1,287 @@
+"""NF4: four bits a value, one scale a block of 64 and, with double quantisation, one byte a scale.
+
+    m_b   = max |w_i| in block b of 64                  code_i = the table's entry nearest to w_i / m_b
+    o     = mean of m                                   s_c    = max |m_b - o| in group c of 256 blocks
+    a_b   = the map's entry nearest to (m_b - o) / s_c  w_i   ~= table[code_i] * (map[a_b] * s_c + o)
+
+The table's sixteen values are quantiles of a normal distribution, the map's 256 a sign, a decimal exponent and a
+fraction. Two codes lie in a byte, the earlier one high. Blocks run over the flattened tensor, past the ends of rows.
+
+The bytes are those of bitsandbytes 0.50 on a CPU, its peculiarities included: whole blocks are multiplied by 1 / m and a
+ragged last one divided by m; "nearest" for the scales is read from 65,536 bins rather than found exactly (0.49 found it
+exactly, and differs in two scales of a thousand, by less than a bin); a group of equal scales has the codes 0. The
+offset is torch's mean over all scales on a CPU, so scales are kept in fp32 (a sixteenth byte a value) until the last is
+there, and its last bit depends on torch's number of threads as theirs does.
+
+Everything goes piece by piece: beside the input and the result there are only temporaries of PIECE values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from graftune.errors import GraftuneError
+
+BLOCK, GROUP = 64, 256  # values a scale; scales a second scale
+PIECE = 1 << 18  # values at a time, a multiple of BLOCK: they fit a core's cache
+LEAST = 1e-38  # what a smaller scale counts as in the division
+BINS = 65536  # of the scales' quantiser
+TABLE = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+@dataclass(frozen=True)
+class Nf4:
+    """A quantised tensor. The three last fields are there together (double quantisation) or not at all."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # what was quantised
+    codes: torch.Tensor  # [values / 2, rounded up] uint8
+    absmax: torch.Tensor  # [blocks] uint8 codes into the map, or fp32
+    nested_absmax: torch.Tensor | None = None  # [groups] fp32
+    nested_map: torch.Tensor | None = None  # [256] fp32, as the maker of the codes had it
+    offset: torch.Tensor | None = None  # fp32 scalar
+
+    def __post_init__(self) -> None:
+        n, blocks = self.numel, -(-self.numel // BLOCK)
+        assert n > 0 and self.codes.dtype == torch.uint8 and self.codes.shape == ((n + 1) // 2,)
+        assert self.absmax.shape == (blocks,) and self.absmax.dtype == (torch.uint8 if self.double else torch.float32)
+        if self.nested_absmax is None:
+            assert self.nested_map is None and self.offset is None
+            return
+        assert self.nested_map is not None and self.offset is not None
+        assert self.nested_absmax.shape == (-(-blocks // GROUP),) and self.nested_map.shape == (256,)
+        assert self.offset.dim() == 0
+        assert {x.dtype for x in (self.nested_absmax, self.nested_map, self.offset)} == {torch.float32}
+
+    @property
+    def double(self) -> bool:
+        return self.nested_absmax is not None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        fields = ("codes", "absmax", "nested_absmax", "nested_map", "offset")
+        return {name: x for name in fields if (x := getattr(self, name)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors.values())
+
+    def to(self, device: torch.device | str) -> Nf4:
+        return replace(self, **{name: x.to(device) for name, x in self.tensors.items()})
+
+
+def encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
+    """Codes and scales of a flat tensor that starts a block; a ragged end is the tensor's own."""
+    for at in range(0, len(values), PIECE):
+        x = values[at : at + PIECE].float()
+        whole = len(x) // BLOCK * BLOCK
+        blocks, rest, scaled = x[:whole].view(-1, BLOCK), x[whole:], x.new_zeros((len(x) + 1) // 2 * 2)
+        scales = absmax[at // BLOCK : -(-(at + len(x)) // BLOCK)]
+        torch.amax(blocks.abs(), 1, out=scales[: len(blocks)])
+        factors = 1.0 / scales[: len(blocks)].clamp(min=LEAST)
+        torch.mul(blocks, factors[:, None], out=scaled[:whole].view(-1, BLOCK))
+        if len(rest):
+            scales[-1] = rest.abs().max().clamp(min=LEAST)
+            torch.div(rest, scales[-1], out=scaled[whole : len(x)])
+        found = nearest(scaled.clamp_(-1, 1))
+        torch.add(found[1::2], found[::2], alpha=16, out=codes[at // 2 : at // 2 + len(found) // 2])
+
+
+def nearest(scaled: torch.Tensor) -> torch.Tensor:
+    """How many borders between the table's entries lie below each value, as uint8. [-1, 1] is cut into cells with at
+    most one border each, so that two lookups and one comparison do: six times as fast as torch's bucketize."""
+    below, border = cells(scaled.device)
+    cell = _cell(scaled).clamp_(0, len(below) - 1)  # a NaN may be anything; `nest` refuses it
+    return below.index_select(0, cell).add_((scaled > border.index_select(0, cell)).view(torch.uint8))
+
+
+def _cell(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.add(1.0).mul_(32.0).to(torch.int32)  # never falls as the value grows: all that `nearest` asks of it
+
+
+@cache
+def borders(device: torch.device) -> torch.Tensor:
+    table = torch.tensor(TABLE, device=device)
+    return (table[:-1] + table[1:]) / 2
+
+
+@cache
+def cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each cell: the number of borders in earlier cells, and its own border (infinite where it has none)."""
+    edges = borders(torch.device("cpu"))
+    at = _cell(edges).long()
+    assert len(at.unique()) == len(at)
+    border = torch.full((65,), math.inf).index_copy_(0, at, edges)
+    below = torch.bucketize(torch.arange(65), at).to(torch.uint8)
+    return below.to(device), border.to(device)
+
+
+def nest(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales on a CPU -> (their codes, the groups' scales, the offset)."""
+    offset = absmax.mean()
+    centred = absmax - offset
+    padded = torch.zeros(-(-len(absmax) // GROUP) * GROUP)
+    padded[: len(absmax)] = centred
+    groups = padded.view(-1, GROUP)
+    scales = groups.abs().amax(1)
+    scaled = (groups * (1.0 / scales)[:, None]).clamp_(-1, 1)
+    # In fp64 the product is exact, so this rounds once, like the fused multiply-add it stands for.
+    place = scaled.add_(1.0).double().mul_((BINS - 1) / 2).add_(0.5).float().nan_to_num_(0.0).to(torch.int32)
+    codes = bins().index_select(0, place.view(-1)).view_as(groups).masked_fill_((scales == 0)[:, None], 0)
+    return codes.view(-1)[: len(absmax)].clone(), scales, offset
+
+
+@cache
+def dynamic_map() -> torch.Tensor:
+    """Seven decades, each with twice the steps of the one below, either sign; zero; one. The roundings are torch's."""
+    entries = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (10 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2.0)
+        entries += [*middles.tolist(), *(-middles).tolist()]
+    return torch.tensor(sorted(entries), dtype=torch.float32)
+
+
+@cache
+def bins() -> torch.Tensor:
+    """The map's entry for each of the 65,536 places between -1 and 1."""
+    entries = dynamic_map()
+    places = -1.0 + torch.arange(BINS, dtype=torch.float32) * 2.0 / (BINS - 1)
+    return torch.bucketize(places, (entries[:-1] + entries[1:]) * 0.5).to(torch.uint8)
+
+
+def finish(shape: tuple[int, ...], dtype: torch.dtype, codes: torch.Tensor, absmax: torch.Tensor, double: bool) -> Nf4:
+    """The tensor from its codes and fp32 scales. The second step runs on the CPU wherever the codes lie: bytes then do
+    not depend on how a device adds up."""
+    scales = absmax.cpu()
+    if not bool(scales.isfinite().all()):
+        raise GraftuneError("a weight to be quantised holds NaN or infinity", mend="check the checkpoint")
+    if not double:
+        return Nf4(shape, dtype, codes, absmax.to(codes.device))
+    numbers, groups, offset = nest(scales)
+    rest = (x.to(codes.device) for x in (numbers, groups, dynamic_map(), offset))
+    return Nf4(shape, dtype, codes, *rest)
+
+
+def whole_blocks(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same values in flat pieces of whole blocks, but for the last: what is left of a piece waits for the next."""
+    left: torch.Tensor | None = None
+    for piece in pieces:
+        flat = piece.reshape(-1)
+        if left is not None and len(left):
+            fill = min(BLOCK - len(left), len(flat))
+            left, flat = torch.cat((left, flat[:fill])), flat[fill:]
+            if len(left) < BLOCK:
+                continue
+            yield left
+        whole = len(flat) // BLOCK * BLOCK
+        if whole:
+            yield flat[:whole]
+        left = flat[whole:].clone()  # a view would keep the piece alive
+    if left is not None and len(left):
+        yield left
+
+
+@cache
+def pairs(device: torch.device) -> torch.Tensor:
+    """Both values of each byte as one 8-byte word: one lookup for two values."""
+    table, byte = torch.tensor(TABLE), torch.arange(256)
+    return torch.stack((table[byte >> 4], table[byte & 15]), 1).view(torch.int64).view(-1).to(device)
+
+
+def scales(nf4: Nf4, blocks: torch.Tensor) -> torch.Tensor:
+    """fp32 scales of the blocks named by an int64 tensor, in its shape."""
+    at = blocks.reshape(-1)
+    found = nf4.absmax.index_select(0, at)
+    if nf4.nested_absmax is not None:
+        assert nf4.nested_map is not None and nf4.offset is not None
+        found = nf4.nested_map.index_select(0, found.int()) * nf4.nested_absmax.index_select(0, at // GROUP)
+        found += nf4.offset
+    return found.view_as(blocks)
+
+
+def values(nf4: Nf4, start: int, stop: int) -> torch.Tensor:
+    """Elements start to stop of the flattened tensor in fp32."""
+    first, last = start // BLOCK, -(-stop // BLOCK)
+    codes = nf4.codes[first * (BLOCK // 2) : last * (BLOCK // 2)]
+    found = pairs(nf4.device).index_select(0, codes.int()).view(torch.float32)
+    scale = scales(nf4, torch.arange(first, last, device=nf4.device))
+    whole = len(found) // BLOCK * BLOCK
+    found[:whole].view(-1, BLOCK).mul_(scale[: whole // BLOCK, None])
+    found[whole:].mul_(scale[-1])
+    return found[start - first * BLOCK : stop - first * BLOCK]
+
+
+def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
+    """Into out [rows, width], from row `start` on; its rows may lie apart."""
+    rows, width = out.shape
+    if out.is_contiguous():
+        flat, first = out.view(-1), start * width
+        for at in range(0, len(flat), PIECE):
+            piece = flat[at : at + PIECE]
+            piece.copy_(values(nf4, first + at, first + at + len(piece)))
+        return
+    step = max(1, PIECE // width)
+    for row in range(0, rows, step):
+        piece = out[row : row + step]
+        at = (start + row) * width
+        piece.copy_(values(nf4, at, at + piece.numel()).view_as(piece))
+
+
+def select(nf4: Nf4, ids: torch.Tensor) -> Nf4:
+    """The rows named by ids as a tensor of their own, with fp32 scales. Rows must be whole blocks."""
+    assert nf4.width % BLOCK == 0
+    a_row = nf4.width // BLOCK
+    blocks = ids[:, None] * a_row + torch.arange(a_row, device=ids.device)
+    codes = nf4.codes.view(nf4.rows, -1).index_select(0, ids)
+    return Nf4((len(ids), nf4.width), nf4.dtype, codes.view(-1), scales(nf4, blocks).view(-1))
+
+
+def gather(nf4: Nf4, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows of any width, value by value."""
+    table = torch.tensor(TABLE, device=nf4.device)
+    column = torch.arange(nf4.width, device=nf4.device)
+    step = max(1, PIECE // nf4.width)
+    for row in range(0, len(ids), step):
+        at = ids[row : row + step, None] * nf4.width + column
+        byte = nf4.codes[at >> 1].int()
+        code = torch.where(at % 2 == 0, byte >> 4, byte & 15)
+        out[row : row + step].copy_(table[code] * scales(nf4, at // BLOCK))
