@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import json
 import statistics
 import time
@@ -36,10 +37,9 @@ def trained(name: str, steps: int, *, graph: bool, deterministic: bool) -> dict[
         losses.append(runner.step(index)[0])
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - begin))
-    weights = next(iter(runner.trained()))
-    bits = weights.view(torch.int32).to(torch.int64).sum().item()
+    bits = sum(weights.view(torch.int32).to(torch.int64).sum().item() for weights in runner.trained())
     values = [float(loss) for loss in losses]
-    del runner, weights, losses
+    del runner, losses
     gc.collect()
     torch.cuda.empty_cache()
     return {"losses": values, "ms": statistics.median(times[steps // 2 :]), "bits": bits}
@@ -90,8 +90,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--accumulate", default="350m-full-4x512")
     parser.add_argument("--json", default="-")
+    parser.add_argument("--commit", default="", help="of the code that runs")
     args = parser.parse_args()
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "commit": args.commit,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
     for name in filter(None, args.cases.split(",")):
         found[name] = graph_against_eager(name, args.steps)
         print(name, json.dumps(found[name]), flush=True)

@@ -84,6 +84,7 @@ def judged(figures: dict[str, Any], losses: Sequence[float], norms: Sequence[flo
     proof: dict[str, float | None] = {
         "loss_first": round(losses[0], 5),
         "loss_last": round(losses[-1], 5),
+        "grad_norm_first": round(norms[0], 6),
         "grad_norm": round(norms[-1], 6),
         "moved": round(moved, 4),
     }

@@ -32,7 +32,7 @@ def ours(
     if case.base != "bf16":
         raise SystemExit(f"{case.name}: graftune has no such base here yet")
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
-    lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets)
+    lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets, init="kaiming")  # as the peers start
     runtime = resolve(str(device), "bf16" if device.type == "cuda" else "auto", deterministic=deterministic)
     torch.use_deterministic_algorithms(deterministic)
     spec = model_spec(case)
@@ -70,7 +70,11 @@ def ours(
         return loss, norm
 
     mode = "captured" if graph and device.type == "cuda" else "eager"
-    return Runner(one, lambda: [arena.weights], f"{runtime.describe()}; attention {choice.backend}; {mode}")
+    return Runner(
+        one,
+        lambda: [arena.view(name, arena.weights) for name in arena.slots],
+        f"{runtime.describe()}; attention {choice.backend}; {mode}",
+    )
 
 
 def model_spec(case: Case):

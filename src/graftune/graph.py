@@ -38,9 +38,10 @@ class Captured:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # what the eager call took would lie beside the graph's own memory for good
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # What a callable forks off to another stream yields to what it does on its own.
         ahead = torch.cuda.Stream(priority=-1)
         # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls matter.
-        with torch.cuda.graph(self.graph, pool=self.pool, stream=ahead, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, stream=ahead, capture_error_mode="thread_local"):
             self.work()
+        self.graph = graph  # only now: a capture that failed is none

@@ -33,7 +33,7 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
         step.micro_step(packed.to(torch.device(device)))
         step.set_hyper(HYPER | {"divisor": float(packed.response_tokens)})
         grads = side.arena.grads.cpu().clone()
-        report = step.update_step().cpu()
+        report = step.update_step().cpu().clone()
         found.append((report, grads, side.arena.weights.cpu().clone()))
         assert not side.arena.grads.any()
     return found
@@ -46,6 +46,8 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
         ("qwen2", LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj")), 0.0, "selective"),
         ("qwen3", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
         ("mistral-window", LoraConfig(rank=2, alpha=8.0), 0.3, "none"),
+        ("llama", LoraConfig(rank=70, alpha=70.0, targets=("k_proj", "up_proj", "o_proj")), 0.0, "none"),
+        ("llama-untied", LoraConfig(rank=25, alpha=10.0), 0.2, "selective"),
     ],
 )
 def test_step_equals_the_references(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):

@@ -193,8 +193,8 @@ def test_transformers_loads_what_is_saved(variant: str, tiny_folder: Folder, tmp
     assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
     want = ours.logits(documents)
     assert (transformers_logits(tmp_path / "wide", documents) - want).abs().max() < 1e-4
-    save_model(tmp_path / "model", ours.arena, ours.base, config)
-    save_model(tmp_path / "model", ours.arena, ours.base, config)  # over itself
+    save_model(tmp_path / "model", ours.arena, ours.base, config, torch.bfloat16)
+    save_model(tmp_path / "model", ours.arena, ours.base, config, torch.bfloat16)  # over itself
     again = oracle.ours(tmp_path / "model", random_b=False)
     got = again.logits(documents)
     assert {t.dtype_name for t in again.base.tensors.values()} == {"BF16"}

@@ -13,6 +13,7 @@ import errno
 import typing
 from typing import Any, Literal
 
+import torch
 from cyclopts.exceptions import (
     CoercionError,
     CycloptsError,
@@ -47,6 +48,8 @@ def sentence(error: BaseException) -> str | None:
         text = str(error)
     elif isinstance(error, CycloptsError):
         text = _usage(error)
+    elif isinstance(error, torch.OutOfMemoryError):
+        text = "the device's memory is used up; lower --tokens-per-micro-batch, or set --recompute to full or offload"
     elif isinstance(error, OSError) and error.errno in _DISK:
         what, mend = _DISK[error.errno]
         text = f"{error.filename}: {what}; {mend}" if error.filename else f"{what}; {mend}"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
+from graftune.kernels.lora_linear import add_product_
 from graftune.model.block import (
     Block,
     NormWeight,
@@ -70,7 +71,7 @@ class Head:
         if self.added is None:
             return self.frozen.input_grad(grad)
         base, extra = grad.split([self.frozen.out_features, len(self.added.value)], 1)
-        self.added.grad.add_(extra.t() @ x)
+        add_product_(self.added.grad, extra.t(), x)
         return self.frozen.input_grad(base).addmm_(extra, self.added.value)
 
 

@@ -19,8 +19,6 @@ import torch
 from graftune.model.block import Attended, Block, Mlped, attention_half, gate_up_again, mlp_half
 from graftune.model.run import Pass
 
-POLICIES = ("none", "selective", "full", "offload")
-
 
 class Tape(Protocol):
     def keep(self, block: Block, attended: Attended, mlped: Mlped) -> None: ...
@@ -119,10 +117,10 @@ class Offloaded:
 
 @dataclass
 class Tapes:
-    """Makes a tape for every pass; `offload`'s pinned memory is taken once."""
+    """Makes a tape for every pass; `offload`'s pinned memory is taken once a shape, and kept: graphs copy into it."""
 
     policy: str = "none"
-    homes: list[torch.Tensor] = field(default_factory=list)
+    homes: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def new(self, blocks: int, tokens: int, width: int, dtype: torch.dtype) -> Tape:
         if self.policy == "none":
@@ -132,6 +130,7 @@ class Tapes:
         if self.policy == "full":
             return Inputs()
         assert self.policy == "offload", self.policy
-        if not self.homes or self.homes[0].shape != (tokens, width):
-            self.homes = [torch.empty(tokens, width, dtype=dtype, pin_memory=True) for _ in range(blocks)]
-        return Offloaded(self.homes)
+        if (tokens, width) not in self.homes:
+            pinned = [torch.empty(tokens, width, dtype=dtype, pin_memory=True) for _ in range(blocks)]
+            self.homes[tokens, width] = pinned
+        return Offloaded(self.homes[tokens, width])

@@ -48,7 +48,7 @@ class Engine:
         if self.whole is None:
             self.save_adapter(folder)
         else:
-            save_model(folder, self.arena, self.base, self.whole)
+            save_model(folder, self.arena, self.base, self.whole, self.runtime.compute)
 
     @property
     def eager_attention(self) -> str:
@@ -103,7 +103,7 @@ def open_engine(config: Config, console: Console, *, base: Base | None = None) -
     if lora.new_tokens:
         base = with_new_tokens(base, lora.new_tokens)
     base = with_template(base, config, adapter)
-    attend = _attention(base, runtime)
+    attend = _attention(base, runtime, config.data.max_seq_len)
     whole = hf_config(base) if method != "lora" else None
     place = choose_placement if method == "lora" else nothing_frozen
     placement = place(base, config.base.base_dtype, runtime)
@@ -145,10 +145,11 @@ def _recompute(asked: str, device: torch.device) -> str:
     return "none" if asked == "auto" else asked
 
 
-def _attention(base: Base, runtime: Runtime) -> attention.Choice:
-    """Chosen once. Where only some layers have a window, those take our own kernels and the others the fastest."""
+def _attention(base: Base, runtime: Runtime, longest: int) -> attention.Choice:
+    """Chosen once. Where only some layers have a window that documents reach, those take our own kernels and the others
+    the fastest."""
     spec = base.spec
-    windowed = len(spec.window_layers) == spec.layers
+    windowed = len(spec.window_layers) == spec.layers and spec.window < longest
     return attention.choose(runtime.device, runtime.compute, spec.head_width, runtime.deterministic, windowed)
 
 

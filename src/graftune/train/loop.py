@@ -110,7 +110,9 @@ class Run:
             longest=self.shape.longest if self.shape else None,
             tuned=captured and not config.train.deterministic,  # no choice may hang on a clock then
         )
-        self.hot = hot_loop(self.step, graph=config.train.graph)
+        # Weights that stay in the file are read on the host at every product, which cannot be captured.
+        self.graph = config.train.graph and engine.placement.base_dtype != "keep"
+        self.hot = hot_loop(self.step, graph=self.graph)
         self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
         planned = sum(self.epoch_steps)
         self.total = min(config.train.max_steps or planned, planned)
@@ -341,7 +343,9 @@ class Run:
                 )
             checkpoint.read_weights(best, self.engine.arena)
             console.note(f"keeping step {p.best_step}, the best on validation")
-        if p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
+        if p.step and not p.updates:
+            console.warn("every update was skipped, because no gradient was finite: nothing was trained")
+        elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
             console.warn("validation loss did not fall below where it started: training does not help on this data")
         self.engine.save(self.folder / self.engine.product)
         summary: dict[str, Any] = {
@@ -421,7 +425,8 @@ class Run:
             f"{train_.tokens_per_micro_batch}; run folder {self.folder}"
         )
         if self.shape is not None:
-            how = "replayed from CUDA graphs" if train_.graph else "not captured (graph is off)"
+            why = "graph is off" if not train_.graph else "the base stays in its file"
+            how = "replayed from CUDA graphs" if self.graph else f"not captured ({why})"
             self.console.note(
                 f"shape: {self.shape.capacity} tokens, {self.shape.max_docs} documents of up to {self.shape.longest}, "
                 f"{self.shape.max_rows} response rows; steps are {how}"

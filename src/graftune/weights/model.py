@@ -38,7 +38,7 @@ def save_model(
     arena: Arena,
     base: Base,
     config: dict[str, Any],
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write into a fresh folder beside the target, then swap: a reader finds the old model or the new one. `config` is

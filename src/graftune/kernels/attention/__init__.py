@@ -19,7 +19,6 @@ import torch
 
 from graftune.kernels.attention import flash_cpu, reference
 
-BACKENDS = ("cpu", "cudnn", "flash", "triton")
 SHORT = 128  # tokens of an average document below which the fused CPU backward loses in bf16
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

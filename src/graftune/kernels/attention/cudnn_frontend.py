@@ -5,9 +5,9 @@ each document lies, and how long it is, are device tensors that the plan reads w
 CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed attention builds a plan at every call
 (75 ms) and cannot be captured.
 
-q, k and v are read, and dq is written, where they lie in the packed buffer. With grouped heads, unless tokens are few,
-dk and dv go through a plain [T, 2K, H] buffer: cuDNN first writes them for every query head into its workspace in a
-layout derived from theirs, which in the packed one would be N/K times as wide as the whole buffer.
+q, k and v are read, and dq is written, where they lie in the packed buffer. With grouped heads dk and dv go through
+plain [T, K, H] buffers: cuDNN first writes them for every query head into its workspace in a layout derived from theirs,
+which in the packed one would be N/K times as wide as the whole buffer (and is not known to be summed rightly).
 
 Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
 """
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from graftune.kernels.attention import Documents
 
 PACKAGE = "nvidia-cudnn-frontend"
-SMALL = 2048  # tokens up to which dk and dv are written in place: the workspace is then small anyway
 OLDEST = 90600  # the first cuDNN with grouped heads in packed layouts, and with offsets of 64 bits
 
 # What a plan's tensors are called when it runs.
@@ -111,30 +110,17 @@ def backward(
 ) -> None:
     heads = q.shape[1]
     dq, dk, dv = grads
-    both = None
-    if k.shape[1] != heads and len(k) > SMALL:
-        both = k.new_empty(
-            len(k), 2 * k.shape[1], k.shape[2]
-        )  # side by side, as in a packed buffer: one copy takes both
-        dk, dv = both.chunk(2, 1)
+    if k.shape[1] != heads:
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     strides, grad_strides = _strides(q, k, v, out), _strides(dq, dk, dv, grad_out)
     plan = _plan(q.device, _shape(q, k, docs, scale, strides, grad_strides))
     at = _offsets(docs, (*strides, heads, *grad_strides))
     tensors = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "grad_out": grad_out, "dq": dq, "dk": dk, "dv": dv}
     places = ("q_at", "k_at", "v_at", "out_at", "stats_at", "dq_at", "dk_at", "dv_at", "grad_out_at")
     _run(plan, q.device, tensors | dict(zip(places, at, strict=True)), docs)
-    if both is not None and _adjacent(grads[1], grads[2]):
-        wide = grads[1].as_strided(both.shape, grads[1].stride()).flatten(1)
-        wide.view(torch.int64).copy_(both.flatten(1).view(torch.int64))  # wider elements, twice the speed
-    elif both is not None:
-        grads[1].copy_(dk)
-        grads[2].copy_(dv)
-
-
-def _adjacent(dk: torch.Tensor, dv: torch.Tensor) -> bool:
-    """Whether dv's heads follow dk's in every token."""
-    same = dk.stride() == dv.stride() and dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr()
-    return same and dv.storage_offset() == dk.storage_offset() + dk.shape[1] * dk.stride(1)
+    if dk is not grads[1]:
+        for target, made in zip(grads[1:], (dk, dv), strict=True):  # as wider elements: twice the speed
+            target.flatten(1).view(torch.int64).copy_(made.flatten(1).view(torch.int64))
 
 
 def describe(cudnn: Any, shape: Shape, handle: Any, capability: tuple[int, int]) -> Any:
@@ -224,7 +210,7 @@ def _shape(
 def _plan(device: torch.device, shape: Shape) -> Plan:
     index = _index(device)
     if (index, shape) not in _plans:
-        assert not torch.cuda.is_current_stream_capturing(), "attention.warm was not called for this shape"
+        assert not torch.cuda.is_current_stream_capturing(), "this shape was not seen before the capture"
         _plans[index, shape] = _build(device, shape)
     return _plans[index, shape]
 

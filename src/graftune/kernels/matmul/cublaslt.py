@@ -79,7 +79,7 @@ def _shape(a: torch.Tensor, b: torch.Tensor) -> Shape:
     (m, k), n = a.shape, b.shape[1]
     a_across, b_across = a.stride(1) != 1, b.stride(1) != 1
     assert a.stride(0 if a_across else 1) == 1 and b.stride(0 if b_across else 1) == 1, (a.stride(), b.stride())
-    aligned = 256 if all(x.data_ptr() % 256 == 0 for x in (a, b)) else 16
+    aligned = min(256, *(1 << ((x.data_ptr() & -x.data_ptr()).bit_length() - 1) for x in (a, b)))
     return Shape(
         a.dtype, m, n, k, a_across, b_across, a.stride(1 if a_across else 0), b.stride(1 if b_across else 0), aligned
     )
@@ -91,12 +91,17 @@ def _fastest(shape: Shape, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
     plans = [Plan(desc, layouts, result) for result in results]
     flush = torch.empty(128 << 20, dtype=torch.uint8, device=a.device)
     times = [_time(plan, a, b, out, flush) for plan in plans]
+    if min(times) == float("inf"):
+        raise _no_algorithm(shape)
     return plans[times.index(min(times))]
 
 
 def _time(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, flush: torch.Tensor) -> float:
-    """Milliseconds, the least of a few rounds."""
-    _run(plan, a, b, out)
+    """Milliseconds, the least of a few rounds; infinite for an algorithm that refuses these tensors after all."""
+    try:
+        _run(plan, a, b, out)
+    except Refused:
+        return float("inf")
     rounds = []
     for _ in range(ROUNDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -201,6 +206,14 @@ def _library() -> ctypes.CDLL:
     return lib
 
 
+class Refused(RuntimeError):
+    """A call that the library answered with an error."""
+
+
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"cuBLASLt answered with status {status}")
+        raise Refused(f"cuBLASLt answered with status {status}")
+
+
+def _no_algorithm(shape: Shape) -> GraftuneError:
+    return GraftuneError(f"cuBLASLt has no algorithm for {shape}", mend="train with --deterministic, which needs none")
