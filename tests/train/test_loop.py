@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from graftune.model.lora import Arena, Slot
 from graftune.observe import marks
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
-from graftune.train import checkpoint, loop
+from graftune.train import checkpoint, loop, step
 from graftune.train.checkpoint import Progress
 from graftune.train.hot import Figures, HostLoop
 from graftune.train.scaler import LossScaler
@@ -185,8 +186,20 @@ def test_cuda_on_a_machine_without_it(
 # fp16
 
 
-def test_fp16_finds_its_scale_and_a_resume_keeps_it(tiny_folder, tmp_path: Path) -> None:
-    """Gradients overflow at first, the scale comes down, updates begin."""
+def test_fp16_follows_fp32_from_the_first_update(tiny_folder, tmp_path: Path) -> None:
+    losses = []
+    for dtype in ("fp32", "fp16"):
+        with pytest.warns(UserWarning) if dtype == "fp16" else nullcontext():
+            config = settings(tiny_folder("llama"), tmp_path / dtype, compute_dtype=dtype, dropout=0.0)
+            logged = steps(read_events(train(config, console=QUIET).folder / "metrics.jsonl"))
+        assert not any(e["skipped"] for e in logged)
+        losses.append([e["loss"] for e in logged[:4]])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_fp16_finds_its_scale_and_a_resume_keeps_it(tiny_folder, tmp_path: Path, monkeypatch) -> None:
+    """Gradients overflow at first (in a unit too large for them), the scale comes down, updates begin."""
+    monkeypatch.setattr(step, "FP16_UNIT", 1.0)
     with pytest.warns(UserWarning, match="fp16 is for GPUs"):
         config = settings(tiny_folder("llama"), tmp_path / "straight", compute_dtype="fp16", lr=0.005)
         straight = train(config, console=QUIET).folder

@@ -188,8 +188,7 @@ class DeviceLoop:
         while len(self.under_way) >= AHEAD:
             self._fetch_oldest()
         main, place = torch.cuda.current_stream(), self.count % len(self.rows)
-        for index, name in enumerate(Hyper._fields):
-            self.rows[place, index] = hyper[name]
+        self.rows[place] = torch.tensor(self.work.row_of(hyper))
         self.work.row.copy_(self.rows[place], non_blocking=True)
         for slot, draw in zip(staged, draws, strict=True):
             between()

@@ -26,6 +26,10 @@ from graftune.model.run import Aside, Dropout
 from graftune.model.tape import Tapes
 from graftune.train.scaler import LossScaler
 
+# In fp16 sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would be
+# beyond fp16 where the mean's is not. A power of two, so nothing is rounded.
+FP16_UNIT = 2.0**-12
+
 
 class Step:
     def __init__(
@@ -60,10 +64,15 @@ class Step:
         self.aside = Aside() if device.type == "cuda" else None
         self.partials = torch.empty(len(self.table), device=device)
         self.scaler = LossScaler(device) if arena.compute_dtype == torch.float16 else None
+        self.unit = FP16_UNIT if self.scaler else 1.0
 
     def set_hyper(self, values: Mapping[str, float]) -> None:
         """Upload the live row: lr, betas, eps, decay, divisor (response tokens of the step), clip."""
-        self.row.copy_(torch.tensor([values[name] for name in adamw.Hyper._fields]), non_blocking=True)
+        self.row.copy_(torch.tensor(self.row_of(values)), non_blocking=True)
+
+    def row_of(self, values: Mapping[str, float]) -> list[float]:
+        """The live row in its order, the divisor in the unit of the sums."""
+        return [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
 
     def set_draw(self, draw: int) -> None:
         self.draw.fill_(self.mask_number(draw))
@@ -83,9 +92,11 @@ class Step:
 
         with matmul.tuned(self.tuned):
             stream = decoder.forward(batch.tokens, run, batch.rows, tape)
-            loss, grad = decoder.loss(stream, batch.labels, scale=self.scaler.scale if self.scaler else None)
+            loss, grad = decoder.loss(
+                stream, batch.labels, scale=self.scaler.scale * self.unit if self.scaler else None
+            )
             assert grad is not None
-            self.loss_sum += loss
+            self.loss_sum.add_(loss, alpha=self.unit)
             decoder.backward(grad, batch.tokens, run, batch.rows, tape)
 
     def update_step(self) -> torch.Tensor:

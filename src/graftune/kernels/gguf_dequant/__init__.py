@@ -28,15 +28,15 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
         assert len(blocks) == len(out)
     else:
         assert rows.shape == (len(out),) and rows.is_contiguous() and rows.dtype in (torch.int32, torch.int64)
-    if kind not in PLAIN and launch.fused(blocks):
-        from graftune.kernels.gguf_dequant import kernel
-
-        kernel.dequantise(blocks, kind, out, rows)
-    elif blocks.is_cuda:  # a cast, which torch's own kernel does at the memory's speed, and in one piece
+    if not launch.fused(blocks):
+        reference.dequantise(blocks, kind, out, rows)
+    elif kind in PLAIN:  # a cast, which torch's own kernel does at the memory's speed
         values = blocks if rows is None else blocks.index_select(0, rows)
         out.copy_(values.view(PLAIN[kind]))
     else:
-        reference.dequantise(blocks, kind, out, rows)
+        from graftune.kernels.gguf_dequant import kernel
+
+        kernel.dequantise(blocks, kind, out, rows)
 
 
 def gather(blocks: torch.Tensor, kind: str, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,16 +1,16 @@
 """GGUF blocks to numbers on the GPU: reference.py's formulas, a lane for every four bytes of codes.
 
-Writing is most of the traffic (two bytes a value against half a one or so), and at the memory's speed there is time for
-about fifteen instructions a value. So a tile is [blocks, lanes]: a lane loads one word of codes, and beside it, since
-broadcasts out of the first cache are nearly free, the block's scales; it puts the codes of four values in a row together
-in one word, all four at once, for each field of the bytes, and stores their values together, 8 bytes in bf16, the lanes
-beside it going on where it ends. Loads are words where blocks are multiples of four bytes and pairs of half words where
-they are not (all are even; a byte at a time takes twice the instructions). A lane for every value instead would load
-each byte of codes two or four times, and integer operations, of which the GPU does half as many as of others, would be
-what it waits for.
+Writing is most of the traffic (two bytes a value against half a byte or so), and at the memory's speed there is time
+for about fifteen instructions a value, half as many if they are on integers. So a tile is [blocks, lanes]: a lane loads
+one word of codes and the block's scales (lanes that load the same address share one access), brings the codes of four
+values in a row together in a word, all four at once, and stores their values together, 8 bytes in bf16; the next lane
+goes on where it ends. Loads are words where blocks are multiples of four bytes and pairs of half words where they are
+not: all are even, and bytes would take twice the instructions. A lane for every value instead would load each byte of
+codes two or four times and decode its scale as often.
 
 Tiles run over the blocks of all rows in one sequence, so short rows waste nothing; blocks a row are compiled in, which
-makes a block's row a multiplication and a shift. Nothing may be contracted to multiply-adds: every launch says so.
+makes a block's row a multiplication and a shift. Contracted multiply-adds would change nothing (see reference.py), but
+launches forbid them: equality to the bit should not hang on a proof.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import triton.language as tl
 
 from graftune.kernels.gguf_dequant.reference import CURVE, KINDS
 
-WORDS, WARPS = 512, 4  # a tile's words of codes: four for every thread
+TILE, WARPS = 4096, 4  # a tile's values: 32 for every thread
 
 
-def _packed_curve(word: int) -> int:
-    return int.from_bytes(bytes(value + 128 for value in CURVE[4 * word : 4 * word + 4]), "little")
+def _curve_word(at: int) -> int:
+    """Four entries of the curve, 128 added, a byte each."""
+    return int.from_bytes(bytes(value + 128 for value in CURVE[at : at + 4]), "little")
 
 
-CURVE_0, CURVE_1, CURVE_2, CURVE_3 = (tl.constexpr(_packed_curve(word)) for word in range(4))
+CURVE_0, CURVE_4, CURVE_8, CURVE_12 = (tl.constexpr(_curve_word(at)) for at in (0, 4, 8, 12))
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _blocks(
 ):  # fmt: skip
     """A tile's blocks: where the bytes of each begin and whether it exists, for every lane, and where its values go.
 
-    out_steps * STEP is the distance of rows: Triton is told by STEP how far stores may be trusted to be aligned."""
+    out_steps * STEP is the distance of rows in `out`; by STEP Triton knows how wide a store may be."""
     first = tl.program_id(0) * B
     row = first // PER_ROW
     place = first - row * PER_ROW + tl.arange(0, B)
@@ -55,8 +56,7 @@ def _blocks(
         src = src_ptr + source * (PER_ROW * SIZE) + column * SIZE
     else:
         src = src_ptr + first.to(tl.int64) * SIZE + tl.arange(0, B) * SIZE
-    every = tl.zeros((1, LANES), tl.int32)
-    return src[:, None] + every, inside[:, None] & (every == 0), out[:, None, None]
+    return src[:, None] + tl.zeros((1, LANES), tl.int32), inside[:, None], out[:, None, None]
 
 
 @triton.jit
@@ -79,23 +79,31 @@ def _half(bits):
 
 
 @triton.jit
-def _exact(bits, ZERO: tl.constexpr):
-    """Integers below 2^23, less ZERO, in fp32: as the last bits of 2^23 they are a number already."""
-    return (bits | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+def _byte(word, PLACE: tl.constexpr, ZERO: tl.constexpr):
+    """A word's byte 0, 1 or 2 (then below 128), less ZERO, in fp32: under the right exponent it is a number where it
+    stands, without the shift and the conversion, which are operations on integers. Exact: all are small integers."""
+    kept = (word & ((255 if PLACE < 2 else 127) << (8 * PLACE))) | (0x4B000000 - 0x04000000 * PLACE)
+    return kept.to(tl.uint32).to(tl.float32, bitcast=True) - (8388608.0 / 256**PLACE + ZERO)
 
 
 @triton.jit
-def _bytes(word):
-    """[B, lanes] -> [B, lanes, 4]"""
-    return (word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255
+def _bytes(word, ZERO: tl.constexpr):
+    """Its four bytes likewise, [B, lanes] -> [B, lanes, 4]."""
+    place = tl.arange(0, 4)[None, None, :]
+    odd = place % 2
+    kept = (word[:, :, None] >> (16 * (place // 2))) & (255 << (8 * odd))
+    number = (kept | (0x4B000000 - 0x04000000 * odd)).to(tl.uint32).to(tl.float32, bitcast=True)
+    return number - tl.where(odd == 0, 8388608.0 + ZERO, 32768.0 + ZERO)
 
 
 @triton.jit
-def _curved(code):
-    low = tl.where((code & 4) == 0, CURVE_0, CURVE_1)
-    high = tl.where((code & 4) == 0, CURVE_2, CURVE_3)
-    packed = tl.where((code & 8) == 0, low, high).to(tl.uint32)
-    return _exact((packed >> (8 * (code & 3))) & 255, 128)
+def _curved(word):
+    """CURVE at the low four bits of each byte, [B, lanes] -> [B, lanes, 4]. (A tree of choices between constants, made
+    for all four bytes at once, took more operations.)"""
+    code = word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
+    low = tl.where((code & 4) == 0, CURVE_0, CURVE_4)
+    high = tl.where((code & 4) == 0, CURVE_8, CURVE_12)
+    return _byte(tl.where((code & 8) == 0, low, high).to(tl.uint32) >> (8 * (code & 3)), 0, 128)
 
 
 @triton.jit
@@ -130,11 +138,11 @@ def _legacy(
         if FIFTH:  # the product brings four bits in a row to the four bytes
             code |= ((((fifth >> (16 * half)) & 15) * 0x00204081) & 0x01010101) << 4
         if CURVED:
-            values = _curved(_bytes(code)) * scale
+            values = _curved(code) * scale
         elif MINIMUM:
-            values = _exact(_bytes(code), 0) * scale + least
+            values = _bytes(code, 0) * scale + least
         else:
-            values = _exact(_bytes(code), 16 if FIFTH else 8) * scale
+            values = _bytes(code, 16 if FIFTH else 8) * scale
         _store(out, 4 * lane + 16 * half, values, inside)
 
 
@@ -147,7 +155,7 @@ def _q8_0(
     lane = tl.arange(0, 8)[None, :]
     scale = _half(_short(src, inside))[:, :, None]
     codes = _word(src + 2 + 4 * lane, inside, False) ^ 0x80808080  # signed bytes, now 128 more
-    _store(out, 4 * lane, _exact(_bytes(codes), 128) * scale, inside)
+    _store(out, 4 * lane, _bytes(codes, 128) * scale, inside)
 
 
 @triton.jit
@@ -161,13 +169,15 @@ def _q2_k(
     run, part = lane // 8, lane % 8
     head = _word(src + 80, inside, True)
     scale, least = _half(head), _half(head >> 16)
-    scales = (_word(src + 8 * run, inside, True), _word(src + 8 * run + 4, inside, True))
+    # Of each four scales that a word holds, the lanes of a run's first half need the first and third.
+    at = 8 * (part // 4)
+    scales = (_word(src + 8 * run, inside, True) >> at, _word(src + 8 * run + 4, inside, True) >> at)
     codes = _word(src + 16 + 4 * lane, inside, True)
     for field in tl.static_range(4):
-        both = scales[field // 2] >> (16 * (field % 2) + 8 * (part // 4))
-        by = (_exact(both & 15, 0) * scale)[:, :, None]
-        less = (_exact((both >> 4) & 15, 0) * least)[:, :, None]
-        values = _exact(_bytes((codes >> (2 * field)) & 0x03030303), 0) * by - less
+        both = scales[field // 2]
+        by = _byte(both & 0x0F0F0F0F, 2 * (field % 2), 0) * scale
+        less = _byte((both >> 4) & 0x0F0F0F0F, 2 * (field % 2), 0) * least
+        values = _bytes((codes >> (2 * field)) & 0x03030303, 0) * by[:, :, None] - less[:, :, None]
         _store(out, 128 * run + 32 * field + 4 * part, values, inside)
 
 
@@ -181,16 +191,16 @@ def _q3_k(
     lane = tl.arange(0, 16)[None, :]
     run, part = lane // 8, lane % 8
     scale = _half(_short(src + 108, inside))
-    scales = (_word(src + 96, inside, False) >> (4 * run), _word(src + 100, inside, False) >> (4 * run))
-    upper = _word(src + 104, inside, False) >> (4 * run)
+    at = 4 * run + 8 * (part // 4)  # as in Q2_K, and the second run's scales lie above the first's
+    scales = (_word(src + 96, inside, False) >> at, _word(src + 100, inside, False) >> at)
+    upper = _word(src + 104, inside, False) >> at
     third = _word(src + 4 * part, inside, False) >> (4 * run)
     codes = _word(src + 32 + 4 * lane, inside, False)
     for field in tl.static_range(4):
-        place = 16 * (field % 2) + 8 * (part // 4)
-        six = ((scales[field // 2] >> place) & 15) | (((upper >> (place + 2 * (field // 2))) & 3) << 4)
-        by = (_exact(six, 32) * scale)[:, :, None]
+        six = (scales[field // 2] & 0x0F0F0F0F) | (((upper >> (2 * (field // 2))) & 0x03030303) << 4)
+        by = (_byte(six, 2 * (field % 2), 32) * scale)[:, :, None]
         code = ((codes >> (2 * field)) & 0x03030303) | (((third >> field) & 0x01010101) << 2)
-        _store(out, 128 * run + 32 * field + 4 * part, _exact(_bytes(code), 4) * by, inside)
+        _store(out, 128 * run + 32 * field + 4 * part, _bytes(code, 4) * by, inside)
 
 
 @triton.jit
@@ -205,22 +215,20 @@ def _q4_k(
     run, part = lane // 8, lane % 8
     head = _word(src, inside, True)
     scale, least = _half(head), _half(head >> 16)
-    # Lanes of runs 2 and 3 need the later four scales: the same byte places, other bits.
-    at = 16 * (run % 2)
-    first, second, third = (
-        _word(src + 4, inside, True) >> at, _word(src + 8, inside, True) >> at, _word(src + 12, inside, True) >> at
-    )  # fmt: skip
+    # Two scales and minima a run, six bits each; those of the later runs are in two parts.
+    at = src + 2 * (run % 2)
+    first, second, third = _short(at + 4, inside), _short(at + 8, inside), _short(at + 12, inside)
+    scales = tl.where(run < 2, first & 0x3F3F, (third & 0x0F0F) | ((first >> 2) & 0x3030))
+    minima = tl.where(run < 2, second & 0x3F3F, ((third >> 4) & 0x0F0F) | ((second >> 2) & 0x3030))
     codes = _word(src + SIZE - 128 + 4 * lane, inside, True)
     if FIFTH:
         fifth = _word(src + 16 + 4 * part, inside, True) >> (2 * run)
     for half in tl.static_range(2):
-        a, b, c = first >> (8 * half), second >> (8 * half), third >> (8 * half)
-        by = _exact(tl.where(run < 2, a & 63, (c & 15) | ((a >> 2) & 48)), 0) * scale
-        less = _exact(tl.where(run < 2, b & 63, ((c >> 4) & 15) | ((b >> 2) & 48)), 0) * least
+        by, less = _byte(scales, half, 0) * scale, _byte(minima, half, 0) * least
         code = (codes >> (4 * half)) & 0x0F0F0F0F
         if FIFTH:
             code |= ((fifth >> half) & 0x01010101) << 4
-        values = _exact(_bytes(code), 0) * by[:, :, None] - less[:, :, None]
+        values = _bytes(code, 0) * by[:, :, None] - less[:, :, None]
         _store(out, 64 * run + 32 * half + 4 * part, values, inside)
 
 
@@ -235,14 +243,14 @@ def _q6_k(
     lane = tl.arange(0, 32)[None, :]
     run, part = lane // 16, lane % 16
     scale = _half(_short(src + 208, inside))
-    to_scales = (src + 192 + 8 * run + part // 4).to(tl.pointer_type(tl.int8), bitcast=True)
+    to_scales = src + 192 + 8 * run + part // 4
     scales = (tl.load(to_scales, inside, other=0), tl.load(to_scales + 4, inside, other=0))
     codes = _word(src + 4 * lane, inside, False)
     upper = _word(src + 128 + 32 * run + 4 * (part % 8), inside, False) >> (2 * (part // 8))
     for half in tl.static_range(2):
-        by = (scales[half].to(tl.float32) * scale)[:, :, None]
+        by = (_byte(scales[half].to(tl.uint32) ^ 128, 0, 128) * scale)[:, :, None]
         code = ((codes >> (4 * half)) & 0x0F0F0F0F) | (((upper >> (4 * half)) & 0x03030303) << 4)
-        _store(out, 128 * run + 64 * half + 4 * part, _exact(_bytes(code), 32) * by, inside)
+        _store(out, 128 * run + 64 * half + 4 * part, _bytes(code, 32) * by, inside)
 
 
 @triton.jit
@@ -256,26 +264,26 @@ def _iq4_xs(
     run, part = lane // 4, lane % 4
     head = _word(src, inside, True)
     six = ((_word(src + 4, inside, True) >> (4 * run)) & 15) | (((head >> (16 + 2 * run)) & 3) << 4)
-    by = (_exact(six, 32) * _half(head))[:, :, None]
+    by = (_byte(six, 0, 32) * _half(head))[:, :, None]
     codes = _word(src + 8 + 4 * lane, inside, True)
     for half in tl.static_range(2):
-        _store(out, 32 * run + 16 * half + 4 * part, _curved(_bytes((codes >> (4 * half)) & 0x0F0F0F0F)) * by, inside)
+        _store(out, 32 * run + 16 * half + 4 * part, _curved(codes >> (4 * half)) * by, inside)
 
 
-# kind -> its kernel, words of codes a block, and what else is compiled in
-LAUNCHES: dict[str, tuple[Any, int, dict[str, bool]]] = {
-    "Q4_0": (_legacy, 4, {"MINIMUM": False, "FIFTH": False, "CURVED": False}),
-    "Q4_1": (_legacy, 4, {"MINIMUM": True, "FIFTH": False, "CURVED": False}),
-    "Q5_0": (_legacy, 4, {"MINIMUM": False, "FIFTH": True, "CURVED": False}),
-    "Q5_1": (_legacy, 4, {"MINIMUM": True, "FIFTH": True, "CURVED": False}),
-    "IQ4_NL": (_legacy, 4, {"MINIMUM": False, "FIFTH": False, "CURVED": True}),
-    "Q8_0": (_q8_0, 8, {}),
-    "Q2_K": (_q2_k, 16, {}),
-    "Q3_K": (_q3_k, 16, {}),
-    "Q4_K": (_q4_k, 32, {"FIFTH": False}),
-    "Q5_K": (_q4_k, 32, {"FIFTH": True}),
-    "Q6_K": (_q6_k, 32, {}),
-    "IQ4_XS": (_iq4_xs, 32, {}),
+# kind -> its kernel and what else is compiled in
+LAUNCHES: dict[str, tuple[Any, dict[str, bool]]] = {
+    "Q4_0": (_legacy, {"MINIMUM": False, "FIFTH": False, "CURVED": False}),
+    "Q4_1": (_legacy, {"MINIMUM": True, "FIFTH": False, "CURVED": False}),
+    "Q5_0": (_legacy, {"MINIMUM": False, "FIFTH": True, "CURVED": False}),
+    "Q5_1": (_legacy, {"MINIMUM": True, "FIFTH": True, "CURVED": False}),
+    "IQ4_NL": (_legacy, {"MINIMUM": False, "FIFTH": False, "CURVED": True}),
+    "Q8_0": (_q8_0, {}),
+    "Q2_K": (_q2_k, {}),
+    "Q3_K": (_q3_k, {}),
+    "Q4_K": (_q4_k, {"FIFTH": False}),
+    "Q5_K": (_q4_k, {"FIFTH": True}),
+    "Q6_K": (_q6_k, {}),
+    "IQ4_XS": (_iq4_xs, {}),
 }
 
 
@@ -285,10 +293,10 @@ def alignment(stride: int) -> int:
 
 
 def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None) -> None:
-    jitted, words, flags = LAUNCHES[kind]
+    jitted, flags = LAUNCHES[kind]
     values, size = KINDS[kind]
     per_row = out.shape[1] // values
-    count, tile = len(out) * per_row, WORDS // words
+    count, tile = len(out) * per_row, TILE // values
     assert count < 2**31 - tile and blocks.data_ptr() % (2 if size % 4 else 4) == 0
     if not count:
         return

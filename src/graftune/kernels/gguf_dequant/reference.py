@@ -7,8 +7,9 @@
     IQ4_NL                     value = d CURVE[code]
     IQ4_XS                     value = (d s) CURVE[code]
 
-Each product and sum is rounded to fp32 by itself, in the order written: so every value is, to the bit, what the gguf
-package makes of the same bytes, and only then is it rounded to the dtype asked for. Multiply-adds would differ.
+Every value is, to the bit, what the gguf package makes of the same bytes in fp32, and only then rounded to the dtype
+asked for. That holds on every device: the products are exact (11 bits of a fp16 scale, 7 of a small one and 5 of a code
+are less than fp32's 24), so neither their order nor a multiply-add changes them, and what is left to round is one sum.
 
 A few rows are decoded at a time: a full copy in fp32 never exists, and a piece stays in a core's cache.
 """
@@ -76,17 +77,23 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _fields(packed: torch.Tensor, run: int, bits: int) -> torch.Tensor:
-    """Codes of `bits` bits, lowest first, that lie over each other in runs of bytes: [n, bytes] -> [n, codes / run, run]."""
-    runs = packed.unflatten(1, (-1, 1, run))
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return ((runs >> shifts) & (2**bits - 1)).flatten(1, 2)
+    """Codes of so many bits, lowest first, that lie over each other in runs of bytes: [n, bytes] -> [n, -1, run]."""
+    of, kind = (8, torch.int64) if run % 8 == 0 else (1, torch.uint8)  # eight bytes at a time where they stay together
+    words = packed.clone(memory_format=torch.contiguous_format).view(kind).unflatten(1, (-1, 1, run // of))
+    mask = int.from_bytes(of * bytes([2**bits - 1]), "little")
+    fields = (words >> torch.arange(0, 8, bits, dtype=kind)[:, None]) & mask
+    return fields.flatten(1, 2).view(torch.uint8)
+
+
+# A byte's bits in a row, as the fifth ones of eight codes: eight bytes, which are looked up as one word.
+_FIFTH = (_fields(torch.arange(256, dtype=torch.uint8)[:, None], 1, 1).view(256, 8) << 4).view(torch.int64).view(256)
 
 
 def _legacy(blocks: torch.Tensor, header: int, fifth: bool) -> torch.Tensor:
     """The 32 codes behind a header of so many bytes, [n, 2, 16]: four bits each, with the fifth ones before them."""
     codes = _fields(blocks[:, header:], 16, 4)
     if fifth:
-        codes |= _fields(blocks[:, header - 4 : header], 1, 1).view_as(codes) << 4
+        codes |= _FIFTH.index_select(0, blocks[:, header - 4 : header].flatten().int()).view(torch.uint8).view_as(codes)
     return codes
 
 
