@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: train test lint clean setup
+.PHONY: train test gpu-test lint clean setup
 
 train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
 
 test: $(VENV)/test.stamp lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
+gpu-test: $(VENV)/test.stamp
+	ls tests/gpu/test_*.py tests/kernels/test_*.py | xargs -P 8 -n 1 $(BIN)/python -m pytest -p no:cacheprovider
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from graftune.model.lora import Arena, Slot
 from graftune.observe import marks
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
-from graftune.train import checkpoint, loop, step
+from graftune.train import checkpoint, loop
 from graftune.train.checkpoint import Progress
 from graftune.train.hot import Figures, HostLoop
 from graftune.train.scaler import LossScaler
@@ -199,7 +199,7 @@ def test_fp16_follows_fp32_from_the_first_update(tiny_folder, tmp_path: Path) ->
 
 def test_fp16_finds_its_scale_and_a_resume_keeps_it(tiny_folder, tmp_path: Path, monkeypatch) -> None:
     """Gradients overflow at first (in a unit too large for them), the scale comes down, updates begin."""
-    monkeypatch.setattr(step, "FP16_UNIT", 1.0)
+    monkeypatch.setattr("graftune.train.step.FP16_UNIT", 1.0)
     with pytest.warns(UserWarning, match="fp16 is for GPUs"):
         config = settings(tiny_folder("llama"), tmp_path / "straight", compute_dtype="fp16", lr=0.005)
         straight = train(config, console=QUIET).folder
