@@ -38,9 +38,9 @@ def quantise_pieces(
     double: bool = True,
     device: torch.device | str | None = None,
 ) -> Nf4:
-    """The same bytes as `quantise` of the whole, from its consecutive pieces (rows, as a rule), of which one is alive at
-    a time. Pieces may end anywhere; where they end between blocks of 64, nothing of them is copied. Each is quantised on
-    the device where it lies; the result lies on `device` (else on that of the first piece)."""
+    """The same bytes as `quantise` of the whole, from its consecutive pieces (rows, as a rule), of which one is alive
+    at a time. Pieces may end anywhere; where they end between blocks of 64, nothing of them is copied. Each is
+    quantised on the device where it lies; the result lies on `device` (else on that of the first piece)."""
     count, at = math.prod(shape), 0
     assert count > 0 and dtype in FLOATS.values()
     codes, absmax = None, None
@@ -80,8 +80,8 @@ def dequantise(
     rows: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The values, computed in fp32 and rounded once to `dtype` (else out's, else what was quantised), in the tensor's
-    shape; of `rows` = (start, stop), as a matrix. `out` [rows, width] may be part of a wider buffer: only its values next
-    to each other within a row have to lie so, and nothing beside them is touched."""
+    shape; of `rows` = (start, stop), as a matrix. `out` [rows, width] may be part of a wider buffer: its rows may lie
+    apart, the values of a row may not, and nothing beside them is touched."""
     start, stop = rows or (0, nf4.rows)
     assert 0 <= start < stop <= nf4.rows
     shape = (stop - start, nf4.width)

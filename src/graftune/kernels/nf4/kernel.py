@@ -1,10 +1,10 @@
-"""Dequantising reads half a byte a value and writes two, so the stores decide: a thread takes the eight codes of one word
-and stores their values as 16 bytes, next to its neighbour's. Wider loads would leave gaps between the stores of a warp.
+"""Dequantising reads half a byte a value and writes two, so the stores decide: a thread takes the eight codes of one
+word and stores their values as 16 bytes next to its neighbour's. Wider loads would leave gaps between a warp's stores.
 
-The table's sixteen values are looked up in memory: they share a cache line, so a warp's lookup is one access however its
-codes differ, where choosing among sixteen constants takes more instructions than the memory leaves time for. All loads
-are one-dimensional with one element a thread, which keeps every value in the thread that stores it; a tile of [words, 8]
-would be carried through shared memory twice. Each thread takes WORDS words, all loaded before the first is used.
+The table's sixteen values are looked up in memory: they share a cache line, so a warp's lookup is one access however
+its codes differ, where choosing among sixteen constants takes more instructions than the memory leaves time for. A tile
+has one word a thread, so that a value is computed by the thread that stores it (with more, Triton carries them through
+shared memory): 31 registers, 11 instructions a value on sm_90. For more loads under way a program has two such tiles.
 
 Products and sums are rounded one by one (`enable_fp_fusion=False`): the values are then the reference's to the bit.
 """
@@ -20,7 +20,7 @@ import triton.language as tl
 from graftune.kernels.nf4 import reference
 from graftune.kernels.nf4.reference import Nf4
 
-THREADS, WORDS = 256, 2  # a program's threads, and words of eight codes a thread
+THREADS, TILES = 256, 2  # of a program: words of eight codes a tile, and tiles, as many as the kernel spells out
 ODD_TILE, BLOCKS = 1024, 16  # a program's values in the kernel for odd sizes, and its blocks when quantising
 
 
@@ -35,27 +35,17 @@ def _scale(absmax, nested_absmax, nested_map, offset, block, inside, DOUBLE: tl.
 
 
 @triton.jit
-def _value(table, word, scale, SHIFT: tl.constexpr, dtype: tl.constexpr):
-    return (tl.load(table + ((word >> SHIFT) & 15)) * scale).to(dtype)
-
-
-@triton.jit
-def _store(out, table, word, scale, at, inside, row_stride, ROW_WORDS: tl.constexpr, THREADS: tl.constexpr):
-    """Eight values of each word. Joining puts the newest axis last, so the axis that varies fastest is joined last."""
-    dtype: tl.constexpr = out.dtype.element_ty
-    v0, v1 = _value(table, word, scale, 4, dtype), _value(table, word, scale, 0, dtype)
-    v2, v3 = _value(table, word, scale, 12, dtype), _value(table, word, scale, 8, dtype)
-    v4, v5 = _value(table, word, scale, 20, dtype), _value(table, word, scale, 16, dtype)
-    v6, v7 = _value(table, word, scale, 28, dtype), _value(table, word, scale, 24, dtype)
-    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-    eight = tl.reshape(tl.join(even, odd), (THREADS, 8))
+def _store(out, table, word, scale, at, inside, row_stride, ROW_WORDS: tl.constexpr):
+    """The eight values of each word: value j is half a byte, the higher half where j is even."""
+    j = tl.arange(0, 8)
+    code = (word[:, None] >> ((j >> 1) * 8 + 4 - (j & 1) * 4)[None, :]) & 15
+    value = tl.load(table + code) * scale[:, None]
     if ROW_WORDS == 0:
         place = at.to(tl.int64) * 8
     else:
         row = at // ROW_WORDS
         place = row.to(tl.int64) * row_stride + (at - row * ROW_WORDS) * 8
-    tl.store(out + (place[:, None] + tl.arange(0, 8)[None, :]), eight, inside[:, None])
+    tl.store(out + (place[:, None] + j[None, :]), value.to(out.dtype.element_ty), inside[:, None])
 
 
 @triton.jit(do_not_specialize=["first_block"])
@@ -82,5 +72,118 @@ def _dequantise(
     word1 = tl.load(codes + at1, in1, other=0)
     scale0 = _scale(absmax, nested_absmax, nested_map, offset, first_block + (at0 >> 3), in0, DOUBLE)
     scale1 = _scale(absmax, nested_absmax, nested_map, offset, first_block + (at1 >> 3), in1, DOUBLE)
-    _store(out, table, word0, scale0, at0, in0, row_stride, ROW_WORDS, THREADS)
-    _store(out, table, word1, scale1, at1, in1, row_stride, ROW_WORDS, THREADS)
+    _store(out, table, word0, scale0, at0, in0, row_stride, ROW_WORDS)
+    _store(out, table, word1, scale1, at1, in1, row_stride, ROW_WORDS)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _dequantise_odd(
+    codes,
+    absmax,
+    nested_absmax,
+    nested_map,
+    offset,
+    table,
+    out,
+    count,
+    first,
+    width,
+    row_stride,
+    DOUBLE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Value by value: for rows or ends that are no multiple of eight, which no model's large weights have."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    element = first + at
+    byte = tl.load(codes + (element >> 1), inside, other=0).to(tl.int32)
+    code = tl.where((element & 1) == 0, byte >> 4, byte & 15)
+    scale = _scale(absmax, nested_absmax, nested_map, offset, element >> 6, inside, DOUBLE)
+    value = tl.load(table + code) * scale
+    row = at // width
+    tl.store(out + (row * row_stride + (at - row * width)), value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _encode(values, borders, codes, absmax, count, LEAST: tl.constexpr, BLOCKS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    x = tl.load(values + at, at < count, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    ragged = block * 64 + 64 > count
+    least = tl.maximum(largest, tl.full((BLOCKS,), LEAST, tl.float32))  # a bare constant this small would be fp64
+    tl.store(absmax + block, tl.where(ragged, least, largest), block * 64 < count)
+    divided = tl.div_rn(x, tl.broadcast_to(least[:, None], (BLOCKS, 64)))
+    scaled = tl.where(ragged[:, None], divided, x * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), least)[:, None])
+    scaled = tl.minimum(tl.maximum(scaled, -1.0), 1.0)
+    code = tl.zeros((BLOCKS, 64), tl.int32)
+    for i in tl.static_range(15):
+        code += (scaled > tl.load(borders + i)).to(tl.int32)
+    high, low = tl.split(tl.reshape(code, (BLOCKS, 32, 2)))
+    place = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(codes + place, (high * 16 + low).to(tl.uint8), place * 2 < count)
+
+
+@functools.cache
+def _table(device: torch.device) -> torch.Tensor:
+    return torch.tensor(reference.TABLE, device=device)
+
+
+def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
+    """Into out [rows, width], from row `start` on. The first call on a device makes its table: not while capturing."""
+    rows, width = out.shape
+    first, count = start * width, rows * width
+    flat = out.is_contiguous()
+    # Without double quantisation the kernel reads none of the three pointers in between.
+    nested = [x if x is not None else nf4.absmax for x in (nf4.nested_absmax, nf4.nested_map, nf4.offset)]
+    table = _table(nf4.device)
+    aligned = nf4.codes.data_ptr() % 4 == 0 and nf4.codes.storage_offset() % 4 == 0
+    if first % reference.BLOCK or count % 8 or not (flat or width % 8 == 0) or not aligned:
+        _dequantise_odd[(triton.cdiv(count, ODD_TILE),)](
+            nf4.codes,
+            nf4.absmax,
+            *nested,
+            table,
+            out,
+            count,
+            first,
+            width,
+            out.stride(0),
+            DOUBLE=nf4.double,
+            TILE=ODD_TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        return
+    words = count // 8
+    _dequantise[(triton.cdiv(words, THREADS * TILES),)](
+        nf4.codes[first // 2 : (first + count) // 2].view(torch.int32),
+        nf4.absmax,
+        *nested,
+        table,
+        out,
+        words,
+        first // reference.BLOCK,
+        out.stride(0),
+        DOUBLE=nf4.double,
+        ROW_WORDS=0 if flat else width // 8,
+        THREADS=THREADS,
+        num_warps=THREADS // 32,
+        enable_fp_fusion=False,
+    )
+
+
+def encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
+    """`reference.encode` in one launch."""
+    blocks = triton.cdiv(len(values), reference.BLOCK)
+    _encode[(triton.cdiv(blocks, BLOCKS),)](
+        values,
+        reference.borders(values.device),
+        codes,
+        absmax,
+        len(values),
+        LEAST=reference.LEAST,
+        BLOCKS=BLOCKS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

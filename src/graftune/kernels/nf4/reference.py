@@ -7,9 +7,9 @@
 The table's sixteen values are quantiles of a normal distribution, the map's 256 a sign, a decimal exponent and a
 fraction. Two codes lie in a byte, the earlier one high. Blocks run over the flattened tensor, past the ends of rows.
 
-The bytes are those of bitsandbytes 0.50 on a CPU, its peculiarities included: whole blocks are multiplied by 1 / m and a
-ragged last one divided by m; "nearest" for the scales is read from 65,536 bins rather than found exactly (0.49 found it
-exactly, and differs in two scales of a thousand, by less than a bin); a group of equal scales has the codes 0. The
+The bytes are those of bitsandbytes 0.50 on a CPU, its peculiarities included: whole blocks are multiplied by 1 / m and
+a ragged last one divided by m; "nearest" for the scales is read from 65,536 bins rather than found exactly (0.49 found
+it exactly, and differs in two scales of a thousand, by less than a bin); a group of equal scales has the codes 0. The
 offset is torch's mean over all scales on a CPU, so scales are kept in fp32 (a sixteenth byte a value) until the last is
 there, and its last bit depends on torch's number of threads as theirs does.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -105,7 +105,8 @@ class Nf4:
         return sum(x.nbytes for x in self.tensors.values())
 
     def to(self, device: torch.device | str) -> Nf4:
-        return replace(self, **{name: x.to(device) for name, x in self.tensors.items()})
+        moved = {name: x.to(device) for name, x in self.tensors.items()}
+        return Nf4(self.shape, self.dtype, **moved)
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
@@ -165,8 +166,8 @@ def nest(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     scaled = (groups * (1.0 / scales)[:, None]).clamp_(-1, 1)
     # In fp64 the product is exact, so this rounds once, like the fused multiply-add it stands for.
     place = scaled.add_(1.0).double().mul_((BINS - 1) / 2).add_(0.5).float().nan_to_num_(0.0).to(torch.int32)
-    codes = bins().index_select(0, place.view(-1)).view_as(groups).masked_fill_((scales == 0)[:, None], 0)
-    return codes.view(-1)[: len(absmax)].clone(), scales, offset
+    codes = bins().index_select(0, place.view(-1))  # where all scales of a group are equal, 0 * inf: place 0
+    return codes[: len(absmax)].clone(), scales, offset
 
 
 @cache

@@ -1,0 +1,239 @@
+"""NF4: the kernels against the reference to the bit, and the reference against itself in pieces, rows and files. That
+its bytes are bitsandbytes' is shown in tests/parity."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from graftune.errors import GraftuneError
+from graftune.kernels import nf4
+from graftune.kernels.nf4 import Nf4, reference
+
+NAN = float("nan")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# One value, odd ends, rows of no whole word or block, a whole block, one program of the kernel and a bit, many groups.
+SHAPES = [(1,), (1, 2), (3, 7), (5, 12), (9, 72), (1, 64), (3, 64), (2, 2049), (7, 640), (4106,), (2, 3, 40), (300, 64)]
+
+
+def weight(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Blocks of every size, zeros and denormals among them (none in bf16: Triton's interpreter scrambles them)."""
+    torch.manual_seed(seed + sum(shape))
+    x = torch.randn(shape)
+    flat = x.view(-1)
+    denormal = {torch.float32: 1e-39, torch.float16: 1e-6, torch.bfloat16: 1e-30}[dtype]
+    for start, factor in ((64, 0.0), (128, denormal), (192, 3e3), (256, 1e-3)):
+        flat[start : start + 64] *= factor
+    return x.to(dtype)
+
+
+def same(got: Nf4, want: Nf4) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype) and got.tensors.keys() == want.tensors.keys()
+    for name, x in want.tensors.items():
+        assert torch.equal(got.tensors[name].cpu(), x.cpu()), name
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """As a kernel rounds it: Triton's interpreter cuts bf16 off instead, and scrambles its denormals."""
+    if dtype == torch.bfloat16 and device == "cpu":
+        cut = (exact.view(torch.int32) & -65536).view(torch.float32)
+        return torch.where(cut.abs() < torch.finfo(dtype).tiny, 0.0, cut).to(dtype)
+    return exact.to(dtype)
+
+
+def equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """To the bit, but for the sign of zero."""
+    return got.dtype == want.dtype and torch.equal(got.cpu(), want.cpu())
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dequantise(kernels_on, device, shape, dtype, double):
+    quantised = nf4.quantise(weight(shape), double=double)
+    exact = reference.values(quantised, 0, quantised.numel).view(shape)
+    quantised = quantised.to(device)
+    poisoned = torch.full(shape, NAN, dtype=dtype, device=device)
+    assert nf4.dequantise(quantised, dtype, poisoned) is poisoned
+    assert equal(nf4.dequantise(quantised, dtype), poisoned)
+    if dtype == torch.bfloat16 and device == "cpu":
+        poisoned[poisoned.abs() < torch.finfo(dtype).tiny] = 0.0
+    assert equal(poisoned, rounded(exact, dtype, device))
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("room", [8, 3])
+@pytest.mark.parametrize("shape", [(3, 7), (5, 12), (9, 72), (7, 640), (2, 2049), (300, 64)], ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_apart(request, device, shape, room, double, fused):
+    """Into the corner of a wider buffer, all rows and some: nothing beside or below is touched."""
+    if fused:
+        request.getfixturevalue("kernels_on")
+    quantised = nf4.quantise(weight(shape), double=double)
+    exact = reference.values(quantised, 0, quantised.numel).view(shape)
+    if not fused and device == "cuda":
+        device = "cpu"
+    quantised = quantised.to(device)
+    rows, width = shape
+    for start, stop in ((0, rows), (1, rows), (rows // 2, rows // 2 + 1)):
+        wide = torch.full((rows + 1, width + room), NAN, dtype=torch.float16, device=device)
+        inner = wide[: stop - start, :width]
+        nf4.dequantise(quantised, out=inner, rows=(start, stop))
+        assert equal(inner, exact[start:stop].half())
+        assert wide[:, width:].isnan().all() and wide[stop - start :].isnan().all()
+        assert equal(nf4.dequantise(quantised, torch.float32, rows=(start, stop)), exact[start:stop])
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantise(request, device, shape, dtype, double):
+    x = weight(shape, dtype)
+    want = nf4.quantise(x, double=double)
+    request.getfixturevalue("kernels_on")
+    same(nf4.quantise(x.to(device), double=double), want)
+
+
+def test_a_ragged_block_is_divided(request, device):
+    """Of values beside the borders, some fall on the other side when they are multiplied by 1 / m instead."""
+    edges = reference.borders(torch.device("cpu"))
+    for m in torch.rand(200, generator=torch.Generator().manual_seed(1)).add(0.5):
+        x = torch.cat((edges * m, m[None]))
+        if not torch.equal(torch.bucketize(x / m, edges), torch.bucketize(x * (1 / m), edges)):
+            break
+    else:
+        pytest.fail("no such values found")
+    x = torch.cat((x.repeat(4), x))
+    want = nf4.quantise(x, double=False)
+    assert not torch.equal(want.codes[:8], want.codes[-8:])
+    request.getfixturevalue("kernels_on")
+    same(nf4.quantise(x.to(device), double=False), want)
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 130])
+def test_quantise_nothing_but_zeros(request, device, count):
+    want = nf4.quantise(torch.zeros(count), double=False)
+    assert (want.codes == 0x77).all() and bool(want.absmax[-1]) == bool(count % 64)
+    request.getfixturevalue("kernels_on")
+    same(nf4.quantise(torch.zeros(count, device=device), double=False), want)
+
+
+def test_quantise_at_the_borders(request, device):
+    """Values next to and on each border between two codes; and a ragged block, which is divided, not multiplied."""
+    edges = reference.borders(torch.device("cpu"))
+    infinity = torch.full_like(edges, math.inf)
+    x = torch.cat((edges, edges.nextafter(infinity), edges.nextafter(-infinity), torch.ones(19)))
+    x = torch.stack([x * factor for factor in (1.0, 3.0, 1e-37, 0.7)]).view(-1)[:243]
+    want = nf4.quantise(x, double=False)
+    found = torch.stack((want.codes >> 4, want.codes & 15), 1).view(-1)[:45].int()
+    code = torch.arange(15, dtype=torch.int32)
+    assert torch.equal(found, torch.cat((code, code + 1, code)))
+    request.getfixturevalue("kernels_on")
+    same(nf4.quantise(x.to(device), double=False), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[64] * 10, [16384, 100], [1, 62, 1, 1, 200, 64, 3], [7] * 33, [500]], ids=str)
+def test_pieces(request, device, sizes, dtype):
+    x = weight((sum(sizes),), dtype)
+    want = nf4.quantise(x)
+    for fused in (False, True):
+        if fused:
+            request.getfixturevalue("kernels_on")
+        got = nf4.quantise_pieces(iter(x.to(device if fused else "cpu").split(sizes)), x.shape, dtype)
+        same(got, want)
+    with pytest.raises(AssertionError):
+        nf4.quantise_pieces(x.split(sizes)[:-1], x.shape, dtype)
+    with pytest.raises(AssertionError):
+        nf4.quantise_pieces([x, x[:1]], x.shape, dtype)
+
+
+def test_the_references_own_pieces(monkeypatch):
+    x = weight((37, 130))
+    whole = nf4.quantise(x)
+    exact, wide = nf4.dequantise(whole), torch.full((37, 133), NAN)
+    monkeypatch.setattr(reference, "PIECE", 128)
+    same(nf4.quantise(x), whole)
+    assert equal(nf4.dequantise(whole), exact)
+    assert equal(nf4.dequantise(whole, out=wide[:, :130]), exact) and wide[:, 130:].isnan().all()
+    ids = torch.tensor([5, 36, 0, 5])
+    assert equal(nf4.gather(whole, ids), exact[ids])
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("shape", [(33, 64), (150, 192), (40, 30), (7, 129)], ids=str)
+def test_gather(request, device, shape, double):
+    quantised = nf4.quantise(weight(shape, torch.float16), double=double)
+    want = nf4.dequantise(quantised)
+    ids = torch.tensor([shape[0] - 1, 0, 3, 3, 1])
+    assert equal(nf4.gather(quantised, ids), want[ids])
+    request.getfixturevalue("kernels_on")
+    assert equal(nf4.gather(quantised.to(device), ids.to(device)), want[ids])
+    assert equal(nf4.gather(quantised.to(device), ids.to(device), torch.float32)[:, 0].half(), want[ids, 0])
+
+
+def test_nearest_is_torchs_bucketize():
+    x = torch.cat((torch.linspace(-1, 1, 100_001), torch.tensor([-0.0, 1e-45])))
+    edges = reference.borders(x.device)
+    assert torch.equal(reference.nearest(x), torch.bucketize(x, edges).to(torch.uint8))
+    assert torch.equal(reference.nearest(torch.tensor(reference.TABLE)), torch.arange(16, dtype=torch.uint8))
+
+
+def test_what_it_costs_and_loses():
+    x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(3))
+    quantised = nf4.quantise(x)
+    assert quantised.nbytes == x.numel() // 2 + x.numel() // 64 + 4 * (x.numel() // 16384) + 1024 + 4
+    assert 0.08 < (nf4.dequantise(quantised) - x).norm() / x.norm() < 0.1  # NF4's own error on normal values
+    plain = nf4.dequantise(nf4.quantise(x, double=False))
+    assert (plain - nf4.dequantise(quantised)).norm() / x.norm() < 0.01
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 7), (300, 64)], ids=str)
+def test_files(shape, dtype, double):
+    want = nf4.quantise(weight(shape, dtype), double=double)
+    other = nf4.quantise(weight(shape, dtype, seed=1), double=double)
+    files = load(save(nf4.to_checkpoint(other, "a.weight") | nf4.to_checkpoint(want, "b.weight")))
+    assert len(files) == (12 if double else 8)
+    same(nf4.from_checkpoint(files, "b.weight"), want)
+
+
+def test_files_that_are_refused():
+    good = nf4.to_checkpoint(nf4.quantise(weight((3, 70))), "w")
+    state = "w.quant_state.bitsandbytes__nf4"
+
+    def refuse(said: str, **changed: torch.Tensor | None) -> None:
+        files = {name: x for name, x in (good | changed).items() if x is not None}
+        with pytest.raises(GraftuneError, match=said):
+            nf4.from_checkpoint(files, "w")
+
+    text = bytes(good[state].tolist())
+    refuse("not bitsandbytes' NF4", **{state: None})
+    refuse("fp4", **{state: None, state.replace("nf4", "fp4"): good[state]})
+    refuse("block size is 16", **{state: torch.tensor(list(text.replace(b": 64", b": 16")), dtype=torch.uint8)})
+    refuse("dtype int8", **{state: torch.tensor(list(text.replace(b"float32", b"int8", 1)), dtype=torch.uint8)})
+    refuse("quant_map", **{"w.quant_map": good["w.quant_map"].flip(0)})
+    refuse("number of codes", **{"w": good["w"][:-1]})
+    refuse("number of scales", **{"w.absmax": good["w.absmax"][:-1]})
+    refuse("number of nested scales", **{"w.nested_absmax": good["w.nested_absmax"].repeat(2)})
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_codes_stored_as_another_dtype(storage):
+    want = nf4.quantise(weight((3, 64)))
+    files = nf4.to_checkpoint(want, "w")
+    files["w"] = files["w"].view(-1).view(storage)[:, None]
+    same(nf4.from_checkpoint(files, "w"), want)
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize("double", [True, False])
+def test_what_is_not_finite_is_refused(bad, double):
+    x = torch.ones(130)
+    x[77] = bad
+    with pytest.raises(GraftuneError, match="NaN or infinity"):
+        nf4.quantise(x, double=double)
