@@ -6,8 +6,8 @@ CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed
 (75 ms) and cannot be captured.
 
 q, k and v are read, and dq is written, where they lie in the packed buffer. With grouped heads dk and dv go through
-plain [T, K, H] buffers: cuDNN first writes them for every query head into its workspace in a layout derived from theirs,
-which in the packed one would be N/K times as wide as the whole buffer (and is not known to be summed rightly).
+plain [T, K, H] buffers: cuDNN first writes them for every query head into its workspace in a layout derived from
+theirs, which in the packed one would be N/K times as wide as the whole buffer (and may not be summed rightly).
 
 Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
 """
