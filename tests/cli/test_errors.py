@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graftune.cli import main
+from graftune.cli import failures, main
 from graftune.errors import GraftuneError
 from tests.cli.conftest import Engine
 
@@ -172,3 +172,10 @@ def test_an_unreadable_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text("rank: 3")
     path.chmod(0)
     assert "cannot be read" in said(capsys, main(["train", "-c", str(path)]))
+
+
+def test_memory_that_is_used_up_is_one_sentence():
+    import torch
+
+    text = failures.sentence(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert text is not None and "--tokens-per-micro-batch" in text and "\n" not in text

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import sys
 import typing
 from typing import Any, Literal
 
-import torch
 from cyclopts.exceptions import (
     CoercionError,
     CycloptsError,
@@ -48,7 +48,7 @@ def sentence(error: BaseException) -> str | None:
         text = str(error)
     elif isinstance(error, CycloptsError):
         text = _usage(error)
-    elif isinstance(error, torch.OutOfMemoryError):
+    elif _out_of_memory(error):
         text = "the device's memory is used up; lower --tokens-per-micro-batch, or set --recompute to full or offload"
     elif isinstance(error, OSError) and error.errno in _DISK:
         what, mend = _DISK[error.errno]
@@ -56,6 +56,12 @@ def sentence(error: BaseException) -> str | None:
     else:
         return None
     return " ".join(text.split())
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Asked only of a torch that is loaded: help and mistakes on the command line do without it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _usage(error: CycloptsError) -> str:
