@@ -68,11 +68,9 @@ class LoraGroup:
         """Have `publish` keep A in the rows below the weight and s B in the columns beside it."""
         out, into = dense.weight.shape
         self.arena.copies.append(Copy(self.down, dense.storage[out : out + len(self.down), :into], 1.0))
-        rank, row = self.up.shape[1], 0
-        for index, (start, stop) in enumerate(self.columns):
-            beside = dense.storage[start:stop, into + index * rank : into + (index + 1) * rank]
-            self.arena.copies.append(Copy(self.up[row : row + stop - start], beside, self.scale))
-            row += stop - start
+        beside = dense.storage[:out, into:]
+        for columns, rows, ranks in lora_linear.members(self.columns, self.up.shape[1]):
+            self.arena.copies.append(Copy(self.up[rows], beside[columns, ranks], self.scale))
 
 
 @dataclass
@@ -291,11 +289,9 @@ def _one_diagonal(arena: Arena, group: Sequence[str]) -> bool:
 def _diagonal(arena: Arena, out: int, columns: Sequence[tuple[int, int]], ups: slice, rank: int) -> torch.Tensor:
     """The group's B's as one [out, R * members] matrix, kept up to date by `publish`."""
     matrix = torch.zeros(out, len(columns) * rank, dtype=arena.compute_dtype, device=arena.device)
-    stacked, row = arena.compute[ups].view(-1, rank), 0
-    for index, (start, stop) in enumerate(columns):
-        target = matrix[start:stop, index * rank : (index + 1) * rank]
-        arena.copies.append(Copy(stacked[row : row + stop - start], target, 1.0))
-        target.copy_(arena.copies[-1].source)
-        row += stop - start
+    stacked = arena.compute[ups].view(-1, rank)
+    for place, rows, ranks in lora_linear.members(columns, rank):
+        arena.copies.append(Copy(stacked[rows], matrix[place, ranks], 1.0))
+        matrix[place, ranks] = stacked[rows]
     arena.own_bytes += matrix.nbytes
     return matrix

@@ -98,19 +98,17 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """int64 numbers of a batch: tokens, positions, rows, labels, the draw, and cu_seqlens two to one."""
-        return 2 * self.tokens + 2 * self.rows + 1 + (self.documents + 2) // 2
+        """int64 numbers of a batch: tokens, positions, rows, labels, and cu_seqlens two to one."""
+        return 2 * self.tokens + 2 * self.rows + (self.documents + 2) // 2
 
 
 def fields(flat: torch.Tensor, shape: Shape) -> dict[str, torch.Tensor]:
     """A batch's tensors as views into one flat int64 buffer: it travels in one copy."""
-    tokens, positions, rows, labels, draw, cu = flat.split(
-        [shape.tokens, shape.tokens, shape.rows, shape.rows, 1, shape.size - 2 * shape.tokens - 2 * shape.rows - 1]
+    tokens, positions, rows, labels, cu = flat.split(
+        [shape.tokens, shape.tokens, shape.rows, shape.rows, shape.size - 2 * shape.tokens - 2 * shape.rows]
     )
     cu_seqlens = cu.view(torch.int32)[: shape.documents + 1]
-    return {
-        "tokens": tokens, "positions": positions, "rows": rows, "labels": labels, "draw": draw, "cu_seqlens": cu_seqlens
-    }  # fmt: skip
+    return {"tokens": tokens, "positions": positions, "rows": rows, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
 @dataclass
@@ -130,16 +128,9 @@ class Inputs:
 
     def __init__(self, step: Step, shape: Shape, graph: bool, pool: Any):
         self.flat = torch.zeros(shape.size, dtype=torch.int64, device=step.arena.device)
-        views = fields(self.flat, shape)
-        self.draw = views.pop("draw")
         # Lengths on the host are for the CPU's attention alone; the captured step reads cu_seqlens.
-        self.batch = PackedBatch(**views, lengths=(shape.tokens,), response_tokens=0)
-        self.step = step
-        self.run = Captured(self._work, enabled=graph, pool=pool)
-
-    def _work(self) -> None:
-        self.step.draw.copy_(self.draw[0])
-        self.step.micro_step(self.batch)
+        batch = PackedBatch(**fields(self.flat, shape), lengths=(shape.tokens,), response_tokens=0)
+        self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
 
 
 class DeviceLoop:
@@ -169,8 +160,7 @@ class DeviceLoop:
         shape = Shape.of(batch)
         slot = self._slot(shape)
         for name, view in fields(slot.host, shape).items():
-            if name != "draw":
-                view.copy_(getattr(batch, name))
+            view.copy_(getattr(batch, name))
         with torch.cuda.stream(self.copies):
             self.copies.wait_event(slot.taken)
             slot.device.copy_(slot.host, non_blocking=True)
@@ -198,7 +188,7 @@ class DeviceLoop:
             slot.taken.record(main)
             self.free.put(slot)
             if self.work.dropout:
-                inputs.draw.fill_(self.work.mask_number(draw))
+                self.work.set_draw(draw)
             inputs.run()
         self.update()
         self.reports[place].copy_(self.work.report, non_blocking=True)

@@ -32,11 +32,12 @@ from graftune import __version__
 from graftune.config import Config
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
+from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.console import Progress as Bar
 from graftune.observe.events import EventLog, read_events
 from graftune.observe.marks import marked
-from graftune.observe.memory import device_bytes, human_bytes, peak_resident_bytes
+from graftune.observe.memory import device_bytes, peak_resident_bytes
 from graftune.observe.plot import loss_plot
 from graftune.observe.speed import Meter
 from graftune.train import checkpoint
@@ -44,7 +45,14 @@ from graftune.train.answers import Answers
 from graftune.train.checkpoint import Progress
 from graftune.train.evaluate import EvalResult, evaluate
 from graftune.train.hot import Figures, hot_loop
-from graftune.train.prepare import FREE_ON_RESUME, Prepared, prepare_run, removed_unless_started, stored_config
+from graftune.train.prepare import (
+    FREE_ON_RESUME,
+    Prepared,
+    prepare_run,
+    removed_unless_started,
+    stored_config,
+    tell_start,
+)
 from graftune.train.schedule import learning_rate
 from graftune.train.signals import noted_signals
 from graftune.train.step import Step
@@ -140,7 +148,7 @@ class Run:
         aside = self.folder / "config.yaml.part"
         self.config.save(aside)
         os.replace(aside, self.folder / "config.yaml")
-        self._tell_start()
+        tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
 
     def take_up(self) -> None:
         """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
@@ -159,7 +167,7 @@ class Run:
         if len(self.base_answers) != len(self.answers.questions):  # resumed with another number of samples
             self.base_answers = []
         self.log.emit("resume", step=self.progress.step)
-        self._tell_start()
+        tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
 
@@ -235,15 +243,8 @@ class Run:
         p, optim = self.progress, self.config.optim
         lr = learning_rate(p.step, self.total, optim)
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
-        hyper = {
-            "lr": lr,
-            "beta1": optim.beta1,
-            "beta2": optim.beta2,
-            "eps": optim.eps,
-            "weight_decay": optim.weight_decay,
-            "divisor": float(max(1, responses)),
-            "clip": optim.clip,
-        }
+        hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
+        hyper |= {"lr": lr, "divisor": float(max(1, responses))}
         draws = [p.step * 4096 + index for index in range(len(micro_batches))]
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         began = 0.0
@@ -409,28 +410,6 @@ class Run:
 
     def _signalled(self, number: int) -> None:
         self.signal = number  # said in _between: a handler must not write to a stream that is being written to
-
-    def _tell_start(self) -> None:
-        engine, train_ = self.engine, self.config.train
-        spec, arena = engine.base.spec, engine.arena
-        self.console.note(f"base: {engine.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
-        self.console.note(f"device: {engine.runtime.describe()}")
-        self.console.note(f"attention: {engine.attention.backend} ({engine.attention.why})")
-        self.console.note(f"frozen weights: {engine.placement.base_dtype} ({engine.placement.why})")
-        self.console.note(
-            f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
-        )
-        self.console.note(
-            f"{self.total} steps of up to {train_.tokens_per_step} tokens in micro-batches of "
-            f"{train_.tokens_per_micro_batch}; run folder {self.folder}"
-        )
-        if self.shape is not None:
-            why = "graph is off" if not train_.graph else "the base stays in its file"
-            how = "replayed from CUDA graphs" if self.graph else f"not captured ({why})"
-            self.console.note(
-                f"shape: {self.shape.capacity} tokens, {self.shape.max_docs} documents of up to {self.shape.longest}, "
-                f"{self.shape.max_rows} response rows; steps are {how}"
-            )
 
 
 def _digest(text: str) -> str:

@@ -15,9 +15,11 @@ from typing import Any
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset, Summary, prepare, split
+from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.observe.memory import human_bytes
 from graftune.train.engine import Engine, adapter_folder, check_method, open_engine, with_adapter, with_template
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base, with_new_tokens
@@ -116,6 +118,31 @@ def tell_refused(console: Console, summary: Summary, prefix: str = "") -> None:
         console.warn(f"{prefix}{count} examples shortened: {reason}")
     for text, count in summary.notes.items():
         console.note(f"{prefix}{text} ({count} rows)")
+
+
+def tell_start(
+    console: Console, engine: Engine, folder: Path, steps: int, shape: Capacities | None, graph: bool
+) -> None:
+    """What was found and chosen, before the first step. `shape`: of every micro-batch, where it is fixed."""
+    spec, arena, settings = engine.base.spec, engine.arena, engine.config.train
+    console.note(f"base: {engine.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
+    console.note(f"device: {engine.runtime.describe()}")
+    console.note(f"attention: {engine.attention.backend} ({engine.attention.why})")
+    console.note(f"frozen weights: {engine.placement.base_dtype} ({engine.placement.why})")
+    console.note(
+        f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
+    )
+    console.note(
+        f"{steps} steps of up to {settings.tokens_per_step} tokens in micro-batches of "
+        f"{settings.tokens_per_micro_batch}; run folder {folder}"
+    )
+    if shape is not None:
+        why = "graph is off" if not settings.graph else "the base stays in its file"
+        how = "replayed from CUDA graphs" if graph else f"not captured ({why})"
+        console.note(
+            f"shape: {shape.capacity} tokens, {shape.max_docs} documents of up to {shape.longest}, "
+            f"{shape.max_rows} response rows; steps are {how}"
+        )
 
 
 @contextmanager

@@ -75,11 +75,8 @@ class Step:
         return [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
 
     def set_draw(self, draw: int) -> None:
-        self.draw.fill_(self.mask_number(draw))
-
-    def mask_number(self, draw: int) -> int:
-        """Of seed and draw, within 63 bits: a seed may be as large as that itself."""
-        return (self.seed * 1_000_003 + draw) & (2**63 - 1)
+        """Number the next dropout mask, within 63 bits: a seed may be as large as that itself."""
+        self.draw.fill_((self.seed * 1_000_003 + draw) & (2**63 - 1))
 
     def micro_step(self, batch: PackedBatch) -> None:
         """Adds the batch's loss and gradients to what is there."""

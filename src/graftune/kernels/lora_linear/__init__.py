@@ -13,7 +13,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, rms_norm
 from graftune.kernels.lora_linear import reference
-from graftune.kernels.lora_linear.reference import Copy, Low, add_, add_product_
+from graftune.kernels.lora_linear.reference import Copy, Low, add_, add_product_, members
 
 __all__ = [
     "Copy",
@@ -23,6 +23,7 @@ __all__ = [
     "backward",
     "down",
     "down_backward",
+    "members",
     "spread",
     "up_backward",
     "up_grad",

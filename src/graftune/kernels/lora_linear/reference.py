@@ -32,13 +32,17 @@ class Low(NamedTuple):
         return self.up.shape[1]
 
     def members(self) -> list[tuple[slice, slice, slice]]:
-        """(columns of y, rows of `up`, columns of h) of each."""
-        found, row = [], 0
-        for index, (start, stop) in enumerate(self.columns):
-            rows = slice(row, row + stop - start)
-            found.append((slice(start, stop), rows, slice(index * self.rank, (index + 1) * self.rank)))
-            row = rows.stop
-        return found
+        return members(self.columns, self.rank)
+
+
+def members(columns: Sequence[tuple[int, int]], rank: int) -> list[tuple[slice, slice, slice]]:
+    """(columns of y, rows of the stacked B's, columns of h) of each member of a group."""
+    found, row = [], 0
+    for index, (start, stop) in enumerate(columns):
+        rows = slice(row, row + stop - start)
+        found.append((slice(start, stop), rows, slice(index * rank, (index + 1) * rank)))
+        row = rows.stop
+    return found
 
 
 class Copy(NamedTuple):
