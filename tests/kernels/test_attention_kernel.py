@@ -45,7 +45,7 @@ def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton
     q, k, v = packed(tokens, heads, dtype, device)
     grad = spread(torch.randn(tokens, *q.shape[1:], device=device).to(dtype))
     nan = torch.full((tokens, heads[0] + 2 * heads[1], heads[2]), float("nan"), dtype=dtype, device=device)
-    views = spread(nan).split([heads[0], heads[1], heads[1]], 1)
+    views = attention.grad_buffers(q, k, backend) or spread(nan).split([heads[0], heads[1], heads[1]], 1)
     given = spread(nan[:, : heads[0]])
     out, stats = attention.forward(q, k, v, docs, scale, window, backend, given)
     attention.backward(grad, q, k, v, out, stats, docs, scale, window, views, backend)

@@ -34,6 +34,11 @@ def inputs(tokens, heads, dtype, device, seed) -> tuple[torch.Tensor, torch.Tens
     return qkv.to(device), bias.to(device), *(torch.rand(width).add(0.5).to(device) for _ in range(2))
 
 
+def by_part(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv as views of one buffer."""
+    return qkv.unflatten(1, (-1, heads[2])).split([heads[0], heads[1], heads[1]], 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("biased", "normed"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(("tokens", "heads"), SHAPES)
@@ -70,10 +75,16 @@ def test_backward(kernels_on, device, tokens, heads, normed, dtype):
     else:
         raw = raw.new_empty(0)
     sums = [{f"grad_{n}_norm": torch.full_like(q_norm, 3.0) for n in normed or ()} for _ in range(2)]
-    got, want = grad.clone(), grad.clone()
-    rope.finish_backward_(got, cos, sin, heads, raw, **options, **sums[0])
-    reference.finish_backward_(want, cos, sin, heads, raw, **options, **sums[1])
+    got, want, elsewhere = grad.clone(), grad.clone(), torch.full_like(grad, float("nan"))
+    rope.finish_backward(by_part(got, heads), got, cos, sin, heads, raw, **options, **sums[0])
+    reference.finish_backward(by_part(want, heads), want, cos, sin, heads, raw, **options, **sums[1])
     close(got, want, dtype)
+    plain = tuple(part.contiguous() for part in by_part(grad, heads))
+    rope.finish_backward(plain, elsewhere, cos, sin, heads, raw, **options)
+    assert torch.equal(elsewhere, got)
+    from_plain = torch.full_like(grad, float("nan"))
+    reference.finish_backward(plain, from_plain, cos, sin, heads, raw, **options)
+    assert torch.equal(from_plain, want)
     assert torch.equal(got[:, -heads[1] * heads[2] :], grad[:, -heads[1] * heads[2] :])
     for name, total in sums[0].items():  # accumulated into, not overwritten
         close(total - 3, sums[1][name] - 3, dtype, slack=3)
@@ -85,7 +96,9 @@ def test_no_eps_is_harmless_beyond_the_last_token(kernels_on, device):
     cos, sin = table(tokens, heads[2], device)
     total = torch.zeros_like(q_norm)
     raw = torch.randn(tokens, 2, 16, device=device)
-    rope.finish_backward_(grad, cos, sin, heads, raw, q_norm=q_norm, k_norm=k_norm, grad_q_norm=total)
+    rope.finish_backward(
+        by_part(grad, heads), grad, cos, sin, heads, raw, q_norm=q_norm, k_norm=k_norm, grad_q_norm=total
+    )
     assert grad.isfinite().all() and total.isfinite().all()
 
 
@@ -117,9 +130,10 @@ def test_both_ways_against_autograd(path, device, request):
     raw = ops.finish_(got, cos, sin, heads, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
     close(got, want.detach(), torch.float32)
     sums = [torch.zeros(width, device=device) for _ in range(2)]
-    ops.finish_backward_(
-        grad, cos, sin, heads, raw, q_norm=q_norm, k_norm=k_norm, eps=eps, grad_q_norm=sums[0], grad_k_norm=sums[1]
-    )
+    ops.finish_backward(
+        by_part(grad, heads), grad, cos, sin, heads, raw, q_norm=q_norm, k_norm=k_norm, eps=eps, grad_q_norm=sums[0],
+        grad_k_norm=sums[1],
+    )  # fmt: skip
     close(grad, leaves[0].grad, torch.float32)
     close(sums[0], leaves[1].grad, torch.float32)
     close(sums[1], leaves[2].grad, torch.float32)
@@ -133,10 +147,10 @@ def test_nothing_beyond_the_tokens_is_written(kernels_on, device):
     cos, sin = table(tokens, 20, device)
     bias = torch.ones(columns, device=device)
     rope.finish_(room[:tokens], cos, sin, heads, bias=bias)
-    rope.finish_backward_(room[:tokens], cos, sin, heads, room.new_empty(0))
+    rope.finish_backward(by_part(room[:tokens], heads), room[:tokens], cos, sin, heads, room.new_empty(0))
     assert room[:tokens].isfinite().all() and room[tokens:].isnan().all()
     wide = torch.full((tokens, columns + 8), float("nan"), device=device)  # rows apart, room behind each
     wide[:, :columns] = room[:tokens]
-    rope.finish_backward_(wide[:, :columns], cos, sin, heads, room.new_empty(0))
-    rope.finish_backward_(room[:tokens], cos, sin, heads, room.new_empty(0))
+    rope.finish_backward(by_part(wide[:, :columns], heads), wide[:, :columns], cos, sin, heads, room.new_empty(0))
+    rope.finish_backward(by_part(room[:tokens], heads), room[:tokens], cos, sin, heads, room.new_empty(0))
     assert torch.equal(wide[:, :columns], room[:tokens]) and wide[:, columns:].isnan().all()

@@ -113,15 +113,17 @@ def attention_half_backward(
     block.o.learn(grad, g, mixed[:, : block.o.width_in], run)
 
     grad_qkv = block.qkv.grad_buffer(x, len(x))
-    grads = _split(block, grad_qkv)
     q, k, v = _split(block, qkv)
+    grads = run.attend.grad_buffers(block, q, k) or _split(block, grad_qkv)
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
-    rope.finish_backward_(
-        grad_qkv[:, : block.qkv.width_out], run.cos, run.sin, block.heads, raw, q_norm=_weight(block.q_norm, run),
-        k_norm=_weight(block.k_norm, run), eps=block.norm_eps, grad_q_norm=block.q_norm.grad if block.q_norm else None,
+    rope.finish_backward(
+        grads, grad_qkv[:, : block.qkv.width_out], run.cos, run.sin, block.heads, raw,
+        q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
+        grad_q_norm=block.q_norm.grad if block.q_norm else None,
         grad_k_norm=block.k_norm.grad if block.k_norm else None,
     )  # fmt: skip
+    del grads
     if block.qkv_bias is not None and block.qkv_bias.grad is not None:
         block.qkv_bias.grad.add_(grad_qkv[:, : block.qkv.width_out].sum(0, dtype=torch.float32))
 

@@ -221,6 +221,11 @@ class PackedDocuments:
         scale, (window, backend) = block.heads[2] ** -0.5, self._how(block)
         return attention.forward(q, k, v, self.documents, scale, window, backend, out)[1]
 
+    def grad_buffers(
+        self, block: Block, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        return attention.grad_buffers(q, k, self._how(block)[1])
+
     def backward(
         self,
         block: Block,

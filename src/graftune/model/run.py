@@ -23,6 +23,12 @@ class Attend(Protocol):
         """Writes out [T, N, H], whose tokens may lie apart; returns statistics for the backward."""
         ...
 
+    def grad_buffers(
+        self, block: Block, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Where dq, dk and dv have to be left; None: wherever the caller likes."""
+        ...
+
     def backward(
         self,
         block: Block,

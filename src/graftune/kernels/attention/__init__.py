@@ -3,9 +3,9 @@
 Which kernels run is chosen once, at the start (`choose`), and given back at every call: cuDNN on GPUs that have it,
 torch's flash kernels where it is missing or everything must be bit-identical, our own for fp32, sliding windows and
 odd head widths, and on the CPU torch's fused kernel or the reference ("cpu" runs the reference on any other device).
-q, k, v and their gradients may be column ranges of one packed buffer, [T, (N + 2K) H] or wider; on the GPU they are
-read and written in place. `stats` is what the forward leaves for the backward: the log-sum-exp of the scores in the
-backend's own layout, empty where it is recomputed.
+q, k and v may be column ranges of one packed buffer, [T, (N + 2K) H] or wider, and so may their gradients unless the
+backend wants them plain (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for the
+backward: the log-sum-exp of the scores in the backend's own layout, empty where it is recomputed.
 """
 
 from __future__ import annotations
@@ -151,6 +151,13 @@ def backward(
     return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads)
 
 
+def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None:
+    """Where the backend has to leave dq, dk and dv; None: wherever the caller likes."""
+    if backend != "cudnn":
+        return None
+    return q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape)
+
+
 def warm(
     backend: str,
     device: torch.device,
@@ -178,7 +185,7 @@ def warm(
 
     q, keys, values = zeros(n + 2 * k, room[0]).split([n, k, k], 1)
     out, stats = forward(q, keys, values, docs, scale, window, backend, zeros(n, room[1]))
-    dq, dk, dv = zeros(n + 2 * k, room[2]).split([n, k, k], 1)
+    dq, dk, dv = grad_buffers(q, keys, backend) or zeros(n + 2 * k, room[2]).split([n, k, k], 1)
     backward(zeros(n, room[3]), q, keys, values, out, stats, docs, scale, window, (dq, dk, dv), backend)
 
 

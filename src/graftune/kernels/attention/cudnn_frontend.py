@@ -5,9 +5,9 @@ each document lies, and how long it is, are device tensors that the plan reads w
 CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed attention builds a plan at every call
 (75 ms) and cannot be captured.
 
-q, k and v are read, and dq is written, where they lie in the packed buffer. With grouped heads dk and dv go through
-plain [T, K, H] buffers: cuDNN first writes them for every query head into its workspace in a layout derived from
-theirs, which in the packed one would be N/K times as wide as the whole buffer (and may not be summed rightly).
+q, k and v are read where they lie in the packed buffer; dq, dk and dv are plain. cuDNN adds dq up in its workspace in
+fp32, in dq's layout, and clears only as much of it as a plain one has: in that of a packed buffer the sums of the layer
+before would be left. dk and dv it first writes there for every query head, in a layout derived from theirs.
 
 Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
 """
@@ -110,17 +110,13 @@ def backward(
 ) -> None:
     heads = q.shape[1]
     dq, dk, dv = grads
-    if k.shape[1] != heads:
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    assert all(x.is_contiguous() for x in grads), "cuDNN wants plain buffers for its gradients"
     strides, grad_strides = _strides(q, k, v, out), _strides(dq, dk, dv, grad_out)
     plan = _plan(q.device, _shape(q, k, docs, scale, strides, grad_strides))
     at = _offsets(docs, (*strides, heads, *grad_strides))
     tensors = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "grad_out": grad_out, "dq": dq, "dk": dk, "dv": dv}
     places = ("q_at", "k_at", "v_at", "out_at", "stats_at", "dq_at", "dk_at", "dv_at", "grad_out_at")
     _run(plan, q.device, tensors | dict(zip(places, at, strict=True)), docs)
-    if dk is not grads[1]:
-        for target, made in zip(grads[1:], (dk, dv), strict=True):  # as wider elements: twice the speed
-            target.flatten(1).view(torch.int64).copy_(made.flatten(1).view(torch.int64))
 
 
 def describe(cudnn: Any, shape: Shape, handle: Any, capability: tuple[int, int]) -> Any:

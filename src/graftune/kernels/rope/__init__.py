@@ -10,7 +10,7 @@ from graftune.kernels import launch
 from graftune.kernels.rope import reference
 from graftune.kernels.rope.reference import rotate_, tables, unrotate_
 
-__all__ = ["finish_", "finish_backward_", "rotate_", "tables", "unrotate_"]
+__all__ = ["finish_", "finish_backward", "rotate_", "tables", "unrotate_"]
 
 
 def finish_(
@@ -39,7 +39,8 @@ def finish_(
     return reference.finish_(qkv, cos, sin, heads, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
 
-def finish_backward_(
+def finish_backward(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad_qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -52,17 +53,22 @@ def finish_backward_(
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
 ) -> None:
-    """The way back to the gradient of the raw product, in place (rows may lie apart); v's columns are left as they are.
-    The norm weights' gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
+    """From the gradients of what attention took, dq [T, N, H], dk and dv [T, K, H], to that of the raw product:
+    grad_qkv [T, (N + 2K) H]. Rows of all may lie apart; the former may be views of the latter, which is then changed in
+    place. The norm weights' gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
     _check(grad_qkv, cos, sin, heads, q_norm, k_norm)
+    for grad, count in zip(grads, (heads[0], heads[1], heads[1]), strict=True):
+        assert grad.shape == (len(grad_qkv), count, heads[2]) and grad.dtype == grad_qkv.dtype
+        assert grad.stride(2) == 1 and (grad.stride(1) == heads[2] or count == 1)
     if q_norm is not None:
         assert raw.shape == (len(grad_qkv), heads[0] + heads[1], heads[2]) and raw.is_contiguous()
     if launch.fused(grad_qkv):
         from graftune.kernels.rope import kernel
 
-        kernel.finish_backward_(grad_qkv, cos, sin, heads, raw, q_norm, k_norm, eps, grad_q_norm, grad_k_norm)
+        kernel.finish_backward(grads, grad_qkv, cos, sin, heads, raw, q_norm, k_norm, eps, grad_q_norm, grad_k_norm)
         return
-    reference.finish_backward_(
+    reference.finish_backward(
+        grads,
         grad_qkv,
         cos,
         sin,

@@ -51,22 +51,33 @@ def _finish(
 
 @triton.jit
 def _finish_backward(
-    grad_ptr, cos_ptr, sin_ptr, raw_ptr, q_norm_ptr, k_norm_ptr, parts_ptr, tokens, grad_stride, eps,
-    N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PARTS: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
+    dq_ptr, dk_ptr, dv_ptr, grad_ptr, cos_ptr, sin_ptr, raw_ptr, q_norm_ptr, k_norm_ptr, parts_ptr, tokens,
+    dq_stride, dk_stride, dv_stride, grad_stride, eps, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    WORK: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PARTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """With n = x * rstd, g the unrotated gradient and w the norm's weight: dx = rstd (g w - n mean(g w n)), and the
-    sum of g n over this program's tokens goes to parts [blocks, N + K, H]."""
+    sum of g n over this program's tokens goes to parts [blocks, WORK, H]."""
     H: tl.constexpr = 2 * HALF
-    head = tl.program_id(0) % (N + K)
-    at = (tl.program_id(0) // (N + K)) * BT + tl.arange(0, BT)
+    head = tl.program_id(0) % WORK
+    at = (tl.program_id(0) // WORK) * BT + tl.arange(0, BT)
     rows = at.to(tl.int64)[:, None]
     cols = tl.arange(0, BC)
     inside = cols < HALF
     mask = (at < tokens)[:, None] & inside[None, :]
     place = grad_ptr + rows * grad_stride + head * H + cols[None, :]
-    turned_a = tl.load(place, mask, other=0.0).to(tl.float32)
-    turned_b = tl.load(place + HALF, mask, other=0.0).to(tl.float32)
+    if head < N:
+        source = dq_ptr + rows * dq_stride + head * H + cols[None, :]
+    elif head < N + K:
+        source = dk_ptr + rows * dk_stride + (head - N) * H + cols[None, :]
+    else:
+        source = dv_ptr + rows * dv_stride + (head - N - K) * H + cols[None, :]
+    first = tl.load(source, mask, other=0.0)
+    second = tl.load(source + HALF, mask, other=0.0)
+    if head >= N + K:
+        tl.store(place, first, mask)
+        tl.store(place + HALF, second, mask)
+        return
+    turned_a, turned_b = first.to(tl.float32), second.to(tl.float32)
     cos = tl.load(cos_ptr + rows * HALF + cols[None, :], mask, other=0.0)
     sin = tl.load(sin_ptr + rows * HALF + cols[None, :], mask, other=0.0)
     a = turned_a * cos + turned_b * sin
@@ -129,7 +140,8 @@ def finish_(
     return raw
 
 
-def finish_backward_(
+def finish_backward(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad_qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -147,17 +159,22 @@ def finish_backward_(
         return
     bt, bc, warps = _blocks(tokens, width)
     blocks = triton.cdiv(tokens, bt)
-    parts = None
+    parts, dv = None, grads[2]
+    # v's gradient is only moved; where it lies there already, nobody touches it.
+    work = queries + keys
+    if dv.data_ptr() != grad_qkv[:, work * width :].data_ptr():
+        work += keys
     if q_norm is not None and (grad_q_norm is not None or grad_k_norm is not None):
-        parts = torch.empty(blocks, queries + keys, width, dtype=torch.float32, device=grad_qkv.device)
-    _finish_backward[(blocks * (queries + keys),)](
-        grad_qkv, cos, sin, raw, q_norm, k_norm, parts, tokens, grad_qkv.stride(0), eps, N=queries, K=keys,
-        HALF=width // 2, HAS_NORM=q_norm is not None, HAS_PARTS=parts is not None, BT=bt, BC=bc, num_warps=warps,
+        parts = torch.empty(blocks, work, width, dtype=torch.float32, device=grad_qkv.device)
+    _finish_backward[(blocks * work,)](
+        *grads, grad_qkv, cos, sin, raw, q_norm, k_norm, parts, tokens, *(g.stride(0) for g in grads),
+        grad_qkv.stride(0), eps, N=queries, K=keys, HALF=width // 2, WORK=work, HAS_NORM=q_norm is not None,
+        HAS_PARTS=parts is not None, BT=bt, BC=bc, num_warps=warps,
     )  # fmt: skip
     if parts is not None and grad_q_norm is not None:
         grad_q_norm.add_(parts[:, :queries].sum((0, 1)))
     if parts is not None and grad_k_norm is not None:
-        grad_k_norm.add_(parts[:, queries:].sum((0, 1)))
+        grad_k_norm.add_(parts[:, queries : queries + keys].sum((0, 1)))
 
 
 def _blocks(tokens: int, width: int) -> tuple[int, int, int]:

@@ -62,7 +62,8 @@ def finish_(
     return raw
 
 
-def finish_backward_(
+def finish_backward(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad_qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -75,6 +76,8 @@ def finish_backward_(
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
 ) -> None:
+    if grads[0].data_ptr() != grad_qkv.data_ptr():
+        torch.cat([grad.flatten(1) for grad in grads], 1, out=grad_qkv)
     turned = unrotate_(_by_head(grad_qkv, heads), cos, sin)
     if q_norm is not None and k_norm is not None:
         sizes = [heads[0], heads[1]]
