@@ -45,7 +45,7 @@ class Pass:
         self.backend, self.scale = backend, h**-0.5
         self.inputs = packed(TOKENS, HEADS, dtype, "cuda")
         self.grad = torch.randn(TOKENS, n, h, device="cuda").to(dtype)
-        self.grads = torch.empty(2, TOKENS * (n + 2 * k) * h, dtype=dtype, device="cuda")  # dq, dk and dv, all plain
+        self.grads = torch.empty(2, TOKENS, n + 2 * k, h, dtype=dtype, device="cuda")
         room = (16, 0, 0, 0)  # as `packed` leaves it
         attention.warm(backend, torch.device("cuda"), dtype, HEADS, TOKENS, SLOTS, LONGEST, self.scale, 0, room)
 
@@ -53,10 +53,12 @@ class Pass:
         docs = Documents(cu_seqlens, None, LONGEST)
         for layer in self.grads:
             out, stats = attention.forward(*self.inputs, docs, self.scale, 0, self.backend)
-            parts = layer.split([TOKENS * heads * HEADS[2] for heads in (HEADS[0], HEADS[1], HEADS[1])])
-            views = [part.view(TOKENS, -1, HEADS[2]) for part in parts]
+            made = attention.grad_buffers(*self.inputs[:2], self.backend)
+            views = made or layer.split([HEADS[0], HEADS[1], HEADS[1]], 1)
             poison_workspaces()
-            attention.backward(self.grad, *self.inputs, out, stats, docs, self.scale, 0, tuple(views), self.backend)
+            attention.backward(self.grad, *self.inputs, out, stats, docs, self.scale, 0, views, self.backend)
+            if made:
+                torch.cat(made, 1, out=layer)
         return out
 
 

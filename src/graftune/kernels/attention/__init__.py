@@ -4,7 +4,7 @@ Which kernels run is chosen once, at the start (`choose`), and given back at eve
 torch's flash kernels where it is missing or everything must be bit-identical, our own for fp32, sliding windows and
 odd head widths, and on the CPU torch's fused kernel or the reference ("cpu" runs the reference on any other device).
 q, k and v may be column ranges of one packed buffer, [T, (N + 2K) H] or wider, and so may their gradients unless the
-backend wants them plain (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for the
+backend has its own wishes (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for the
 backward: the log-sum-exp of the scores in the backend's own layout, empty where it is recomputed.
 """
 
@@ -155,7 +155,9 @@ def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None
     """Where the backend has to leave dq, dk and dv; None: wherever the caller likes."""
     if backend != "cudnn":
         return None
-    return q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape)
+    from graftune.kernels.attention import cudnn_frontend
+
+    return cudnn_frontend.grad_buffers(q, k)
 
 
 def warm(

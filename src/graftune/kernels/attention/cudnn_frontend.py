@@ -5,9 +5,10 @@ each document lies, and how long it is, are device tensors that the plan reads w
 CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed attention builds a plan at every call
 (75 ms) and cannot be captured.
 
-q, k and v are read where they lie in the packed buffer; dq, dk and dv are plain. cuDNN adds dq up in its workspace in
-fp32, in dq's layout, and clears only as much of it as a plain one has: in that of a packed buffer the sums of the layer
-before would be left. dk and dv it first writes there for every query head, in a layout derived from theirs.
+q, k and v are read where they lie in the packed buffer. The gradients get buffers of their own (`grad_buffers`): cuDNN
+adds dq up in its workspace in fp32, in dq's layout but from q's offsets on, so that tokens of dq must lie as far apart as
+q's, or all documents but the first get wrong sums and other parts of the workspace are overwritten; dk and dv it first
+writes there for every query head, in a layout derived from theirs, so they are plain.
 
 Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
 """
@@ -110,13 +111,20 @@ def backward(
 ) -> None:
     heads = q.shape[1]
     dq, dk, dv = grads
-    assert all(x.is_contiguous() for x in grads), "cuDNN wants plain buffers for its gradients"
+    assert dq.stride() == q.stride() and dk.is_contiguous() and dv.is_contiguous(), "see grad_buffers"
     strides, grad_strides = _strides(q, k, v, out), _strides(dq, dk, dv, grad_out)
     plan = _plan(q.device, _shape(q, k, docs, scale, strides, grad_strides))
     at = _offsets(docs, (*strides, heads, *grad_strides))
     tensors = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "grad_out": grad_out, "dq": dq, "dk": dk, "dv": dv}
     places = ("q_at", "k_at", "v_at", "out_at", "stats_at", "dq_at", "dk_at", "dv_at", "grad_out_at")
     _run(plan, q.device, tensors | dict(zip(places, at, strict=True)), docs)
+
+
+def grad_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Buffers for dq, whose tokens lie as far apart as q's, and plain ones for dk and dv."""
+    tokens, heads, width = q.shape
+    dq = q.new_empty(tokens, q.stride(0))[:, : heads * width].unflatten(1, (heads, width))
+    return dq, k.new_empty(k.shape), k.new_empty(k.shape)
 
 
 def describe(cudnn: Any, shape: Shape, handle: Any, capability: tuple[int, int]) -> Any:
@@ -170,7 +178,7 @@ def describe(cudnn: Any, shape: Shape, handle: Any, capability: tuple[int, int])
     place = index("grad_out_at", shape.slots + 1, data.INT64)
     grad_out = given("grad_out", n, h, shape.grad_strides[3], place)
     stats = given("stats", n, 1, n, at["stats"], data.FLOAT)
-    tokens = _up(shape.tokens, 64)  # bounds the workspace, which would else be one of S * L tokens
+    tokens = max(_up(shape.tokens, 128), length)  # bounds the workspace, which would else be one of S * L tokens
     found = graph.sdpa_backward(
         q=q, k=keys, v=values, o=out, dO=grad_out, stats=stats, name="attention_backward",
         max_total_seq_len_q=tokens, max_total_seq_len_kv=tokens, **options,
