@@ -46,7 +46,15 @@ def ours(
     choice = attention.choose(runtime.device, runtime.compute, spec.head_width, deterministic, False)
     recompute = "full" if case.recompute else "none"
     tuned = not deterministic
-    step = Step(decoder, arena, recompute=recompute, attention_backend=choice.backend, longest=case.length, tuned=tuned)
+    step = Step(
+        decoder,
+        arena,
+        recompute=recompute,
+        attention_backend=choice.backend,
+        longest=case.length,
+        tuned=tuned,
+        other_backends=choice.others,
+    )
     if without_update:
         step.update_step = lambda: step.report  # type: ignore[method-assign]
     loop = hot_loop(step, graph=graph)

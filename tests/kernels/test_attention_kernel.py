@@ -111,6 +111,15 @@ def test_windows(window, device, small_tiles):
     check((70, 1, 35, 0), (2, 1, 16), torch.float32, device, window=window)
 
 
+@pytest.mark.parametrize("wanted", [0, 1000])
+@pytest.mark.parametrize("heads", [(4, 2, 40), (6, 2, 16), (3, 3, 16)])
+def test_query_heads_together_or_apart(heads, wanted, device, small_tiles, monkeypatch):
+    from graftune.kernels.attention import kernel
+
+    monkeypatch.setattr(kernel, "programs_wanted", lambda device: wanted)
+    check((5, 33, 0, 17), heads, torch.float32, device, longest=40)
+
+
 def test_wide_heads(device):
     check((20, 3), (2, 1, 136), torch.float32, device)
 

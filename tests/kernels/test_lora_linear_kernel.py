@@ -191,6 +191,31 @@ def test_up_grad(kernels_on, device, dtype, tokens, group, rank):
     close(got, want, SUMMED)
 
 
+@pytest.mark.parametrize(("tokens", "columns", "rank"), [
+    (1, ((0, 7),), 3), (65, ((0, 300), (310, 600)), 16), (300, ((0, 530), (530, 540), (540, 600)), 5),
+    (700, ((0, 40), (50, 90)), 40),
+])  # fmt: skip
+def test_both_in_one_pass(kernels_on, device, dtype, tokens, columns, rank):
+    torch.manual_seed(rank)
+    out, thin = columns[-1][1], rank * len(columns)
+    low, grad = (
+        adapters(tokens, columns, rank, dtype, device),
+        gradient(tokens, columns, dtype, device, room_for(thin), out),
+    )
+    read, tail, before = grad[:tokens, :out], tail_of(grad, tokens, out, thin), grad.clone()
+    start = torch.randn(low.up.shape, device=device)
+    got, want = start.clone(), start.clone()
+    g = lora_linear.up_both(read, low, got, tail)
+    reference.up_grad(read.float(), wide(low), want)
+    close(got, want, SUMMED)
+    close(g, reference.up_backward(read.float(), wide(low)), TOLERANCE[dtype])
+    filled(tail, g)
+    tail.fill_(NAN)
+    assert same(grad, before), "nothing but the tail is written"
+    again = start.clone()
+    assert torch.equal(g, lora_linear.up_both(read, low, again)) and torch.equal(got, again), "the same bits every time"
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "width", "thin"), [(1, 2, 1), (5, 64, 3), (128, 65, 16), (129, 30, 17), (33, 129, 40), (7, 100, 64)]

@@ -10,6 +10,7 @@ from graftune.batch import Example
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import launch
+from graftune.model import projection
 from graftune.train.step import Step
 from tests import oracle, tiny
 
@@ -50,7 +51,9 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
         ("llama-untied", LoraConfig(rank=25, alpha=10.0), 0.2, "selective"),
     ],
 )
-def test_step_equals_the_references(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):
+@pytest.mark.parametrize("long", [projection.LONG, 1], ids=["apart", "one pass"])
+def test_step_equals_the_references(variant, lora, dropout, recompute, long, tiny_folder, device, monkeypatch):
+    monkeypatch.setattr(projection, "LONG", long)
     cpu = oracle.ours(tiny_folder(variant), lora)
     start = cpu.arena.weights.clone()
     want = stepped(cpu, "cpu", "cpu", batch(), dropout, recompute)

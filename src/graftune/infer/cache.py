@@ -33,6 +33,9 @@ class Cache:
 
 
 class _Attend:
+    def grad_buffers(self, *args: Any) -> None:
+        raise AssertionError("generation has no backward")
+
     def backward(self, *args: Any) -> None:
         raise AssertionError("generation has no backward")
 

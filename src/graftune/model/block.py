@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import rms_norm, rope, swiglu
-from graftune.model.projection import Normed, Projection
+from graftune.model.projection import Normed, Projection, with_room
 from graftune.model.run import Pass
 
 
@@ -106,7 +106,7 @@ def attention_half(
 def attention_half_backward(
     block: Block, grad: torch.Tensor, saved: Attended, run: Pass, need_input: bool
 ) -> torch.Tensor | None:
-    """The stream's gradient in a buffer with room -> the same behind the half, in the same buffer."""
+    """The stream's gradient in a buffer with room -> the same behind the half."""
     x, rstd, qkv, raw, mixed, stats, h_qkv, h_o = saved
     grad_mixed, g = block.o.backward(grad, h_o, run)
     assert grad_mixed is not None
@@ -115,6 +115,7 @@ def attention_half_backward(
     grad_qkv = block.qkv.grad_buffer(x, len(x))
     q, k, v = _split(block, qkv)
     grads = run.attend.grad_buffers(block, q, k) or _split(block, grad_qkv)
+    run.flush()
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
     rope.finish_backward(
@@ -132,11 +133,10 @@ def attention_half_backward(
     need_normed = need_input or norm.grad is not None
     grad_normed, g = block.qkv.backward(grad_qkv, h_qkv, run, need_normed)
     block.qkv.learn(grad_qkv, g, x, run, Normed(rstd, weight))
-    run.join()  # o's sums read the stream's gradient, which is overwritten now
-    if grad_normed is None:
-        return None
-    rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, : x.shape[1]], norm.grad)
-    return grad
+    if grad_normed is not None:
+        grad = _through_norm(grad_normed, x, rstd, norm, weight, grad, run)
+    run.join()
+    return None if grad_normed is None else grad
 
 
 def mlp_half(
@@ -163,7 +163,7 @@ def gate_up_again(block: Block, saved: Mlped, run: Pass) -> Mlped:
 
 
 def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass) -> torch.Tensor:
-    """The stream's gradient in a buffer with room -> the same behind the half, in the same buffer."""
+    """The stream's gradient in a buffer with room -> the same behind the half."""
     x, rstd, gate_up, h_gate_up, h_down = saved
     grad_act, g = block.down.backward(grad, h_down, run)
     assert grad_act is not None
@@ -179,9 +179,23 @@ def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass)
     assert grad_normed is not None
     block.gate_up.learn(grad_gate_up, g, x, run, Normed(rstd, weight))
     del grad_gate_up
-    run.join()  # down's sums read the stream's gradient, which is overwritten now
-    rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, : x.shape[1]], norm.grad)
-    return grad
+    return _through_norm(grad_normed, x, rstd, norm, weight, grad, run)
+
+
+def _through_norm(
+    grad_normed: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    norm: NormWeight,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    run: Pass,
+) -> torch.Tensor:
+    """The stream's gradient with what came through the norm: in place, or elsewhere while sums aside read it still."""
+    width = x.shape[1]
+    after = grad if run.aside is None else with_room(grad, len(grad), width, grad.shape[1] - width)
+    rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, :width], norm.grad, after[:, :width])
+    return after
 
 
 def _split(block: Block, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

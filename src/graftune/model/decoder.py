@@ -24,6 +24,7 @@ from graftune.model.block import (
     mlp_half_backward,
 )
 from graftune.model.frozen import Frozen, Trained
+from graftune.model.projection import with_room
 from graftune.model.run import Aside, Attend, Dropout, Pass
 from graftune.model.spec import ModelSpec
 from graftune.model.tape import Tape
@@ -140,6 +141,8 @@ class Decoder:
             del attended
             if stream is None:
                 break
+        run.flush()
+        run.join()
         if learns_below and stream is not None:
             self._embed_backward(tokens, stream[:, :width])
 
@@ -171,7 +174,7 @@ class Decoder:
     def _stream_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, D + room]: the stream's gradient is what o and down get, so it has their room."""
         room = max(max(block.o.room, block.down.room) for block in self.blocks)
-        return torch.empty(rows, self.spec.width + room, dtype=like.dtype, device=like.device)
+        return with_room(like, rows, self.spec.width, room)
 
     def loss(
         self,

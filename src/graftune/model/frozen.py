@@ -20,6 +20,11 @@ from graftune.kernels.lora_linear import add_product_
 MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
 
 
+def apart(width: int, room: int) -> int:
+    """How far apart rows of `width` values lie: as they are, or with room beside them in whole lines of 64 values."""
+    return -(-(width + room) // 64) * 64 if room else width
+
+
 class RowSource(Protocol):
     """Rows of a weight matrix, wherever they lie. Read in fp32 (or in their own float dtype where that is narrower)."""
 
@@ -71,7 +76,7 @@ class Dense:
     def empty(
         rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int
     ) -> Dense:
-        storage = torch.empty(rows + room, width + room, dtype=dtype, device=device)
+        storage = torch.empty(rows + room, apart(width, room), dtype=dtype, device=device)[:, : width + room]
         storage[rows:].zero_()
         storage[:, width:].zero_()
         return Dense(storage, compute, room)
@@ -91,7 +96,7 @@ class Dense:
 
     @property
     def nbytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.untyped_storage().nbytes()
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         return matmul.mm(x, self._as(x.dtype).t())

@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import lora_linear, rms_norm
-from graftune.kernels.lora_linear import Low
-from graftune.model.frozen import Dense, Frozen, Trained
+from graftune.model.frozen import Dense, Frozen, Trained, apart
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
 
-WIDE = 1 << 27  # values of dY from which g is computed beside the product
+# Tokens, or values of dY, from which g and dB are made in one pass over it; below, dB has time beside attention.
+LONG, WIDE = 2048, 12_000_000
 
 
 class Normed(NamedTuple):
@@ -38,6 +38,12 @@ class Normed(NamedTuple):
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm.apply(x, self.rstd, self.weight)
+
+
+def with_room(like: torch.Tensor, rows: int, width: int, room: int) -> torch.Tensor:
+    """[rows, width + room], fresh; with room, rows begin at the border of a memory line, as products like them."""
+    storage = torch.empty(rows, apart(width, room), dtype=like.dtype, device=like.device)
+    return storage[:, : width + room]
 
 
 @dataclass
@@ -55,11 +61,11 @@ class Projection:
 
     def input_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, in + room] to write x into."""
-        return torch.empty(rows, self.width_in + self.room, dtype=like.dtype, device=like.device)
+        return with_room(like, rows, self.width_in, self.room)
 
     def grad_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, out + room] to write dY into."""
-        return torch.empty(rows, self.width_out + self.room, dtype=like.dtype, device=like.device)
+        return with_room(like, rows, self.width_out, self.room)
 
     def forward(self, x: torch.Tensor, run: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward)."""
@@ -83,10 +89,11 @@ class Projection:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
         low, inside = lora.low(h), bool(self.room) and run.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
-        run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h)
-        if inside and run.aside is not None and grad_y.numel() >= WIDE:
-            return self._backward_beside(grad_y, low, lora, run)
-        g = lora_linear.up_backward(grad_y, low, tail)
+        if len(grad) >= LONG or grad_y.numel() >= WIDE:
+            g = lora_linear.up_both(grad_y, low, lora.grad_up, tail)
+        else:
+            run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h)
+            g = lora_linear.up_backward(grad_y, low, tail)
         if not need_input:
             return None, g
         if inside:
@@ -96,18 +103,6 @@ class Projection:
         if run.dropout is None:
             return grad_x.addmm_(g, lora.down), g
         return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
-
-    def _backward_beside(
-        self, grad_y: torch.Tensor, low: Low, lora: LoraGroup, run: Pass
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for the widest products: reading all of dY for g takes longer than adding g A to dX, so g is
-        computed beside the product instead of before it."""
-        assert run.aside is not None
-        g = torch.empty_like(low.h)
-        run.do_aside(lambda: lora_linear.up_backward(grad_y, low, out=g), g)
-        grad_x = self.frozen.input_grad(grad_y)
-        run.join()
-        return grad_x.addmm_(g, lora.down), g
 
     def learn(
         self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None = None

@@ -58,20 +58,28 @@ class Dropout:
 
 
 class Aside:
-    """A second stream for what nothing waits for: sums of weight gradients run beside the products of the way back.
+    """A second stream for what nothing waits for: sums of weight gradients run beside attention's way back, whose
+    kernels leave much of the chip idle; beside the products, which fill it, they would only delay them.
 
-    What such work reads is held until the main stream has waited for it (`join`, at the end of each half): only then
-    may the allocator give the memory to somebody else. Work aside runs in order, so sums stay the same bit for bit."""
+    Work is queued with what it reads, sent off together (`flush`) and waited for (`join`): only then may the allocator
+    give the memory to somebody else. It runs in order, so sums stay the same bit for bit."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self.held: list[torch.Tensor] = []
+        self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...]]] = []
+        self.held: list[tuple[torch.Tensor, ...]] = []
 
     def do(self, work: Callable[[], object], *reads: torch.Tensor) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            work()
-        self.held += reads
+        self.queued.append((work, reads))
+
+    def flush(self) -> None:
+        if self.queued:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for work, reads in self.queued:
+                    work()
+                    self.held.append(reads)
+            self.queued.clear()
 
     def join(self) -> None:
         if self.held:
@@ -89,11 +97,16 @@ class Pass:
     aside: Aside | None = None
 
     def do_aside(self, work: Callable[[], object], *reads: torch.Tensor) -> None:
-        """Now, or on the second stream where there is one; `reads` are the tensors it uses."""
+        """Now, or later on the second stream where there is one; `reads` are the tensors it uses, which stay as they
+        are until `join`."""
         if self.aside is None:
             work()
         else:
             self.aside.do(work, *reads)
+
+    def flush(self) -> None:
+        if self.aside is not None:
+            self.aside.flush()
 
     def join(self) -> None:
         if self.aside is not None:

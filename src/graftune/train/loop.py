@@ -115,6 +115,7 @@ class Run:
             seed=config.train.seed,
             recompute=config.train.recompute,
             attention_backend=engine.attention.backend,
+            other_backends=engine.attention.others,
             longest=self.shape.longest if self.shape else None,
             tuned=captured and not config.train.deterministic,  # no choice may hang on a clock then
         )

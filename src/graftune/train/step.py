@@ -44,12 +44,15 @@ class Step:
         attention_backend: str = "cpu",
         longest: int | None = None,
         tuned: bool = False,
+        other_backends: tuple[str, ...] = (),
     ):
         """`longest` bounds the documents of every batch to come; a captured step needs it, an eager one can look.
-        `tuned` times cuBLAS's algorithms at the first batch of a shape: for shapes that will be used often."""
+        `tuned` times cuBLAS's algorithms at the first batch of a shape, and attention's backends at the first batch:
+        for shapes that will be used often."""
         self.decoder, self.arena = decoder, arena
         self.dropout, self.tapes = dropout, Tapes(recompute)
         self.backend, self.longest, self.tuned = attention_backend, longest, tuned
+        self.other_backends = other_backends if tuned else ()
         device = arena.device
         segments = arena.segments(clip_mode)
         self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
@@ -83,6 +86,8 @@ class Step:
         decoder = self.decoder
         dropout = Dropout(self.dropout, self.draw) if self.dropout else None
         documents = attention.Documents(batch.cu_seqlens, batch.lengths, self.longest or max(batch.lengths))
+        if self.other_backends:
+            self._choose_attention(documents, len(batch.tokens))
         attend = PackedDocuments(documents, self.backend)
         run = decoder.begin(batch.positions, attend, dropout=dropout, aside=self.aside)
         tape = self.tapes.new(len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute)
@@ -95,6 +100,13 @@ class Step:
             assert grad is not None
             self.loss_sum.add_(loss, alpha=self.unit)
             decoder.backward(grad, batch.tokens, run, batch.rows, tape)
+
+    def _choose_attention(self, documents: attention.Documents, tokens: int) -> None:
+        from graftune.kernels.attention import timing
+
+        heads, names = self.decoder.blocks[0].heads, (self.backend, *self.other_backends)
+        self.backend = timing.fastest(names, documents, tokens, heads, self.decoder.compute, heads[2] ** -0.5)
+        self.other_backends = ()
 
     def update_step(self) -> torch.Tensor:
         """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""

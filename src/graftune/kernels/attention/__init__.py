@@ -4,8 +4,8 @@ Which kernels run is chosen once, at the start (`choose`), and given back at eve
 torch's flash kernels where it is missing or everything must be bit-identical, our own for fp32, sliding windows and
 odd head widths, and on the CPU torch's fused kernel or the reference ("cpu" runs the reference on any other device).
 q, k and v may be column ranges of one packed buffer, [T, (N + 2K) H] or wider, and so may their gradients unless the
-backend has its own wishes (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for the
-backward: the log-sum-exp of the scores in the backend's own layout, empty where it is recomputed.
+backend has its own wishes (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for
+the backward: the log-sum-exp of the scores in the backend's own layout, empty where it is recomputed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Documents:
 class Choice(NamedTuple):
     backend: str
     why: str
+    others: tuple[str, ...] = ()  # that would do as well: which is faster depends on the documents (`timing`)
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool, windowed: bool) -> Choice:
@@ -57,10 +58,12 @@ def choose(device: torch.device, dtype: torch.dtype, head_width: int, determinis
     if deterministic and not flashless:
         return Choice("flash", "torch's flash kernels add in a fixed order in deterministic mode; cuDNN does not")
     cudnnless = cudnn_frontend.lacks(device, dtype, head_width)
+    others = ("triton",) if head_width <= 128 and importlib.util.find_spec("triton") else ()
     if not deterministic and not cudnnless:
-        return Choice("cudnn", "cuDNN's packed attention is the fastest")
+        return Choice("cudnn", "cuDNN's packed attention is the fastest", others)
     if not flashless:
-        return Choice("flash", f"{cudnnless}; torch's flash kernels are the next fastest")
+        others = () if deterministic else others
+        return Choice("flash", f"{cudnnless}; torch's flash kernels are the next fastest", others)
     return _ours(head_width, f"{flashless}; {'deterministic mode' if deterministic else cudnnless}")
 
 

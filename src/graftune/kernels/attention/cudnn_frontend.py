@@ -6,9 +6,9 @@ CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed
 (75 ms) and cannot be captured.
 
 q, k and v are read where they lie in the packed buffer. The gradients get buffers of their own (`grad_buffers`): cuDNN
-adds dq up in its workspace in fp32, in dq's layout but from q's offsets on, so that tokens of dq must lie as far apart as
-q's, or all documents but the first get wrong sums and other parts of the workspace are overwritten; dk and dv it first
-writes there for every query head, in a layout derived from theirs, so they are plain.
+adds dq up in its workspace in fp32, in dq's layout but from q's offsets on, so that tokens of dq must lie as far apart
+as q's, or all documents but the first get wrong sums and other parts of the workspace are overwritten; dk and dv it
+first writes there for every query head, in a layout derived from theirs, so they are plain.
 
 Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
 """
@@ -111,7 +111,7 @@ def backward(
 ) -> None:
     heads = q.shape[1]
     dq, dk, dv = grads
-    assert dq.stride() == q.stride() and dk.is_contiguous() and dv.is_contiguous(), "see grad_buffers"
+    assert (len(q) == 1 or dq.stride() == q.stride()) and dk.is_contiguous() and dv.is_contiguous(), "see grad_buffers"
     strides, grad_strides = _strides(q, k, v, out), _strides(dq, dk, dv, grad_out)
     plan = _plan(q.device, _shape(q, k, docs, scale, strides, grad_strides))
     at = _offsets(docs, (*strides, heads, *grad_strides))

@@ -5,7 +5,8 @@ head, and the backward recomputes the probabilities from it. One program works o
 score across documents is ever computed. The grid covers every slot up to the longest document there may be, and
 programs beyond a document's end leave at once: its shape does not depend on the lengths, which is what a CUDA graph
 needs. The backward is two kernels, one for dk and dv (a key tile walks over the queries of all heads that share it),
-one for dq: a third more products than one kernel with atomic adds, but the sums come in a fixed order.
+one for dq: a third more products than one kernel with atomic adds, but the sums come in a fixed order. Where that gives
+too few programs for the chip, each query head gets its own, and the heads that share a key head are added up after.
 
 Legend: T tokens, N heads, K key heads, H head width, BH H up to a power of two, BM queries a tile, BN keys a tile.
 """
@@ -41,17 +42,18 @@ class Tile(NamedTuple):
 def forward_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:  # exact products run outside the tensor cores; larger tiles would not fit the registers
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 16, 4, 1)
-    if width <= 64:
-        return Tile(128, 64, 4, 3)
-    return Tile(128, 64, 8, 2) if width <= 128 else Tile(64, 32, 8, 2)
+    return Tile(64, 64, 4, 3) if width <= 128 else Tile(64, 32, 8, 2)
 
 
 def backward_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 32, 4 if width <= 64 else 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if width <= 64:
-        return Tile(64, 64, 4, 2)
-    return Tile(64, 64, 8, 2) if width <= 128 else Tile(64, 32, 8, 1)
+    return Tile(64, 64, 4, 3) if width <= 128 else Tile(64, 32, 8, 1)
+
+
+def programs_wanted(device: torch.device) -> int:
+    """Two for every multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def forward(
@@ -94,10 +96,18 @@ def backward(
     strides = (tokens, q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
     shape = {"GROUP": heads // key_heads, "H": width, "BH": padded, "BM": tile.queries, "BN": tile.keys}
     options = {"WINDOW": window, "num_warps": tile.warps, "num_stages": tile.stages}
-    _key_grads[(triton.cdiv(docs.longest, tile.keys), key_heads, _slots(docs))](
-        *inputs, grads[1], grads[2], docs.cu_seqlens, scale * LOG2E, scale, *strides, grads[1].stride(0),
-        grads[2].stride(0), **shape, **options,
+    apart = heads > key_heads and triton.cdiv(tokens, tile.keys) * key_heads < programs_wanted(q.device)
+    parts = q.new_empty((2, tokens, heads, width), dtype=torch.float32) if apart else None
+    dk, dv = grads[1:] if parts is None else parts
+    _key_grads[(triton.cdiv(docs.longest, tile.keys), heads if apart else key_heads, _slots(docs))](
+        *inputs, dk, dv, docs.cu_seqlens, scale * LOG2E, scale, *strides, dk.stride(0), dv.stride(0), APART=apart,
+        **shape, **options,
     )  # fmt: skip
+    if parts is not None:
+        _add_heads[(triton.cdiv(tokens, 16), key_heads, 2)](
+            parts, grads[1], grads[2], tokens, grads[1].stride(0), grads[2].stride(0), N=heads,
+            GROUP=heads // key_heads, H=width, BH=padded, ROWS=16, num_warps=4,
+        )  # fmt: skip
     _query_grads[(triton.cdiv(docs.longest, tile.queries), heads, _slots(docs))](
         *inputs, grads[0], docs.cu_seqlens, scale * LOG2E, scale, *strides, grads[0].stride(0), **shape, **options
     )
@@ -192,10 +202,13 @@ def _delta(
 @triton.jit
 def _key_grads(
     q, k, v, grad_out, stats, delta, grad_k, grad_v, cu_seqlens, scale2, scale, tokens,
-    q_stride, k_stride, v_stride, out_stride, grad_k_stride, grad_v_stride,
+    q_stride, k_stride, v_stride, out_stride, grad_k_stride, grad_v_stride, APART: tl.constexpr,
     GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    key_head, slot = tl.program_id(1), tl.program_id(2)
+    """One program a key head and all query heads that share it, or (APART) one a query head, into its own place."""
+    place, slot = tl.program_id(1), tl.program_id(2)
+    key_head = place // GROUP if APART else place
+    MEMBERS: tl.constexpr = 1 if APART else GROUP
     first = tl.program_id(0) * BN
     start = tl.load(cu_seqlens + slot)
     length = tl.load(cu_seqlens + slot + 1) - start
@@ -208,8 +221,8 @@ def _key_grads(
     end = length
     if WINDOW > 0:
         end = tl.minimum(length, first + BN - 1 + WINDOW)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
+    for member in range(MEMBERS):
+        head = place * MEMBERS + member
         line = head.to(tl.int64) * tokens + start
         for other in range(first // BM * BM, end, BM):
             queries = _load(q, other, rows, length, start, q_stride, head, H, BH)
@@ -224,8 +237,26 @@ def _key_grads(
             dp = tl.dot(values, tl.trans(grads), input_precision="ieee")
             ds = p * (dp - correction[None, :])
             dk += tl.dot(ds.to(queries.dtype), queries, input_precision="ieee")
-    _store(grad_k, dk * scale, first, columns, length, start, grad_k_stride, key_head, H, BH)
-    _store(grad_v, dv, first, columns, length, start, grad_v_stride, key_head, H, BH)
+    _store(grad_k, dk * scale, first, columns, length, start, grad_k_stride, place, H, BH)
+    _store(grad_v, dv, first, columns, length, start, grad_v_stride, place, H, BH)
+
+
+@triton.jit
+def _add_heads(
+    parts, grad_k, grad_v, tokens, grad_k_stride, grad_v_stride, N: tl.constexpr, GROUP: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv [T, K, H]: the sums over the query heads of each key head, parts [2, T, N, H]."""
+    key_head, which = tl.program_id(1), tl.program_id(2)
+    first, rows = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
+    base = parts + which.to(tl.int64) * tokens * (N * H)
+    total = tl.zeros([ROWS, BH], tl.float32)
+    for member in range(GROUP):
+        total += _load(base, first, rows, tokens, 0, N * H, key_head * GROUP + member, H, BH)
+    if which == 0:
+        _store(grad_k, total, first, rows, tokens, 0, grad_k_stride, key_head, H, BH)
+    else:
+        _store(grad_v, total, first, rows, tokens, 0, grad_v_stride, key_head, H, BH)
 
 
 @triton.jit

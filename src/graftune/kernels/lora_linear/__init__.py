@@ -26,6 +26,7 @@ __all__ = [
     "members",
     "spread",
     "up_backward",
+    "up_both",
     "up_grad",
 ]
 
@@ -62,6 +63,16 @@ def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
         kernel.sum_columns_(grad_up, grad_y, low.h, low.columns, rank=low.rank, scale=low.scale)
     else:
         reference.up_grad(grad_y, low, grad_up)
+
+
+def up_both(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+    """`up_backward` and `up_grad`, in one pass over dY where that is ours to do."""
+    if launch.fused(grad_y) and low.rank <= THIN:
+        from graftune.kernels.lora_linear import kernel
+
+        return kernel.both(grad_up, grad_y, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, tail=tail)
+    up_grad(grad_y, low, grad_up)
+    return up_backward(grad_y, low, tail)
 
 
 def _filled(tail: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:

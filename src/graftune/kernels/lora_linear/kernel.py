@@ -105,18 +105,63 @@ def _rows(
 
 
 @triton.jit
-def _add(
-    parts_ptr, out_ptr, tail_ptr, n, splits, width, tail_stride, ADD: tl.constexpr, TAIL: tl.constexpr, B: tl.constexpr
+def _both(
+    y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
+    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (+)= the sum of the parts, always in the same order."""
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    total = tl.load(out_ptr + at, at < n, other=0.0) if ADD else tl.zeros([B], tl.float32)
-    for s in range(splits):
-        total += tl.load(parts_ptr + s * n + at, at < n, other=0.0)
+    """`_columns` and `_rows` of one y in one pass over it: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and
+    for this block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
+    member, block = _member(tl.program_id(0), n0, n1, n2)
+    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
+    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
+    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    split = tl.program_id(1)
+    local = block * BC + tl.arange(0, BC)
+    cols = start + local
+    inside = cols < stop
+    ranks = tl.arange(0, RP)
+    real = (ranks < R)[None, :]
+    w = tl.load(
+        w_ptr + (row + local)[:, None].to(tl.int64) * w_stride + ranks[None, :], inside[:, None] & real, other=0.0
+    )
+    acc = tl.zeros([BC, RP], tl.float32)
+    first = split * per_split
+    part = g_ptr + block.to(tl.int64) * g_stride + member * R + ranks[None, :]
+    for t in range(first, min(first + per_split, tokens), BT):
+        at = t + tl.arange(0, BT)
+        alive = (at < tokens)[:, None]
+        there = at[:, None].to(tl.int64)
+        y = tl.load(y_ptr + there * y_stride + cols[None, :], alive & inside[None, :], other=0.0)
+        h = tl.load(h_ptr + there * h_stride + member * R + ranks[None, :], alive & real, other=0.0)
+        acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
+        tl.store(part + there * WIDTH, tl.dot(y, w, input_precision=PRECISION) * scale, alive & real)
+    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * R + ranks[None, :]
+    acc *= scale
+    if ADD:
+        acc += tl.load(where, inside[:, None] & real, other=0.0)
+    tl.store(where, acc, inside[:, None] & real)
+
+
+@triton.jit
+def _add(
+    parts_ptr, out_ptr, tail_ptr, n, width, rank, p0, p1, p2, tail_stride, ADD: tl.constexpr, TAIL: tl.constexpr,
+    MEMBERS: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """out (+)= the sum of the parts, always in the same order: p0 of them, or each member's own number."""
+    at = tl.program_id(0) * B + tl.arange(0, B)  # 32 bits: dividing is what this costs
+    each = tl.arange(0, P)[:, None]
+    mask = (at < n)[None, :] & (each < p0)
+    if MEMBERS:
+        member = at % width // rank
+        mask = (at < n)[None, :] & (each < tl.where(member == 0, p0, tl.where(member == 1, p1, p2))[None, :])
+    total = tl.sum(tl.load(parts_ptr + each.to(tl.int64) * n + at[None, :], mask, other=0.0), 0)
+    if ADD:
+        total += tl.load(out_ptr + at, at < n, other=0.0)
     total = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, total, at < n)
     if TAIL:
-        tl.store(tail_ptr + at // width * tail_stride + at % width, total, at < n)
+        tl.store(tail_ptr + (at // width).to(tl.int64) * tail_stride + at % width, total, at < n)
 
 
 @triton.jit
@@ -155,7 +200,7 @@ def _columns_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
 
 def _rows_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
     """Tokens and columns of a tile, warps, stages, programs wanted."""
-    return 64, (128 if tokens >= 4096 else 64), 4, (3 if tokens >= 4096 else 4), (128 if tokens >= 4096 else 256)
+    return (64, 128, 8, 4, 128) if tokens >= 4096 else (64, 64, 4, 4, 256)
 
 
 def sum_columns_(
@@ -231,13 +276,66 @@ def rows(
     return out
 
 
-def _add_up(parts: torch.Tensor, out: torch.Tensor, add: bool, tail: torch.Tensor | None = None) -> None:
-    """out (contiguous) (+)= the sum over the first dimension of `parts`; written to `tail`'s columns as well. A last
+def both(
+    total: torch.Tensor,
+    y: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    columns: tuple[tuple[int, int], ...],
+    *,
+    rank: int,
+    scale: float,
+    tail: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`sum_columns_` into total and `rows` of the same y, read once."""
+    assert total.is_contiguous() and weight.stride(1) == 1
+    tokens, rp = len(y), power_of_two(rank, 16)
+    bc, bt, warps, stages, programs = _both_tile(rp, tokens)
+    starts, stops, offsets, counts = _places(columns, bc)
+    blocks, members = sum(counts), counts[: len(columns)]
+    splits = max(1, min(triton.cdiv(tokens, 4 * bt), triton.cdiv(programs, blocks)))
+    per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
+    splits = triton.cdiv(tokens, per_split)
+    sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
+    parts = torch.empty(max(members), tokens, rank * len(columns), dtype=torch.float32, device=y.device)
+    g = torch.empty(parts.shape[1:], dtype=y.dtype, device=y.device)
+    _both[(blocks, splits)](
+        y, h, weight, parts, sums, tokens, per_split, y.stride(0), h.stride(0), weight.stride(0), g.numel(),
+        total.numel(), scale, *starts, *stops, *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc,
+        ADD=splits == 1, PRECISION=_precision(y), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _add_up(parts, g, add=False, tail=tail, counts=members)
+    if splits > 1:
+        _add_up(sums, total, add=True)
+    if tail is not None and tail.shape[1] > g.shape[1]:
+        tail[:, g.shape[1] :].zero_()
+    return g
+
+
+def _both_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
+    """Columns and tokens of a tile, warps, stages, programs wanted."""
+    if rank > 32:
+        return 128, 64, 4, 3, 264
+    return (256, 64, 4, 3, 264) if tokens >= 2048 else (128, 128, 4, 3, 264)
+
+
+def _add_up(
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    add: bool,
+    tail: torch.Tensor | None = None,
+    counts: list[int] | None = None,
+) -> None:
+    """out (contiguous) (+)= the sum over the first dimension of `parts`; written to `tail`'s columns as well. `counts`:
+    members, whose columns lie side by side, have that many parts and the rest of theirs was never written. A last
     program of the product itself doing this was tried: no launch more, but slower (6.8 against 5.6 microseconds)."""
-    n, block = out.numel(), 1024 if out.numel() > 1 << 18 else 256
+    n, many, width = out.numel(), power_of_two(parts.shape[0]), out.shape[-1]
+    block = min(1024, max(32, 4096 // many), max(32, power_of_two(n // 256)))  # enough programs for the chip
+    each = [*counts, 0, 0][:3] if counts else [len(parts)] * 3
     _add[(triton.cdiv(n, block),)](
-        parts, out, tail, n, parts.shape[0], out.shape[-1], tail.stride(0) if tail is not None else 0, ADD=add,
-        TAIL=tail is not None, B=block,
+        parts, out, tail, n, width, width // len(counts or [1]), *each, tail.stride(0) if tail is not None else 0,
+        ADD=add, TAIL=tail is not None, MEMBERS=counts is not None and len(set(counts)) > 1, P=many, B=block,
+        num_warps=4 if many * block >= 1024 else 1,
     )  # fmt: skip
 
 

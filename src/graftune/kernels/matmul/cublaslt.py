@@ -18,6 +18,7 @@ import torch
 from graftune.errors import GraftuneError
 
 CANDIDATES, ROUNDS = 16, 3
+CLEARING = 0.005  # milliseconds that clearing a workspace costs more in a graph, where it is a node of its own
 WORKSPACE = 32 << 20
 # From the library's header.
 COMPUTE_32F, REAL_32F = 68, 0
@@ -90,7 +91,7 @@ def _fastest(shape: Shape, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
     desc, layouts, results = _candidates(shape, a.device)
     plans = [Plan(desc, layouts, result) for result in results]
     flush = torch.empty(128 << 20, dtype=torch.uint8, device=a.device)
-    times = [_time(plan, a, b, out, flush) for plan in plans]
+    times = [_time(plan, a, b, out, flush) + (CLEARING if plan.algorithm.workspace else 0.0) for plan in plans]
     if min(times) == float("inf"):
         raise _no_algorithm(shape)
     return plans[times.index(min(times))]

@@ -46,12 +46,14 @@ def add_backward(
     weight: torch.Tensor,
     residual: torch.Tensor | None = None,
     grad_weight: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of the stream [T, D]: the norm's, given its output's, plus `residual`, which is overwritten by it. The
-    rows of both may lie apart."""
+    """Gradient of the stream [T, D]: the norm's, given its output's, plus `residual`, which is overwritten by it unless
+    there is an `out`. The rows of all may lie apart."""
     assert x.is_contiguous() and grad_y.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    assert out is None or (out.shape == x.shape and out.stride(1) == 1)
     if launch.fused(x):
         from graftune.kernels.rms_norm import kernel
 
-        return kernel.add_backward(grad_y, x, rstd, weight, residual, grad_weight)
-    return reference.add_backward(grad_y, x, rstd, weight, residual, grad_weight)
+        return kernel.add_backward(grad_y, x, rstd, weight, residual, grad_weight, out)
+    return reference.add_backward(grad_y, x, rstd, weight, residual, grad_weight, out)

@@ -46,8 +46,8 @@ def _apply(x_ptr, rstd_ptr, w_ptr, out_ptr, D: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _backward(
-    grad_ptr, x_ptr, rstd_ptr, w_ptr, residual_ptr, out_ptr, parts_ptr, tokens, per_program, grad_stride, out_stride,
-    D: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, B: tl.constexpr,
+    grad_ptr, x_ptr, rstd_ptr, w_ptr, residual_ptr, out_ptr, parts_ptr, tokens, per_program, grad_stride,
+    residual_stride, out_stride, D: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, B)
     inside = cols < D
@@ -65,7 +65,7 @@ def _backward(
         grad *= w
         out = (grad - n * (tl.sum(grad * n, 0) / D)) * rstd
         if RESIDUAL:
-            out += tl.load(residual_ptr + at * out_stride + cols, inside, other=0.0).to(tl.float32)
+            out += tl.load(residual_ptr + at * residual_stride + cols, inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at * out_stride + cols, out.to(out_ptr.dtype.element_ty), inside)
     if WEIGHT:
         tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * D + cols, part, inside)
@@ -102,15 +102,18 @@ def add_backward(
     weight: torch.Tensor,
     residual: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, width = x.shape
-    out = torch.empty_like(x) if residual is None else residual
+    if out is None:
+        out = torch.empty_like(x) if residual is None else residual
     programs = tokens if grad_weight is None else min(tokens, PROGRAMS)
     per_program = triton.cdiv(tokens, programs)
     programs = triton.cdiv(tokens, per_program)
     parts = None if grad_weight is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _backward[(programs,)](
-        grad_y, x, rstd, weight, residual, out, parts, tokens, per_program, grad_y.stride(0), out.stride(0), D=width,
+        grad_y, x, rstd, weight, residual, out, parts, tokens, per_program, grad_y.stride(0),
+        residual.stride(0) if residual is not None else 0, out.stride(0), D=width,
         RESIDUAL=residual is not None, WEIGHT=grad_weight is not None, B=power_of_two(width), num_warps=_warps(width),
     )  # fmt: skip
     if grad_weight is not None and parts is not None:

@@ -51,10 +51,13 @@ def add_backward(
     weight: torch.Tensor,
     residual: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of the stream: that of the norm plus `residual`, which is overwritten."""
+    """Gradient of the stream: that of the norm plus `residual`, which is overwritten unless there is an `out`."""
     grad = _backward(grad_y.float(), x.float(), rstd.unsqueeze(1), weight, grad_weight).to(x.dtype)
-    return grad if residual is None else residual.add_(grad)
+    if out is None:
+        return grad if residual is None else residual.add_(grad)
+    return out.copy_(grad) if residual is None else torch.add(residual, grad, out=out)
 
 
 def _backward(

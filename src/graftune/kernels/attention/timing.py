@@ -1,0 +1,71 @@
+"""Which backend is the fastest for a shape: measured, since it depends on more than a rule would hold.
+
+cuDNN leads from a few thousand tokens on; on a few hundred in short documents its helper kernels cost more than the
+attention itself, and ours takes half the time. Each candidate's forward and backward are captured and replayed, as in a
+run: launched one by one they would be timed by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graftune.kernels import attention
+from graftune.kernels.attention import Documents
+
+LARGE = 4096  # tokens from which cuDNN, where it is, needs no comparison
+CALLS, ROUNDS = 4, 5
+
+
+def fastest(
+    names: Sequence[str], docs: Documents, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, scale: float
+) -> str:
+    """The name of the fastest backend on random values in these documents. It waits for the device."""
+    if len(names) == 1 or (tokens >= LARGE and "cudnn" in names):
+        return names[0]
+    times = {name: _time(_pass(name, docs, tokens, heads, dtype, scale)) for name in names}
+    return min(times, key=times.__getitem__)
+
+
+def _pass(
+    name: str, docs: Documents, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, scale: float
+) -> Callable[[], None]:
+    n, k, h = heads
+    device = docs.cu_seqlens.device
+
+    def packed() -> attention.Grads:
+        q, keys, values = torch.randn(tokens, n + 2 * k, h, device=device, dtype=dtype).split([n, k, k], 1)
+        return q, keys, values
+
+    (q, keys, values), grad, spare = packed(), torch.randn(tokens, n, h, device=device, dtype=dtype), packed()
+
+    def run() -> None:
+        mine = Documents(docs.cu_seqlens, None, docs.longest)
+        out, stats = attention.forward(q, keys, values, mine, scale, 0, name)
+        grads = attention.grad_buffers(q, keys, name) or spare
+        attention.backward(grad, q, keys, values, out, stats, mine, scale, 0, grads, name)
+
+    return run
+
+
+def _time(work: Callable[[], None]) -> float:
+    """Milliseconds of one call, the median of a few replays."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            work()
+    rounds = []
+    for _ in range(ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        rounds.append(begin.elapsed_time(end) / CALLS)
+    return sorted(rounds)[ROUNDS // 2]
