@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 
 from graftune.tokenizer import Tokenizer, from_gguf
-from graftune.tokenizer.pretokenize import RULES
+from graftune.tokenizer.pretokenize import RAW_RULES, RULES
 from tests.tokenizer.llama_cpp import LlamaCpp, write_model
 from tests.tokenizer.texts import random_texts
-from tests.tokenizer.vocabularies import sentencepiece, small_byte_level
+from tests.tokenizer.vocabularies import boundaries, sentencepiece, visible_blanks
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<mark>", "<end_of_turn>")
-# One name a rule: the others are aliases of it.
-ONE_NAME_A_RULE = list({rule: name for name, rule in reversed(RULES.items())}.values())
+NUMBERS = ("12345", "1234567", "x1234", "77b", "123_", "IMGIMGABZ", "<sentinel:12>", "\u200c", "\f")
+CORRECTED = (
+    *("<|eot_id|>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>", "[e~[", "<|ifm|im_end|>", "<end_of_utterance>"),
+    *("<|fim_prefix|>", "<fim-suffix>", "<MID>", "<|fim_pad|>", "<|file_sep|>"),
+    *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|end|>"),
+)
 
 
 def _agree(ours: Tokenizer, judge: LlamaCpp, texts: list[str], *, special: bool) -> None:
@@ -40,13 +44,49 @@ def test_default_base_chat(smollm: Tokenizer, smollm_path: Path) -> None:
     assert plain == judge.encode(text, special=False) and not {1, 2} & set(plain)
 
 
-@pytest.mark.parametrize("name", ONE_NAME_A_RULE)
+@pytest.mark.parametrize("name", RULES)
 def test_pre_tokenizers(name: str, smollm_metadata: dict[str, Any], tmp_path: Path) -> None:
-    metadata = small_byte_level(smollm_metadata) | {"tokenizer.ggml.pre": name}
+    metadata = boundaries(smollm_metadata) | {"tokenizer.ggml.pre": name}
     judge = LlamaCpp(write_model(tmp_path / "model.gguf", metadata))
     ours = from_gguf(metadata)
-    _agree(ours, judge, random_texts(200, seed=3, extra=MARKS), special=True)
+    _agree(ours, judge, random_texts(150, seed=3, extra=MARKS + NUMBERS), special=True)
     assert ours.encode("Hi", add_special=True) == judge.encode("Hi", add_special=True)
+
+
+@pytest.mark.parametrize("name", RAW_RULES)
+def test_merges_of_text_with_visible_blanks(name: str, tmp_path: Path) -> None:
+    metadata = visible_blanks(name)
+    judge = LlamaCpp(write_model(tmp_path / "model.gguf", metadata))
+    ours = from_gguf(metadata)
+    texts = random_texts(400, seed=4, extra=("<mark>", "the quick ", "\n\n", "\n" * 7, " " * 9, "remembers", "\nthe"))
+    # A typed U+2581 beside a blank: llama.cpp joins the two into a text that is no token, and falls back to bytes.
+    _agree(ours, judge, [text for text in texts if "\u2581" not in text], special=True)
+    assert ours.encode("Hi", add_special=True) == judge.encode("Hi", add_special=True)
+    if not RAW_RULES[name].blank_before_lines:
+        assert ours.decode(ours.encode("the dog\n\n and  한 \u05d0")) == "the dog\n\n and  한 \u05d0"
+
+
+def test_tokens_whose_kind_llama_cpp_corrects(smollm_metadata: dict[str, Any], tmp_path: Path) -> None:
+    """Turn ends and fill-in-the-middle tokens are control tokens, Harmony's are not, whatever the file says."""
+    for names in (CORRECTED, ("<|end|>", "<|call|>", "<|return|>", "<|fim_prefix|>"), ("</s>", "<|tool_response>")):
+        metadata = boundaries(smollm_metadata) | {"tokenizer.ggml.pre": "gpt-2"}
+        for kind in (1, 3, 4):
+            tokens = [*metadata["tokenizer.ggml.tokens"], *names, "<plain>"]
+            types = [*metadata["tokenizer.ggml.token_type"], *[kind] * (len(names) + 1)]
+            full = metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+            if kind == 4:
+                full["tokenizer.ggml.fim_pre_token_id"] = tokens.index("<plain>")
+            judge = LlamaCpp(write_model(tmp_path / "model.gguf", full))
+            for special in (True, False):
+                _agree(from_gguf(full), judge, [f"a {name} b" for name in (*names, "<plain>")], special=special)
+
+
+def test_a_mask_token_that_swallows_the_blank_before_it(smollm_metadata: dict[str, Any], tmp_path: Path) -> None:
+    metadata = boundaries(smollm_metadata) | {"tokenizer.ggml.pre": "jina-v2-de"}
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<mask>"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3]
+    judge = LlamaCpp(write_model(tmp_path / "model.gguf", metadata))
+    _agree(from_gguf(metadata), judge, ["a <mask> b", "a  <mask><mask>  b", " <mask>", "x<mask>"], special=True)
 
 
 @pytest.mark.parametrize("prefix", [True, False])

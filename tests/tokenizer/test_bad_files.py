@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer, from_folder, from_gguf
+from tests.tokenizer.llama_cpp import write_model
 from tests.tokenizer.vocabularies import sentencepiece, small_byte_level
 
 K = "tokenizer.ggml."
@@ -53,12 +56,52 @@ def test_gguf(kind: str, key: str, value: Any, smollm_metadata: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("merges", None), ("merges", ["ab"]), ("merges", ["h e", "qq zz"]), ("merges", [3]), ("pre", "from-mars")],
+    [
+        ("merges", None),
+        ("merges", []),
+        ("merges", ["ab"]),
+        ("merges", ["h e", "qq zz"]),
+        ("merges", [3]),
+        ("merges", "h e"),
+        ("pre", "from-mars"),
+        ("pre", "whitespace"),
+        ("pre", ""),
+        ("pre", 3),
+        ("add_sep_token", True),
+        ("seperator_token_id", 10**6),
+    ],
 )
 def test_gguf_byte_level(key: str, value: Any, smollm_metadata: dict[str, Any]) -> None:
     message = _refused(small_byte_level(smollm_metadata, merges=50) | {K + key: value})
     assert f"{K}{key}" in message
-    assert key != "pre" or "from-mars" in message
+    assert key != "pre" or not isinstance(value, str) or value in message
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("key", ["token_type", "scores"])
+def test_a_count_that_lies(key: str, shift: int) -> None:
+    good = sentencepiece()
+    values = good[K + key]
+    message = _refused(good | {K + key: values[:-1] if shift < 0 else [*values, values[-1]]})
+    assert f"{len(values) + shift} entries for {len(values)} tokens" in message
+
+
+def test_a_merge_listed_twice_keeps_its_first_rank(smollm_metadata: dict[str, Any]) -> None:
+    good = small_byte_level(smollm_metadata, merges=50)
+    texts = [" the and in there", "hello  world"]
+    again = from_gguf(good | {K + "merges": [*good[K + "merges"], *good[K + "merges"][:5]]})
+    assert [again.encode(text) for text in texts] == [from_gguf(good).encode(text) for text in texts]
+
+
+def test_exit_2_and_one_sentence(smollm_metadata: dict[str, Any], tmp_path: Path) -> None:
+    metadata = small_byte_level(smollm_metadata, merges=50) | {K + "pre": "from-mars"}
+    path = write_model(tmp_path / "model.gguf", metadata)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\n')
+    command = [sys.executable, "-m", "graftune", "data", str(data), "--base", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "'from-mars' is not supported" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

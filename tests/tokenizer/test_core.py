@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,13 @@ def test_end_of_turn_ids_of_a_gguf_survive_saving(smollm_metadata: dict[str, Any
     tokenizer.save(tmp_path)
     assert 5 in tokenizer.stop_ids and _facts(from_folder(tmp_path)) == _facts(tokenizer)
     assert tokenizer.template is None and tokenizer.encode("a", add_special=True)[-1] == tokenizer.eos_id
+
+
+@ANY
+def test_a_megabyte_takes_about_a_second(source: str, made: dict[str, Tokenizer]) -> None:
+    line = "The quick brown fox (aged 12) doesn't jump over 3 lazy dogs; naïve, isn't it? 日本語も少し。\n"
+    text = line * (1_000_000 // len(line.encode()))
+    before = time.process_time()
+    ids = made[source].encode(text)
+    assert time.process_time() - before < 4, "a busy machine may take a few times as long, no more"
+    assert made[source].decode(ids) == text

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -32,6 +32,9 @@ TURN_ENDS = frozenset(
         "<|flush|>",
         "<end_of_turn>",
         "<turn|>",
+        "<|tool_response>",
+        "<|ifm|im_end|>",
+        "[e~[",
         "<|endoftext|>",
         "</s>",
         "<|eom_id|>",
@@ -66,15 +69,25 @@ def _check_text(text: object, what: str) -> None:
         ) from error
 
 
+def not_an_end(ends: Collection[str]) -> frozenset[str]:
+    """Of the turn ends a vocabulary has, those that end no answer in it.
+
+    Harmony-style vocabularies close one channel of an answer with <|end|>, not the answer. Gemma 4's </s> is ordinary.
+    """
+    texts = set()
+    if "<|end|>" in ends and {"<|call|>", "<|calls|>"} & set(ends) and {"<|return|>", "<|flush|>"} & set(ends):
+        texts.add("<|end|>")
+    if "<|tool_response>" in ends and "</s>" in ends:
+        texts.add("</s>")
+    return frozenset(texts)
+
+
 def find_stop_ids(backend: tokenizers.Tokenizer, known: Iterable[int | None]) -> tuple[int, ...]:
     """The ids a file names plus the control tokens that end a turn by their text, sorted."""
     named = {id for id in known if id is not None}
     special = {token.content: id for id, token in backend.get_added_tokens_decoder().items() if token.special}
     ends = TURN_ENDS & special.keys()
-    # Harmony-style vocabularies: <|end|> closes one channel of an answer, not the answer.
-    if "<|end|>" in ends and ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
-        ends -= {"<|end|>"}
-    return tuple(sorted(named | {special[text] for text in ends}))
+    return tuple(sorted(named | {special[text] for text in ends - not_an_end(ends)}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # eq: the backend has no equality of its own

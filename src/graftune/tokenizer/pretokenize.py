@@ -1,11 +1,11 @@
-r"""Pre-tokenizer rules of byte-level BPE vocabularies, by the name a GGUF file gives them.
+r"""Pre-tokenizer rules of BPE vocabularies, by the name a GGUF file gives them.
 
 Purpose: `tokenizer.ggml.pre` is only a name; the expressions behind it live in llama.cpp. Method: each name maps to a
-chain of expressions, built here from a few named parts, and to the two flags the name implies. Every expression
+chain of expressions, built here from a few named parts, and to the flags the name implies. Every expression
 splits the pieces the one before it left, keeping matches and gaps alike. Where llama.cpp departs from the model's
-own tokenizer.json (its case classes know ASCII only), we follow llama.cpp: a GGUF base is served there, and
-training must see the ids that serving will. Rejected: guessing a rule for an unknown name, which would train on
-slightly wrong ids without anyone noticing.
+own tokenizer.json (its case classes know ASCII only, it never normalises to NFC), we follow llama.cpp: a GGUF base is
+served there, and training must see the ids that serving will. Rejected: guessing a rule for an unknown name, which
+would train on slightly wrong ids without anyone noticing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
-
-from graftune.errors import GraftuneError
 
 # Parts. \p{..} and \s are Unicode classes. Contractions are spelled out case by case because a case-insensitive
 # group would also match the long s (U+017F), which llama.cpp does not.
@@ -31,6 +29,11 @@ _LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}[\r\n]*|{_LINES}|{_
 _QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SYMBOLS}[\r\n]*|{_LINES}|{_SPACES}"
 _QWEN35 = (
     rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    rf"|{_LINES}|{_SPACES}"
+)
+_UFAKZEKA = _QWEN2.removeprefix(f"{_CONTRACTION}|")
+_K2_HORIZON = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}\x{{200C}}\x{{200D}}]+|\p{{N}}{{1,3}}|{_SYMBOLS}[\r\n]*"
     rf"|{_LINES}|{_SPACES}"
 )
 _SEED_CODER = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}|{_SPACES}"
@@ -56,6 +59,30 @@ _GPT4O = _cased("", f"{_CONTRACTION}?", r"\p{N}{1,3}")
 _GRANITE_MULTI = _cased(r"\p{M}", f"{_CONTRACTION}?", r"\p{N}{1,3}")
 _TEKKEN = _cased("", "", r"\p{N}")
 
+
+def _marked(digits: str) -> str:
+    """GPT-4o's rule where llama.cpp's own reading of the case classes makes every letter both capital and small."""
+    word = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{_CONTRACTION}?"
+    return rf"{word}|{digits}|{_SYMBOLS}[\r\n/]*|{_LINES}|{_SPACES}"
+
+
+# Digits in threes from the right. AFMoE's and Tiny Aya's leave the text before a number with its first group, as
+# llama.cpp does; possessive, and with the end of the text as a way out, so that no position is scanned twice.
+_THREES_WITH_TEXT = r"\P{N}*+(?:\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}|\z)"
+_THREES = r"(?=(?:[0-9]{3})+(?![0-9]))"
+# AFMoE's third range begins at U+8C48: written for U+F900, whose sign looks the same.
+_AFMOE_ASIAN = (
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}"
+    r"\x{0E40}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{1100}-\x{11FF}]+"
+)
+_KIMI_HAN = (
+    r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
+)
+_KIMI = (
+    rf"[{_KIMI_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_KIMI_HAN}]]+{_CONTRACTION}?|\p{{N}}{{1,3}}|{_SYMBOLS}[\r\n]*"
+    rf"|{_LINES}|{_SPACES}"
+)
+
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _DEEPSEEK3 = (
     rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
@@ -66,6 +93,19 @@ _SPARK = (
     rf"|[\r\n]|{_SPACES}"
 )
 _HAN_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
+_YOUTU_SCRIPTS = (
+    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+"
+    r"|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+"
+    rf"|[\x{{3105}}-\x{{312F}}]+|{_HAN_KANA}"
+)
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "IMGIMG[A-I]{1,4}Z",
+    "[\t\n]|    |  ",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
 # Blanks lie inside these wide ranges, but llama.cpp folds them into one ASCII blank before it matches.
 _HAN_WIDE = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}&&[^\s]]+"
 # DeepSeek LLM lists its cased letters one by one: Unicode's, without the blocks below (added later, or left out).
@@ -80,11 +120,18 @@ _BLOOM = r" ?[^\s(|.,!?)\x{2026}\x{3002}\x{FF0C}\x{3001}\x{0964}\x{06D4}\x{060C}
 
 @dataclass(frozen=True)
 class PreRule:
-    """What one name implies: the expressions, whole-word lookup before merging, and BOS by default."""
+    """What one name implies.
+
+    `ignore_merges`: a piece that is a token as it stands is not merged anew. `add_bos`, `add_sep`: true unless the file
+    says otherwise. `always_bos`: whatever the file says. `blank_before_lines`: a line that begins with none gets one.
+    """
 
     chain: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+    add_sep: bool = False
+    always_bos: bool = False
+    blank_before_lines: bool = False
 
 
 _RULES: tuple[tuple[str, PreRule], ...] = (
@@ -94,12 +141,15 @@ _RULES: tuple[tuple[str, PreRule], ...] = (
         " trillion granite-docling",
         PreRule((_GPT2,)),
     ),
+    ("jina-v1-en jina-v2-code roberta-bpe", PreRule((_GPT2,), add_sep=True)),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreRule((r"\p{N}", _GPT2))),
     (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         PreRule((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", PreRule((_LLAMA3,))),
+    ("dbrx smaug-bpe chatglm-bpe", PreRule((_LLAMA3,))),
+    ("glm4 glm5", PreRule((_LLAMA3,), ignore_merges=True)),
+    ("k2-horizon", PreRule((_K2_HORIZON,))),
     ("minicpm5", PreRule((r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), ignore_merges=True)),
     ("jais-2", PreRule((_JAIS2,))),
     (
@@ -107,10 +157,17 @@ _RULES: tuple[tuple[str, PreRule], ...] = (
         PreRule((_QWEN2,)),
     ),
     ("qwen35", PreRule((_QWEN35,))),
+    ("ufakzeka", PreRule((_UFAKZEKA,))),
     ("tekken", PreRule((_TEKKEN,), ignore_merges=True, add_bos=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreRule((_GPT4O,))),
     ("granite-embed-multi-97m", PreRule((_GRANITE_MULTI,), ignore_merges=True)),
-    ("deepseek-v3 hunyuan-dense joyai-llm", PreRule((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK3))),
+    ("tiny_aya cohere2moe", PreRule((_THREES_WITH_TEXT, _marked(r"\p{N}{1,3}")))),
+    ("youtu", PreRule((_YOUTU_SCRIPTS, _marked(r"\p{N}")), ignore_merges=True)),
+    ("kimi-k2", PreRule((_KIMI,))),
+    ("superbpe", PreRule((r"\p{N}+", _THREES))),
+    ("afmoe", PreRule((_THREES_WITH_TEXT, _AFMOE_ASIAN, _DEEPSEEK3))),
+    ("chameleon", PreRule(_CHAMELEON, add_bos=True)),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreRule((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK3))),
     (
         "deepseek-llm",
         PreRule((r"[\r\n]", rf"\s?{_DEEPSEEK_LETTERS}+", rf"\s?{_DEEPSEEK_MARKS}+", r"\s+\z", _HAN_WIDE, r"\p{N}+")),
@@ -127,24 +184,21 @@ _RULES: tuple[tuple[str, PreRule], ...] = (
 )
 RULES: dict[str, PreRule] = {name: rule for names, rule in _RULES for name in names.split()}
 
+# Names of vocabularies whose pieces are text with visible blanks, as in SentencePiece, not GPT-2's byte alphabet.
+RAW_RULES: dict[str, PreRule] = {
+    **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), PreRule((r"\n+",), always_bos=True)),
+    "sarvam-moe": PreRule((r"\n+",)),
+    "mmbert": PreRule((r"\n+",), blank_before_lines=True),
+}
 
-def rule_for(name: str, where: str) -> PreRule:
-    """The rule a GGUF file names, or a sentence that says which names are known."""
-    rule = RULES.get(name)
-    if rule is None:
-        raise GraftuneError(
-            f"the pre-tokenizer '{name}' is not supported",
-            where=where,
-            mend="use the model's Hugging Face folder as the base (its tokenizer.json states the rule), or a GGUF "
-            f"with one of: {', '.join(sorted(RULES))}",
-        )
-    return rule
+
+def splits(rule: PreRule) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in rule.chain]
 
 
 def build(rule: PreRule, vocabulary: Container[str]) -> pre_tokenizers.PreTokenizer:
     """The chain as one `tokenizers` object, ending in the byte alphabet of GPT-2."""
-    splits = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in rule.chain]
-    steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    steps = [*splits(rule), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     missing = sorted(byte for byte in pre_tokenizers.ByteLevel.alphabet() if byte not in vocabulary)
     if missing:
         # A byte the vocabulary lacks (SmolLM2 lacks some control codes) is dropped. `tokenizers` would drop it before
