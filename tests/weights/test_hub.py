@@ -1,4 +1,5 @@
-"""A Hub name as the base, against a Hub of our own on loopback: found, unknown, of an unknown revision, unreachable.
+"""A Hub name as the base, against a Hub of our own on loopback: found, unknown, of an unknown revision, unreachable,
+broken off in the middle and taken up again, and found in the cache when there is no Hub at all.
 
 The server speaks the few addresses that huggingface_hub's snapshot_download asks for. The client reads its settings
 when it is imported, so it runs in a process of its own, one for all questions.
@@ -10,11 +11,14 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -27,6 +31,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """Serves `folder` as the model me/tiny at one commit."""
 
     folder: Path
+    patience = 10**9  # bytes of weights it sends before it hangs up
+    asked: ClassVar[list[tuple[str, str, str]]]  # (method, path, range) of each question
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
@@ -34,6 +40,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        if path.startswith("/patience/"):  # between two questions: marks the place, too
+            type(self).patience = int(path.rpartition("/")[2])
+            self.asked.append(("MARK", "", ""))
+            return self._send(b"")
+        path = path.replace("/me/mini", "/me/tiny")  # the same model twice
+        self.asked.append((self.command, path, self.headers.get("Range", "")))
         if path.startswith("/api/models/me/broken"):
             self.close_connection = True  # hangs up without a word
             return
@@ -63,13 +75,23 @@ class Hub(http.server.BaseHTTPRequestHandler):
         ]
 
     def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        etag, start = hashlib.sha1(body).hexdigest(), 0
+        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(wanted[1])
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+        if self.command != "GET":
+            return
+        sent = body[start:] if len(body) < 50_000 else body[start : start + self.patience]
+        self.wfile.write(sent)
+        if start + len(sent) < len(body):
+            self.close_connection = True
 
     def _refuse(self, code: str) -> None:
         self.send_response(404)
@@ -82,24 +104,91 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def endpoint(tiny_folder) -> Iterator[str]:
-    handler = type("Tiny", (Hub,), {"folder": tiny_folder("llama")})
+@contextmanager
+def serving(handler: type[Hub]) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
+@pytest.fixture
+def handler(tiny_folder) -> type[Hub]:
+    return type("Tiny", (Hub,), {"folder": tiny_folder("llama"), "asked": []})
+
+
+@pytest.fixture
+def endpoint(handler: type[Hub]) -> Iterator[str]:
+    with serving(handler) as address:
+        yield address
+
+
 ASK = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys, urllib.request
+import huggingface_hub.constants
 from graftune.cli import main
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 10_000  # what is kept of a file that breaks off is whole pieces
 for line in json.load(sys.stdin):
+    if line[0] == "patience":
+        urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/patience/" + line[1]).read()
+        continue
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(line)
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
+
+
+def asking(endpoint: str, cache: Path, questions: list[list[str]], **environment: str) -> list[tuple[int, str, str]]:
+    """Each question's exit code, stdout and stderr, of one process that knows that Hub and that cache only."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "http", "HTTP", "ALL_", "all_"))}
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "PYTHONPATH": str(ROOT / "src")}
+    settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-c", ASK]
+    done = subprocess.run(command, input=json.dumps(questions), capture_output=True, text=True, env=kept | settings)
+    assert done.returncode == 0, done.stderr
+    return [(code, out, err) for code, out, err in map(json.loads, done.stdout.splitlines())]
+
+
+def fetched(handler: type[Hub]) -> list[dict[str, list[str]]]:
+    """From mark to mark: the files whose bytes were asked for, each with the ranges that were."""
+    found: list[dict[str, list[str]]] = []
+    for method, path, wanted in handler.asked:
+        if method == "MARK":
+            found.append({})
+        elif method == "GET" and path.startswith("/me/tiny/resolve/"):
+            found[-1].setdefault(path.rpartition("/")[2], []).append(wanted)
+    return found
+
+
+def test_broken_off_taken_up_and_offline(handler: type[Hub], tmp_path: Path) -> None:
+    """A Hub that hangs up in the weights again and again is asked for the rest each time. One that gives nothing more
+    ends the command; whole files stay, and the next command fetches what is missing. Without a Hub the cache does."""
+    ask = ["data", str(write_data(tmp_path / "d.jsonl")), "--json", "--show", "0", "--base"]
+    whole, cache = (handler.folder / "model.safetensors").read_bytes(), tmp_path / "hf"
+    assert 180_000 < len(whole) < 270_000
+    patience = [["patience", str(n)] for n in (90_000, 0, 10**9, 10**9)]
+    names = ["me/tiny", "me/mini", "me/mini", "me/mini"]
+    questions = [line for before, name in zip(patience, names, strict=True) for line in (before, [*ask, name])]
+    with serving(handler) as address:
+        patient, impatient, again, cached = asking(address, cache, questions)
+    hung_up, refused, missing, nothing = fetched(handler)
+    assert patient[0] == 0 and json.loads(patient[1])["examples"] == 16, patient
+    assert hung_up["model.safetensors"] == ["", "bytes=90000-", "bytes=180000-"]
+    shown = [line for line in patient[2].splitlines() if line.endswith("downloaded")]
+    assert shown and all(line.startswith("me/tiny: ") for line in shown) and "\r" not in patient[2]
+    code, out, err = impatient
+    assert code == 2 and out == "" and err.count("graftune: ") == 1
+    assert "me/mini" in err.splitlines()[-1] and "are kept" in err.splitlines()[-1]
+    assert "config.json" in refused and missing == {"model.safetensors": [""]} and nothing == {}
+    assert again[0] == cached[0] == 0 and "downloaded" not in cached[2]
+    files = [file.read_bytes() for file in cache.rglob("*.safetensors")]
+    assert files == [whole, whole], "no half file under the name of a whole one"
+    # Nobody listens there any more.
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {}):
+        found, other = asking(address, cache, [[*ask, "me/mini"], [*ask, "me/other"]], **environment)
+        assert found[0] == 0 and json.loads(found[1])["examples"] == 16, found
+        assert other[0] == 2 and "me/other" in other[2] and other[2].count("\n") == 1
 
 
 def test_a_hub_name(endpoint: str, tmp_path: Path) -> None:
@@ -114,15 +203,10 @@ def test_a_hub_name(endpoint: str, tmp_path: Path) -> None:
         [*ask, "not a name"],
         ["train", "me/tiny", data, "--out", str(tmp_path / "run"), "--max-steps", "1", "--samples", "0", "--quiet"],
     ]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "http", "HTTP", "ALL_", "all_"))}
-    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT / "src")}
-    settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ASK]
-    done = subprocess.run(command, input=json.dumps(questions), capture_output=True, text=True, env=kept | settings)
-    assert done.returncode == 0, done.stderr
-    found, at_commit, nobody, nonesuch, broken, no_name, trained = map(json.loads, done.stdout.splitlines())
+    answers = asking(endpoint, tmp_path / "hf", questions)
+    found, at_commit, nobody, nonesuch, broken, no_name, trained = answers
     for code, out, _ in (found, at_commit):
-        assert code == 0 and json.loads(out)["examples"] == 16, done.stdout
+        assert code == 0 and json.loads(out)["examples"] == 16, answers
     for code, out, err in (nobody, nonesuch, broken, no_name):
         assert code == 2 and out == "" and err.startswith("graftune: ") and err.count("\n") == 1, err
     assert "me/nobody: is neither a file or folder here nor a model on the Hub" in nobody[2]

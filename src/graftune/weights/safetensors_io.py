@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from graftune.errors import GraftuneError
 
 READABLE = ("BF16", "F16", "F32")
+_SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "F64": 8}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class SafetensorsTensor:
 
     @property
     def nbytes(self) -> int:
-        count = 4 if self.dtype_name == "F32" else 2
+        count = _SIZES.get(self.dtype_name, 4)
         for n in self.shape:
             count *= n
         return count
@@ -48,32 +49,49 @@ class SafetensorsTensor:
 
 
 def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
-    """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name."""
+    """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name; of any
+    dtype: what is not READABLE is for bnb_io.py to make sense of, or to refuse."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            assert all(isinstance(name, str) for name in names)
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
-            raise GraftuneError("is not a shard index", where=str(index), mend="download the model again") from None
-        files = [folder / name for name in names]
-    elif single.exists():
-        files = [single]
-    else:
+        return _open_shards(folder, index)
+    if not single.exists():
         raise GraftuneError(
             "holds no model.safetensors", where=str(folder), mend="give a model folder with safetensors weights"
         )
+    return _tensors(single)
+
+
+def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
+    """The tensors that the index names, each from the file it names."""
+    try:
+        where = json.loads(index.read_text())["weight_map"]
+        assert isinstance(where, dict) and all(_is_shard(file) for file in where.values())
+    except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+        raise GraftuneError("is not a shard index", where=str(index), mend="download the model again") from None
     tensors: dict[str, SafetensorsTensor] = {}
-    for file in files:
-        shard = open_shard(file)
-        for name in shard.keys():  # noqa: SIM118  safe_open is no mapping
-            piece = shard.get_slice(name)
-            if piece.get_dtype() not in READABLE:
+    for file in sorted(set(where.values())):
+        held = _tensors(folder / file)
+        for name in (name for name, place in where.items() if place == file):
+            if name not in held:
                 raise GraftuneError(
-                    f"tensor {name} is {piece.get_dtype()}", where=str(file), mend=f"give one of {', '.join(READABLE)}"
+                    f"names {name} in {file}, which does not hold it", where=str(index), mend="download the model again"
                 )
-            tensors[name] = SafetensorsTensor(shard, name, tuple(piece.get_shape()), piece.get_dtype())
+            tensors[name] = held[name]
     return tensors
+
+
+def _is_shard(name: Any) -> bool:
+    """A file of the folder itself, not of somewhere else."""
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _tensors(file: Path) -> dict[str, SafetensorsTensor]:
+    shard = open_shard(file)
+    found = {}
+    for name in shard.keys():  # noqa: SIM118  safe_open is no mapping
+        piece = shard.get_slice(name)
+        found[name] = SafetensorsTensor(shard, name, tuple(piece.get_shape()), piece.get_dtype())
+    return found
 
 
 def open_shard(file: Path) -> Any:

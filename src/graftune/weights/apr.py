@@ -1,0 +1,134 @@
+"""An adapter as one APR file, out and in.
+
+A and B go out unscaled in fp32 as lora.LAYER.PROJECTION.lora_a and .lora_b; whoever reads them multiplies by
+lora_alpha / lora_rank. Rank-stabilised adapters are scaled by alpha over the root of the rank, so their lora_alpha is
+stored multiplied by that root, and other readers compute the right thing too. Trained norms and tables with added
+tokens travel under our own names. What only we ask for (the base, its hash, the template) stands under `graftune`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from graftune.config import PROJECTIONS, LoraConfig
+from graftune.errors import GraftuneError
+from graftune.model.lora import HOMES
+from graftune.model.spec import ModelSpec
+from graftune.weights import apr_io
+from graftune.weights.adapter import Adapter
+from graftune.weights.apr_io import AprFile, AprTensor
+
+SCHEMA = "1.3.0"
+_OURS = re.compile(r"layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_STORED = re.compile(r"lora\.(\d+)\.(\w+_proj)\.lora_([ab])")
+_BESIDE = re.compile(r"(layers\.\d+\.[\w.]*)?\w*norm\.weight|(embed_tokens|lm_head)\.weight")
+
+
+def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """`facts` of the training, where known: epoch, val_loss, data_hash, started_at."""
+    if adapter.interleaved:
+        raise GraftuneError("its rows are not in order", where=str(adapter.folder), mend="load it with its base first")
+    lora = adapter.lora
+    loss = facts.get("val_loss")
+    metadata = {
+        "__checkpoint__.schema_version": SCHEMA,
+        "model_type": "adapter",
+        "epoch": facts.get("epoch", 0),
+        "val_loss": loss if isinstance(loss, int | float) and math.isfinite(loss) else None,
+        "architecture": spec.family,
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha * math.sqrt(lora.rank) if lora.rslora else lora.alpha,
+        "hidden_size": spec.width,
+        "num_layers": spec.layers,
+        "num_heads": spec.heads,
+        "num_kv_heads": spec.kv_heads,
+        "vocab_size": spec.vocab,
+        "data_hash": facts.get("data_hash", ""),
+        "provenance": {"tool": "graftune", "started_at": facts.get("started_at", "")},
+        "graftune": {
+            "base": adapter.base_name,
+            "base_sha256": adapter.base_sha256,
+            "revision": adapter.revision,
+            "template": adapter.template,
+            "append_eos": adapter.append_eos,
+            "rslora_alpha": lora.alpha if lora.rslora else None,
+            "dropout": lora.dropout,
+            "new_tokens": list(lora.new_tokens),
+        },
+    }
+    tensors = {_stored(name): AprTensor.of(value.float()) for name, value in adapter.tensors.items()}
+    apr_io.write(path, AprFile(metadata, tensors))
+
+
+def _stored(name: str) -> str:
+    match = _OURS.fullmatch(name)
+    return f"lora.{match[1]}.{match[2]}.lora_{match[3].lower()}" if match else name
+
+
+def load_apr(path: Path) -> Adapter:
+    file = apr_io.read(path)
+    get = file.metadata.get
+    if get("model_type") != "adapter":
+        raise GraftuneError(f"holds {get('model_type')!r}, not an adapter", where=str(path), mend="give an adapter")
+    if not str(get("__checkpoint__.schema_version", SCHEMA)).startswith("1."):
+        raise GraftuneError("was written by a newer schema", where=str(path), mend=f"write it as {SCHEMA}")
+    for key in ("lora_rank", "lora_alpha"):
+        value = get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31 or value != value:
+            raise GraftuneError(f"its {key} is {value!r}", where=str(path), mend="nobody can guess it: export again")
+    tensors = {_ours(name, path): tensor.values() for name, tensor in file.tensors.items()}
+    found = get("graftune")
+    ours: dict[str, Any] = found if isinstance(found, dict) else {}
+    return Adapter(
+        path,
+        _settings(file.metadata, ours, tensors, path),
+        {name: value.float() for name, value in tensors.items()},
+        str(ours.get("base") or ""),
+        str(ours.get("base_sha256") or ""),
+        "none" if ours.get("template") == "none" else "auto",
+        ours.get("append_eos") is True,
+        str(ours.get("revision") or ""),
+    )
+
+
+def _ours(stored: str, path: Path) -> str:
+    match = _STORED.fullmatch(stored)
+    if match and match[2] in PROJECTIONS:
+        return f"layers.{match[1]}.{HOMES[match[2]]}.{match[2]}.lora_{match[3].upper()}.weight"
+    if _BESIDE.fullmatch(stored):
+        return stored
+    raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")
+
+
+def _settings(
+    metadata: Mapping[str, Any], ours: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], path: Path
+) -> LoraConfig:
+    rank, plain, stabilised = metadata["lora_rank"], metadata["lora_alpha"], ours.get("rslora_alpha")
+    for name, value in tensors.items():
+        match = _OURS.fullmatch(name)
+        if match and (value.dim() != 2 or value.shape[0 if match[3] == "A" else 1] != rank):
+            raise GraftuneError(
+                f"{_stored(name)} is {list(value.shape)} where the rank is {rank}", where=str(path), mend="export again"
+            )
+    adapted = {match[2] for name in tensors if (match := _OURS.fullmatch(name))}
+    new_tokens = ours.get("new_tokens") or []
+    dropout = ours.get("dropout") or 0.0
+    sound = isinstance(stabilised, int | float | None) and isinstance(dropout, int | float) and 0 <= dropout < 1
+    if not adapted or not sound or not isinstance(new_tokens, list) or not all(isinstance(t, str) for t in new_tokens):
+        raise GraftuneError("its settings make no sense", where=str(path), mend="export the adapter again")
+    return LoraConfig(
+        rank=int(rank),
+        alpha=float(plain if stabilised is None else stabilised),
+        dropout=float(dropout),
+        rslora=stabilised is not None,
+        targets=tuple(p for p in PROJECTIONS if p in adapted),
+        train_norms=any(name.endswith("norm.weight") for name in tensors),
+        new_tokens=tuple(new_tokens),
+    )

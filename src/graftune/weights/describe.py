@@ -1,0 +1,117 @@
+"""What a base is, in a few facts, and whether it can be trained: for `graftune doctor BASE`.
+
+A base that opens is described by what was opened. One that does not is described by whatever its headers still tell, so
+that the sentence that refuses it can be understood: which architecture it names, how its weights are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graftune.errors import GraftuneError
+from graftune.observe.memory import human_bytes
+from graftune.weights import safetensors_io
+from graftune.weights.base import Base, open_base
+
+
+@dataclass(frozen=True)
+class Report:
+    facts: dict[str, Any]
+    error: GraftuneError | None = None  # why it cannot be trained
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return self.facts | {"trainable": self.error is None, "why_not": str(self.error) if self.error else None}
+
+
+def describe(name: str, revision: str = "") -> tuple[Report, Base | None]:
+    try:
+        base = open_base(name, revision)
+    except GraftuneError as error:
+        return Report({"base": name, **_from_headers(Path(name).expanduser())}, error), None
+    return Report(_facts(base)), base
+
+
+def _facts(base: Base) -> dict[str, Any]:
+    spec, tokenizer = base.spec, base.tokenizer
+    files = list(base.parts) or sorted(base.path.glob("*.safetensors"))
+    window = f", of which {len(spec.window_layers)} see {spec.window} tokens back" if spec.window_layers else ""
+    return {
+        "base": base.name,
+        "kind": base.kind,
+        "path": str(base.path),
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+        "architecture": spec.family,
+        "parameters": spec.parameters,
+        "layers": f"{spec.layers}{window}",
+        "heads": f"{spec.heads} of {spec.head_width}, {spec.kv_heads} for keys and values",
+        "width": spec.width,
+        "context": spec.max_positions,
+        "weights": _weights((t.dtype_name, t.nbytes) for t in base.tensors.values()),
+        "head": "tied to the embedding" if spec.tied else "of its own",
+        "vocabulary": f"{tokenizer.vocab_size} tokens for {spec.vocab} rows",
+        "template": "yes" if tokenizer.template is not None else "none: give --template, or train on plain text",
+    }
+
+
+def _weights(stored: Iterable[tuple[str, int]]) -> str:
+    """How many bytes there are of each type, most first."""
+    total: Counter[str] = Counter()
+    for kind, size in stored:
+        total[kind] += size
+    return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in total.most_common())
+
+
+def _from_headers(path: Path) -> dict[str, Any]:
+    """What can be said of a base that does not open. Whatever is broken here, too, is left out."""
+    facts: dict[str, Any] = {}
+    if path.is_file():
+        facts["bytes"] = path.stat().st_size
+        if path.suffix == ".gguf":
+            facts |= {"kind": "gguf"} | _gguf_facts(path)
+    elif path.is_dir():
+        facts["kind"] = "folder"
+        facts |= _config_facts(path / "config.json")
+        try:
+            tensors = safetensors_io.open_folder(path)
+            facts["weights"] = _weights((t.dtype_name, t.nbytes) for t in tensors.values())
+        except GraftuneError as error:
+            facts["weights"] = error.what
+    return facts
+
+
+def _gguf_facts(path: Path) -> dict[str, Any]:
+    from graftune.weights.gguf_io import read_gguf
+
+    try:
+        file = read_gguf(path)
+    except GraftuneError as error:
+        return {"weights": error.what}
+    told = {
+        "name": file.metadata.get("general.name"),
+        "architecture": file.metadata.get("general.architecture"),
+        "type": file.metadata.get("general.type"),
+        "part": f"{file.metadata['split.no']} of {file.metadata['split.count']}" if _split(file.metadata) else None,
+        "weights": _weights((t.dtype_name, t.nbytes) for t in file.tensors.values()),
+    }
+    return {key: value for key, value in told.items() if value}
+
+
+def _split(metadata: Mapping[str, Any]) -> bool:
+    return "split.no" in metadata and "split.count" in metadata
+
+
+def _config_facts(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+        quantised = values.get("quantization_config") or {}
+        told = {"architecture": values.get("model_type"), "quantised by": quantised.get("quant_method")}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    return {key: str(value) for key, value in told.items() if value}

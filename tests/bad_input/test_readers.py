@@ -1,0 +1,258 @@
+"""The readers of GGUF and safetensors by themselves, on small files: cut at every byte, with every kind of lie that
+hypothesis can think of, and in large files whose headers claim to be large. They answer with tensors that lie in the
+file, or with GraftuneError; nothing else, soon, and without taking memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from graftune.cli import main
+from graftune.errors import GraftuneError
+from graftune.observe.memory import peak_resident_bytes
+from graftune.weights import safetensors_io
+from graftune.weights.gguf_io import read_gguf
+from tests.bad_input.test_base import header, tensor, text
+
+HARD = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXTREME = st.sampled_from([0, 1, 2, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1])
+SECONDS, BYTES = 2.0, 200 << 20
+
+
+def array(kind: int, count: int, content: bytes) -> bytes:
+    return struct.pack("<IIQ", 9, kind, count) + content
+
+
+KEYS = [
+    (b"general.architecture", struct.pack("<I", 8) + text(b"llama")),
+    (b"general.alignment", struct.pack("<II", 4, 32)),
+    (b"words", array(8, 3, text(b"a") + text(b"") + text("\u00e9".encode()))),
+    (b"numbers", array(5, 4, struct.pack("<4i", 1, -2, 3, 4))),
+    (b"nested", array(9, 1, struct.pack("<IQ", 7, 2) + b"\1\0")),
+    (b"float", struct.pack("<If", 6, 1.5)),
+]
+TENSORS = [(b"a", (4, 3), 0, 0), (b"b", (32, 2), 2, 64), (b"c", (2, 2, 2), 1, 128)]
+
+
+def small_gguf() -> bytes:
+    described = b"".join(text(key) + value for key, value in KEYS) + b"".join(tensor(*t) for t in TENSORS)
+    head = header(tensors=len(TENSORS), keys=len(KEYS)) + described
+    return head + bytes(-len(head) % 32) + bytes(range(144))
+
+
+def small_safetensors() -> bytes:
+    return bytes(save({"a": torch.randn(3, 4), "b": torch.randn(2, 2).bfloat16(), "c": torch.ones(5)}))
+
+
+def open_gguf(path: Path) -> dict[str, Any]:
+    return dict(read_gguf(path).tensors)
+
+
+def open_safetensors(path: Path) -> dict[str, Any]:
+    return dict(safetensors_io.open_folder(path.parent))
+
+
+READERS: dict[str, tuple[Callable[[], bytes], str, Callable[[Path], dict[str, Any]]]] = {
+    "gguf": (small_gguf, "m.gguf", open_gguf),
+    "safetensors": (small_safetensors, "model.safetensors", open_safetensors),
+}
+
+
+def answer(reader: str, data: bytes, folder: Path) -> dict[str, torch.Tensor] | None:
+    """What is read out of those bytes, or None where they are refused, with a sentence that names the file."""
+    _, name, open_it = READERS[reader]
+    path = folder / name
+    path.unlink(missing_ok=True)  # the old one may still be mapped
+    path.write_bytes(data)
+    start, before = time.process_time(), peak_resident_bytes()
+    try:
+        found = {key: source.values() for key, source in open_it(path).items()}
+    except GraftuneError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+        found = None
+    assert time.process_time() - start < SECONDS and peak_resident_bytes() - before < BYTES
+    for value in (found or {}).values():
+        assert value.numel() <= 8 * len(data) + 1, "no value comes from outside the file"
+    return found
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_cut_at_every_byte(reader: str, tmp_path: Path) -> None:
+    whole = READERS[reader][0]()
+    good = answer(reader, whole, tmp_path)
+    assert good is not None and len(good) == 3
+    for keep in range(len(whole)):
+        assert answer(reader, whole[:keep], tmp_path) is None, keep
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_wrong_magic(reader: str, tmp_path: Path) -> None:
+    whole = READERS[reader][0]()
+    for magic in (b"GGML", b"FUGG", b"PK\3\4", b"\x89HDF", b"\x80\4\x95\0", bytes(4), b"\xff\xff\xff\xff"):
+        assert answer(reader, magic + whole[4:], tmp_path) is None
+
+
+@st.composite
+def changed(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Bytes set, whole numbers of the header replaced by extreme ones, pieces cut out, doubled or put in, ends cut."""
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        kind = draw(st.integers(0, 5))
+        if kind == 0 and data:
+            data[at] = draw(st.integers(0, 255))
+        elif kind in (1, 2):
+            size = 8 if kind == 1 else 4
+            data[at : at + size] = draw(EXTREME).to_bytes(8, "little")[:size]
+        elif kind == 3:
+            del data[at : at + draw(st.integers(1, 40))]
+        elif kind == 4:
+            data[at:at] = data[at : at + draw(st.integers(1, 40))]
+        else:
+            del data[at:]
+    return bytes(data)
+
+
+@HARD
+@given(data=changed(small_gguf()))
+def test_any_damage_to_a_gguf(data: bytes, tmp_path: Path) -> None:
+    answer("gguf", data, tmp_path)
+
+
+@HARD
+@given(data=changed(small_safetensors()))
+def test_any_damage_to_safetensors(data: bytes, tmp_path: Path) -> None:
+    answer("safetensors", data, tmp_path)
+
+
+@HARD
+@given(
+    counts=st.tuples(EXTREME, EXTREME),
+    shape=st.lists(EXTREME, min_size=1, max_size=5),
+    kind=st.integers(0, 45),
+    offset=EXTREME,
+    alignment=EXTREME,
+)
+def test_a_gguf_that_lies(
+    counts: tuple[int, int], shape: list[int], kind: int, offset: int, alignment: int, tmp_path: Path
+) -> None:
+    honest = header(tensors=1, keys=1) + text(b"general.alignment") + struct.pack("<II", 4, alignment % 2**32)
+    described = honest + tensor(b"w", tuple(shape), kind, offset)
+    answer("gguf", described + bytes(256), tmp_path)
+    answer("gguf", header(tensors=counts[0], keys=counts[1]) + described[24:] + bytes(256), tmp_path)
+
+
+NUMBERS = st.one_of(EXTREME, st.sampled_from([-1, 1.5, "4", None, True]))
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "F8_E4M3", "I64", "BOOL", "F99", "", None, 5]),
+        "shape": st.one_of(st.lists(NUMBERS, max_size=4), NUMBERS),
+        "data_offsets": st.one_of(st.lists(NUMBERS, max_size=3), st.just([0, 16]), NUMBERS),
+    }
+)
+
+
+@HARD
+@given(entries=st.dictionaries(st.text(max_size=5), st.one_of(ENTRY, NUMBERS), max_size=3), length=EXTREME)
+def test_safetensors_that_lie(entries: dict[str, Any], length: int, tmp_path: Path) -> None:
+    told = json.dumps(entries).encode()
+    answer("safetensors", len(told).to_bytes(8, "little") + told + bytes(64), tmp_path)
+    answer("safetensors", length.to_bytes(8, "little") + told + bytes(64), tmp_path)
+
+
+def test_overlapping_safetensors(tmp_path: Path) -> None:
+    places = {"a": [0, 16], "b": [8, 24]}
+    entries = {n: {"dtype": "F32", "shape": [2, 2], "data_offsets": place} for n, place in places.items()}
+    told = json.dumps(entries).encode()
+    assert answer("safetensors", len(told).to_bytes(8, "little") + told + bytes(24), tmp_path) is None
+
+
+LARGE: dict[str, bytes] = {
+    "bytes": header(keys=1) + text(b"k") + array(0, 2**31, b""),
+    "numbers": header(keys=1) + text(b"k") + array(10, 2**28, b""),
+    "words": header(keys=1) + text(b"k") + array(8, 2**28, b""),
+    "a word": header(keys=1) + text(b"k") + struct.pack("<IQ", 8, 2**31),
+    "a name": header(keys=1) + struct.pack("<Q", 2**31),
+    "keys": header(keys=2**27),
+    "tensors": header(tensors=2**26),
+}
+
+
+@pytest.mark.parametrize("lie", LARGE)
+def test_a_large_file_does_not_make_a_large_header(lie: str, tmp_path: Path) -> None:
+    """Sparse: three gigabytes that take no disk. Everything claimed would fit into the file."""
+    path = tmp_path / "m.gguf"
+    with path.open("wb") as file:
+        file.write(LARGE[lie])
+        file.truncate(3 << 30)
+    start, before = time.process_time(), peak_resident_bytes()
+    with pytest.raises(GraftuneError, match="more than any model has"):
+        read_gguf(path)
+    assert time.process_time() - start < SECONDS and peak_resident_bytes() - before < 50 << 20
+
+
+# An index and what it names
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[Path]:
+    for number in (1, 2):
+        (tmp_path / f"s{number}.safetensors").write_bytes(save({f"t{number}": torch.ones(2, 2), "both": torch.ones(1)}))
+    yield tmp_path
+
+
+INDEXES: dict[str, tuple[Any, str]] = {
+    "missing shard": ({"t1": "s1.safetensors", "t3": "s3.safetensors"}, "s3.safetensors: this shard is missing"),
+    "missing tensor": ({"t1": "s2.safetensors"}, "names t1 in s2.safetensors, which does not hold it"),
+    "another folder": ({"t1": "../s1.safetensors"}, "is not a shard index"),
+    "an absolute path": ({"t1": "/etc/passwd"}, "is not a shard index"),
+    "the folder itself": ({"t1": "."}, "is not a shard index"),
+    "no name": ({"t1": ""}, "is not a shard index"),
+    "a list": (["s1.safetensors"], "is not a shard index"),
+    "a number": ({"t1": 5}, "is not a shard index"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_indexes(case: str, shards: Path) -> None:
+    where, said = INDEXES[case]
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(GraftuneError) as caught:
+        safetensors_io.open_folder(shards)
+    assert said in str(caught.value) and str(shards) in str(caught.value)
+
+
+def test_the_index_says_which_of_two_is_meant(shards: Path) -> None:
+    (shards / "s2.safetensors").write_bytes(save({"t2": torch.ones(2, 2), "both": torch.full((1,), 7.0)}))
+    where = {"t1": "s1.safetensors", "t2": "s2.safetensors", "both": "s1.safetensors"}
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    found = safetensors_io.open_folder(shards)
+    assert set(found) == set(where) and found["both"].values().item() == 1.0
+
+
+# Things that do not belong together
+
+
+def test_an_adapter_for_another_base(tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import graftune
+
+    adapter = graftune.open(str(tiny_folder("llama")), device="cpu", rank=4).save(tmp_path / "adapter")
+    before = {p: p.read_bytes() for p in adapter.rglob("*")}
+    for line in (["chat", str(adapter), "--prompt", "hi"], ["eval", str(adapter), "nothing.jsonl"]):
+        assert main([*line, "--base", str(tiny_folder("qwen3")), "--device", "cpu"]) == 2
+        said = capsys.readouterr()
+        ours = [one for one in said.err.splitlines() if one.startswith("graftune: ")]
+        assert len(ours) == 1 and "another base" in ours[0] and said.out == ""
+    assert {p: p.read_bytes() for p in adapter.rglob("*")} == before and [p.name for p in tmp_path.iterdir()] == [
+        "adapter"
+    ]

@@ -1,0 +1,285 @@
+"""APR files: against a writer of the test's own, byte for byte, through every flipped byte and every cut, and as an
+adapter that computes what it did before."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import struct
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graftune
+from graftune.cli import main
+from graftune.errors import GraftuneError
+from graftune.observe.memory import peak_resident_bytes
+from graftune.weights import apr_io
+from graftune.weights.adapter import load_adapter
+from graftune.weights.apr import load_apr, save_apr
+from graftune.weights.apr_io import AprFile, AprTensor
+from graftune.weights.gguf_quant import quantise
+from tests.weights.test_adapter import DOCUMENT, NEW, logits, opened, shaken
+
+CODES = {torch.float32: 0, torch.float16: 1, torch.float64: 3, torch.int32: 4, torch.int64: 5, torch.int8: 6,
+         torch.uint8: 7, torch.bfloat16: 30}  # fmt: skip
+
+
+def padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 64)
+
+
+def by_hand(
+    metadata: dict[str, Any] | bytes,
+    tensors: list[tuple[bytes, int, tuple[int, ...], bytes]],
+    *,
+    flags: int = 1024,
+    version: tuple[int, int] = (2, 0),
+    **lies: int,
+) -> bytes:
+    """Written from the format's description alone. `lies` replace fields; both checksums are right all the same."""
+    text = metadata if isinstance(metadata, bytes) else json.dumps(metadata).encode()
+    index, data = b"", b""
+    for name, code, shape, content in tensors:
+        index += struct.pack("<H", len(name)) + name + bytes([code, len(shape)])
+        index += b"".join(struct.pack("<Q", n) for n in shape)
+        offset = lies.get("offset", len(data))
+        index += struct.pack("<QQ", offset, lies.get("size", len(content)))
+        data += padded(content)
+    body = padded(text) + padded(index) + data
+    index_at = lies.get("index_at", 64 + len(padded(text)))
+    data_at = lies.get("data_at", 64 + len(padded(text)) + len(padded(index)))
+    head = b"APR\0" + bytes(version) + struct.pack("<HI", flags, lies.get("count", len(tensors)))
+    head += struct.pack("<QIQQ", lies.get("metadata_at", 64), lies.get("metadata_size", len(text)), index_at, data_at)
+    assert len(head) == 40
+    reserved = bytes([lies.get("reserved", 0)]) + bytes(19)
+    file = head + struct.pack("<I", zlib.crc32(head + reserved)) + reserved + body
+    return file + struct.pack("<I", zlib.crc32(file))
+
+
+def raw(values: torch.Tensor) -> bytes:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("apr") / "small.apr"
+    tensors = {"lora.0.q_proj.lora_a": torch.randn(2, 5), "lora.0.q_proj.lora_b": torch.randn(3, 2)}
+    metadata = {"model_type": "adapter", "lora_rank": 2, "lora_alpha": 4.0, "name": "f\u00fcr dich"}
+    apr_io.write(path, AprFile(metadata, {n: AprTensor.of(t) for n, t in tensors.items()}))
+    return path
+
+
+def test_the_bytes_are_those_of_the_description(tmp_path: Path) -> None:
+    """Every dtype, an empty and a scalar tensor, names that sort by bytes."""
+    tensors = {f"t.{i}": torch.randn(3, 7).mul(50).to(dtype) for i, dtype in enumerate(CODES)}
+    tensors |= {"Z": torch.zeros(0, 4), "scalar": torch.tensor(3.5), "\u00e9": torch.ones(1)}
+    metadata = {"model_type": "x", "text": "\u2603", "list": [1, None, {"a": True}]}
+    apr_io.write(tmp_path / "a.apr", AprFile(metadata, {n: AprTensor.of(t) for n, t in tensors.items()}))
+    entries = sorted((n.encode(), CODES[t.dtype], tuple(t.shape), raw(t)) for n, t in tensors.items())
+    text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode()
+    assert (tmp_path / "a.apr").read_bytes() == by_hand(text, entries)
+    again = apr_io.read(tmp_path / "a.apr")
+    assert again.metadata == metadata and next(iter(again.tensors)) == "Z"
+    for name, value in tensors.items():
+        assert again.tensors[name].values().dtype == value.dtype
+        assert torch.equal(again.tensors[name].values(), value)
+    apr_io.write(tmp_path / "b.apr", again)
+    assert (tmp_path / "b.apr").read_bytes() == (tmp_path / "a.apr").read_bytes()
+
+
+def test_quantised_tensors(tmp_path: Path) -> None:
+    weight = torch.randn(3, 512)
+    blocks = {kind: quantise(weight, kind) for kind in ("Q4_K", "Q6_K")}
+    tensors = {kind: AprTensor(kind, (3, 512), b.view(-1)) for kind, b in blocks.items()}
+    apr_io.write(tmp_path / "q.apr", AprFile({}, tensors, apr_io.ROW_MAJOR | apr_io.QUANTISED))
+    entries = [(b"Q4_K", 12, (3, 512), raw(blocks["Q4_K"])), (b"Q6_K", 14, (3, 512), raw(blocks["Q6_K"]))]
+    assert (tmp_path / "q.apr").read_bytes() == by_hand({}, entries, flags=1024 | 32)
+    again = apr_io.read(tmp_path / "q.apr").tensors
+    assert (again["Q6_K"].values() - weight).abs().max() < 0.1 and (again["Q4_K"].values() - weight).abs().max() < 0.4
+
+
+def refused(path: Path, data: bytes) -> str:
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+    with pytest.raises(GraftuneError) as caught:
+        apr_io.read(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_flipped_byte_is_noticed(small: Path, tmp_path: Path) -> None:
+    whole = small.read_bytes()
+    assert len(whole) < 700
+    for at in range(len(whole)):
+        for flip in (1, 128, 255):
+            refused(tmp_path / "x.apr", whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
+
+
+def test_every_cut_is_noticed(small: Path, tmp_path: Path) -> None:
+    whole = small.read_bytes()
+    for keep in range(len(whole)):
+        refused(tmp_path / "x.apr", whole[:keep])
+    for more in (b"\0", bytes(64), whole):
+        refused(tmp_path / "x.apr", whole + more)
+
+
+ENTRY = (b"a", 0, (2, 2), bytes(16))
+LIES: dict[str, tuple[bytes, str]] = {
+    "magic": (b"APX\0" + bytes(200), "is not an APR file"),
+    "version 1": (by_hand({}, [], version=(1, 0)), "APR version 1.0"),
+    "version 2.1": (by_hand({}, [], version=(2, 1)), "APR version 2.1"),
+    "column-major": (by_hand({}, [], flags=1024 | 2048), "uses column-major tensors"),
+    "not row-major": (by_hand({}, [], flags=0), "its flags are"),
+    "compressed": (by_hand({}, [], flags=1024 | 2), "uses Zstandard"),
+    "encrypted": (by_hand({}, [], flags=1024 | 4), "uses encryption"),
+    "shards": (by_hand({}, [], flags=1024 | 16), "uses shards"),
+    "flags of tomorrow": (by_hand({}, [], flags=1024 | 1 << 14), "its flags are"),
+    "reserved": (by_hand({}, [], reserved=1), "makes no sense"),
+    "metadata elsewhere": (by_hand({}, [], metadata_at=128), "makes no sense"),
+    "metadata beyond the limit": (by_hand({}, [], metadata_size=2**32 - 1), "makes no sense"),
+    "metadata beyond the file": (by_hand({}, [], metadata_size=16 << 20), "do not follow"),
+    "index beyond the file": (by_hand({}, [], index_at=2**63), "do not follow"),
+    "data beyond the file": (by_hand({}, [], data_at=2**63), "do not follow"),
+    "data before the index": (by_hand({}, [ENTRY], data_at=64), "do not follow"),
+    "tensor count": (by_hand({}, [ENTRY], count=2**32 - 1), "claims 4294967295 tensors"),
+    "one more tensor": (by_hand({}, [ENTRY], count=2), ""),
+    "one fewer tensor": (by_hand({}, [ENTRY], count=0), ""),
+    "offset": (by_hand({}, [ENTRY], offset=2**63), "where none can be"),
+    "overlap": (by_hand({}, [ENTRY, (b"b", 0, (2, 2), bytes(16))], offset=0), "where none can be"),
+    "size": (by_hand({}, [ENTRY], size=2**62), "cannot be"),
+    "huge shape": (by_hand({}, [(b"a", 0, (2**63, 2**63), bytes(16))]), "cannot be"),
+    "more than its tensors": (by_hand({}, [(b"a", 0, (2, 2), bytes(16) + bytes(100))], size=16), "its tensors end at"),
+    "type": (by_hand({}, [(b"a", 9, (2, 2), bytes(16))]), "type 9 does not exist"),
+    "part of a block": (by_hand({}, [(b"a", 12, (1, 255), bytes(144))]), "cannot be"),
+    "dimensions": (by_hand({}, [(b"a", 0, (1,) * 9, bytes(4))]), "not in order"),
+    "long name": (by_hand({}, [(b"a" * 257, 0, (1,), bytes(4))]), "not in order"),
+    "no name": (by_hand({}, [(b"", 0, (1,), bytes(4)), ENTRY]), "not in order"),
+    "unsorted": (by_hand({}, [(b"b", 0, (1,), bytes(4)), (b"a", 0, (1,), bytes(4))]), "not in order"),
+    "twice": (by_hand({}, [ENTRY, ENTRY]), "not in order"),
+    "name that is no text": (by_hand({}, [(b"\xff", 0, (1,), bytes(4))]), "makes no sense"),
+    "no JSON": (by_hand(b"{", []), "not valid JSON"),
+    "no object": (by_hand(b"[1]", []), "no JSON object"),
+    "no number": (by_hand(b'{"a": NaN}', []), "not valid JSON"),
+    "deep": (by_hand(b'{"a":' * 100_000, []), "not valid JSON"),
+    "no UTF-8": (by_hand(b'{"a": "\xff"}', []), "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_under_right_checksums(lie: str, tmp_path: Path) -> None:
+    data, said = LIES[lie]
+    start, before = time.process_time(), peak_resident_bytes()
+    assert said in refused(tmp_path / "x.apr", data)
+    assert time.process_time() - start < 1 and peak_resident_bytes() - before < 64 << 20
+
+
+def test_a_full_disk_leaves_what_was_there(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.apr"
+    path.write_bytes(small.read_bytes())
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(apr_io, "flush", full)
+    with pytest.raises(OSError):
+        apr_io.write(path, AprFile({"new": 1}, {}))
+    assert os.listdir(tmp_path) == ["x.apr"] and path.read_bytes() == small.read_bytes()
+
+
+# As an adapter
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        ("llama", {}),
+        ("mistral", {"rslora": True, "targets": ["attention"]}),
+        ("qwen3", {"train_norms": True, "targets": ["mlp"]}),
+        ("llama-untied", {"new_tokens": NEW}),
+    ],
+)
+def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_folder: Any, tmp_path: Path) -> None:
+    base = tiny_folder(variant)
+    run = shaken(opened(base, rank=3, alpha=7.0, dropout=0.25, **settings))
+    adapter, spec = load_adapter(run.save(tmp_path / "adapter")), run.engine.base.spec
+    facts = {"epoch": 2, "val_loss": 1.25, "data_hash": "abc", "started_at": "2026-01-02T03:04:05Z"}
+    path = tmp_path / "x.apr"
+    save_apr(path, adapter, spec, facts)
+    again = load_apr(path)
+    assert dataclasses.replace(again, folder=adapter.folder, tensors={}) == dataclasses.replace(adapter, tensors={})
+    save_apr(tmp_path / "y.apr", again, spec, facts)
+    assert (tmp_path / "y.apr").read_bytes() == path.read_bytes()
+    for given in ({"base": base, "adapter": path}, {"base": path}):
+        assert torch.equal(logits(opened(**given), DOCUMENT), logits(run, DOCUMENT))
+    stored = apr_io.read(path)
+    metadata, scale = stored.metadata, run.engine.lora.alpha / (3**0.5 if settings.get("rslora") else 3)
+    assert metadata["lora_alpha"] / metadata["lora_rank"] == pytest.approx(scale)
+    assert metadata["__checkpoint__.schema_version"] == "1.3.0" and metadata["model_type"] == "adapter"
+    assert metadata["epoch"] == 2 and metadata["val_loss"] == 1.25 and metadata["hidden_size"] == 48
+    assert metadata["provenance"] == {"tool": "graftune", "started_at": facts["started_at"]}
+    name = next(iter(n for n in stored.tensors if n.endswith("lora_a")))
+    assert stored.tensors[name].kind == "F32" and stored.tensors[name].shape[0] == 3
+
+
+def changed(path: Path, source: Path, tensors: dict[str, torch.Tensor | None] | None = None, **metadata: Any) -> Path:
+    file = apr_io.read(source)
+    new = {n: t for n, t in (dict(file.tensors) | (tensors or {})).items() if t is not None}
+    values = {k: v for k, v in (file.metadata | metadata).items() if v is not None}
+    apr_io.write(
+        path, AprFile(values, {n: AprTensor.of(t) if isinstance(t, torch.Tensor) else t for n, t in new.items()})
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"lora_rank": None}, "its lora_rank is None"),
+        ({"lora_alpha": None}, "its lora_alpha is None"),
+        ({"lora_alpha": "16"}, "its lora_alpha is '16'"),
+        ({"lora_rank": 4}, "is \\[2, 5\\] where the rank is 4"),
+        ({"model_type": "llama"}, "holds 'llama', not an adapter"),
+        ({"__checkpoint__.schema_version": "2.0.0"}, "newer schema"),
+        ({"graftune": {"new_tokens": 5}}, "make no sense"),
+        ({"graftune": {"rslora_alpha": "x"}}, "make no sense"),
+    ],
+)
+def test_settings_that_cannot_be_guessed(metadata: dict[str, Any], said: str, small: Path, tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match=said):
+        load_apr(changed(tmp_path / "x.apr", small, **metadata))
+    assert load_apr(small).lora.targets == ("q_proj",)
+
+
+def test_tensors_that_have_no_place(small: Path, tiny_folder: Any, tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match=r"the adapter uses lora\.0\.x_proj\.lora_a"):
+        load_apr(changed(tmp_path / "x.apr", small, {"lora.0.x_proj.lora_a": torch.zeros(2, 5)}))
+    with pytest.raises(GraftuneError, match="make no sense"):
+        load_apr(changed(tmp_path / "x.apr", small, dict.fromkeys(("lora.0.q_proj.lora_a", "lora.0.q_proj.lora_b"))))
+    with pytest.raises(GraftuneError, match="made for another base"):
+        graftune.open(str(tiny_folder("llama")), adapter=str(small), device="cpu")
+
+
+def test_chat(tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = tiny_folder("llama")
+    run = shaken(opened(base, rank=3))
+    folder = run.save(tmp_path / "adapter")
+    save_apr(tmp_path / "x.apr", load_adapter(folder), run.engine.base.spec)
+    ask = ["--base", str(base), "--prompt", "hello", "--json", "--max-new-tokens", "12", "--compare", "--device", "cpu"]
+    answers = []
+    for target in (folder, tmp_path / "x.apr"):
+        assert main(["chat", str(target), *ask]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1] and answers[0]["answer"] != answers[0]["base_answer"]
+    damaged = (tmp_path / "x.apr").read_bytes()[:-1]
+    (tmp_path / "x.apr").unlink()
+    (tmp_path / "x.apr").write_bytes(damaged)
+    assert main(["chat", str(tmp_path / "x.apr"), *ask]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("graftune: ") and said.count("\n") == 1 and "x.apr" in said

@@ -1,0 +1,202 @@
+"""How weights are held: what `auto` chooses and says, what is refused, and what lies where."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
+
+from graftune.config import LoraConfig
+from graftune.errors import GraftuneError
+from graftune.kernels import launch, nf4
+from graftune.model.frozen import Dense, FloatRows, GgufRows, Mapped, Nf4Rows, Table, Unpacked
+from graftune.runtime import resolve
+from graftune.weights import load
+from graftune.weights.base import Base, FirstRows, open_base
+from graftune.weights.gguf_io import GgufTensor
+from graftune.weights.load import choose_placement, scratch_values
+from tests import quantised, tiny
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "roomy", lambda device: True)
+
+
+def written(plain: Path, folder: Path, told: dict, leave: str = "none") -> Path:
+    """A checkpoint as bitsandbytes would write it, made by our own quantiser."""
+    shutil.copytree(plain, folder)
+    tensors = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        quantise = "_proj." in name and name.endswith("weight") and leave not in name
+        tensors |= nf4.to_checkpoint(nf4.quantise(value), name) if quantise else {name: value}
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": told}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(GraftuneError) as caught:
+        open_base(str(folder))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "roomy", "chosen", "said"),
+    [
+        ("safetensors", True, True, "fp32", "resident: "),
+        ("gguf", True, True, "fp32", "resident: "),
+        ("gguf", True, False, "keep", "the file's own blocks: fp32 would take "),
+        ("safetensors", True, False, "nf4", "quantised: fp32 would take "),
+        ("gguf", False, False, "keep", "left in the file"),
+        ("safetensors", False, False, "keep", "left in the file"),
+        ("nf4", False, True, "nf4", "as the checkpoint has it"),
+        ("nf4", True, False, "nf4", "as the checkpoint has it"),
+    ],
+)
+def test_auto(kind, gpu, roomy, chosen, said, tiny_folder, tmp_path, monkeypatch):
+    if kind == "gguf":
+        base = quantised.gguf_base("Q4_0", quantised.spec())
+    else:
+        folder = tiny_folder("llama")
+        base = open_base(str(written(folder, tmp_path / "nf4", NF4) if kind == "nf4" else folder))
+    monkeypatch.setattr(launch, "roomy", lambda device: gpu)
+    monkeypatch.setattr(load, "_free_bytes", lambda device: base.spec.parameters * (8 if roomy else 6))
+    found = choose_placement(base, "auto", resolve("cpu", "fp32"))
+    assert (found.base_dtype, found.why[: len(said)]) == (chosen, said)
+    assert choose_placement(base, "nf4", resolve("cpu", "fp32")).why == "asked for"
+
+
+def test_blocks_that_no_kernel_knows_are_refused(as_on_a_gpu):
+    base = quantised.gguf_base("Q4_0", quantised.spec())
+    strange = dataclasses.replace(base.tensors["lm_head.weight"], dtype_name="TQ1_0")
+    base = dataclasses.replace(base, tensors=dict(base.tensors) | {"lm_head.weight": strange})
+    with pytest.raises(GraftuneError, match=r"lm_head.weight is TQ1_0.*--base-dtype bf16"):
+        choose_placement(base, "keep", resolve("cpu", "fp32"))
+    assert choose_placement(base, "fp32", resolve("cpu", "fp32")).base_dtype == "fp32"
+
+
+@pytest.mark.parametrize("rows", [0, 250])
+def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
+    base = quantised.gguf_base("Q5_1", quantised.spec(), "Q4_0", "F16")
+    key = "layers.0.self_attn.k_proj.weight"
+    file = GgufTensor(key, GGMLQuantizationType.Q5_1, (32, 64), base.tensors[key].blocks.numpy(), np.arange(32)[::-1])
+    base = dataclasses.replace(base, tensors=dict(base.tensors) | {key: file})  # rows in another order, as Llama's are
+    if rows:  # tokens were added: rows that only pad the table are left off
+        tensors = dict(base.tensors) | {"lm_head.weight": FirstRows(base.tensors["lm_head.weight"], rows)}
+        tensors["embed_tokens.weight"] = FirstRows(base.tensors["embed_tokens.weight"], rows)
+        base = dataclasses.replace(base, tensors=tensors, spec=dataclasses.replace(base.spec, vocab=rows))
+    decoder = quantised.placed(base, LORA, "keep").decoder
+    q, k, v = decoder.blocks[0].qkv.frozen.members
+    assert torch.equal(q.blocks, base.tensors["layers.0.self_attn.q_proj.weight"].blocks)
+    assert isinstance(k, GgufRows) and torch.equal(k.blocks, torch.from_numpy(file.blocks[::-1].copy()))
+    assert isinstance(v, FloatRows) and v.tensor.dtype == torch.float16
+    head = decoder.head.frozen
+    assert isinstance(head, Unpacked) and head.nbytes == (rows or 600) * 64 // 32 * 18
+    ids = torch.tensor([0, 249, 7, 7])
+    assert torch.equal(head.rows(ids), base.tensors["lm_head.weight"].gather(ids))
+
+
+def test_one_scratch_for_all(as_on_a_gpu, monkeypatch):
+    shape = quantised.spec()
+    base = quantised.gguf_base("Q4_0", shape)
+    monkeypatch.setattr(load, "TABLE_VALUES", 64 * 20)
+    decoder = quantised.placed(base, LORA, "keep").decoder
+    weights = [p.frozen for b in decoder.blocks for p in b.projections]
+    start = decoder.head.frozen.scratch.flat.data_ptr()
+    assert {w.storage.data_ptr() for w in weights} == {start}
+    assert all(w.storage.stride(0) == 128 for w in weights)  # 64 or 96 values and room, in whole lines
+    assert len(decoder.head.frozen.scratch.flat) == scratch_values(shape, LORA, True) == (2 * 96 + 8) * 128
+    head, values = decoder.head.frozen, base.tensors["lm_head.weight"].values()
+    assert isinstance(head, Table) and [columns.stop for columns, _ in head.parts()] == [256, 512, 600]
+    x, grad = torch.randn(5, 64), torch.randn(5, 600)
+    assert torch.allclose(head.matmul(x), x @ values.t(), atol=1e-5)
+    assert torch.allclose(head.input_grad(grad), grad @ values, atol=1e-4)
+    monkeypatch.setattr(load, "TABLE_VALUES", 1 << 26)
+    assert scratch_values(shape, LORA, True) == shape.vocab * shape.width
+    assert scratch_values(shape, LORA, False) == (2 * 96 + 8) * 128
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_floats_of_another_dtype(gpu, tiny_folder, monkeypatch):
+    """On a GPU they are cast into the scratch, where adapters have their room; of the compute dtype they are dense."""
+    monkeypatch.setattr(launch, "roomy", lambda device: gpu)
+    base = open_base(str(tiny_folder("llama")))
+    kinds = {}
+    for asked in ("fp32", "bf16", "keep"):
+        weight = quantised.placed(base, LORA, asked).decoder.blocks[0].gate_up.frozen
+        kinds[asked] = (type(weight), weight.kind)
+    if gpu:
+        assert kinds == {"fp32": (Dense, "fp32"), "bf16": (Unpacked, "bf16"), "keep": (Dense, "fp32")}
+    else:
+        assert kinds == {"fp32": (Dense, "fp32"), "bf16": (Dense, "bf16"), "keep": (Mapped, "F32")}
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_what_a_checkpoint_left_unquantised_stays_so(gpu, tiny_folder, tmp_path, monkeypatch):
+    folder = written(tiny_folder("llama"), tmp_path / "some", NF4, leave="v_proj")
+    monkeypatch.setattr(launch, "roomy", lambda device: gpu)
+    base = open_base(str(folder))
+    ours = quantised.placed(base, LORA, "nf4")
+    weight = ours.decoder.blocks[0].qkv.frozen
+    assert weight.kind == ("nf4+fp32" if gpu else "nf4+F32")
+    members = weight.members if gpu else weight.sources
+    assert isinstance(members[0], Nf4Rows) and not isinstance(members[2], Nf4Rows)
+    tokens = torch.randint(3, tiny.VOCAB, (20,)).tolist()
+    want = quantised.placed(quantised.dequantised(base), LORA, "fp32").logits([tokens], adapted=False)
+    assert (ours.logits([tokens], adapted=False) - want).abs().max() < 1e-5
+
+
+def test_other_quantised_checkpoints_are_refused_by_name(tiny_folder, tmp_path):
+    plain = tiny_folder("llama")
+    fp4 = NF4 | {"bnb_4bit_quant_type": "fp4"}
+    int8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+    for number, (told, said) in enumerate(
+        [(fp4, "(fp4)"), (int8, "(llm_int8)"), ({"quant_method": "gptq"}, "(gptq)"), ({"bits": 4}, "not named")]
+    ):
+        assert said in refusal(written(plain, tmp_path / str(number), told))
+
+
+def test_tensors_that_the_configuration_did_not_tell_of(tiny_folder, tmp_path):
+    """By their keys alone."""
+    name, state = "model.layers.1.mlp.up_proj.weight", ".quant_state.bitsandbytes__"
+    folder = written(tiny_folder("llama"), tmp_path / "base", NF4)
+    good = load_file(folder / "model.safetensors")
+
+    def refused(said: str, **changed: torch.Tensor | None) -> None:
+        values = {n: t for n, t in (good | changed).items() if t is not None}
+        save_file(values, folder / "model.safetensors", {"format": "pt"})
+        assert said in refusal(folder)
+
+    refused("fp4", **{name + state + "nf4": None, name + state + "fp4": good[name + state + "nf4"]})
+    whole = {n: None for n in good if n.startswith(name)}
+    int8 = {name: torch.zeros(72, 48, dtype=torch.int8), "model.layers.1.mlp.up_proj.SCB": torch.ones(72)}
+    refused("up_proj.weight is int8 (llm_int8)", **(whole | int8))
+    refused("is U8", **(whole | {name: torch.zeros(1728, 1, dtype=torch.uint8)}))
+    refused("up_proj.weight is missing", **whole)
+    refused(
+        "tensor layers.1.mlp.up_proj.weight is [48, 72]", **nf4.to_checkpoint(nf4.quantise(torch.ones(48, 72)), name)
+    )
+
+
+def test_parts_of_a_checkpoint_that_are_missing(tiny_folder, tmp_path):
+    folder = written(tiny_folder("llama"), tmp_path / "base", NF4)
+    values = load_file(folder / "model.safetensors")
+    del values["model.layers.0.self_attn.q_proj.weight.absmax"]
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+    base: Base = open_base(str(folder))  # its description is whole
+    with pytest.raises(GraftuneError, match=r"q_proj.weight.absmax is missing"):
+        quantised.placed(base, LORA, "nf4")
