@@ -2,13 +2,16 @@
 
 What PEFT writes can be continued here, and what we write loads there: names, shapes and the unscaled A and B are
 PEFT's. Norms and the tables with added tokens' rows travel as PEFT's modules_to_save. Which base the adapter belongs
-to stands in the configuration, with path and hash where the base is a file of the user's own.
+to stands in the configuration, with path and hash where the base is a file of the user's own. Adapters also come as
+single files, llama.cpp's (.gguf) and entrenar's (.apr); all are one `Adapter` here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +25,10 @@ from safetensors.torch import load_file
 
 from graftune.config import PROJECTIONS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
-from graftune.model.lora import Arena
-from graftune.weights import names, safetensors_io
+from graftune.model.frozen import RowSource
+from graftune.model.lora import HOMES, Arena
+from graftune.model.spec import ModelSpec
+from graftune.weights import names, rows, safetensors_io
 from graftune.weights.base import Base
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -31,8 +36,6 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "adapter biases",
-    "rank_pattern": "ranks that differ between projections",
-    "alpha_pattern": "alphas that differ between projections",
     "layers_to_transform": "adapters on some layers only",
     "layer_replication": "replicated layers",
     "trainable_token_indices": "trainable token indices",
@@ -47,13 +50,15 @@ _REFUSED = {
 }
 # Ways to start an adapter that take what it starts with out of the base: it means nothing over the base's own weights.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_TABLES = ("embed_tokens", "lm_head")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
 class Adapter:
     """An adapter read from disk: its settings, its tensors by our names, and the base it says it belongs to."""
 
-    folder: Path
+    folder: Path  # or the file, where it is one
     lora: LoraConfig
     tensors: Mapping[str, torch.Tensor]
     base_name: str
@@ -61,10 +66,18 @@ class Adapter:
     template: str  # "none" if it was trained on plain prompt ++ response, else "auto"
     append_eos: bool
     revision: str  # of a base from the Hub
+    interleaved: bool = False  # whether B's rows of Q and K lie as in a llama GGUF
 
 
-def is_adapter(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
+def is_adapter(path: Path) -> bool:
+    """An adapter's folder, or a file that holds one."""
+    if path.suffix == ".gguf" and path.is_file():
+        from graftune.weights.adapter_gguf import holds_adapter
+
+        return holds_adapter(path)
+    if path.suffix == ".apr" and path.is_file():
+        return True
+    return (path / CONFIG).is_file()
 
 
 def save_adapter(
@@ -80,32 +93,38 @@ def save_adapter(
     `facts` are the template, append_eos and revision it was trained with. `embedding_rows` holds, for added tokens,
     the base's own table(s) by name, ahead of the trained rows.
     """
+    tensors: dict[str, torch.Tensor] = {}
+    for name in arena.slots:
+        value = arena.view(name, arena.weights)
+        if name.endswith(".rows"):
+            module = name.removesuffix(".rows")
+            table = torch.cat((embedding_rows[module].float().cpu(), value.cpu()))
+            tensors[f"{module}.weight"] = table
+            if base.spec.tied:  # PEFT wants the table a second time, or its head would not know the new rows
+                tensors["lm_head.weight"] = table.clone()
+        else:
+            tensors[name] = value.clone()
+    write_adapter(folder, tensors, lora, base, facts)
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoraConfig, base: Base, facts: Mapping[str, Any]
+) -> None:
+    """Tensors by our names, B's in Hugging Face's row order; what is at `folder` gives way if it is an adapter."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), mend="save the adapter to a new folder")
     aside = folder.with_name(folder.name + ".part")
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    tensors: dict[str, torch.Tensor] = {}
-    saved: list[str] = []
-    for name in arena.slots:
-        value = arena.view(name, arena.weights)
-        if name.endswith(".rows"):
-            module = name.removesuffix(".rows")
-            table = torch.cat((embedding_rows[module].float().cpu(), value.cpu()))
-            tensors[names.to_peft(f"{module}.weight")] = table
-            saved.append(module)
-            if base.spec.tied:  # PEFT wants the table a second time, or its head would not know the new rows
-                tensors[names.to_peft("lm_head.weight")] = table.clone()
-                saved.append("lm_head")
-        else:
-            tensors[names.to_peft(name)] = value.clone()
-            if name.endswith("norm.weight"):
-                saved.append(name.removesuffix(".weight").rpartition(".")[2])
-    safetensors_io.write(tensors, aside / TENSORS, {"format": "pt"})
-    text = json.dumps(_peft_config(lora, base, facts, sorted(set(saved))), indent=2)
+    saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
+    safetensors_io.write({names.to_peft(n): t for n, t in tensors.items()}, aside / TENSORS, {"format": "pt"})
+    text = json.dumps(_peft_config(lora, base, facts, sorted(saved)), indent=2)
     (aside / CONFIG).write_text(text + "\n")
     base.tokenizer.save(aside)
+    back = load_adapter(aside).tensors
+    if back.keys() != tensors.keys() or not all(torch.equal(back[n], t.float().cpu()) for n, t in tensors.items()):
+        raise GraftuneError("reading back what was written gives other values", where=str(aside), mend="check the disk")
     for file in aside.iterdir():
         safetensors_io.flush(file)
     swap(aside, folder)
@@ -153,6 +172,15 @@ def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules
 
 
 def load_adapter(folder: Path) -> Adapter:
+    """A folder in PEFT's layout, a GGUF adapter or an APR file."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        from graftune.weights.adapter_gguf import load_gguf_adapter
+
+        return load_gguf_adapter(folder)
+    if folder.suffix == ".apr" and folder.is_file():
+        from graftune.weights.apr import load_apr
+
+        return load_apr(folder)
     path = folder / CONFIG
     try:
         values = json.loads(path.read_text())
@@ -206,12 +234,23 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
         if not isinstance(values.get(key), int | float):
             raise GraftuneError(f"has no {key}", where=str(path), mend="copy the adapter again")
     saved = [str(m).rpartition(".")[2] for m in values.get("modules_to_save") or []]
-    known = {"input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm", "embed_tokens", "lm_head"}
+    known = {*_NORMS, *_TABLES}
     if not set(saved) <= known:
         raise refuse(f"modules_to_save {sorted(set(saved) - known)}")
+    try:
+        rank = _uniform(values.get("rank_pattern"), targets, values["r"])
+        alpha = _uniform(values.get("alpha_pattern"), targets, values["lora_alpha"])
+    except ValueError:
+        raise GraftuneError(
+            "its rank_pattern or alpha_pattern is no table of numbers", where=str(path), mend="copy the adapter again"
+        ) from None
+    if rank is None:
+        raise refuse("ranks that differ between projections")
+    if alpha is None:
+        raise refuse("alphas that differ between projections")
     return LoraConfig(
-        rank=int(values["r"]),
-        alpha=float(values["lora_alpha"]),
+        rank=int(rank),
+        alpha=float(alpha),
         dropout=float(values.get("lora_dropout") or 0.0),
         rslora=bool(values.get("use_rslora")),
         targets=tuple(p for p in PROJECTIONS if p in targets),
@@ -220,9 +259,77 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
     )
 
 
-def place_adapter(adapter: Adapter, arena: Arena, vocab: int) -> None:
+def _uniform(pattern: Any, targets: list[str], default: float) -> float | None:
+    """The one value that PEFT's pattern gives to all targets, or None if it gives several.
+
+    A key is an expression that a module's name ends with. One with a layer in it could only be judged module by module:
+    it counts for all of its kind if the others say the same."""
+    if not pattern:
+        return default
+    if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
+        raise ValueError
+    found = set()
+    for target in targets:
+        values = []
+        for key, value in pattern.items():
+            try:
+                hit = re.match(rf"(.*\.)?({key})$", f"model.layers.0.{HOMES[target]}.{target}") is not None
+            except re.error:
+                raise ValueError from None
+            if hit or target in key:
+                values.append(float(value))
+                if not hit:
+                    values.append(float(default))
+        found |= set(values) or {float(default)}
+    return found.pop() if len(found) == 1 else None
+
+
+def in_hf_order(adapter: Adapter, spec: ModelSpec) -> Adapter:
+    """The adapter with its B's in the row order that the engine computes with."""
+    if not adapter.interleaved:
+        return adapter
+    tensors = dict(adapter.tensors)
+    for name, value in tensors.items():
+        heads = rows.heads_of(spec, name)
+        if heads is None or not name.endswith("lora_B.weight") or len(value) != heads * spec.head_width:
+            continue  # rows of another number are refused by their shape
+        tensors[name] = value[rows.hf_order(heads, spec.head_width)]
+    return dataclasses.replace(adapter, tensors=tensors, interleaved=False)
+
+
+def check_tables(adapter: Adapter, base: Base) -> None:
+    """Of the tables an adapter brings, the engine takes the rows of added tokens; the others have to be the base's."""
+    for module in _TABLES:
+        table, source = adapter.tensors.get(f"{module}.weight"), base.tensors.get(f"{module}.weight")
+        if source is None and base.spec.tied:
+            source = base.tensors.get("embed_tokens.weight")
+        if table is None or source is None:
+            continue
+        if not adapter.lora.new_tokens or _differs(table, source, base.spec.vocab):
+            raise GraftuneError(
+                f"the adapter uses modules_to_save with a trained {module}",
+                where=str(adapter.folder),
+                mend="merge it with `graftune export --to merged` and take that as the base",
+            )
+
+
+def _differs(table: torch.Tensor, source: RowSource, count: int) -> bool:
+    """Whether rows were trained, not only rounded (a table is stored as the run held it, at worst in bf16)."""
+    if len(table) < count or table.shape[1:] != tuple(source.shape[1:]):
+        return False  # refused by its shape
+    for start in range(0, count, 4096):
+        stop = min(start + 4096, count)
+        own = source.read(start, stop).float()
+        if bool(((table[start:stop] - own).abs() > 0.01 * own.abs() + 1e-6).any()):
+            return True
+    return False
+
+
+def place_adapter(adapter: Adapter, arena: Arena, base: Base) -> None:
     """Copy the tensors into the arena, whose norms hold the base's values; whatever is missing, left over or of another
     shape is an error."""
+    check_tables(adapter, base)
+    adapter, vocab = in_hf_order(adapter, base.spec), base.spec.vocab
     left = dict(adapter.tensors)
     if "embed_tokens.rows" in arena.slots and "lm_head.rows" not in arena.slots:  # tied: one table, stored twice
         head, table = left.get("lm_head.weight"), left.get("embed_tokens.weight")

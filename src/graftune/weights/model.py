@@ -1,15 +1,15 @@
-"""A whole model out, as a Hugging Face folder: what a run leaves that trained every weight.
+"""A whole model out, as a Hugging Face folder: what a run leaves that trained every weight, and what merging gives.
 
 The configuration is the base's own where it has one, so that settings only other programs read survive; a GGUF's is
-written from the spec. Weights go out a shard at a time under Hugging Face's names, a tied head once.
+written from the spec. Weights go out a few rows at a time under Hugging Face's names, a tied head once.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.model import spec as specs
+from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena
 from graftune.model.spec import ModelSpec, RopeScaling
 from graftune.weights import names, safetensors_io
 from graftune.weights.adapter import swap
-from graftune.weights.base import Base
+from graftune.weights.base import Base, open_base
+from graftune.weights.streamed import Held, OnPiece, Stored, check_safetensors, nothing, write_safetensors
 
 SHARD_BYTES = 4 << 30
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _CLASSES = {f: f"{f.capitalize()}ForCausalLM" for f in specs.FAMILIES}
+_PROBE = "Hello, World! It's 1234 o'clock:\n\n  \u00fcber \u65e5\u672c\u8a9e \U0001f44d"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -41,59 +44,93 @@ def save_model(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write into a fresh folder beside the target, then swap: a reader finds the old model or the new one. `config` is
-    what `hf_config` said when the run began."""
+    """Write a model that trains whole, into a fresh folder beside the target, then swap: a reader finds the old model
+    or the new one. `config` is what `hf_config` said when the run began."""
     if folder.exists() and not is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), mend="save the model to a new folder")
+    sources = {name: Held(arena.view(name, arena.weights)) for name in arena.slots}
+    write_model(folder, sources, dict.fromkeys(sources, dtype), base, config, shard_bytes=shard_bytes)
+
+
+def write_model(
+    folder: Path,
+    sources: Mapping[str, RowSource],
+    dtypes: Mapping[str, torch.dtype],
+    base: Base,
+    config: dict[str, Any],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_piece: OnPiece = nothing,
+    on_tensor: Callable[[], None] = lambda: None,
+) -> None:
+    """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
+    What is at `folder` gives way."""
     aside = folder.with_name(folder.name + ".part")
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
+    tensors = [Stored(names.to_hf(name), source, dtypes[name]) for name, source in sources.items()]
     try:
-        _write_weights(aside, arena, dtype, shard_bytes)
-        _write_json(aside / CONFIG, config | {"dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]})
+        sums = _write_weights(aside, tensors, shard_bytes, on_piece, on_tensor)
+        counts = Counter(t.dtype for t in tensors if len(t.source.shape) > 1)
+        dtype = _DTYPES[counts.most_common(1)[0][0]]
+        _write_json(aside / CONFIG, config | {"dtype": dtype, "torch_dtype": dtype})
         _write_json(aside / "generation_config.json", _generation(base))
         base.tokenizer.save(aside)
+        check_safetensors(safetensors_io.open_folder(aside), tensors, sums, aside)
+        _check(aside, sources, base)
         for file in aside.iterdir():
             safetensors_io.flush(file)
         safetensors_io.flush(aside)
-    except (OSError, GraftuneError):  # a full disk must not keep the half that fitted
+    except BaseException:  # a full disk or Ctrl-C must not keep the half that fitted
         shutil.rmtree(aside, ignore_errors=True)
         raise
     swap(aside, folder)
 
 
-def _write_weights(folder: Path, arena: Arena, dtype: torch.dtype, shard_bytes: int) -> None:
-    shards = list(_shards(arena, dtype.itemsize, shard_bytes))
+def _check(folder: Path, sources: Mapping[str, RowSource], base: Base) -> None:
+    """The folder opens as a base of the same shape, and its tokenizer gives the same ids."""
+    back = open_base(str(folder))
+    same = base.tokenizer.encode(_PROBE) == back.tokenizer.encode(_PROBE)
+    if set(back.tensors) != set(sources) or not same or back.spec.head_width != base.spec.head_width:
+        raise GraftuneError("reads back as another model", where=str(folder), mend="report this, with its base")
+
+
+def _write_weights(
+    folder: Path, tensors: list[Stored], shard_bytes: int, on_piece: OnPiece, on_tensor: Callable[[], None]
+) -> dict[str, int]:
+    shards = list(_shards(tensors, shard_bytes))
     where: dict[str, str] = {}
+    sums: dict[str, int] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {names.to_hf(n): arena.view(n, arena.weights).to(dtype) for n in shard}
-        safetensors_io.write(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
+        sums |= write_safetensors(folder / file, shard, on_piece, on_tensor)
+        where |= {tensor.name: file for tensor in shard}
     if len(shards) > 1:
-        size = len(arena.weights) * dtype.itemsize
+        size = sum(tensor.nbytes for tensor in tensors)
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+    return sums
 
 
-def _shards(arena: Arena, itemsize: int, limit: int) -> Iterator[list[str]]:
-    """Names in the arena's order, as many as fit a shard."""
-    shard: list[str] = []
+def _shards(tensors: list[Stored], limit: int) -> Iterator[list[Stored]]:
+    """In order, as many as fit a shard."""
+    shard: list[Stored] = []
     room = limit
-    for name, slot in arena.slots.items():
-        size = math.prod(slot.shape) * itemsize
-        if shard and size > room:
+    for tensor in tensors:
+        if shard and tensor.nbytes > room:
             yield shard
             shard, room = [], limit
-        shard.append(name)
-        room -= size
+        shard.append(tensor)
+        room -= tensor.nbytes
     yield shard
 
 
 def hf_config(base: Base) -> dict[str, Any]:
     """Its config.json. A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
     if base.config_file is not None:
-        return dict(json.loads(base.config_file.read_text())) | {"tie_word_embeddings": base.spec.tied}
+        values = dict(json.loads(base.config_file.read_text())) | {"tie_word_embeddings": base.spec.tied}
+        values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
+        return values
     spec = base.spec
     return {
         "architectures": [_CLASSES[spec.family]],

@@ -1,0 +1,63 @@
+"""graftune export: a run, an adapter or a base in a format that other programs take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from graftune.cli.settings import Switch, given, takes
+from graftune.observe.console import Console
+
+Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
+
+
+@takes("base", omit=("base_dtype", "device", "compute_dtype", "threads"))
+def export(
+    target: str,
+    /,
+    *,
+    to: Format,
+    type: Annotated[str, Parameter(show_default=False)] = "",
+    out: Annotated[str, Parameter(show_default=False)] = "",
+    add: Annotated[tuple[str, ...], Parameter(show_default=False, consume_multiple=False, negative="")] = (),
+    force: Switch = False,
+    json: Switch = False,
+    quiet: Switch = False,
+    settings: Any = None,
+) -> int:
+    """Write a run, an adapter or a base for other programs. What is written is read back before it counts.
+
+    Parameters
+    ----------
+    target
+        Run folder, adapter (folder, .gguf or .apr), or base. ADAPTER=0.5 takes half of an adapter's change.
+    to
+        peft: adapter folder. merged: Hugging Face folder. gguf-lora: adapter for llama.cpp and Ollama. gguf: merged
+        model for them. apr: adapter in one checked file.
+    type
+        Of gguf: F32, F16, BF16, Q8_0 (the default), Q4_0, Q4_K_M or Q6_K. Of merged: F32, F16 or BF16; without it
+        that of the original, or BF16 where that is quantised. Of gguf-lora: F32 (the default), F16 or BF16.
+    out
+        Where to write; without it, into the run's export folder, or here.
+    add
+        One more adapter whose change is added: ADAPTER or ADAPTER=WEIGHT. May be repeated.
+    force
+        Replace what is there.
+    json
+        Print one JSON document to stdout.
+    quiet
+        No notes and no progress.
+    """
+    from graftune import api
+    from graftune.observe.memory import human_bytes
+
+    console = Console(json=json, quiet=quiet)
+    flags = given(settings)
+    done = api.export(target, to, kind=type, out=out, add=add, force=force, console=console, **flags)
+    for note in done.notes:
+        console.note(note)
+    console.result({**done.facts, "files": [str(file) for file in done.files]})
+    if not json:
+        console.line(f"{done.path} ({human_bytes(done.facts['bytes'])}, read back and checked)")
+    return 0

@@ -1,0 +1,313 @@
+"""A base and what its adapters change, as one model: W + s B A, computed in fp32 for the rows that are asked for.
+
+A merged model is a `Base` like any other, whose tensors are row sources over the original ones; writing it as a
+Hugging Face folder or as a GGUF is then the same as writing a base, and nothing of it exists twice. Several adapters
+add up: the sum of their changes, each times its weight. (PEFT's "linear" mixes A's and B's instead, which adds
+products of one adapter's A with another's B.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from graftune import tokenizer as tok
+from graftune.config import PROJECTIONS, LoraConfig
+from graftune.errors import GraftuneError
+from graftune.model.frozen import RowSource
+from graftune.model.lora import adapter_name, scaling, weight_name
+from graftune.model.spec import ModelSpec
+from graftune.weights.adapter import Adapter, check_tables, in_hf_order
+from graftune.weights.base import Base, with_new_tokens
+from graftune.weights.rows import Reordered
+from graftune.weights.streamed import Held
+
+SAMPLED = 128  # rows of a piece that Survival looks at
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+
+
+class Weighted(NamedTuple):
+    """An adapter and how much of its change is taken."""
+
+    adapter: Adapter
+    weight: float = 1.0
+
+
+class Product(NamedTuple):
+    """scale * B A, one adapter's change of one weight."""
+
+    scale: float
+    down: torch.Tensor  # A [R, in]
+    up: torch.Tensor  # B [out, R]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A weight with the adapters' changes added (a RowSource)."""
+
+    source: RowSource
+    products: tuple[Product, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype_name(self) -> str:
+        return self.source.dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
+
+    def change(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return sum((p.up[rows] @ p.down).mul_(p.scale) for p in self.products)  # type: ignore[return-value]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.change(slice(start, stop)).add_(self.source.read(start, stop).float())
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.change(ids.cpu()).add_(self.source.gather(ids).float())
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.shape[0])
+
+
+@dataclass(frozen=True)
+class Longer:
+    """A table with the rows of added tokens behind its own (a RowSource)."""
+
+    source: RowSource
+    more: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.source.shape[0] + len(self.more), *self.source.shape[1:])
+
+    @property
+    def dtype_name(self) -> str:
+        return self.source.dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes * self.shape[0] // self.source.shape[0]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        own = self.source.shape[0]
+        parts = [self.source.read(start, min(stop, own)).float()] if start < own else []
+        return torch.cat([*parts, self.more[max(start - own, 0) : max(stop - own, 0)]])
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        ids, own = ids.cpu(), self.source.shape[0]
+        found = self.source.gather(ids.clamp(max=own - 1)).float()
+        found[ids >= own] = self.more[ids[ids >= own] - own]
+        return found
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.shape[0])
+
+
+def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
+    """The base as the adapters change it. The base given is without their new tokens."""
+    if not adapters:
+        return base
+    adapters = [Weighted(in_hf_order(a, base.spec), w) for a, w in adapters]
+    base = _with_tables(base, [a for a, _ in adapters])
+    tensors: dict[str, RowSource] = dict(base.tensors)
+    products: dict[str, list[Product]] = {}
+    norms: dict[str, torch.Tensor] = {}
+    for adapter, weight in adapters:
+        changes = adapter_products(adapter, weight)
+        for name, product in changes.items():
+            _place(tensors, name, (len(product.up), product.down.shape[1]), adapter)
+            products.setdefault(name, []).append(product)
+        _check_whole(changes, base.spec, adapter)
+        for name, value in adapter.tensors.items():
+            if name.endswith("norm.weight"):
+                own = _place(tensors, name, tuple(value.shape), adapter).values().float()
+                norms[name] = norms.get(name, own) + weight * (value - own)
+    for name, found in products.items():
+        tensors[name] = Changed(tensors[name], tuple(found))
+    tensors |= {name: Held(value) for name, value in norms.items()}
+    return dataclasses.replace(base, tensors=tensors)
+
+
+def _check_whole(changes: Mapping[str, Product], spec: ModelSpec, adapter: Adapter) -> None:
+    """An adapter for a shallower model would fit the first layers of this one."""
+    for layer in range(spec.layers):
+        for projection in adapter.lora.targets:
+            if weight_name(layer, projection) not in changes:
+                raise GraftuneError(
+                    f"{adapter_name(layer, projection, 'A')} is missing: the adapter was made for another base",
+                    where=str(adapter.folder),
+                    mend="give its own base",
+                )
+
+
+def _place(tensors: Mapping[str, RowSource], name: str, shape: tuple[int, ...], adapter: Adapter) -> RowSource:
+    found = tensors.get(name)
+    if found is None or tuple(found.shape) != shape:
+        what = f"has no {name}" if found is None else f"has a {name} of {list(found.shape)}, not {list(shape)}"
+        raise GraftuneError(
+            f"the base {what}: the adapter was made for another base",
+            where=str(adapter.folder),
+            mend="give its own base",
+        )
+    return found
+
+
+def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, Product]:
+    """What it changes, by the name of the weight."""
+    found = {}
+    for name, down in adapter.tensors.items():
+        if not name.endswith("lora_A.weight"):
+            continue
+        stem = name.removesuffix("lora_A.weight")
+        up = adapter.tensors.get(stem + "lora_B.weight")
+        if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != len(down):
+            raise GraftuneError(
+                f"{stem}lora_B does not fit its lora_A", where=str(adapter.folder), mend="copy it again"
+            )
+        found[stem + "weight"] = Product(weight * scaling(adapter.lora), down, up)
+    if not found:
+        raise GraftuneError("holds no adapters", where=str(adapter.folder), mend="copy it again")
+    return found
+
+
+def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
+    """The base with added tokens, or with embeddings that were trained whole. Rows cannot be added up: one adapter at
+    most may bring them."""
+    bringing = [a for a in adapters if any(table in a.tensors for table in TABLES)]
+    if not bringing:
+        return base
+    if len(bringing) > 1:
+        raise GraftuneError(
+            "two of the adapters bring embeddings of their own", where=str(bringing[1].folder), mend="merge only one"
+        )
+    adapter = bringing[0]
+    if not adapter.lora.new_tokens:
+        return _with_whole_tables(base, adapter)
+    base = with_new_tokens(base, adapter.lora.new_tokens)
+    check_tables(adapter, base)
+    count, new = base.spec.vocab, len(adapter.lora.new_tokens)
+    tensors = dict(base.tensors)
+    for name in TABLES[: 1 if base.spec.tied else 2]:
+        table = adapter.tensors.get(name)
+        if table is None or tuple(table.shape) != (count + new, base.spec.width):
+            raise GraftuneError(f"{name} is not that of this base", where=str(adapter.folder), mend="give its own base")
+        tensors[name] = Longer(tensors[name], table[count:])
+    if base.spec.tied:
+        tensors.pop("lm_head.weight", None)
+    return dataclasses.replace(base, spec=dataclasses.replace(base.spec, vocab=count + new), tensors=tensors)
+
+
+def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
+    """PEFT's modules_to_save of an embedding or head: the table itself, with as many rows as that has."""
+    tables = {name: adapter.tensors[name] for name in TABLES if name in adapter.tensors}
+    rows = {len(table) for table in tables.values()}
+    size, spec, tokenizer = rows.pop(), base.spec, base.tokenizer
+    if rows or any(table.shape[1:] != (spec.width,) for table in tables.values()):
+        raise GraftuneError(
+            "its tables are not those of this base", where=str(adapter.folder), mend="give its own base"
+        )
+    if size != spec.vocab:
+        if not (adapter.folder / "tokenizer.json").is_file():
+            raise GraftuneError(
+                f"its table has {size} rows, the base {spec.vocab}, and no tokenizer is beside it",
+                where=str(adapter.folder),
+                mend="put its tokenizer.json there",
+            )
+        tokenizer = dataclasses.replace(tok.from_folder(adapter.folder), template=base.tokenizer.template)
+        if tokenizer.vocab_size > size or len(tables) < 2:
+            raise GraftuneError("its tables do not fit its tokenizer", where=str(adapter.folder), mend="copy it again")
+    tensors = dict(base.tensors) | {name: Held(table) for name, table in tables.items()}
+    if spec.tied and len(tables) == 2 and torch.equal(*tables.values()):
+        del tensors["lm_head.weight"]
+    elif spec.tied:  # one was trained without the other: they are two from here on
+        tensors.setdefault("lm_head.weight", base.tensors["embed_tokens.weight"])
+        spec = dataclasses.replace(spec, tied=False)
+    spec = dataclasses.replace(spec, vocab=size)
+    return dataclasses.replace(base, spec=spec, tensors=tensors, tokenizer=tokenizer)
+
+
+def combine(adapters: Sequence[Weighted]) -> Adapter:
+    """One adapter that changes what several do together: A's above each other, B's side by side, scales and weights in
+    the B's. Exact, at the sum of the ranks."""
+    if len(adapters) == 1 and adapters[0].weight == 1:
+        return adapters[0].adapter
+    first = adapters[0].adapter
+    changes = [adapter_products(adapter, weight) for adapter, weight in adapters]
+    for adapter, _ in adapters:
+        extra = [n for n in adapter.tensors if ".lora_" not in n]
+        if extra:
+            raise GraftuneError(
+                f"the adapter also holds {extra[0]}, which cannot be added up in one adapter",
+                where=str(adapter.folder),
+                mend="export to merged or gguf",
+            )
+    ranks = [adapter.lora.rank for adapter, _ in adapters]
+    tensors: dict[str, torch.Tensor] = {}
+    every = dict.fromkeys(name for change in changes for name in change)
+    for name in every:
+        shape = next(change[name] for change in changes if name in change)
+        width, out = shape.down.shape[1], len(shape.up)
+        parts = [
+            change.get(name) or Product(0.0, torch.zeros(rank, width), torch.zeros(out, rank))
+            for change, rank in zip(changes, ranks, strict=True)
+        ]
+        if any(p.down.shape[1] != width or len(p.up) != out for p in parts):
+            raise GraftuneError(f"the adapters differ in the size of {name}", mend="merge adapters of one base")
+        stem = name.removesuffix("weight")
+        tensors[stem + "lora_A.weight"] = torch.cat([p.down for p in parts])
+        tensors[stem + "lora_B.weight"] = torch.cat([p.scale * p.up for p in parts], 1)
+    adapted = {name.split(".")[-2] for name in every}
+    rank = sum(ranks)
+    lora = LoraConfig(rank=rank, alpha=float(rank), targets=tuple(p for p in PROJECTIONS if p in adapted))
+    return dataclasses.replace(first, lora=lora, tensors=tensors)
+
+
+@dataclass
+class Survival:
+    """How much of the adapters' change is still there after the merged weights were rounded.
+
+    The change that arrives is round(W + d) - round(W). What it lacks or has too much of d, as a share of d, in squares:
+    1 - |arrived - d|^2 / |d|^2. Weights are thousands of times larger than their change, so a dtype with few digits can
+    swallow it: then the share is 0, and the merged model is the base with noise. Some rows of each are measured."""
+
+    change: float = 0.0
+    error: float = 0.0
+    noise: float = 0.0  # |stored - (W + d)|^2, for types whose rounding of W alone is larger than d
+
+    def piece(self, source: RowSource, start: int, stop: int, stored: torch.Tensor, dtype: torch.dtype | None) -> None:
+        """`dtype`: what was rounded to, None for a quantised type (W is not quantised a second time)."""
+        order = None
+        if isinstance(source, Reordered):
+            order, source = source.order, source.source
+        if not isinstance(source, Changed):
+            return
+        stop = min(stop, start + SAMPLED)
+        ids = torch.arange(start, stop) if order is None else order[start:stop]
+        before = source.source if order is None else Reordered(source.source, order)
+        rows, change, stored = before.read(start, stop).float(), source.change(ids), stored[: stop - start]
+        self.change += _squares(change)
+        self.noise += _squares(stored - rows - change)
+        if dtype is not None:
+            self.error += _squares(stored - rows.to(dtype).float() - change)
+
+    @property
+    def share(self) -> float:
+        return max(0.0, 1 - self.error / self.change) if self.change else 1.0
+
+    @property
+    def ratio(self) -> float:
+        """Noise of quantisation beside the change."""
+        return math.sqrt(self.noise / self.change) if self.change else 0.0
+
+
+def _squares(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) ** 2

@@ -1,0 +1,149 @@
+"""An Ollama Modelfile: where the weights are, the chat template in Go's template language, and where answers end.
+
+The model's own template is Jinja, a program; Ollama wants another language. Nobody's templates are looked up here:
+ours is rendered with marked texts, and what stands between two of them is kept by the roles on both sides (start,
+system, user, assistant, and the prompt for an answer). Most formats are nothing but such strings. Then longer
+conversations are put together from the strings and compared with what the template itself renders: a template that
+does more (a system text moved into the last question, turns left out) is found out, and the file says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from graftune.data.source import Refusal
+from graftune.data.template import ChatFormat, stop_ids
+from graftune.errors import GraftuneError
+from graftune.tokenizer import ChatTemplate, Tokenizer
+
+START, ANSWER = "start", "answer"  # beside the roles: before the first turn, and where the model goes on
+_CONVERSATIONS = (
+    ("user",),
+    ("user", "assistant", "user"),
+    ("system", "user"),
+    ("system", "user", "assistant", "user", "assistant", "user"),
+    ("user", "assistant", "user", "assistant", "user"),
+)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The text between two contents, by the roles before and after it."""
+
+    between: dict[tuple[str, str], str]
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """What Ollama will make of a conversation."""
+        text, before = "", START
+        for message in messages:
+            text += self.between[before, message["role"]] + message["content"]
+            before = message["role"]
+        return text + self.between[before, ANSWER]
+
+    def go(self) -> str:
+        """As a Go template over Ollama's .Messages. A last turn of the assistant's is gone on with, not answered."""
+        parts = ['{{ $before := "start" }}{{ range .Messages }}']
+        for place, role in enumerate(("system", "user", "assistant")):
+            parts.append(f'{{{{ {"else " if place else ""}if eq .Role "{role}" }}}}{self._after(role)}')
+        parts.append('{{ end }}{{ .Content }}{{ $before = .Role }}{{ end }}{{ if ne $before "assistant" }}')
+        return "".join(parts) + _literal(self.between["user", ANSWER]) + "{{ end }}"
+
+    def _after(self, role: str) -> str:
+        found = {before: text for (before, after), text in self.between.items() if after == role}
+        first, *others = found.items()
+        if all(text == first[1] for _, text in others):
+            return _literal(first[1])
+        parts = [f'{{{{ if eq $before "{first[0]}" }}}}{_literal(first[1])}']
+        rest = dict(others)
+        while len(set(rest.values())) > 1:
+            before, text = next(iter(rest.items()))
+            del rest[before]
+            parts.append(f'{{{{ else if eq $before "{before}" }}}}{_literal(text)}')
+        return "".join(parts) + "{{ else }}" + _literal(next(iter(rest.values()))) + "{{ end }}"
+
+
+def _literal(text: str) -> str:
+    """Go takes everything outside of {{ }} as it is."""
+    return text.replace("{{", '{{ "{{" }}')
+
+
+def recognise(form: ChatFormat, tokenizer: Tokenizer) -> Turns:
+    """Raises a GraftuneError that says why the template cannot be expressed."""
+    between: dict[tuple[str, str], str] = {}
+    for roles in _CONVERSATIONS:
+        messages = [{"role": role, "content": f"Zq{place}{role}Q"} for place, role in enumerate(roles)]
+        try:
+            shown = _rendered(form, messages, tokenizer)
+        except Refusal as refusal:
+            raise _inexpressible(f"the template refuses {' then '.join(roles)} ({refusal})") from None
+        at, before = 0, START
+        for message in messages:
+            found = shown.find(message["content"], at)
+            if found < 0 or shown.count(message["content"]) != 1:
+                raise _inexpressible("the template moves, repeats or leaves out turns")
+            between.setdefault((before, message["role"]), shown[at:found])
+            at, before = found + len(message["content"]), message["role"]
+        between.setdefault((before, ANSWER), shown[at:])
+        if Turns(between).render(messages) != shown:
+            raise _inexpressible("the template treats turns differently by where they stand")
+    if any('"""' in text for text in between.values()):
+        raise _inexpressible('the template writes """')
+    return Turns(between)
+
+
+def _rendered(form: ChatFormat, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
+    ended = [m | {"content": m["content"] + form.append} if m["role"] == "assistant" else m for m in messages]
+    shown = form.render(ended, None, generate=True)
+    # Ollama puts BOS in front itself where the model wants one.
+    return shown.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else shown
+
+
+def _inexpressible(why: str) -> GraftuneError:
+    return GraftuneError(f"the chat template cannot be written for Ollama: {why}", mend="write TEMPLATE by hand")
+
+
+def prints_dates(form: ChatFormat) -> bool:
+    template = form.renderer
+    if not isinstance(template, ChatTemplate):
+        return False
+    asked = [{"role": "user", "content": "Zq"}]
+    other = template.dated(datetime.datetime(1999, 3, 4))
+    return other.render(asked, add_generation_prompt=True) != template.render(asked, add_generation_prompt=True)
+
+
+def modelfile(
+    source: str, adapter: str | None, form: ChatFormat | None, tokenizer: Tokenizer, why: str = "there is no template"
+) -> tuple[str, tuple[str, ...]]:
+    """The file's text, and what there is to say about it. `source` and `adapter` are paths as seen from the file."""
+    lines, notes = [f"FROM {_quoted(source)}"], []
+    if adapter is not None:
+        lines.append(f"ADAPTER {_quoted(adapter)}")
+    if form is None:
+        notes.append(f"{why}, so the Modelfile has none")
+        lines.append('TEMPLATE """{{ .Prompt }}"""')
+    else:
+        try:
+            lines.append(f'TEMPLATE """{recognise(form, tokenizer).go()}"""')
+            if prints_dates(form):
+                notes.append("the chat template prints the date: the Modelfile holds today's")
+        except GraftuneError as error:
+            notes.append(f"{error.what}; {error.mend}")
+    stops = [tokenizer.decode([id]) or tokenizer.token(id) for id in stop_ids(tokenizer, form)]
+    if form is not None and form.end_id is None and form.end.strip():
+        stops.append(form.end.strip())
+    lines += [f"PARAMETER stop {_quoted(stop, always=True)}" for stop in dict.fromkeys(stops) if stop.strip()]
+    head = ["# Written by graftune export.", *(f"# {note[0].upper()}{note[1:]}." for note in notes)]
+    return "\n".join([*head, *lines]) + "\n", tuple(notes)
+
+
+def _quoted(text: str, always: bool = False) -> str:
+    plain = not always and not any(letter.isspace() or letter in "\"'#" for letter in text)
+    return text if plain else '"' + text.replace('"', '\\"') + '"'
+
+
+def seen_from(folder: Path, path: Path) -> str:
+    """A file beside the Modelfile by its name, another one by its whole path."""
+    return f"./{path.name}" if path.parent == folder else str(path.resolve())

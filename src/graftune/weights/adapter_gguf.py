@@ -1,0 +1,86 @@
+"""llama.cpp's adapters, read: a GGUF file of type `adapter`, its tensors the base's names with .lora_a and .lora_b.
+
+A and B have PEFT's shapes (GGUF states dimensions the other way round, the bytes are the same), the scale is alpha over
+the rank, and B's rows of Q and K lie as the base's do in a GGUF of that architecture. How many heads those rows are
+divided into, only the base knows: `in_hf_order` puts them right when the two come together.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune.config import PROJECTIONS, LoraConfig
+from graftune.errors import GraftuneError
+from graftune.weights import names, rows
+from graftune.weights.adapter import Adapter
+from graftune.weights.gguf_io import MAGIC, _Cursor, read_gguf
+
+# Ours beside llama.cpp's keys: by what the base is found again, and what a chat with it has to know.
+BASE, BASE_SHA256, REVISION, TEMPLATE, APPEND_EOS = (
+    f"graftune.{key}" for key in ("base", "base_sha256", "revision", "template", "append_eos")
+)
+
+
+def holds_adapter(path: Path) -> bool:
+    """Whether a GGUF file says that it is an adapter. Whatever is wrong with the file is said by who reads it whole."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = _Cursor(data, path)
+            if cursor.take(4) != MAGIC or cursor.unpack("<I") not in (2, 3):
+                return False
+            cursor.count(24)
+            for _ in range(cursor.count(13)):
+                key = cursor.text()
+                if key.startswith("tokenizer."):  # the bulk of a model's header, and behind what describes it
+                    return False
+                value = cursor.value(cursor.value_type())
+                if key == "general.type":
+                    return bool(value == "adapter")
+    except (GraftuneError, OSError, ValueError):
+        return False
+    return False
+
+
+def load_gguf_adapter(path: Path) -> Adapter:
+    file = read_gguf(path)
+    get = file.metadata.get
+    if get("general.type") != "adapter" or get("adapter.type") != "lora":
+        raise GraftuneError("is no LoRA adapter", where=str(path), mend="give it as the base, if it is a model")
+    alpha = get("adapter.lora.alpha")
+    if not isinstance(alpha, int | float) or alpha <= 0:
+        raise GraftuneError("has no adapter.lora.alpha", where=str(path), mend="export the adapter again")
+    if get("adapter.alora.invocation_tokens"):
+        raise GraftuneError("the adapter uses activated LoRA", where=str(path), mend="this cannot be loaded here")
+    tensors = {}
+    for stored, tensor in file.tensors.items():
+        match = re.fullmatch(r"(.+\.weight)\.lora_([ab])", stored)
+        ours = names.from_gguf(match[1]) if match else None
+        if match is None or ours is None or len(tensor.shape) != 2 or ours.split(".")[-2] not in PROJECTIONS:
+            raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")
+        tensors[f"{ours.removesuffix('weight')}lora_{match[2].upper()}.weight"] = tensor.values()
+    return Adapter(
+        path,
+        _settings(tensors, float(alpha), path),
+        tensors,
+        str(get(BASE) or ""),
+        str(get(BASE_SHA256) or ""),
+        "none" if get(TEMPLATE) == "none" else "auto",
+        bool(get(APPEND_EOS, False)),
+        str(get(REVISION) or ""),
+        interleaved=get("general.architecture") in rows.INTERLEAVED,
+    )
+
+
+def _settings(tensors: dict[str, torch.Tensor], alpha: float, path: Path) -> LoraConfig:
+    ranks = {len(t) for n, t in tensors.items() if n.endswith("lora_A.weight")}
+    ranks |= {t.shape[1] for n, t in tensors.items() if n.endswith("lora_B.weight")}
+    if len(ranks) != 1:
+        what = "ranks that differ between projections" if ranks else "no tensors"
+        raise GraftuneError(f"the adapter uses {what}", where=str(path), mend="this cannot be loaded here")
+    adapted: Any = {name.split(".")[-3] for name in tensors}
+    return LoraConfig(rank=ranks.pop(), alpha=alpha, targets=tuple(p for p in PROJECTIONS if p in adapted))
