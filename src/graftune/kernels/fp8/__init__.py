@@ -1,0 +1,288 @@
+"""Frozen products in 8-bit floats: e4m3 codes with a scale a row, through the GPU's fp8 units. reference.py has the
+formulas and says how the adapters' share goes along; kernel.py quantises, transposes and lays adapters beside weights;
+producers.py are norm, SwiGLU and the adapters' thin products, writing codes on the way.
+
+Codes are [T, K] with rows that may lie apart, `aligned` bytes as a rule; K and N of a product are multiples of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.kernels import launch, lora_linear, rms_norm
+from graftune.kernels.fp8 import reference
+from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share
+from graftune.kernels.lora_linear import THIN, Low
+
+__all__ = [
+    "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "aligned", "buffer", "down", "lay", "mm",
+    "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "settle", "transpose", "up_backward",
+    "up_both",
+]  # fmt: skip
+
+LEAST = (8, 9)  # compute capability of the first cards with fp8 units
+FAST_SUMS = True  # the units' own sums (14 bits and more of each step): what they lose is far below what 3 bits lose
+LINE = 128
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why this device cannot multiply in fp8, or nothing."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"fp8 products need an NVIDIA GPU of compute capability 8.9 or later, and the device is {device.type}"
+    if not hasattr(torch, "_scaled_mm"):
+        return f"this torch ({torch.__version__}) has no scaled fp8 product"
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST:
+        card = f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+        return f"fp8 products need a GPU of compute capability 8.9 or later, and {card}"
+    return None
+
+
+def require(device: torch.device, compute: torch.dtype) -> None:
+    """Refuses what has no fp8 units, and what they do not give back."""
+    reason = refusal(device)
+    if reason is None and compute != torch.bfloat16:
+        reason = f"fp8 products come back in bf16, and compute_dtype is {str(compute).removeprefix('torch.')}"
+    if reason is not None:
+        raise GraftuneError(reason, mend="use base_dtype bf16, nf4 or auto")
+
+
+def aligned(width: int) -> int:
+    """Bytes from row to row: whole lines of memory."""
+    return -(-width // LINE) * LINE
+
+
+def room_of(ranks: int) -> int:
+    """Columns that a group of so many ranks in all takes beside its weight."""
+    return -(-PIECES * ranks // 16) * 16
+
+
+def buffer(rows: int, width: int, device: torch.device, *, zero: bool = False) -> torch.Tensor:
+    """Codes [rows, width], each row at the beginning of a line."""
+    make = torch.zeros if zero else torch.empty
+    return make(rows, aligned(width), dtype=torch.uint8, device=device).view(E4M3)[:, :width]
+
+
+def quantise(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    factor: torch.Tensor | None = None,
+    reach: torch.Tensor | None = None,
+    slack: float = 1.0,
+) -> torch.Tensor:
+    """x [T, K] (times `factor` [K], fp32) into codes [T, K]; returns the scale [T]. `reach` leaves room for what the
+    adapters lay beside (`Share`), times `slack`."""
+    assert x.shape == codes.shape and x.stride(1) == codes.stride(1) == 1 and codes.dtype == E4M3
+    assert factor is None or (factor.shape == x.shape[1:] and factor.is_contiguous())
+    if launch.fused(x):
+        from graftune.kernels.fp8 import kernel
+
+        return kernel.quantise(x, codes, factor, reach, slack)
+    return reference.quantise(x, codes, factor, _times(reach, slack))
+
+
+def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
+    """h [T, n] (rows may lie apart) as codes behind the first `width` columns of rows."""
+    tail = rows.codes[:, width:]
+    assert h.stride(1) == 1 and tail.shape[1] >= PIECES * h.shape[1]
+    if launch.fused(h):
+        from graftune.kernels.fp8 import kernel
+
+        kernel.lay(h, rows.scale, shift, tail)
+    else:
+        reference.lay(h, rows.scale, shift, tail)
+
+
+def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """a [M, K], b [N, K] -> a b' [M, N], a fresh tensor. Where there are no fp8 units the same values, dequantised."""
+    assert a.codes.shape[1] == b.codes.shape[1] and a.codes.shape[1] % 16 == 0 and len(b.codes) % 16 == 0
+    if not a.codes.is_cuda:
+        return reference.mm(a, b, dtype)
+    return torch._scaled_mm(
+        a.codes,
+        b.codes.t(),
+        scale_a=a.scale.unsqueeze(1),
+        scale_b=b.scale.unsqueeze(0),
+        out_dtype=dtype,
+        use_fast_accum=FAST_SUMS,
+    )
+
+
+def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """codes [M, N] -> out [N, M], M and N multiples of 4."""
+    assert out.shape == codes.shape[::-1] and all(n % 4 == 0 for n in (*out.shape, codes.stride(0), out.stride(0)))
+    if launch.fused(codes):
+        from graftune.kernels.fp8 import kernel
+
+        kernel.transpose(codes, out)
+    else:
+        reference.transpose(codes, out)
+
+
+def settle(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
+    """Brings the codes of adapters and their figures up to date; three launches on a GPU."""
+    if shares and launch.fused(shares[0].down):
+        from graftune.kernels.fp8 import kernel
+
+        kernel.settle(shares, tables)
+    else:
+        reference.settle(shares)
+
+
+def down(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: Rows,
+    shift: torch.Tensor,
+    *,
+    rstd: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """h = x A' [T, n] and its codes behind those of x. With a norm's `rstd` [T] and weight [in], x is what the norm
+    read, and what the adapters read need not exist."""
+    width = x.shape[1]
+    if launch.fused(x) and len(weight) <= THIN:
+        from graftune.kernels.fp8 import producers
+
+        return producers.thin(
+            x, weight, ((0, width),), rank=len(weight), alpha=1.0, transposed=True, scale=rows.scale, shift=shift,
+            codes=rows.codes, width=width, rstd=rstd, norm_weight=norm_weight,
+        )  # fmt: skip
+    if rstd is not None and norm_weight is not None:
+        x = rms_norm.apply(x, rstd, norm_weight)
+    h = lora_linear.down(x, weight)
+    lay(h, rows, width, shift)
+    return h
+
+
+def up_backward(
+    grad_y: torch.Tensor, low: Low, rows: Rows, shift: torch.Tensor, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """g = s dY B [T, n] and its codes behind those of dY. With `factor` [out] the codes of dY * factor are written too,
+    at the scale that rows have already."""
+    width = grad_y.shape[1]
+    if launch.fused(grad_y) and low.rank <= THIN and (factor is None or _whole(low, width)):
+        from graftune.kernels.fp8 import producers
+
+        return producers.thin(
+            grad_y, low.up, low.columns, rank=low.rank, alpha=low.scale, transposed=False, scale=rows.scale,
+            shift=shift, codes=rows.codes, width=width, factor=factor,
+        )  # fmt: skip
+    if factor is not None:
+        wide = grad_y.float() * factor
+        rows.codes[:, :width].copy_(reference.encode(wide, rows.scale.reciprocal().unsqueeze(1)))
+    g = lora_linear.up_backward(grad_y, low)
+    lay(g, rows, width, shift)
+    return g
+
+
+def up_both(
+    grad_y: torch.Tensor,
+    low: Low,
+    grad_up: torch.Tensor,
+    rows: Rows,
+    shift: torch.Tensor,
+    factor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`up_backward`, and dB added into `grad_up` [sum of outs, R] (fp32), in one pass over dY where that is ours."""
+    width = grad_y.shape[1]
+    if launch.fused(grad_y) and low.rank <= THIN and (factor is None or _whole(low, width)):
+        from graftune.kernels.fp8 import producers
+
+        return producers.both(
+            grad_up, grad_y, low.h, low.up, low.columns, alpha=low.scale, scale=rows.scale, shift=shift,
+            codes=rows.codes, width=width, factor=factor,
+        )  # fmt: skip
+    lora_linear.up_grad(grad_y, low, grad_up)
+    return up_backward(grad_y, low, rows, shift, factor)
+
+
+def _whole(low: Low, width: int) -> bool:
+    """Whether the members' columns are all there are: whoever reads them then reads every value of dY."""
+    ends = [0, *(stop for _, stop in low.columns)]
+    return ends[-1] == width and all(start == end for (start, _), end in zip(low.columns, ends, strict=False))
+
+
+def norm(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    codes: torch.Tensor,
+    *,
+    reach: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, y [T, D] -> (s = x + y, rstd [T], scale [T]); norm(s) goes to codes [T, D]. y is overwritten by the sum."""
+    assert x.is_contiguous() and (y is None or (y.shape == x.shape and y.is_contiguous()))
+    assert codes.shape == x.shape and codes.stride(1) == 1
+    if launch.fused(x):
+        from graftune.kernels.fp8 import producers
+
+        return producers.norm(x, y, weight, eps, codes, reach)
+    return reference.norm(x, y, weight, eps, codes, reach)
+
+
+def norm_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    codes: torch.Tensor,
+    factor: torch.Tensor,
+    *,
+    reach: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gradient of the stream, added to `residual` [T, D] in place; times `factor` [D] it goes to codes [T, D], for the
+    projection that wrote the stream. Returns their scale [T]."""
+    assert x.is_contiguous() and grad_y.stride(1) == residual.stride(1) == codes.stride(1) == 1
+    assert grad_y.shape == residual.shape == codes.shape == x.shape
+    if launch.fused(x):
+        from graftune.kernels.fp8 import producers
+
+        return producers.norm_backward(grad_y, x, rstd, weight, residual, codes, factor, reach)
+    return reference.norm_backward(grad_y, x, rstd, weight, residual, codes, factor, reach)
+
+
+def act(
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    reach: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU of gate_up [T, 2F] into `out` and codes, both [T, F]; returns the scale [T]."""
+    assert gate_up.is_contiguous() and gate_up.shape == (len(out), 2 * out.shape[1]) and out.shape == codes.shape
+    assert out.stride(1) == codes.stride(1) == 1
+    if launch.fused(gate_up):
+        from graftune.kernels.fp8 import producers
+
+        return producers.act(gate_up, out, codes, reach)
+    return reference.act(gate_up, out, codes, reach)
+
+
+def act_backward(
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    act: torch.Tensor,
+    factor: torch.Tensor,
+    *,
+    reach: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """swiglu.backward, and the scale [T] that the codes of out * factor [2F] shall have (`up_backward` writes them)."""
+    assert gate_up.is_contiguous() and gate_up.shape == out.shape and grad.shape == act.shape
+    assert grad.stride(1) == out.stride(1) == act.stride(1) == 1 and factor.shape == out.shape[1:]
+    if launch.fused(grad):
+        from graftune.kernels.fp8 import producers
+
+        return producers.act_backward(grad, gate_up, out, act, factor, reach)
+    return reference.act_backward(grad, gate_up, out, act, factor, reach)
+
+
+def _times(reach: torch.Tensor | None, slack: float) -> torch.Tensor | None:
+    return None if reach is None else reach * slack

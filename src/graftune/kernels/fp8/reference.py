@@ -1,0 +1,201 @@
+"""8-bit floats (e4m3: 4 bits of exponent, 3 of mantissa, at most 448) with a scale a row, and adapters beside them.
+
+    rows       x [T, K] ~ scale[t] * codes[t, k], with scale[t] = max |x[t]| / 448
+    product    y[t, o] = a.scale[t] * b.scale[o] * sum over k of a.codes[t, k] b.codes[o, k]
+
+The weight's scales belong to its rows [out], which are what the way back sums over: there they are multiplied into dY
+before it is quantised (`factor`), and the same codes serve both ways.
+
+**Adapters.** y must also get s h B', in bf16's precision, and the product cannot add to what is there. So it goes
+along as more columns. A number is two codes, v = hi + lo, good to 2^-8 of itself (and to 2^-10 absolutely, where the
+largest code is 448), and
+
+    [x | hi(h) | hi(h) | lo(h)] [W | hi(B) | lo(B) | hi(B)]'  =  x W' + (hi + lo)(h) (hi + lo)(B)' - lo(h) lo(B)'
+
+The row scales are those of x and W, so B is divided by W's, and a power of two q moves between the two sides: B q must
+stay below 448, and h / q below 448 times x's scale. For the latter the scale of a row is widened where needed, before h
+is known, by |h_r| <= |x| |A_r| (`reach`). e4m3 keeps its 3 bits over 15 powers of two, so a scale that is wider than it
+need be by up to 2^6 costs nothing that the 3 bits have not cost already. The share's error is then 2^-8 of itself, or,
+where it is tiny, a thousandth of what rounding y to bf16 costs. The same holds for dX and g A, with W and A, dY and g.
+
+Rejected: adding h B' to y afterwards (a pass over y: 18 ms of a step of 290 at 8B, 8192 tokens), letting the consumers
+of y add it (products in their tiles: docs/log.md), one code instead of two (an error of 2^-4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from graftune.kernels.lora_linear.reference import members
+from graftune.kernels.rms_norm import reference as rms_norm
+from graftune.kernels.swiglu import reference as swiglu
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+SMALLEST = 2.0**-100  # of a scale: rows of zeros have it
+PIECES = 3  # columns a rank takes: hi hi, hi lo, lo hi
+HEADROOM = 8.0  # by which q may exceed the largest |A_r|: h / q then has two good codes, and scales are rarely widened
+MOST_Q = 2.0**24  # q is between its inverse and this: divided by the smallest scale it is still a number
+
+
+class Rows(NamedTuple):
+    """Quantised rows, as an operand of the product."""
+
+    codes: torch.Tensor  # [T, K] e4m3; rows may lie apart
+    scale: torch.Tensor  # [T] fp32
+
+
+class Figures(NamedTuple):
+    """What a group's adapters need of whoever quantises beside them; 0-dim fp32 tensors, live."""
+
+    reach: torch.Tensor  # the row's scale is at least reach * |x| / 448
+    shift: torch.Tensor  # 1 / q
+
+
+class Share(NamedTuple):
+    """A group's adapters, and the frozen weight whose codes they lie beside (B) and below (A)."""
+
+    down: torch.Tensor  # [R * members, in], the A's
+    up: torch.Tensor  # [sum of the members' outs, R], the B's
+    columns: tuple[tuple[int, int], ...]  # of y, for each member
+    alpha: float  # alpha / rank
+    scale: torch.Tensor  # [out] fp32, of the weight
+    beside: torch.Tensor  # [out, room] e4m3, columns behind the weight's
+    below: torch.Tensor  # [room, in] e4m3, rows behind the weight's; strides of both may be any
+    figures: torch.Tensor  # [4] fp32: reach and shift of the way there, reach and shift of the way back
+
+    @property
+    def there(self) -> Figures:
+        return Figures(self.figures[0], self.figures[1])
+
+    @property
+    def back(self) -> Figures:
+        return Figures(self.figures[2], self.figures[3])
+
+
+def scale_of(wide: torch.Tensor, reach: torch.Tensor | None = None) -> torch.Tensor:
+    """Of rows in fp32. What is not finite stays so: the step that sees it is skipped."""
+    most = wide.abs().amax(1)
+    if reach is not None:
+        most = torch.maximum(most, reach * wide.square().sum(1).sqrt())
+    return most.mul(1.0 / LARGEST).clamp_min(SMALLEST)
+
+
+def encode(wide: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Codes of wide * inverse. Whatever is beyond 448 is 448, NaN is NaN."""
+    return (wide * inverse).clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def quantise(
+    x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None, reach: torch.Tensor | None
+) -> torch.Tensor:
+    wide = x.float() if factor is None else x.float() * factor
+    scale = scale_of(wide, reach)
+    codes.copy_(encode(wide, scale.reciprocal().unsqueeze(1)))
+    return scale
+
+
+def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """hi, lo: wide is about their sum."""
+    hi = encode(wide, torch.ones((), device=wide.device))
+    return hi, encode(wide - hi.float(), torch.ones((), device=wide.device))
+
+
+def lay(h: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, tail: torch.Tensor) -> None:
+    """h [T, n] as codes in tail [T, room] beside rows of that scale; columns beyond 3 n become zero."""
+    n = h.shape[1]
+    hi, lo = split(h.float() * (scale.reciprocal() * shift).unsqueeze(1))
+    for i, piece in enumerate((hi, hi, lo)):
+        tail[:, i * n : (i + 1) * n].copy_(piece)
+    tail[:, PIECES * n :].zero_()
+
+
+def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """a [M, K], b [N, K] -> a b' [M, N]."""
+    product = a.codes.float() @ b.codes.float().t()
+    return product.mul_(a.scale.unsqueeze(1)).mul_(b.scale).to(dtype)
+
+
+def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(codes.t())
+
+
+def power(x: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that is at most x, within what q may be."""
+    x = x.float().clamp(1 / MOST_Q, MOST_Q)
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def settle(shares: Sequence[Share]) -> None:
+    """Brings each share's figures and its codes beside and below the weight up to date."""
+    for share in shares:
+        _settle(share)
+
+
+def _settle(share: Share) -> None:
+    n, out = len(share.down), len(share.scale)
+    a = share.down.float()
+    u = a.new_zeros(out, n)  # s B / the weight's scales, member by member on a diagonal
+    for columns, rows, ranks in members(share.columns, share.up.shape[1]):
+        u[columns, ranks] = share.up[rows].float() * (share.alpha / share.scale[columns]).unsqueeze(1)
+    a_length, u_length = a.norm(dim=1).amax(), u.norm(dim=0).amax()
+    q = power(torch.minimum(LARGEST / u.abs().amax(), HEADROOM * a_length))
+    p = power(torch.minimum(LARGEST / a.abs().amax(), HEADROOM * u_length))
+    share.figures.copy_(torch.stack((a_length / q, 1 / q, u_length / p, 1 / p)))
+    for target, (hi, lo) in (
+        (share.beside, split(u * q)),
+        (share.below.t(), split(a.t() * p)),
+    ):
+        for i, piece in enumerate((hi, lo, hi)):
+            target[:, i * n : (i + 1) * n].copy_(piece)
+
+
+def norm(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    codes: torch.Tensor,
+    reach: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x + y, rstd, scale); the norm of the sum goes to `codes`. y is overwritten."""
+    normed = torch.empty_like(x, dtype=torch.float32)
+    total, rstd = rms_norm.add_forward(x, y, weight, eps, normed)
+    return total, rstd, quantise(normed, codes, None, reach)
+
+
+def norm_backward(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    codes: torch.Tensor,
+    factor: torch.Tensor,
+    reach: torch.Tensor | None,
+) -> torch.Tensor:
+    """The stream's gradient into `residual`, and times `factor` into `codes`; returns the scale."""
+    rms_norm.add_backward(grad_y, x, rstd, weight, residual, None)
+    return quantise(residual, codes, factor, reach)
+
+
+def act(gate_up: torch.Tensor, out: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
+    """SwiGLU into `out` and `codes`; returns the scale."""
+    swiglu.forward(gate_up, out)
+    return quantise(out, codes, None, reach)
+
+
+def act_backward(
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    act: torch.Tensor,
+    factor: torch.Tensor,
+    reach: torch.Tensor | None,
+) -> torch.Tensor:
+    """SwiGLU's way back, and the scale that dY * factor has."""
+    swiglu.backward(grad, gate_up, out, act)
+    return scale_of(out.float() * factor, reach)

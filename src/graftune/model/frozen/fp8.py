@@ -1,0 +1,259 @@
+"""Weights in 8-bit floats, multiplied as such: activations and gradients become codes too, a token a scale.
+
+The product wants both operands with the summed dimension contiguous. Forward that is how a weight lies; for dX it is
+not (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of traffic a
+value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base. Scales of the
+weight's rows serve both ways (kernels/fp8/reference.py), and adapters lie beside and below the codes as in any other
+roomy weight, in three columns of codes a rank instead of one of bf16: `share` says where, and whoever publishes the
+adapters calls `fp8.settle` with the shares.
+
+`matmul_with_room` and `input_grad_with_room` take bf16 buffers, as every kind does, and quantise them in a pass of
+their own. The methods behind them are for callers that know what wrote the buffer: the codes come of that kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.kernels import fp8
+from graftune.kernels.fp8 import Rows, Share
+from graftune.kernels.lora_linear import Copy, Low
+from graftune.kernels.room import Adapters
+from graftune.model.frozen.interface import Roomy, RowSource
+from graftune.model.frozen.mapped import pieces
+
+MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
+
+
+class Turned:
+    """Where weights are transposed. Only the stream of the products may use it, one product after the other."""
+
+    def __init__(self, size: int, widest: int, device: torch.device):
+        self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self.ones = torch.ones(widest, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def size(out: int, width: int, ranks: int) -> int:
+        """Bytes that a weight takes."""
+        return width * fp8.aligned(_tiled(out + fp8.room_of(ranks)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes + self.ones.nbytes
+
+    def matrix(self, rows: int, width: int) -> torch.Tensor:
+        lines = fp8.aligned(width)
+        return self.flat[: rows * lines].view(rows, lines).view(fp8.E4M3)[:, :width]
+
+
+class Fp8(Roomy):
+    """`room`: columns of bf16 beside x and dY that h and g lie in, as the other kinds have them; 0: no adapters here.
+    `slack`: by what dropout may lengthen the adapters' input."""
+
+    kind = "fp8"
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        device: torch.device,
+        compute: torch.dtype,
+        turned: Turned,
+        *,
+        room: int = 0,
+        slack: float = 1.0,
+        both: bool = False,
+    ):
+        if out_features % 16 or in_features % 16:
+            raise GraftuneError(
+                f"fp8 products come in multiples of 16, and a weight is {out_features} x {in_features}",
+                mend="use base_dtype bf16 or nf4",
+            )
+        self.out_features, self.in_features, self.compute = out_features, in_features, compute
+        self.room, self.slack = room, slack
+        codes_room = fp8.room_of(room) if room else 0
+        rows = out_features + codes_room
+        self.whole = fp8.buffer(_tiled(rows), in_features + codes_room, device, zero=True)
+        self.storage = self.whole[:rows]
+        self.scale = torch.ones(out_features, dtype=torch.float32, device=device)
+        self.turned = turned
+        self.kept: torch.Tensor | None = None  # [in, out + room of codes]
+        if both:
+            self.kept = fp8.buffer(in_features, out_features + codes_room, device, zero=True)
+        self.share: Share | None = None
+
+    @staticmethod
+    def of(
+        sources: Sequence[RowSource],
+        device: torch.device,
+        compute: torch.dtype,
+        turned: Turned,
+        *,
+        room: int = 0,
+        slack: float = 1.0,
+        both: bool = False,
+    ) -> Fp8:
+        """Quantised while it is read, on the device: the peak is the codes and a few rows."""
+        rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
+        made = Fp8(rows, width, device, compute, turned, room=room, slack=slack, both=both)
+        at = 0
+        for source in sources:
+            for start, stop in pieces(*source.shape):
+                made.fill(at + start, source.read(start, stop))
+            at += source.shape[0]
+        made.finish()
+        return made
+
+    def fill(self, start: int, values: torch.Tensor) -> None:
+        """Rows from `start` on."""
+        place = slice(start, start + len(values))
+        self.scale[place] = fp8.quantise(values.to(self.storage.device), self.weight[place])
+
+    def finish(self) -> None:
+        """To be called when all rows are there."""
+        if not bool(self.scale.isfinite().all()):
+            raise GraftuneError("a weight holds NaN or infinity", mend="download the model again")
+        if self.kept is not None:
+            fp8.transpose(self.weight, self.kept[:, : self.out_features])
+
+    @property
+    def nbytes(self) -> int:
+        codes = [self.whole] if self.kept is None else [self.whole, self.kept]
+        return sum(len(c) * c.stride(0) for c in codes) + self.scale.nbytes
+
+    def settle(self, adapters: Adapters) -> list[Copy]:
+        """Nothing is copied as it is: `fp8.settle` turns the share into codes."""
+        below = self.below if self.kept is None else self.kept[:, self.out_features :].t()
+        figures = torch.zeros(4, dtype=torch.float32, device=self.scale.device)
+        self.share = Share(*adapters, self.scale, self.beside, below, figures)
+        return []
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(self._rows(x, None, None), self.in_features)
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return self._way_back(self._rows(grad, self.scale, None), self.out_features)
+
+    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
+        """[x | h] -> x W' + s h B'."""
+        width, share = self.in_features, self._share
+        rows = self._rows(x[:, :width], None, share.there.reach, self.slack)
+        fp8.lay(x[:, width : width + len(share.down)], rows, width, share.there.shift)
+        return self._product(rows)
+
+    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+        """[dY | g] -> dY W + g A."""
+        width, share = self.out_features, self._share
+        rows = self._rows(grad[:, :width], self.scale, share.back.reach)
+        fp8.lay(grad[:, width : width + len(share.down)], rows, width, share.back.shift)
+        return self._way_back(rows)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        codes = self.weight.view(torch.uint8).index_select(0, ids).view(fp8.E4M3)
+        return (codes.float() * self.scale[ids].unsqueeze(1)).to(self.compute)
+
+    def after_norm(
+        self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(s = x + y, rstd, norm(s) W' + s h B', h), without norm(s) in bf16. y is overwritten by the sum."""
+        share = self._share
+        codes = self._buffer(len(x), self.in_features)
+        total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=share.there.reach)
+        rows = Rows(codes, scale)
+        h = fp8.down(total, share.down, rows, share.there.shift, rstd=rstd, norm_weight=weight)
+        return total, rstd, self._product(rows), h
+
+    def after_act(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(swiglu(gate_up) W' + s h B', h)."""
+        share, width = self._share, self.in_features
+        codes = self._buffer(len(gate_up), width)
+        act = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
+        rows = Rows(codes, fp8.act(gate_up, act, codes[:, :width], reach=share.there.reach))
+        h = fp8.down(act, share.down, rows, share.there.shift)
+        return self._product(rows), h
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, in] -> (x W' + s h B', h): h goes from its kernel straight into the codes."""
+        share = self._share
+        rows = self._rows(x, None, share.there.reach)
+        h = fp8.down(x, share.down, rows, share.there.shift)
+        return self._product(rows), h
+
+    def act_backward(
+        self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor
+    ) -> torch.Tensor:
+        """SwiGLU's way back into `out`, our dY, and `act` (kernels/swiglu); returns the scale for `backward`."""
+        return fp8.act_backward(grad_act, gate_up, out, act, self.scale, reach=self._share.back.reach)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        low: Low,
+        *,
+        grad_up: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        rows: Rows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left the
+        scale that its codes shall have, or the codes."""
+        shift, factor = self._share.back.shift, None
+        if scale is not None:
+            rows, factor = Rows(self._buffer(len(grad), self.out_features), scale), self.scale
+        rows = rows if rows is not None else self._rows(grad, self.scale, self._share.back.reach)
+        if grad_up is None:
+            g = fp8.up_backward(grad, low, rows, shift, factor)
+        else:
+            g = fp8.up_both(grad, low, grad_up, rows, shift, factor)
+        return self._way_back(rows), g
+
+    def after_norm_backward(
+        self, grad_y: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+    ) -> Rows:
+        """The norm's way back into `residual`, the gradient of the stream that we wrote: its codes, for `backward`."""
+        share = self._share
+        codes = self._buffer(len(x), self.out_features)
+        scale = fp8.norm_backward(
+            grad_y, x, rstd, weight, residual, codes[:, : self.out_features], self.scale, reach=share.back.reach
+        )
+        return Rows(codes, scale)
+
+    @property
+    def _share(self) -> Share:
+        assert self.share is not None, "no adapters were settled here"
+        return self.share
+
+    def _buffer(self, tokens: int, width: int) -> torch.Tensor:
+        room = self.storage.shape[1] - self.in_features
+        return fp8.buffer(tokens, width + room, self.storage.device)
+
+    def _rows(
+        self, x: torch.Tensor, factor: torch.Tensor | None, reach: torch.Tensor | None, slack: float = 1.0
+    ) -> Rows:
+        """x as codes, with room behind them where there is a reach."""
+        width = x.shape[1]
+        codes = self._buffer(len(x), width) if reach is not None else fp8.buffer(len(x), width, x.device)
+        return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack))
+
+    def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:
+        weight = Rows(self.storage[: self.out_features, :width], self.scale)
+        return fp8.mm(rows, weight, self.compute)
+
+    def _way_back(self, rows: Rows, height: int | None = None) -> torch.Tensor:
+        """By the first `height` rows of the storage, or all."""
+        if self.kept is not None:
+            turned = self.kept[:, :height]
+        else:
+            height = height or len(self.storage)
+            codes = self.whole[: _tiled(height), : self.in_features]
+            turned = self.turned.matrix(self.in_features, len(codes))
+            fp8.transpose(codes, turned)
+            turned = turned[:, :height]
+        return fp8.mm(rows, Rows(turned, self.turned.ones[: self.in_features]), self.compute)
+
+
+def _tiled(rows: int) -> int:
+    """Rows in whole words of 16 bytes of the transposed codes."""
+    return -(-rows // 64) * 64

@@ -1,0 +1,154 @@
+"""FP8 on the card: the units' product against the same codes multiplied in fp32, the adapters' share in it, captured
+against eager, and a run that learns as bf16 does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from graftune import api
+from graftune.config import Config
+from graftune.kernels import fp8, lora_linear
+from graftune.kernels.fp8 import E4M3, Rows, reference
+from graftune.kernels.lora_linear import Low
+from graftune.kernels.room import Adapters
+from graftune.model.frozen.fp8 import Fp8, Turned
+from graftune.observe.console import Console
+from graftune.observe.events import read_events
+from tests import tiny
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _needs_fp8(_needs_cuda) -> None:
+    reason = fp8.refusal(GPU)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.empty(size, device=GPU).normal_(0.0, scale).bfloat16()
+
+
+def weight_of(out: int, into: int, columns, rank: int = 16, *, both: bool = False) -> tuple[Fp8, Adapters]:
+    torch.manual_seed(out)
+    ranks = rank * len(columns)
+    turned = Turned(Turned.size(out, into, ranks), into, GPU)
+    weight = Fp8(out, into, GPU, torch.bfloat16, turned, room=ranks, both=both)
+    weight.fill(0, random(out, into, scale=0.02))
+    weight.finish()
+    given = Adapters(random(ranks, into, scale=1 / rank), random(out, rank, scale=0.01), columns, 2.0)
+    weight.settle(given)
+    fp8.settle([weight.share], {})
+    return weight, given
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@pytest.mark.parametrize("room", [0, 48, 144])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 16), (333, 576, 1536), (2048, 4096, 4096), (511, 6144, 4096)])
+def test_the_product_is_that_of_the_codes(m, n, k, room):
+    """Rows of both operands lie apart, the number of tokens is any."""
+    torch.manual_seed(m)
+    a, b = fp8.buffer(m, k + room, GPU), fp8.buffer(n, k + room, GPU)
+    for codes in (a, b):
+        codes.copy_(torch.randn(codes.shape, device=GPU).mul_(60).clamp_(-448, 448).to(E4M3))
+    x, w = Rows(a, torch.rand(m, device=GPU) + 0.1), Rows(b, torch.rand(n, device=GPU) + 0.1)
+    assert off(fp8.mm(x, w, torch.bfloat16), reference.mm(x, w, torch.float32)) < 0.01
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(
+    ("out", "into", "columns"),
+    [
+        (6144, 4096, ((0, 4096), (4096, 5120), (5120, 6144))),
+        (4096, 14336, ((0, 4096),)),
+        (3072, 576, ((0, 1536), (1536, 3072))),
+    ],
+)
+def test_the_adapters_share(out, into, columns, both):
+    weight, given = weight_of(out, into, columns, both=both)
+    assert weight.share is not None
+    x, grad = random(700, into), random(700, out, scale=1e-3)
+    y, h = weight.forward(x)
+    want = torch.cat(
+        [2.0 * h[:, r].float() @ given.up[rows].float().t() for _, rows, r in lora_linear.members(columns, 16)], 1
+    )
+    rows = weight._rows(x, None, weight.share.there.reach)
+    base = reference.mm(Rows(rows.codes[:, :into], rows.scale), Rows(weight.weight, weight.scale), torch.float32)
+    assert off(h, x.float() @ given.down.float().t()) < 8e-3
+    # The product rounds to bf16 and sums in the units' own way: the share is judged by what it adds in the mean.
+    assert off(y, base + want) < 0.006
+    along = ((y.float() - base) * want).sum() / want.square().sum()
+    assert abs(along - 1) < 0.01
+    low = Low(h, given.up, columns, 2.0)
+    grad_x, g = weight.backward(grad, low)
+    want = g.float() @ given.down.float()
+    rows = weight._rows(grad, weight.scale, weight.share.back.reach)
+    base = (rows.codes[:, :out].float() * rows.scale[:, None]) @ weight.weight.float()
+    assert off(g, lora_linear.up_backward(grad, low)) < 8e-3
+    assert off(grad_x, base + want) < 0.006
+    assert abs(((grad_x.float() - base) * want).sum() / want.square().sum() - 1) < 0.01
+
+
+def test_what_is_not_finite_comes_through():
+    weight, _ = weight_of(64, 64, ((0, 64),))
+    for bad in (float("nan"), float("inf")):
+        x = random(32, 64)
+        x[5, 7] = bad
+        for y in (weight.matmul(x), weight.forward(x)[0], weight.input_grad(x)):
+            assert not y[5].isfinite().any() and y[:5].isfinite().all() and y[6:].isfinite().all()
+    assert weight.matmul(torch.zeros(32, 64, dtype=torch.bfloat16, device=GPU)).abs().max() == 0
+
+
+def test_captured_is_eager_and_follows_the_adapters():
+    weight, given = weight_of(256, 128, ((0, 128), (128, 256)))
+    tables: dict[str, torch.Tensor] = {}
+    x, grad = random(96, 128), random(96, 256, scale=1e-3)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        fp8.settle([weight.share], tables)
+        y, h = weight.forward(x)
+        return y, weight.backward(grad, Low(h, given.up, given.columns, 2.0))[0]
+
+    both()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = both()
+    for factor in (1.0, 8.0, 0.0):
+        given.up.mul_(factor)
+        graph.replay()
+        got = [t.clone() for t in kept]
+        assert all(torch.equal(a, b) for a, b in zip(got, both(), strict=True)), factor
+
+
+def test_a_run_learns_as_bf16_does(tmp_path, monkeypatch):
+    """Captured, through the whole command. The model's widths are multiples of 16, which tiny's are not."""
+    config = tiny.hf_config("llama")
+    config.intermediate_size = 96
+    monkeypatch.setattr(tiny, "hf_config", lambda variant: config)
+    tiny.make_folder("llama", tmp_path / "base")
+    rows = [{"text": f"the {a} {b} by"} for a in ("cat", "dog", "fox") for b in ("sat", "ran", "hid")] * 12
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    losses = {}
+    for kind in ("bf16", "fp8"):
+        settings = {
+            "base": str(tmp_path / "base"), "data": str(tmp_path / "data.jsonl"), "base_dtype": kind, "device": "cuda",
+            "compute_dtype": "bf16", "lr": 1e-2, "tokens_per_step": 256, "epochs": 6, "out": str(tmp_path / kind),
+        }  # fmt: skip
+        api.train(Config.of(settings), console=Console(quiet=True))
+        events = read_events(tmp_path / kind / "metrics.jsonl")
+        losses[kind] = [e["loss"] for e in events if e["event"] == "step"]
+    apart = [abs(a - b) / b for a, b in zip(losses["fp8"], losses["bf16"], strict=True)]
+    assert losses["fp8"][-1] < 0.9 * losses["fp8"][0] and sum(apart) / len(apart) < 0.02
