@@ -177,12 +177,12 @@ class Sdpa:
 class Packed:
     """graftune's, over documents laid end to end."""
 
-    def __init__(self, case: Case, device: torch.device):
+    def __init__(self, case: Case, device: torch.device, backend: str = ""):
         from graftune.kernels import attention
 
         self.kernels: Any = attention
         self.scale = case.shape.head_width**-0.5
-        self.backend = attention.choose(device, torch.bfloat16, case.shape.head_width, False, False).backend
+        self.backend = backend or attention.choose(device, torch.bfloat16, case.shape.head_width, False, False).backend
         self.name = f"graftune {self.backend}"
         self.lengths = (case.length,) * case.rows
         edges = [case.length * i for i in range(case.rows + 1)]
@@ -190,7 +190,8 @@ class Packed:
         heads = [case.shape.heads, case.shape.kv_heads, case.shape.kv_heads]
         packed = _packed(case, device)
         self.qkv = packed.split(heads, 1)
-        self.grads = torch.empty_like(packed).split(heads, 1)
+        made = attention.grad_buffers(*self.qkv[:2], self.backend)
+        self.grads = made or torch.empty_like(packed).split(heads, 1)
         self.grad = torch.randn(self.qkv[0].shape, dtype=packed.dtype, device=device)
 
     def begin(self) -> None:
@@ -213,6 +214,7 @@ def fastest(case: Case, device: torch.device) -> Attention:
     """Of all there is, by the time of a few layers: a floor must not be higher than it need be."""
     makers: list[Callable[[], Attention]] = [
         lambda: Packed(case, device),
+        lambda: Packed(case, device, "triton"),
         lambda: Sdpa(case, device, "cuDNN", SDPBackend.CUDNN_ATTENTION),
         lambda: Sdpa(case, device, "flash", SDPBackend.FLASH_ATTENTION),
     ]
