@@ -29,15 +29,13 @@ def ours(
     from graftune.weights.load import Placement, build_decoder
     from graftune.weights.synthetic import random_base
 
-    if case.base != "bf16":
-        raise SystemExit(f"{case.name}: graftune has no such base here yet")
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
     lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets, init="kaiming")  # as the peers start
     runtime = resolve(str(device), "bf16" if device.type == "cuda" else "auto", deterministic=deterministic)
     torch.use_deterministic_algorithms(deterministic)
     spec = model_spec(case)
     arena = build_arena(spec, lora, runtime.device, runtime.compute, full=case.method == "full")
-    placement = Placement(runtime.compute_name, "the benchmark's")
+    placement = Placement("nf4" if case.base == "nf4" else runtime.compute_name, "the benchmark's")
     decoder = build_decoder(random_base(spec, runtime.device), arena, lora, runtime, placement)
     if case.method == "full":
         arena.publish()

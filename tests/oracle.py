@@ -12,7 +12,8 @@ from graftune.batch import Example
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.model.decoder import Decoder, PackedDocuments
-from graftune.model.lora import Arena, build_arena, initialise
+from graftune.model.lora import Arena, build_arena, initialise, targets_of
+from graftune.model.spec import NORMS
 from graftune.runtime import DTYPES, resolve
 from graftune.train.step import Step
 from graftune.weights import names
@@ -94,15 +95,14 @@ def peft_model(model: Any, ours_: Ours) -> Any:
     """PEFT around a transformers model, with our adapter's values."""
     import peft
 
-    from graftune.config import expand_targets
-
-    lora = ours_.lora
+    lora, spec = ours_.lora, ours_.base.spec
+    norms = [n for n in NORMS[spec.norms] if n] + (["q_norm", "k_norm"] if spec.qk_norm else [])
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(expand_targets(lora.targets)),
+        target_modules=list(targets_of(ours_.base.spec, lora)),
         use_rslora=lora.rslora,
-        modules_to_save=["input_layernorm", "post_attention_layernorm"] if lora.train_norms else None,
+        modules_to_save=norms if lora.train_norms else None,
         task_type="CAUSAL_LM",
     )
     wrapped = peft.get_peft_model(model, config)
@@ -110,8 +110,8 @@ def peft_model(model: Any, ours_: Ours) -> Any:
     own = dict(wrapped.named_parameters())
     with torch.no_grad():
         for name, value in state.items():
-            if name in own:
-                own[name].copy_(value)
+            if name in own:  # Gemma's norms are the weight less one there
+                own[name].copy_(value - spec.norm_shift if "norm" in name else value)
     return wrapped
 
 

@@ -15,6 +15,7 @@ ROWS = [
     ["weights", "dist"],
     ["infer"],
     ["train"],
+    ["export"],
     ["api", "dashboard"],
     ["cli"],
 ]

@@ -24,15 +24,78 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-VARIANTS = (*FAMILIES, "llama-linear", "llama-llama3", "llama-yarn", "llama-untied", "mistral-window")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma2", "phi3", "granite", "smollm3", "olmo2", "olmo3")
+VARIANTS = (
+    *FAMILIES,
+    "llama-linear",
+    "llama-llama3",
+    "llama-yarn",
+    "llama-untied",
+    "mistral-window",
+    "gemma3-linear",
+    "gemma2-odd",
+    "phi3-long",
+    "phi3-window",
+    "granite-yarn",
+    "smollm3-window",
+    "olmo3-yarn",
+)
+CONFIGS = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "gemma3": "Gemma3TextConfig",
+    "gemma2": "Gemma2Config",
+    "phi3": "Phi3Config",
+    "granite": "GraniteConfig",
+    "smollm3": "SmolLM3Config",
+    "olmo2": "Olmo2Config",
+    "olmo3": "Olmo3Config",
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
+# What a family's options are beside those of all. Layers are of both kinds wherever there are two.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "gemma3": GEMMA | {"num_hidden_layers": 7},  # as llama.cpp has it: every sixth without a window
+    "gemma2": GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
+    "phi3": {"head_dim": None, "pad_token_id": 0},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.7,
+    },
+    "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0},
+    "olmo2": {"head_dim": None},
+    "olmo3": {"head_dim": None, "num_hidden_layers": 5, "sliding_window": 6},
+}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}
+VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
+    "gemma3-linear": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+    "gemma2-odd": {"query_pre_attn_scalar": 7, "attn_logit_softcapping": None, "sliding_window": 3},
+    "phi3-long": {"rope_parameters": LONG | {"short_factor": [1.0, 1.3], "long_factor": [1.1, 4.0]}},
+    "phi3-window": {"sliding_window": 5},
+    "granite-yarn": {"num_key_value_heads": 6},
+    "smollm3-window": {"no_rope_layers": [0, 1, 1, 0, 1], "use_sliding_window": True, "sliding_window": 4},
+    "olmo3-yarn": {
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1e4, **ROPE["yarn"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+}
 
 
 def hf_config(variant: str) -> Any:
     import transformers
 
     family, _, extra = variant.partition("-")
-    kinds = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
     options: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -40,7 +103,7 @@ def hf_config(variant: str) -> Any:
         "num_hidden_layers": 3,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
-        "head_dim": 16 if family == "qwen3" else 8,
+        "head_dim": 8,
         "max_position_embeddings": 256,
         "tie_word_embeddings": extra != "untied" and family in ("llama", "qwen2"),
         "bos_token_id": 0,
@@ -48,11 +111,13 @@ def hf_config(variant: str) -> Any:
         "pad_token_id": None,
         "use_cache": False,
     }
-    if extra in ROPE:
-        options["rope_parameters"] = {"rope_theta": 10000.0, **ROPE[extra]}
     if family == "mistral":
         options["sliding_window"] = 5 if extra == "window" else None
-    return getattr(transformers, kinds[family])(**options)
+    options |= OPTIONS.get(family, {})
+    if extra in ROPE and "full_attention" not in VARIANT_OPTIONS.get(variant, {}).get("rope_parameters", {}):
+        options["rope_parameters"] = {"rope_theta": 10000.0, **ROPE[extra]}
+    options |= VARIANT_OPTIONS.get(variant, {})
+    return getattr(transformers, CONFIGS[family])(**{k: v for k, v in options.items() if (k, v) != ("head_dim", None)})
 
 
 def hf_model(variant: str, seed: int = 0) -> Any:
@@ -60,11 +125,15 @@ def hf_model(variant: str, seed: int = 0) -> Any:
     import transformers
 
     torch.manual_seed(seed)
+    family = variant.partition("-")[0]
     model = transformers.AutoModelForCausalLM.from_config(hf_config(variant), attn_implementation="eager")
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
+                if name == "model.norm.weight" and family in ("gemma2", "gemma3", "smollm3"):
+                    p[::2] *= -1  # a tied head would say its own input again and again
+                p.sub_(1.0 if family.startswith("gemma") else 0.0)  # theirs is the weight less one
             elif name.endswith("bias"):
                 p.normal_(0, 0.5)
             else:

@@ -26,6 +26,7 @@ from graftune.data.loader import Loader
 from graftune.data.source import Refusal
 from graftune.data.template import chat_format, stop_ids
 from graftune.errors import GraftuneError
+from graftune.export import export
 from graftune.infer.generate import TextStream, generate
 from graftune.infer.sample import Sampling
 from graftune.kernels.adamw import Hyper
@@ -40,7 +41,7 @@ from graftune.train.scaler import LossScaler
 from graftune.train.step import Step
 from graftune.weights.adapter import is_adapter, load_adapter
 
-__all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "open", "train"]
+__all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "export", "open", "train"]
 
 
 def open(base: str = "", *, adapter: str = "", console: Console | None = None, **settings: Any) -> Run:

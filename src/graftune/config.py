@@ -21,6 +21,9 @@ from typing import Any, Literal
 from graftune.errors import GraftuneError
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+TARGETS = (*PROJECTIONS, *FUSED)
 TARGET_SHORTHANDS = {
     "all_linear": PROJECTIONS,
     "attention": PROJECTIONS[:4],
@@ -40,8 +43,12 @@ def opt(
 class BaseConfig:
     base: str = opt("", "Hugging Face name or folder, or a .gguf file; empty: the bundled SmolLM2-135M-Instruct")
     revision: str = opt("", "Hub revision of the base")
-    base_dtype: Literal["auto", "keep", "bf16", "fp16", "fp32"] = opt(
-        "auto", "how the frozen weights are held: as in the file (keep) or resident in bf16/fp16/fp32"
+    base_dtype: Literal["auto", "keep", "bf16", "fp16", "fp32", "nf4", "fp8"] = opt(
+        "auto",
+        "how the frozen weights are held: resident in bf16/fp16/fp32; quantised to 4 bits (nf4, bitsandbytes' own) or "
+        "8 (fp8, and multiplied in it, on GPUs that can); or "
+        "as in the file (keep): a GGUF's blocks on the GPU, the map on a CPU; auto: the compute dtype if it fits well, "
+        "else keep for a GGUF and nf4 for other weights on a GPU",
     )
     device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps")
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = opt(
@@ -103,7 +110,10 @@ class TrainConfig:
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", min=0)
     tokens_per_step: int = opt(4096, "tokens of one optimizer step", min=8)
     tokens_per_micro_batch: int = opt(
-        0, "tokens of a forward and backward, at least the longest example; 0: 1024", min=0
+        0,
+        "tokens of a forward and backward, at least the longest example; 0: as many as fit, up to tokens_per_step and "
+        "8192 (on a CPU 1024)",
+        min=0,
     )
     eval_every: int = opt(0, "evaluate every N steps, besides before the first and after each epoch; 0: off", min=0)
     save_every: int = opt(0, "checkpoint every N steps, besides after each epoch; 0: off", min=0)
@@ -115,7 +125,7 @@ class TrainConfig:
     recompute: Literal["auto", "none", "selective", "full", "offload"] = opt(
         "auto",
         "what the backward computes again to save memory: none, gate and up (selective), whole blocks (full), or those "
-        "from inputs kept in host memory (offload, on CUDA); auto: none",
+        "from inputs kept in host memory (offload, on CUDA); auto: the least that fits in memory",
     )
 
 
@@ -250,15 +260,15 @@ def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[
     for target in targets:
         if target in TARGET_SHORTHANDS:
             wanted.update(TARGET_SHORTHANDS[target])
-        elif target in PROJECTIONS:
+        elif target in TARGETS:
             wanted.add(target)
         else:
             raise GraftuneError(
                 f"targets: unknown projection {target!r}",
                 where=where,
-                mend=f"use {', '.join(PROJECTIONS)} or {', '.join(TARGET_SHORTHANDS)}",
+                mend=f"use {', '.join(TARGETS)} or {', '.join(TARGET_SHORTHANDS)}",
             )
-    return tuple(p for p in PROJECTIONS if p in wanted)
+    return tuple(p for p in TARGETS if p in wanted)
 
 
 @functools.cache

@@ -30,7 +30,15 @@ FROZEN = {
         --no-strict --quiet --revision --strict --template --threads --train-on DATA TARGET""",
     "data": """--append-eos --base --config --json --max-seq-len --no-append-eos --no-strict --revision --show --strict
         --template --train-on -c DATA""",
-    "doctor": "--json",
+    "plan": """--adapter --alpha --append-eos --base --base-dtype --beta1 --beta2 --clip --clip-mode --compute-dtype
+        --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every --graph --init
+        --init-scale --json --keep-last --lr --max-seq-len --max-steps --memory --method --min-lr --new-tokens
+        --no-append-eos --no-deterministic --no-graph --no-rslora --no-strict --no-train-norms --patience --rank
+        --recompute --revision --rslora --save-every --schedule --seed --strict --targets --template --threads
+        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup --weight-decay -c BASE
+        DATA""",
+    "doctor": "--json --revision BASE",
+    "export": "--add --base --force --json --out --quiet --revision --to --type TARGET",
 }
 
 

@@ -19,7 +19,17 @@ from graftune.infer.sample import Sampling, choose
 from tests import oracle, tiny
 
 PROMPTS = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "llama-yarn", "llama-untied", "mistral-window")
+FAMILIES = (
+    *tiny.FAMILIES,
+    "llama-yarn",
+    "llama-untied",
+    "mistral-window",
+    "gemma3-linear",
+    "gemma2-odd",
+    "phi3-long",
+    "smollm3-window",
+    "olmo3-yarn",
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

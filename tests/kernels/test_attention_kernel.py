@@ -1,5 +1,5 @@
 """Our packed attention kernel against the reference in fp32: output and every gradient, packed views, empty slots,
-documents shorter and longer than a tile, windows, buffers full of NaN."""
+documents shorter and longer than a tile, windows, soft caps, buffers full of NaN."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     assert (got - want).norm() <= TOLERANCE[dtype] * (want.norm() + 1.0), ((got - want).abs().max(), want.abs().max())
 
 
-def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton"):
+def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton", cap=0.0):
     """Forward and backward of the backend against the reference in fp32 on the same values."""
     tokens, scale = sum(lengths), 1.3 * heads[2] ** -0.5
     docs = documents(lengths, longest or max(lengths), device)
@@ -47,12 +47,12 @@ def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton
     nan = torch.full((tokens, heads[0] + 2 * heads[1], heads[2]), float("nan"), dtype=dtype, device=device)
     views = attention.grad_buffers(q, k, backend) or spread(nan).split([heads[0], heads[1], heads[1]], 1)
     given = spread(nan[:, : heads[0]])
-    out, stats = attention.forward(q, k, v, docs, scale, window, backend, given)
-    attention.backward(grad, q, k, v, out, stats, docs, scale, window, views, backend)
+    out, stats = attention.forward(q, k, v, docs, scale, window, backend, given, cap)
+    attention.backward(grad, q, k, v, out, stats, docs, scale, window, views, backend, cap)
     wide = [x.float() for x in (q, k, v)]
-    want = reference.forward(*wide, lengths, scale, window)
+    want = reference.forward(*wide, lengths, scale, window, None, cap)
     expected = [torch.empty_like(x) for x in wide]
-    reference.backward(grad.float(), *wide, want, lengths, scale, window, tuple(expected))
+    reference.backward(grad.float(), *wide, want, lengths, scale, window, tuple(expected), cap)
     assert out is given
     close(out, want, dtype)
     for got, right in zip(views, expected, strict=True):
@@ -149,3 +149,30 @@ def test_the_gradients_are_the_same_bits_every_time(device):
 def test_warm_runs_the_whole_shape(device):
     attention.warm("triton", torch.device(device), torch.bfloat16, (2, 1, 16), 30, 2, 32, 0.25, room=(16, 8, 8, 16))
     attention.warm("triton", torch.device(device), torch.bfloat16, (2, 1, 16), 50, 4, 32, 0.25)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "cap"), [(0, 1.5), (9, 0.7), (0, 50.0)])
+def test_soft_caps(small_tiles, device, window, cap, dtype):
+    check((37, 0, 20), (4, 2, 24), dtype, device, window=window, cap=cap)
+
+
+def test_a_soft_cap_of_the_reference_equals_autograds():
+    q, k, v = (torch.randn(23, n, 6, requires_grad=True) for n in (4, 2, 2))
+    lengths, cap, window = (14, 9), 0.8, 5
+    parts = []
+    for start, stop in ((0, 14), (14, 23)):
+        keys, values = (x[start:stop].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+        scores = cap * torch.tanh(q[start:stop].transpose(0, 1) @ keys.transpose(1, 2) * 0.9 / cap)
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        seen = (back >= 0) & (back < window)
+        parts.append((scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values).transpose(0, 1))
+    want, grad = torch.cat(parts), torch.randn(23, 4, 6)
+    want.backward(grad)
+    plain = [x.detach() for x in (q, k, v)]
+    out = reference.forward(*plain, lengths, 0.9, window, None, cap)
+    grads = tuple(torch.full_like(x, float("nan")) for x in plain)
+    reference.backward(grad, *plain, out, lengths, 0.9, window, grads, cap)
+    assert (out - want).abs().max() < 1e-5
+    for got, x in zip(grads, (q, k, v), strict=True):
+        assert (got - x.grad).abs().max() < 1e-5

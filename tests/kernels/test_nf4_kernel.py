@@ -53,9 +53,8 @@ def equal(got: torch.Tensor, want: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dequantise(kernels_on, device, shape, dtype, double):
-    quantised = nf4.quantise(weight(shape), double=double)
-    exact = reference.values(quantised, 0, quantised.numel).view(shape)
-    quantised = quantised.to(device)
+    quantised = nf4.quantise(weight(shape).to(device), double=double)
+    exact = reference.values(quantised.to("cpu"), 0, quantised.numel).view(shape)
     poisoned = torch.full(shape, NAN, dtype=dtype, device=device)
     assert nf4.dequantise(quantised, dtype, poisoned) is poisoned
     assert equal(nf4.dequantise(quantised, dtype), poisoned)
@@ -70,11 +69,11 @@ def test_dequantise(kernels_on, device, shape, dtype, double):
 @pytest.mark.parametrize("fused", [True, False])
 def test_rows_apart(request, device, shape, room, double, fused):
     """Into the corner of a wider buffer, all rows and some: nothing beside or below is touched."""
-    if fused:
-        request.getfixturevalue("kernels_on")
     quantised = nf4.quantise(weight(shape), double=double)
     exact = reference.values(quantised, 0, quantised.numel).view(shape)
-    if not fused and device == "cuda":
+    if fused:
+        request.getfixturevalue("kernels_on")
+    else:
         device = "cpu"
     quantised = quantised.to(device)
     rows, width = shape
@@ -145,6 +144,7 @@ def test_pieces(request, device, sizes, dtype):
             request.getfixturevalue("kernels_on")
         got = nf4.quantise_pieces(iter(x.to(device if fused else "cpu").split(sizes)), x.shape, dtype)
         same(got, want)
+    x = x.to(device)
     with pytest.raises(AssertionError):
         nf4.quantise_pieces(x.split(sizes)[:-1], x.shape, dtype)
     with pytest.raises(AssertionError):
@@ -220,6 +220,29 @@ def test_files_that_are_refused():
     refuse("number of codes", **{"w": good["w"][:-1]})
     refuse("number of scales", **{"w.absmax": good["w.absmax"][:-1]})
     refuse("number of nested scales", **{"w.nested_absmax": good["w.nested_absmax"].repeat(2)})
+    refuse("number of nested codes", **{"w.nested_quant_map": good["w.nested_quant_map"][:7]})
+    refuse("kind of scales", **{"w.absmax": good["w.absmax"].float()})
+    refuse("w.quant_map is missing", **{"w.quant_map": None})
+    refuse("not valid JSON", **{state: good[state][:9]})
+    refuse("not valid JSON", **{state: torch.tensor(list(b"[1]"), dtype=torch.uint8)})
+    refuse("shape is", **{state: torch.tensor(list(text.replace(b"[3,", b"[-3,")), dtype=torch.uint8)})
+    refuse("offset", **{state: torch.tensor(list(text[: text.index(b', "nested_offset')] + b"}"), dtype=torch.uint8)})
+
+
+def test_a_damaged_description():
+    """A description with random damage is read or refused, never an error of another kind."""
+    good, drawn = nf4.to_checkpoint(nf4.quantise(weight((3, 70))), "w"), torch.Generator().manual_seed(2)
+    state = "w.quant_state.bitsandbytes__nf4"
+    refused = 0
+    for _ in range(300):
+        text = good[state].clone()
+        at = torch.randint(len(text), (3,), generator=drawn)
+        text[at] = torch.randint(32, 127, (3,), generator=drawn).to(torch.uint8)
+        try:
+            nf4.from_checkpoint(good | {state: text}, "w")
+        except GraftuneError:
+            refused += 1
+    assert refused > 150
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])

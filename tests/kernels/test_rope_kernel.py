@@ -154,3 +154,61 @@ def test_nothing_beyond_the_tokens_is_written(kernels_on, device):
     rope.finish_backward(by_part(wide[:, :columns], heads), wide[:, :columns], cos, sin, heads, room.new_empty(0))
     rope.finish_backward(by_part(room[:tokens], heads), room[:tokens], cos, sin, heads, room.new_empty(0))
     assert torch.equal(wide[:, :columns], room[:tokens]) and wide[:, columns:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "turned"), [(37, (3, 1, 20), 12), (19, (4, 2, 96), 72), (5, (2, 1, 6), 2)])
+def test_a_part_of_each_head_is_turned(kernels_on, device, tokens, heads, turned, dtype):
+    qkv, *_ = inputs(tokens, heads, dtype, device, seed=tokens)
+    cos, sin = table(tokens, turned, device)
+    got, want = qkv.clone(), qkv.clone()
+    assert rope.finish_(got, cos, sin, heads).numel() == 0
+    reference.finish_(want, cos, sin, heads)
+    close(got, want, dtype)
+    q = got.unflatten(1, (-1, heads[2]))[:, : heads[0]]
+    assert torch.equal(q[..., turned:], qkv.unflatten(1, (-1, heads[2]))[:, : heads[0], turned:])
+    alone = qkv.unflatten(1, (-1, heads[2]))[:, : heads[0], :turned].clone()
+    close(q[..., :turned], reference.rotate_(alone, cos, sin), dtype)
+    elsewhere = torch.full_like(got, float("nan"))
+    rope.finish_backward(by_part(qkv, heads), elsewhere, cos, sin, heads, qkv.new_empty(0))
+    here, want = qkv.clone(), qkv.clone()
+    rope.finish_backward(by_part(here, heads), here, cos, sin, heads, qkv.new_empty(0))
+    reference.finish_backward(by_part(want, heads), want, cos, sin, heads, qkv.new_empty(0))
+    close(elsewhere, want, dtype)
+    assert torch.equal(elsewhere, here)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["reference", "kernel"])
+def test_norms_over_all_heads_equal_autograds(device, fused, monkeypatch):
+    from graftune.kernels import launch
+
+    monkeypatch.setattr(launch, "fused", lambda x: fused)
+    tokens, heads = 13, (4, 2, 6)
+    torch.manual_seed(2)
+    leaf = torch.randn(tokens, 8 * 6, device=device, requires_grad=True)
+    weights = [torch.rand(n * 6, device=device).add(0.5).requires_grad_() for n in heads[:2]]
+    cos, sin = table(tokens, 6, device)
+    q, k, v = leaf.split([24, 12, 12], 1)
+    normed = [
+        x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w for x, w in zip((q, k), weights, strict=True)
+    ]
+
+    def turned(x):
+        a, b = x.unflatten(1, (-1, 6)).chunk(2, -1)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        return torch.cat((a * c - b * s, b * c + a * s), -1).flatten(1)
+
+    want, grad = torch.cat([*map(turned, normed), v], 1), torch.randn(tokens, 48, device=device)
+    want.backward(grad)
+    values = [w.detach() for w in weights]
+    got = leaf.detach().clone()
+    raw = rope.finish_(got, cos, sin, heads, q_norm=values[0], k_norm=values[1], eps=1e-5)
+    close(got, want.detach(), torch.float32)
+    back, sums = grad.clone(), [torch.full_like(w, 3.0) for w in values]
+    rope.finish_backward(
+        by_part(back, heads), back, cos, sin, heads, raw, q_norm=values[0], k_norm=values[1], eps=1e-5,
+        grad_q_norm=sums[0], grad_k_norm=sums[1],
+    )  # fmt: skip
+    close(back, leaf.grad, torch.float32, slack=3)
+    for total, weight in zip(sums, weights, strict=True):
+        close(total - 3.0, weight.grad, torch.float32, slack=3)

@@ -99,3 +99,41 @@ def test_far_gates_stay_finite(kernels_on, device, dtype):
     close(out.cpu(), torch.cat((rounded.sign().add(1) / 4, silu))[None], dtype)
     swiglu.forward(gate_up, act.fill_(NAN))
     close(act.cpu(), silu[None] / 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), SIZES[2:])
+def test_geglu(kernels_on, device, tokens, width, dtype):
+    gate_up, grad = inputs(tokens, width, dtype, device)
+    act, again, out = torch.full_like(grad, NAN), torch.full_like(grad, NAN), torch.full_like(gate_up, NAN)
+    swiglu.forward(gate_up, act, "gelu")
+    swiglu.backward(grad, gate_up, out, again, "gelu")
+    want, want_act = (torch.full((tokens, n), NAN, device=device) for n in (2 * width, width))
+    reference.backward(grad.float(), gate_up.float(), want, want_act, "gelu")
+    for got, right in ((out, want), (act, want_act), (again, want_act)):
+        close(got, right, dtype)
+
+
+def test_the_references_equal_autograd():
+    """So that the kernels are not compared with one mistake of their own."""
+    functions = torch.nn.functional
+    kinds = {"silu": functions.silu, "gelu": lambda x: functions.gelu(x, approximate="tanh")}
+    for kind, plain in kinds.items():
+        gate_up = torch.randn(7, 10, requires_grad=True)
+        want, grad = plain(gate_up[:, :5]) * gate_up[:, 5:], torch.randn(7, 5)
+        want.backward(grad)
+        out, act = torch.full((7, 10), NAN), torch.full((7, 5), NAN)
+        reference.backward(grad, gate_up.detach(), out, act, kind)
+        assert gate_up.grad is not None
+        assert (out - gate_up.grad).abs().max() < 1e-6 and (act - want).abs().max() < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_far_gates_of_geglu_stay_finite(kernels_on, device):
+    gate = torch.tensor([-3000.0, -60.0, -9.0, 0.0, 9.0, 60.0, 3000.0])
+    gate_up = torch.cat((gate, torch.full_like(gate, 0.5))).to(device)[None]
+    grad = torch.ones(1, len(gate), device=device)
+    out, act = torch.full_like(gate_up, NAN), torch.full_like(grad, NAN)
+    swiglu.backward(grad, gate_up, out, act, "gelu")
+    close(act.cpu(), gate.clamp_min(0)[None] / 2, torch.float32)
+    close(out.cpu(), torch.cat((gate.sign().add(1) / 4, gate.clamp_min(0)))[None], torch.float32)

@@ -49,6 +49,11 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
         ("mistral-window", LoraConfig(rank=2, alpha=8.0), 0.3, "none"),
         ("llama", LoraConfig(rank=70, alpha=70.0, targets=("k_proj", "up_proj", "o_proj")), 0.0, "none"),
         ("llama-untied", LoraConfig(rank=25, alpha=10.0), 0.2, "selective"),
+        ("gemma2", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "none"),
+        ("gemma3", LoraConfig(rank=2, alpha=8.0), 0.2, "selective"),
+        ("phi3-long", LoraConfig(rank=4, alpha=8.0), 0.0, "selective"),
+        ("granite", LoraConfig(rank=3, alpha=6.0), 0.0, "none"),
+        ("olmo3", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
     ],
 )
 @pytest.mark.parametrize("long", [projection.LONG, 1], ids=["apart", "one pass"])

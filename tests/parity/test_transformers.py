@@ -7,6 +7,7 @@ import torch
 
 from graftune.batch import Example
 from graftune.config import LoraConfig
+from graftune.errors import GraftuneError
 from tests import oracle, tiny
 
 
@@ -51,6 +52,23 @@ def test_every_lora_gradient_equals_pefts(variant, base_dtype, tiny_folder):
 )
 def test_gradients_with_other_targets(lora, tiny_folder):
     check_gradients("qwen2", lora, "fp32", tiny_folder)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3", "gemma2", "phi3", "olmo2"])
+def test_gradients_of_norms(variant, tiny_folder):
+    check_gradients(variant, LoraConfig(rank=4, alpha=10.0, train_norms=True), "fp32", tiny_folder)
+
+
+@pytest.mark.parametrize("targets", [("qkv_proj",), ("qkv_proj", "down_proj"), ("mlp",)])
+def test_gradients_of_fused_projections(targets, tiny_folder):
+    check_gradients("phi3", LoraConfig(rank=4, alpha=10.0, targets=targets), "fp32", tiny_folder)
+
+
+def test_targets_that_a_family_does_not_have_are_refused(tiny_folder):
+    with pytest.raises(GraftuneError, match=r"phi3 has no v_proj, it is a part of qkv_proj.*use qkv_proj"):
+        oracle.ours(tiny_folder("phi3"), LoraConfig(targets=("v_proj",)))
+    with pytest.raises(GraftuneError, match="llama has no qkv_proj"):
+        oracle.ours(tiny_folder("llama"), LoraConfig(targets=("qkv_proj",)))
 
 
 def check_gradients(variant, lora, base_dtype, tiny_folder):

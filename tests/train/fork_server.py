@@ -15,6 +15,7 @@ def die_at(place: str, count: int) -> None:
     """Replace a function so that its count-th call is the process's last, before or half-way through its work."""
     from graftune.observe.events import EventLog
     from graftune.train import evaluate
+    from graftune.train.plan.pretend import Pretended
     from graftune.train.step import Step
 
     owner, name = {
@@ -31,6 +32,8 @@ def die_at(place: str, count: int) -> None:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
+        if owner is Step and isinstance(args[0].arena.grads, Pretended):  # rehearsed, for the memory plan
+            return real(*args, **kwargs)
         calls += 1
         if calls == count:
             if place == "emit":  # half a line reaches the file

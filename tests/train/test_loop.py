@@ -97,9 +97,10 @@ def test_a_skipped_update_is_told_of_under_its_own_step(
     update, calls = Step.update_step, []
 
     def overflowing(self: Step) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) in (2, 5):
-            self.arena.grads[3] = math.inf
+        if type(self.arena.grads) is torch.Tensor:  # else it is only rehearsed, for the memory plan
+            calls.append(1)
+            if len(calls) in (2, 5):
+                self.arena.grads[3] = math.inf
         return update(self)
 
     monkeypatch.setattr(Step, "update_step", overflowing)

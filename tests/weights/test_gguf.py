@@ -107,7 +107,7 @@ def test_rows_are_in_hugging_face_order(tmp_path: Path) -> None:
 def test_rope_factors_are_applied(tmp_path: Path) -> None:
     path = tiny_gguf.write(tmp_path / "m.gguf", rope_freqs__weight=np.array([1, 2, 3, 4], np.float32))
     plain = tiny_gguf.write(tmp_path / "p.gguf")
-    with_factors, without = (oracle.ours(p).decoder.inverse_frequencies for p in (path, plain))
+    with_factors, without = (oracle.ours(p).decoder.ropes[0].frequencies for p in (path, plain))
     assert torch.allclose(with_factors * torch.tensor([1.0, 2.0, 3.0, 4.0]), without)
 
 

@@ -19,13 +19,15 @@ from graftune.cli.chat import chat
 from graftune.cli.data import data
 from graftune.cli.doctor import doctor
 from graftune.cli.eval import evaluate
+from graftune.cli.export import export
 from graftune.cli.failures import sentence
+from graftune.cli.plan import plan
 from graftune.cli.train import train
 
 app = App(
     name="graftune",
     version=__version__,
-    help="Fine-tune language models with LoRA adapters: train, look at the data, evaluate, chat.",
+    help="Fine-tune language models with LoRA adapters: train, look at the data, evaluate, chat, export.",
     help_format="plaintext",
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # main answers it
@@ -34,6 +36,8 @@ app.command(train)
 app.command(chat)
 app.command(evaluate, name="eval")
 app.command(data)
+app.command(plan)
+app.command(export)
 app.command(doctor)
 
 

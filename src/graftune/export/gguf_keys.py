@@ -21,13 +21,15 @@ from graftune.weights.base import Base
 from graftune.weights.gguf_io import read_gguf
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2"}
+ARCHITECTURES |= {family: family for family in ("gemma2", "gemma3", "phi3", "granite", "smollm3", "olmo2")}
 # True of the file that was read, not of what is written now.
 _DROPPED = ("split.", "quantize.imatrix.", "general.alignment")
 
 
 def architecture(base: Base) -> str:
     if base.kind == "gguf":
-        return base.spec.family
+        return ARCHITECTURES.get(base.spec.family, base.spec.family)
     found = ARCHITECTURES.get(base.spec.family)
     if found is None:
         raise GraftuneError(
@@ -80,11 +82,11 @@ def _written(base: Base, name: str, end_of_turn: int | None) -> dict[str, bytes]
         "attention.key_length": spec.head_width,
         "attention.value_length": spec.head_width,
         "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
-        "rope.dimension_count": spec.head_width,
+        "rope.dimension_count": spec.rotated or spec.head_width,
         "rope.freq_base": float(spec.rope_theta),
         "vocab_size": spec.vocab,
     }
-    values |= _rope(spec)
+    values |= _rope(spec) | _experts(spec) | _family(spec)
     for key, value in values.items():
         keys[f"{arch}.{key}"] = gguf_file.text(value) if isinstance(value, str) else gguf_file.number(value)
     return keys | vocabulary(base.tokenizer, spec.vocab, end_of_turn)
@@ -94,6 +96,9 @@ def _rope(spec: ModelSpec) -> dict[str, int | float | str]:
     rope = spec.rope
     if rope.kind in ("none", "llama3"):  # Llama 3's is a tensor: see rope_factors
         return {}
+    if rope.kind == "longrope":  # its divisors are tensors
+        attention = spec.inverse_frequencies()[1]
+        return {"rope.scaling.original_context_length": rope.original_length, "rope.scaling.attn_factor": attention}
     found: dict[str, int | float | str] = {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
     if rope.kind == "yarn":
         found["rope.scaling.original_context_length"] = rope.original_length
@@ -109,6 +114,44 @@ def _rope(spec: ModelSpec) -> dict[str, int | float | str]:
         if rope.beta_slow != 1.0:
             found["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
     return found
+
+
+def _family(spec: ModelSpec) -> dict[str, int | float | str]:
+    """What some families have beside the rest. Which layers have a window, no rope, or another scale of scores,
+    llama.cpp knows by the architecture: where a model differs from that, reading the file back tells."""
+    family = specs.FAMILIES[spec.family]
+    found: dict[str, int | float | str] = {}
+    if spec.window and family.windows in ("alternate", "all") and spec.family != "mistral" and not spec.experts:
+        found["attention.sliding_window"] = spec.window
+    if spec.local_theta and spec.local_theta != spec.rope_theta:
+        found["rope.freq_base_swa"] = float(spec.local_theta)
+    if spec.family == "gemma2" and not (spec.attention_cap and spec.logit_cap):
+        raise GraftuneError("llama.cpp caps the scores of every gemma2", mend="export to merged or peft")
+    if spec.attention_cap:
+        found["attn_logit_softcapping"] = float(spec.attention_cap)
+    if spec.logit_cap:
+        found["final_logit_softcapping"] = float(spec.logit_cap)
+    if spec.family == "granite":
+        found |= {
+            "embedding_scale": float(spec.embedding_scale),
+            "residual_scale": float(spec.residual_scale),
+            "attention.scale": float(spec.score_scale),
+            "logit_scale": 1.0 / spec.logit_scale,
+        }
+    return found
+
+
+def _experts(spec: ModelSpec) -> dict[str, int | float | str]:
+    """Of a mixture. llama.cpp has the weights of the chosen sum to one, whatever a file says."""
+    if not spec.experts:
+        return {}
+    if not spec.experts_normalised:
+        raise GraftuneError(
+            "llama.cpp weighs the experts of this family so that they sum to one, which this model does not",
+            mend="export to merged or peft",
+        )
+    found: dict[str, int | float | str] = {"expert_count": spec.experts, "expert_used_count": spec.experts_chosen}
+    return found if spec.family == "mixtral" else found | {"expert_feed_forward_length": spec.ffn}
 
 
 def rope_factors(base: Base) -> torch.Tensor | None:

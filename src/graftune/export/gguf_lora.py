@@ -13,7 +13,7 @@ from graftune.export import gguf_file
 from graftune.export.gguf_file import Block, write_gguf
 from graftune.export.gguf_keys import architecture
 from graftune.model.lora import scaling
-from graftune.weights import adapter_gguf, names, rows
+from graftune.weights import adapter_gguf, experts, names, rows
 from graftune.weights.adapter import Adapter
 from graftune.weights.base import Base
 from graftune.weights.streamed import Held
@@ -26,8 +26,12 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[Block]:
     interleaved = architecture(base) in rows.INTERLEAVED
     found = []
     for ours, value in adapter.tensors.items():
+        if experts.is_expert_adapter(ours):
+            stacks = experts.adapters_to_gguf(ours, value, base.spec)
+            found += [Block(name, Held(stack.float().contiguous()), kind) for name, stack in stacks.items()]
+            continue
         stem, _, matrix = ours.removesuffix(".weight").rpartition(".")
-        name = names.to_gguf(f"{stem}.weight") if matrix in ("lora_A", "lora_B") else None
+        name = names.to_gguf(f"{stem}.weight", architecture(base)) if matrix in ("lora_A", "lora_B") else None
         if name is None:
             raise GraftuneError(
                 f"the adapter also holds {ours}, which an adapter in GGUF has no place for",

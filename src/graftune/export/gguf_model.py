@@ -8,6 +8,7 @@ blocks of 256 fall back as there: Q4_K to Q5_0, Q6_K to Q8_0, and where even 32 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from graftune.export.gguf_file import Block, write_gguf
 from graftune.export.gguf_keys import architecture, model_keys, rope_factors
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
-from graftune.weights import names, rows
+from graftune.weights import experts, names, rows
 from graftune.weights.base import Base
 from graftune.weights.streamed import Held, OnPiece, nothing
 
@@ -35,6 +36,21 @@ TYPES = {
     "Q4_K_M": ("Q4_K", LlamaFileType.MOSTLY_Q4_K_M),
     "Q6_K": ("Q6_K", LlamaFileType.MOSTLY_Q6_K),
 }
+# What a family may have, and a GGUF of it has a key for or takes for granted.
+SHAPED = (
+    "norms",
+    "activation",
+    "wide_qk_norm",
+    "local_theta",
+    "unrotated_layers",
+    "rotated",
+    "embedding_scale",
+    "score_scale",
+    "attention_cap",
+    "residual_scale",
+    "logit_scale",
+    "logit_cap",
+)
 _FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -46,7 +62,7 @@ def more_bits(layer: int, layers: int) -> bool:
 def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) -> str:
     """The block type of a tensor by its GGUF name."""
     kind = TYPES[mix][0]
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("ffn_gate_inp.weight"):  # a router's choice hangs on small differences
         return "F32"
     if kind in _FLOATS:
         return kind
@@ -70,11 +86,16 @@ def gguf_tensors(base: Base, mix: str) -> list[Block]:
     factors = rope_factors(base)
     if factors is not None:
         found.append(Block("rope_freqs.weight", Held(factors), "F32"))
+    if base.spec.rope.kind == "longrope":
+        for which in ("short", "long"):
+            values = torch.tensor(getattr(base.spec.rope, which))
+            found.append(Block(f"rope_factors_{which}.weight", Held(values), "F32"))
     interleaved = architecture(base) in rows.INTERLEAVED
-    for ours in sorted(base.tensors, key=_place):
+    plain, stacks = experts.to_gguf(base.tensors, base.spec)
+    for ours in sorted(plain, key=_place):
         if ours == "lm_head.weight" and base.spec.tied:
             continue
-        name = names.to_gguf(ours)
+        name = names.to_gguf(ours, architecture(base))
         if name is None:
             raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), mend="export to merged or peft")
         source: RowSource = base.tensors[ours]
@@ -82,6 +103,7 @@ def gguf_tensors(base: Base, mix: str) -> list[Block]:
         if interleaved and heads is not None:
             source = rows.Reordered(source, rows.gguf_order(heads, base.spec.head_width))
         found.append(Block(name, source, tensor_kind(name, tuple(source.shape), mix, base.spec)))
+    found += [Block(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
     return found
 
 
@@ -111,10 +133,31 @@ def _check(path: Path, base: Base) -> None:
     from graftune.weights.base import open_base
 
     back = open_base(str(path))
-    for field in ("layers", "width", "ffn", "heads", "kv_heads", "head_width", "vocab", "tied", "qkv_bias", "qk_norm"):
+    for field in (
+        "layers",
+        "width",
+        "ffn",
+        "heads",
+        "kv_heads",
+        "head_width",
+        "vocab",
+        "tied",
+        "qkv_bias",
+        "qk_norm",
+        "experts",
+        "experts_chosen",
+    ):
         got, want = getattr(back.spec, field), getattr(base.spec, field)
         if got != want:
             raise GraftuneError(f"reads back with {field} {got} instead of {want}", where=str(path), mend="report this")
+    for field in SHAPED if back.spec.family == base.spec.family else ():
+        got, want = getattr(back.spec, field), getattr(base.spec, field)
+        same = math.isclose(got, want, rel_tol=1e-6) if isinstance(want, float) else got == want
+        if not same:
+            raise GraftuneError(
+                f"a GGUF of the family {base.spec.family} cannot say that {field} is {want}",
+                mend="export to merged or peft",
+            )
     if not torch.allclose(_frequencies(back), _frequencies(base), rtol=1e-5):
         raise GraftuneError("reads back with other rope frequencies", where=str(path), mend="report this")
 

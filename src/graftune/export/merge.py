@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 
 from graftune import tokenizer as tok
-from graftune.config import PROJECTIONS, LoraConfig
+from graftune.config import TARGETS, LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
-from graftune.model.lora import adapter_name, scaling, weight_name
+from graftune.model.lora import adapter_name, scaling, targets_of, weight_name
 from graftune.model.spec import ModelSpec
+from graftune.weights import experts
 from graftune.weights.adapter import Adapter, check_tables, in_hf_order
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.rows import Reordered
@@ -140,8 +141,11 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
 def _check_whole(changes: Mapping[str, Product], spec: ModelSpec, adapter: Adapter) -> None:
     """An adapter for a shallower model would fit the first layers of this one."""
     for layer in range(spec.layers):
-        for projection in adapter.lora.targets:
-            if weight_name(layer, projection) not in changes:
+        for projection in targets_of(spec, adapter.lora) if spec.fused else adapter.lora.targets:
+            weight = weight_name(layer, projection)
+            if spec.experts and ".mlp." in weight:
+                weight = f"layers.{layer}.mlp.experts.{spec.experts - 1}.{projection}.weight"
+            if weight not in changes:
                 raise GraftuneError(
                     f"{adapter_name(layer, projection, 'A')} is missing: the adapter was made for another base",
                     where=str(adapter.folder),
@@ -163,9 +167,13 @@ def _place(tensors: Mapping[str, RowSource], name: str, shape: tuple[int, ...], 
 
 def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, Product]:
     """What it changes, by the name of the weight."""
-    found = {}
+    found: dict[str, Product] = {}
     for name, down in adapter.tensors.items():
         if not name.endswith("lora_A.weight"):
+            continue
+        if experts.is_expert_adapter(name):
+            parts = experts.by_expert(adapter.tensors, name, str(adapter.folder))
+            found |= {n: Product(weight * scaling(adapter.lora), a, b) for n, (a, b) in parts.items()}
             continue
         stem = name.removesuffix("lora_A.weight")
         up = adapter.tensors.get(stem + "lora_B.weight")
@@ -242,6 +250,8 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
         return adapters[0].adapter
     first = adapters[0].adapter
     changes = [adapter_products(adapter, weight) for adapter, weight in adapters]
+    if any(experts.is_expert_adapter(name) for adapter, _ in adapters for name in adapter.tensors):
+        raise GraftuneError("adapters on experts cannot be made one", mend="export to merged or gguf")
     for adapter, _ in adapters:
         extra = [n for n in adapter.tensors if ".lora_" not in n]
         if extra:
@@ -267,7 +277,7 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
         tensors[stem + "lora_B.weight"] = torch.cat([p.scale * p.up for p in parts], 1)
     adapted = {name.split(".")[-2] for name in every}
     rank = sum(ranks)
-    lora = LoraConfig(rank=rank, alpha=float(rank), targets=tuple(p for p in PROJECTIONS if p in adapted))
+    lora = LoraConfig(rank=rank, alpha=float(rank), targets=tuple(p for p in TARGETS if p in adapted))
     return dataclasses.replace(first, lora=lora, tensors=tensors)
 
 
@@ -288,6 +298,9 @@ class Survival:
         order = None
         if isinstance(source, Reordered):
             order, source = source.order, source.source
+        if isinstance(source, experts.Stack):
+            for place, expert in enumerate(source.experts[start:stop]):
+                self.piece(expert, 0, expert.shape[0], stored[place], dtype)
         if not isinstance(source, Changed):
             return
         stop = min(stop, start + SAMPLED)

@@ -225,7 +225,7 @@ def _merged(source: Source, place: Path, kind: str, console: Console) -> Exporte
             dtypes,
             whole,
             config | {"vocab_size": whole.spec.vocab},
-            on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown[id(s)]),
+            on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown.get(id(s))),
             on_tensor=lambda: bar.update(bar.done + 1),
         )
     used = sorted({NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
@@ -265,7 +265,7 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
                 kind,
                 source.name,
                 end,
-                on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown[id(s)]),
+                on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown.get(id(s))),
                 on_tensor=lambda: bar.update(bar.done + 1),
             )
 

@@ -17,12 +17,22 @@ from graftune.model.spec import ModelSpec
 
 
 class Cache:
-    def __init__(self, spec: ModelSpec, lengths: list[int], capacity: int, device: torch.device, dtype: torch.dtype):
-        """For sequences of `lengths` tokens each, none of which will grow past `capacity`."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        lengths: list[int],
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        reaches: list[int] | None = None,
+    ):
+        """For sequences of `lengths` tokens each, none of which will grow past `capacity`, each to its own of
+        `reaches` at most."""
         shape = (len(lengths), spec.kv_heads, capacity, spec.head_width)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.layers)]
         self.lengths = torch.tensor(lengths, device=device)
+        self.reaches = torch.tensor(reaches or lengths, device=device)
 
     def keep(self, sequences: torch.Tensor) -> None:
         """Drop the sequences that have ended."""
@@ -30,6 +40,7 @@ class Cache:
             for i, tensor in enumerate(stored):
                 stored[i] = tensor.index_select(0, sequences)
         self.lengths = self.lengths.index_select(0, sequences)
+        self.reaches = self.reaches.index_select(0, sequences)
 
 
 class _Attend:
@@ -48,6 +59,10 @@ class Prefill(_Attend):
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=cache.lengths.device)
         self.documents = attention.Documents(starts, lengths, max(lengths))
 
+    def reach(self, positions: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor(self.lengths, device=positions.device)
+        return self.cache.reaches.repeat_interleave(lengths, output_size=len(positions))
+
     def forward(
         self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
@@ -56,7 +71,8 @@ class Prefill(_Attend):
             for stored, fresh in ((self.cache.keys, k), (self.cache.values, v)):
                 stored[block.index][sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
             start += length
-        return attention.forward(q, k, v, self.documents, block.heads[2] ** -0.5, block.window, out=out)[1]
+        how = {"window": block.window, "out": out, "cap": block.score_cap}
+        return attention.forward(q, k, v, self.documents, block.score_scale, **how)[1]
 
 
 class Decode(_Attend):
@@ -68,6 +84,9 @@ class Decode(_Attend):
         self.places = torch.arange(capacity, device=cache.lengths.device)
         self.sequences = torch.arange(len(cache.lengths), device=cache.lengths.device)
 
+    def reach(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.cache.reaches
+
     def forward(
         self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
@@ -76,7 +95,9 @@ class Decode(_Attend):
         keys[self.sequences, :, now] = k
         values[self.sequences, :, now] = v
         grouped = q.reshape(-1, key_heads, heads // key_heads, width)
-        scores = (grouped @ keys.transpose(2, 3)).float() * width**-0.5
+        scores = (grouped @ keys.transpose(2, 3)).float() * block.score_scale
+        if block.score_cap:
+            scores = torch.tanh(scores / block.score_cap) * block.score_cap
         hidden = self.places > now[:, None]
         if block.window:
             hidden |= self.places <= now[:, None] - block.window

@@ -36,9 +36,10 @@ def generate(
     device, stops = decoder.device, set(stop_ids) | set(sampling.stop_ids)
     lengths = [len(p) for p in prompts]
     rooms = [min(sampling.max_new_tokens, decoder.spec.max_positions - n) for n in lengths]
-    capacity = max(n + room for n, room in zip(lengths, rooms, strict=True))
+    reaches = [n + room for n, room in zip(lengths, rooms, strict=True)]
+    capacity = max(reaches)
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache = Cache(decoder.spec, lengths, capacity, device, decoder.compute)
+    cache = Cache(decoder.spec, lengths, capacity, device, decoder.compute, reaches)
     answers: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     with torch.no_grad():

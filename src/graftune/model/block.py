@@ -1,9 +1,12 @@
 """One transformer block as two halves, each with its own forward and backward.
 
 A half is the unit of saving: the backward keeps the half's input, its first product (qkv, rotated in place, or gate
-and up), the attention's output and the small low-rank products, and recomputes norms and SwiGLU, which cost little.
-Adapter gradients go straight into the arena. The residual add is left to the norm that reads the sum, which makes it
-one pass less: a half takes the stream x and what is still to be added to it, y, and hands both on.
+and up), the attention's output and the small low-rank products, and recomputes norms and gated units, which cost
+little. Adapter gradients go straight into the arena. The residual add is left to the norm that reads the sum, which
+makes it one pass less: a half takes the stream x and what is still to be added to it, y, and hands both on.
+
+Every family goes through here. Norms lie before a half, behind it or both; what a half says may be scaled on its way to
+the stream: `_enter` and `_leave` are the two doors, and where a family has nothing there, nothing is done.
 
 Legend: T tokens, D width, N heads, K key heads, H head width, F feed-forward width.
 """
@@ -11,13 +14,16 @@ Legend: T tokens, D width, N heads, K key heads, H head width, F feed-forward wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from graftune.kernels import rms_norm, rope, swiglu
+from graftune.kernels import rms_norm, rope
 from graftune.model.projection import Normed, Projection, with_room
 from graftune.model.run import Pass
+
+if TYPE_CHECKING:
+    from graftune.model.experts import Experts, Routed
 
 
 @dataclass
@@ -46,71 +52,92 @@ class Block:
     window: int
     norm_eps: float
     heads: tuple[int, int, int]  # N, K, H
-    attention_norm: NormWeight
-    mlp_norm: NormWeight
+    attention_norm: NormWeight | None  # before the half; None: it reads the stream as it is
+    mlp_norm: NormWeight | None
     qkv: Projection
     o: Projection
-    gate_up: Projection
-    down: Projection
+    gate_up: Projection | None  # of a plain MLP; None where there are experts
+    down: Projection | None
     qkv_bias: Bias | None = None
     q_norm: NormWeight | None = None
     k_norm: NormWeight | None = None
+    attention_out_norm: NormWeight | None = None  # behind the half, before the residual add
+    mlp_out_norm: NormWeight | None = None
+    rope: int = 0  # which of the pass's rotary tables
+    score_scale: float = 0.0
+    score_cap: float = 0.0
+    residual_scale: float = 1.0
+    activation: str = "silu"
+    experts: Experts | None = None
 
     @property
-    def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def projections(self) -> tuple[Projection, ...]:
+        return tuple(p for p in (self.qkv, self.o, self.gate_up, self.down) if p is not None)
+
+    @property
+    def plain_mlp(self) -> tuple[Projection, Projection]:
+        assert self.gate_up is not None and self.down is not None
+        return self.gate_up, self.down
 
 
 class Attended(NamedTuple):
     """What the attention half keeps."""
 
     x: torch.Tensor  # [T, D]
-    rstd: torch.Tensor  # [T] fp32
+    rstd: torch.Tensor  # [T] fp32, empty without a norm before
     qkv: torch.Tensor  # [T, (N + 2K) H], rotated
     raw: torch.Tensor  # [T, N + K, H] before q's and k's norm; empty without one
     mixed: torch.Tensor  # [T, N H + room], attention's output
     stats: torch.Tensor
     h_qkv: torch.Tensor | None
     h_o: torch.Tensor | None
+    left: Left
 
 
 class Mlped(NamedTuple):
     """What the MLP half keeps."""
 
     x: torch.Tensor  # [T, D]
-    rstd: torch.Tensor  # [T] fp32
+    rstd: torch.Tensor  # [T] fp32, empty without a norm before
     gate_up: torch.Tensor  # [T, 2F]
     h_gate_up: torch.Tensor | None
     h_down: torch.Tensor | None
+    left: Left
+    routed: Routed | None = None  # of experts: who went where
+
+
+class Left(NamedTuple):
+    """What the norm behind a half read, and its rstd; None without one."""
+
+    out: torch.Tensor | None  # [T, D]
+    rstd: torch.Tensor | None  # [T] fp32
 
 
 def attention_half(
     block: Block, x: torch.Tensor, y: torch.Tensor | None, run: Pass
 ) -> tuple[torch.Tensor, torch.Tensor, Attended]:
     """(x, y) -> (s = x + y, o(attention(qkv(norm(s)))), what the backward needs)."""
-    normed = block.qkv.input_buffer(x, len(x))
-    weight = block.attention_norm.of(run.adapted)
-    x, rstd = rms_norm.add_forward(x, y, weight, block.norm_eps, normed[:, : x.shape[1]])
-    qkv, h_qkv = block.qkv.forward(normed, run)
-    del normed
+    x, rstd, qkv, h_qkv = _enter(block, block.qkv, block.attention_norm, x, y, run)
     raw = rope.finish_(
-        qkv, run.cos, run.sin, block.heads, bias=block.qkv_bias.value if block.qkv_bias else None,
+        qkv, *run.tables[block.rope], block.heads, bias=block.qkv_bias.value if block.qkv_bias else None,
         q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
     )  # fmt: skip
     mixed = block.o.input_buffer(x, len(x))
     stats = run.attend.forward(block, *_split(block, qkv), _by_head(block, mixed))
     out, h_o = block.o.forward(mixed, run)
-    return x, out, Attended(x, rstd, qkv, raw, mixed, stats, h_qkv, h_o)
+    y, left = _leave(block, block.attention_out_norm, out, run)
+    return x, y, Attended(x, rstd, qkv, raw, mixed, stats, h_qkv, h_o, left)
 
 
 def attention_half_backward(
     block: Block, grad: torch.Tensor, saved: Attended, run: Pass, need_input: bool
 ) -> torch.Tensor | None:
     """The stream's gradient in a buffer with room -> the same behind the half."""
-    x, rstd, qkv, raw, mixed, stats, h_qkv, h_o = saved
-    grad_mixed, g = block.o.backward(grad, h_o, run)
+    x, rstd, qkv, raw, mixed, stats, h_qkv, h_o, left = saved
+    grad_out = _leave_backward(block, block.o, block.attention_out_norm, grad, left, run)
+    grad_mixed, g = block.o.backward(grad_out, h_o, run)
     assert grad_mixed is not None
-    block.o.learn(grad, g, mixed[:, : block.o.width_in], run)
+    block.o.learn(grad_out, g, mixed[:, : block.o.width_in], run)
 
     grad_qkv = block.qkv.grad_buffer(x, len(x))
     q, k, v = _split(block, qkv)
@@ -119,7 +146,7 @@ def attention_half_backward(
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
     rope.finish_backward(
-        grads, grad_qkv[:, : block.qkv.width_out], run.cos, run.sin, block.heads, raw,
+        grads, grad_qkv[:, : block.qkv.width_out], *run.tables[block.rope], block.heads, raw,
         q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
         grad_q_norm=block.q_norm.grad if block.q_norm else None,
         grad_k_norm=block.k_norm.grad if block.k_norm else None,
@@ -129,73 +156,126 @@ def attention_half_backward(
         block.qkv_bias.grad.add_(grad_qkv[:, : block.qkv.width_out].sum(0, dtype=torch.float32))
 
     # In the first block nothing below learns, so the input's gradient is not computed.
-    norm, weight = block.attention_norm, block.attention_norm.of(run.adapted)
-    need_normed = need_input or norm.grad is not None
-    grad_normed, g = block.qkv.backward(grad_qkv, h_qkv, run, need_normed)
-    block.qkv.learn(grad_qkv, g, x, run, Normed(rstd, weight))
-    if grad_normed is not None:
-        grad = _through_norm(grad_normed, x, rstd, norm, weight, grad, run)
+    norm = block.attention_norm
+    need_input = need_input or (norm is not None and norm.grad is not None)
+    grad_read, g = block.qkv.backward(grad_qkv, h_qkv, run, need_input)
+    block.qkv.learn(grad_qkv, g, x, run, _normed(norm, rstd, run))
+    after = None if grad_read is None else _enter_backward(norm, grad_read, x, rstd, grad, run)
     run.join()
-    return None if grad_normed is None else grad
+    return after
 
 
 def mlp_half(
     block: Block, x: torch.Tensor, y: torch.Tensor | None, run: Pass
 ) -> tuple[torch.Tensor, torch.Tensor, Mlped]:
-    """(x, y) -> (s = x + y, down(swiglu(gate_up(norm(s)))), what the backward needs)."""
-    normed = block.gate_up.input_buffer(x, len(x))
-    weight = block.mlp_norm.of(run.adapted)
-    x, rstd = rms_norm.add_forward(x, y, weight, block.norm_eps, normed[:, : x.shape[1]])
-    gate_up, h_gate_up = block.gate_up.forward(normed, run)
-    del normed
-    act = block.down.input_buffer(x, len(x))
-    swiglu.forward(gate_up, act[:, : block.down.width_in])
-    out, h_down = block.down.forward(act, run)
-    return x, out, Mlped(x, rstd, gate_up, h_gate_up, h_down)
+    """(x, y) -> (s = x + y, down(act(gate_up(norm(s)))), what the backward needs)."""
+    routed = None
+    if block.experts is not None:
+        assert block.mlp_norm is not None
+        normed = torch.empty_like(x)
+        x, rstd = rms_norm.add_forward(x, y, block.mlp_norm.of(run.adapted), block.norm_eps, normed)
+        routed = block.experts.route(normed)
+        out, gate_up, h_gate_up, h_down = block.experts.forward(normed, routed, run.adapted)
+    else:
+        first, second = block.plain_mlp
+        x, rstd, gate_up, h_gate_up = _enter(block, first, block.mlp_norm, x, y, run)
+        out, h_down = second.after_act(gate_up, run, block.activation)
+    y, left = _leave(block, block.mlp_out_norm, out, run)
+    return x, y, Mlped(x, rstd, gate_up, h_gate_up, h_down, left, routed)
 
 
 def gate_up_again(block: Block, saved: Mlped, run: Pass) -> Mlped:
     """Fills in the gate_up product that was not kept."""
-    normed = block.gate_up.input_buffer(saved.x, len(saved.x))
-    weight = block.mlp_norm.of(run.adapted)
-    rms_norm.add_forward(saved.x, None, weight, block.norm_eps, normed[:, : saved.x.shape[1]])
-    return saved._replace(gate_up=block.gate_up.forward(normed, run)[0])
+    if block.experts is not None:
+        normed = _normed(block.mlp_norm, saved.rstd, run)
+        assert normed is not None and saved.routed is not None
+        return saved._replace(gate_up=block.experts.first(normed.of(saved.x), saved.routed, run.adapted)[0])
+    return saved._replace(gate_up=_enter(block, block.plain_mlp[0], block.mlp_norm, saved.x, None, run)[2])
 
 
 def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass) -> torch.Tensor:
     """The stream's gradient in a buffer with room -> the same behind the half."""
-    x, rstd, gate_up, h_gate_up, h_down = saved
-    grad_act, g = block.down.backward(grad, h_down, run)
-    assert grad_act is not None
-    grad_gate_up = block.gate_up.grad_buffer(x, len(x))
-    act = torch.empty_like(grad_act)
-    swiglu.backward(grad_act, gate_up, grad_gate_up[:, : block.gate_up.width_out], act)
-    del grad_act
-    block.down.learn(grad, g, act, run)
-    del act
+    x, rstd, gate_up, h_gate_up, h_down, left, routed = saved
+    grad_out = _leave_backward(block, block.down, block.mlp_out_norm, grad, left, run)
+    norm = _normed(block.mlp_norm, rstd, run)
+    if block.experts is not None:
+        assert norm is not None and routed is not None
+        grad_read: torch.Tensor | None = block.experts.backward(
+            grad_out[:, : x.shape[1]], norm.of(x), routed, gate_up, h_gate_up, h_down
+        )
+    else:
+        first, second = block.plain_mlp
+        grad_act, g = second.backward(grad_out, h_down, run)
+        assert grad_act is not None
+        grad_gate_up = first.grad_buffer(x, len(x))
+        act = torch.empty_like(grad_act)
+        scale = first.act_backward(grad_act, gate_up, grad_gate_up, act, run, block.activation)
+        del grad_act
+        second.learn(grad_out, g, act, run)
+        del act
+        grad_read, g = first.backward(grad_gate_up, h_gate_up, run, scale=scale)
+        first.learn(grad_gate_up, g, x, run, norm)
+        del grad_gate_up
+    assert grad_read is not None
+    return _enter_backward(block.mlp_norm, grad_read, x, rstd, grad, run)
 
-    norm, weight = block.mlp_norm, block.mlp_norm.of(run.adapted)
-    grad_normed, g = block.gate_up.backward(grad_gate_up, h_gate_up, run)
-    assert grad_normed is not None
-    block.gate_up.learn(grad_gate_up, g, x, run, Normed(rstd, weight))
-    del grad_gate_up
-    return _through_norm(grad_normed, x, rstd, norm, weight, grad, run)
+
+def _enter(
+    block: Block, projection: Projection, norm: NormWeight | None, x: torch.Tensor, y: torch.Tensor | None, run: Pass
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(s = x + y, rstd, the product of norm(s), or of s itself, h). y is overwritten by the sum."""
+    if norm is not None:
+        return projection.after_norm(x, y, norm.of(run.adapted), block.norm_eps, run)
+    x = x if y is None else y.add_(x)
+    read = x
+    if projection.room:
+        read = projection.input_buffer(x, len(x))
+        read[:, : projection.width_in].copy_(x)
+    return x, x.new_empty(0, dtype=torch.float32), *projection.forward(read, run)
 
 
-def _through_norm(
-    grad_normed: torch.Tensor,
-    x: torch.Tensor,
-    rstd: torch.Tensor,
-    norm: NormWeight,
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    run: Pass,
+def _enter_backward(
+    norm: NormWeight | None, grad_read: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor, run: Pass
 ) -> torch.Tensor:
-    """The stream's gradient with what came through the norm: in place, or elsewhere while sums aside read it still."""
+    """The stream's gradient with what came through the half: in place, or elsewhere while sums aside read it still."""
     width = x.shape[1]
     after = grad if run.aside is None else with_room(grad, len(grad), width, grad.shape[1] - width)
-    rms_norm.add_backward(grad_normed, x, rstd, weight, grad[:, :width], norm.grad, after[:, :width])
+    if norm is None:
+        torch.add(grad[:, :width], grad_read, out=after[:, :width])
+    else:
+        weight = norm.of(run.adapted)
+        rms_norm.add_backward(grad_read, x, rstd, weight, grad[:, :width], norm.grad, after[:, :width])
     return after
+
+
+def _leave(block: Block, norm: NormWeight | None, out: torch.Tensor, run: Pass) -> tuple[torch.Tensor, Left]:
+    """What a half adds to the stream: what it computed, normed and scaled as the family has it."""
+    if norm is None:
+        return (out if block.residual_scale == 1 else out.mul_(block.residual_scale)), Left(None, None)
+    y = torch.empty_like(out)
+    _, rstd = rms_norm.add_forward(out, None, norm.of(run.adapted), block.norm_eps, y)
+    return y, Left(out, rstd)
+
+
+def _leave_backward(
+    block: Block, last: Projection | None, norm: NormWeight | None, grad: torch.Tensor, left: Left, run: Pass
+) -> torch.Tensor:
+    """The gradient of what the half's last projection computed, in a buffer with its room."""
+    if norm is None and block.residual_scale == 1:
+        return grad
+    width, room = block.o.width_out, 0 if last is None else last.room
+    grad_out = with_room(grad, len(grad), width, room)
+    if norm is None:
+        torch.mul(grad[:, :width], block.residual_scale, out=grad_out[:, :width])
+    else:
+        assert left.out is not None and left.rstd is not None
+        weight = norm.of(run.adapted)
+        rms_norm.add_backward(grad[:, :width], left.out, left.rstd, weight, None, norm.grad, grad_out[:, :width])
+    return grad_out
+
+
+def _normed(norm: NormWeight | None, rstd: torch.Tensor, run: Pass) -> Normed | None:
+    return None if norm is None else Normed(rstd, norm.of(run.adapted))
 
 
 def _split(block: Block, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

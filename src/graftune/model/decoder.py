@@ -1,7 +1,8 @@
 """The whole forward, top to bottom: embed, blocks, final norm, head.
 
-One decoder for every family: they differ by values of the spec (bias, QK norm, window, rope), never by a copy of this
-file. It works on packed tokens [T] without a batch dimension; who may see whom is the business of `Pass.attend`.
+One decoder for every family: they differ by values of the spec (where norms lie, bias, QK norm, window, ropes, scales,
+caps), never by a copy of this file. It works on packed tokens [T] without a batch dimension; who may see whom is the
+business of `Pass.attend`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from graftune.model.block import (
 )
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.projection import with_room
+from graftune.model.rotary import Rope
 from graftune.model.run import Aside, Attend, Dropout, Pass
 from graftune.model.spec import ModelSpec
 from graftune.model.tape import Tape
@@ -83,8 +85,7 @@ class Decoder:
     blocks: list[Block]
     norm: NormWeight
     head: Head
-    inverse_frequencies: torch.Tensor  # [H/2]
-    rope_scaling: float
+    ropes: tuple[Rope, ...]  # for each kind of layer: spec.rope_of
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None
@@ -98,9 +99,15 @@ class Decoder:
         dropout: Dropout | None = None,
         aside: Aside | None = None,
     ) -> Pass:
-        """What the blocks share in one forward: rotary tables [T, H/2], attention, adapters on or off."""
-        cos, sin = rope.tables(positions, self.inverse_frequencies, self.rope_scaling)
-        return Pass(cos, sin, attend, adapted, dropout, aside)
+        """What the blocks share in one forward: rotary tables, attention, adapters on or off."""
+        tables = []
+        for kind in self.ropes:
+            frequencies = kind.frequencies
+            if kind.far is not None:
+                is_far = (attend.reach(positions) > kind.limit).unsqueeze(1)
+                frequencies = torch.where(is_far, kind.far, frequencies)
+            tables.append(rope.tables(positions, frequencies, kind.scaling))
+        return Pass(tuple(tables), attend, adapted, dropout, aside)
 
     def forward(
         self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None, tape: Tape | None = None
@@ -152,7 +159,16 @@ class Decoder:
         return y.add_(x)
 
     def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
-        """Lookup in the base's table and, from its end on, in the rows of added tokens."""
+        """Lookup in the base's table and, from its end on, in the rows of added tokens; scaled as the family has it."""
+        x = self._lookup(tokens, adapted)
+        return x if self.spec.embedding_scale == 1 else x * self._embedding_scale
+
+    @property
+    def _embedding_scale(self) -> float:
+        """Rounded to the compute dtype, as it was where these models were trained."""
+        return float(torch.tensor(self.spec.embedding_scale, dtype=self.compute))
+
+    def _lookup(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
         if self.added is None:
             return self.embedding.rows(tokens)
         rows = self.added.value if adapted else self.added.start
@@ -161,6 +177,8 @@ class Decoder:
         return torch.where(is_new, rows.index_select(0, index), known)
 
     def _embed_backward(self, tokens: torch.Tensor, grad: torch.Tensor) -> None:
+        if self.spec.embedding_scale != 1:
+            grad = grad * self._embedding_scale
         if isinstance(self.embedding, Trained):
             self.embedding.learn_rows(tokens, grad)
         if self.added is not None:
@@ -173,7 +191,7 @@ class Decoder:
 
     def _stream_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, D + room]: the stream's gradient is what o and down get, so it has their room."""
-        room = max(max(block.o.room, block.down.room) for block in self.blocks)
+        room = max(max(block.o.room, block.down.room if block.down else 0) for block in self.blocks)
         return with_room(like, rows, self.spec.width, room)
 
     def loss(
@@ -189,7 +207,15 @@ class Decoder:
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
         head = self.head.of(adapted)
-        total, grad = linear_cross_entropy.forward(normed, head, labels, need_grad=need_grad, scale=scale)
+        total, grad = linear_cross_entropy.forward(
+            normed,
+            head,
+            labels,
+            need_grad=need_grad,
+            scale=scale,
+            factor=self.spec.logit_scale,
+            cap=self.spec.logit_cap,
+        )
         if grad is None:
             return total, None
         return total, rms_norm.add_backward(grad, x, rstd, weight, None, self.norm.grad)
@@ -197,13 +223,16 @@ class Decoder:
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""
         normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)
-        return self.head.of(adapted).matmul(normed).float()
+        logits = self.head.of(adapted).matmul(normed).float()
+        return linear_cross_entropy.bent(logits, self.spec.logit_scale, self.spec.logit_cap)
 
     @property
     def frozen_bytes(self) -> int:
         weights = [p.frozen for b in self.blocks for p in b.projections]
         tied = self.head.frozen is self.embedding
-        return sum(w.nbytes for w in weights) + self.embedding.nbytes + (0 if tied else self.head.frozen.nbytes)
+        mixtures = sum(b.experts.nbytes for b in self.blocks if b.experts is not None)
+        tables = self.embedding.nbytes + (0 if tied else self.head.frozen.nbytes)
+        return sum(w.nbytes for w in weights) + mixtures + tables
 
 
 @dataclass(frozen=True)
@@ -218,11 +247,16 @@ class PackedDocuments:
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return PackedDocuments(attention.Documents(starts, tuple(lengths), max(lengths)), backend)
 
+    def reach(self, positions: torch.Tensor) -> torch.Tensor:
+        starts, tokens = self.documents.cu_seqlens, torch.arange(len(positions), device=positions.device)
+        document = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(starts) - 2)
+        return starts.diff().index_select(0, document)
+
     def forward(
         self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        scale, (window, backend) = block.heads[2] ** -0.5, self._how(block)
-        return attention.forward(q, k, v, self.documents, scale, window, backend, out)[1]
+        window, backend = self._how(block)
+        return attention.forward(q, k, v, self.documents, block.score_scale, window, backend, out, block.score_cap)[1]
 
     def grad_buffers(
         self, block: Block, q: torch.Tensor, k: torch.Tensor
@@ -240,12 +274,13 @@ class PackedDocuments:
         stats: torch.Tensor,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        scale, (window, backend) = block.heads[2] ** -0.5, self._how(block)
-        attention.backward(grad, q, k, v, out, stats, self.documents, scale, window, grads, backend)
+        window, backend = self._how(block)
+        scale, cap = block.score_scale, block.score_cap
+        attention.backward(grad, q, k, v, out, stats, self.documents, scale, window, grads, backend, cap)
 
     def _how(self, block: Block) -> tuple[int, str]:
-        """(window, backend) of a layer. A window that no document reaches is none; cuDNN's plans know none, so layers
-        with a real one take our own kernels."""
-        if block.window >= self.documents.longest:
-            return 0, self.backend
-        return block.window, "triton" if block.window and self.backend != "cpu" else self.backend
+        """(window, backend) of a layer. A window that no document reaches is none; cuDNN's plans know none and no soft
+        cap, so layers with a real one take our own kernels."""
+        window = block.window if block.window < self.documents.longest else 0
+        ours = (window or block.score_cap) and self.backend != "cpu"
+        return window, "triton" if ours else self.backend

@@ -18,19 +18,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graftune.config import LoraConfig, expand_targets
-from graftune.kernels import lora_linear
+from graftune.config import FUSED, LoraConfig, expand_targets
+from graftune.errors import GraftuneError
+from graftune.kernels import fp8, lora_linear
 from graftune.kernels.lora_linear import Copy, Low
-from graftune.model.frozen import Dense
-from graftune.model.spec import ModelSpec
+from graftune.kernels.room import Adapters
+from graftune.model.experts import ExpertLora
+from graftune.model.frozen import Fp8, Roomy
+from graftune.model.spec import NORMS, ModelSpec
 
-GROUPS = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-HOMES = {p: "self_attn" if p in (*GROUPS["qkv"], "o_proj") else "mlp" for ps in GROUPS.values() for p in ps}
+# A mixture's: each of the two stacked weights of the experts has one adapter an expert.
+EXPERT_GROUPS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+HOMES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), "self_attn") | dict.fromkeys(
+    ("gate_proj", "up_proj", "gate_up_proj", "down_proj"), "mlp"
+)
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,11 @@ class LoraGroup:
     def low(self, h: torch.Tensor) -> Low:
         return Low(h, self.up, self.columns, self.scale, self.diagonal)
 
-    def settle(self, dense: Dense) -> None:
-        """Have `publish` keep A in the rows below the weight and s B in the columns beside it."""
-        out, into = dense.weight.shape
-        self.arena.copies.append(Copy(self.down, dense.storage[out : out + len(self.down), :into], 1.0))
-        beside = dense.storage[:out, into:]
-        for columns, rows, ranks in lora_linear.members(self.columns, self.up.shape[1]):
-            self.arena.copies.append(Copy(self.up[rows], beside[columns, ranks], self.scale))
+    def settle(self, weight: Roomy) -> None:
+        """Have A lie in the rows below the weight and s B in the columns beside it, whenever a product reads them."""
+        self.arena.copies += weight.settle(Adapters(self.down, self.up, self.columns, self.scale))
+        if isinstance(weight, Fp8) and weight.share is not None:
+            self.arena.shares.append(weight.share)
 
 
 @dataclass
@@ -84,6 +83,7 @@ class Arena:
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
     copies: list[Copy] = field(default_factory=list)
+    shares: list[fp8.Share] = field(default_factory=list)
     own_bytes: int = 0  # of what is kept beside the flat buffers
 
     def __post_init__(self) -> None:
@@ -118,6 +118,7 @@ class Arena:
         if cast and self.compute is not self.weights:
             self.compute.copy_(self.weights)
         lora_linear.spread(self.copies, self._tables)
+        fp8.settle(self.shares, self._tables)
 
     @property
     def decayed(self) -> int:
@@ -142,15 +143,19 @@ def adapter_name(layer: int, projection: str, matrix: str) -> str:
     return f"layers.{layer}.{HOMES[projection]}.{projection}.lora_{matrix}.weight"
 
 
+def expert_adapter_name(layer: int, group: str, matrix: str) -> str:
+    return f"layers.{layer}.mlp.experts.{group}.lora_{matrix}.weight"
+
+
 def weight_name(layer: int, projection: str, kind: str = "weight") -> str:
     return f"layers.{layer}.{HOMES[projection]}.{projection}.{kind}"
 
 
 def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
     """(layer, name, width) of every norm weight."""
-    kinds = [("input_layernorm", spec.width), ("post_attention_layernorm", spec.width)]
+    kinds = [(kind, spec.width) for kind in NORMS[spec.norms] if kind is not None]
     if spec.qk_norm:
-        kinds += [("self_attn.q_norm", spec.head_width), ("self_attn.k_norm", spec.head_width)]
+        kinds += zip(("self_attn.q_norm", "self_attn.k_norm"), spec.qk_norm_widths, strict=True)
     blocks = [(i, f"layers.{i}.{kind}.weight", width) for i in range(spec.layers) for kind, width in kinds]
     return [*blocks, (-1, "norm.weight", spec.width)]
 
@@ -159,9 +164,30 @@ def scaling(config: LoraConfig) -> float:
     return config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
 
 
+def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
+    """The projections that get adapters, as the model's family calls them."""
+    asked = expand_targets(config.targets)
+    wanted = {p for p in asked if p in spec.projections}
+    for fused, parts in FUSED.items():
+        given = [p for p in parts if p in asked]
+        if fused not in spec.projections or not given:
+            continue
+        if len(given) < len(parts):
+            raise GraftuneError(
+                f"targets: {spec.family} has no {given[0]}, it is a part of {fused}", mend=f"use {fused} or all_linear"
+            )
+        wanted.add(fused)
+    alien = [p for p in asked if p not in spec.projections and not any(p in parts for parts in FUSED.values())]
+    if alien:
+        raise GraftuneError(
+            f"targets: {spec.family} has no {alien[0]}", mend=f"use {', '.join(spec.projections)} or all_linear"
+        )
+    return tuple(p for p in spec.projections if p in wanted)
+
+
 def room_of(spec: ModelSpec, config: LoraConfig, group: str) -> int:
     """Columns and rows that a group's adapters take beside its weight, a multiple of eight for aligned rows."""
-    members = [p for p in GROUPS[group] if p in expand_targets(config.targets)]
+    members = [p for p in spec.groups[group] if p in targets_of(spec, config)]
     return -(-len(members) * config.rank // 8) * 8
 
 
@@ -170,6 +196,8 @@ def build_arena(
 ) -> Arena:
     """Lay out: the adapters and what trains beside them, or (`full`) every weight of the model."""
     place = _Layout()
+    if full and spec.experts:
+        raise GraftuneError("training every weight of a mixture of experts is not supported", mend="use method lora")
     if full:
         _place_everything(place, spec)
     else:
@@ -190,9 +218,9 @@ class _Layout:
 
 
 def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None:
-    targets = expand_targets(config.targets)
+    targets = targets_of(spec, config)
     for layer in range(spec.layers):
-        for group in GROUPS.values():
+        for group in spec.groups.values():
             members = [p for p in group if p in targets]
             for projection in members:
                 shape = (config.rank, spec.projections[projection][1])
@@ -200,6 +228,10 @@ def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None
             for projection in members:
                 shape = (spec.projections[projection][0], config.rank)
                 place(adapter_name(layer, projection, "B"), shape, layer, True)
+        for name in adapted_experts(spec, config):
+            out, width = _expert_shape(spec, name)
+            place(expert_adapter_name(layer, name, "A"), (spec.experts * config.rank, width), layer, True)
+            place(expert_adapter_name(layer, name, "B"), (spec.experts, out, config.rank), layer, True)
     if config.new_tokens:
         place("embed_tokens.rows", (len(config.new_tokens), spec.width), -1, True)
         if not spec.tied:
@@ -209,16 +241,37 @@ def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None
             place(name, (width,), layer, False)
 
 
+def _expert_shape(spec: ModelSpec, group: str) -> tuple[int, int]:
+    """(out, in) of an expert's share of a stacked weight."""
+    shapes = [spec.projections[p] for p in EXPERT_GROUPS[group]]
+    return sum(out for out, _ in shapes), shapes[0][1]
+
+
+def adapted_experts(spec: ModelSpec, config: LoraConfig) -> list[str]:
+    """Those of EXPERT_GROUPS that the targets are. They hold gate and up as one, and dropout on what an expert reads is
+    nothing PEFT could load."""
+    targets = set(targets_of(spec, config))
+    found = [group for group, members in EXPERT_GROUPS.items() if spec.experts and set(members) & targets]
+    if "gate_up_proj" in found and not set(EXPERT_GROUPS["gate_up_proj"]) <= targets:
+        raise GraftuneError(
+            "the experts hold gate and up as one weight, and only one of the two is a target",
+            mend="target gate_proj and up_proj, or neither",
+        )
+    if found and config.dropout:
+        raise GraftuneError("adapters on experts have no dropout", mend="set dropout to 0, or target attention")
+    return found
+
+
 def _place_everything(place: _Layout, spec: ModelSpec) -> None:
     """By the names the base has. Projections that share an input lie together: one product serves them."""
     place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
     for layer in range(spec.layers):
-        for projection in HOMES:
+        for projection in spec.projections:
             place(weight_name(layer, projection), spec.projections[projection], layer, True)
     if not spec.tied:
         place("lm_head.weight", (spec.vocab, spec.width), -1, True)
     for layer in range(spec.layers if spec.qkv_bias else 0):
-        for projection in GROUPS["qkv"]:
+        for projection in spec.groups["qkv"]:
             place(weight_name(layer, projection, "bias"), spec.projections[projection][:1], layer, False)
     for layer, name, width in norm_names(spec):
         place(name, (width,), layer, False)
@@ -259,7 +312,7 @@ def initialise(arena: Arena, config: LoraConfig, seed: int) -> None:
 def lora_groups(arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int) -> dict[str, LoraGroup]:
     """The layer's adapters as views into the arena."""
     found: dict[str, LoraGroup] = {}
-    for name, group in GROUPS.items():
+    for name, group in spec.groups.items():
         members = [p for p in group if adapter_name(layer, p, "A") in arena.slots]
         if not members:
             continue
@@ -277,6 +330,22 @@ def lora_groups(arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int) -
             scale=scaling(config),
             arena=arena,
             diagonal=_diagonal(arena, ends[-1], columns, ups, rank) if _one_diagonal(arena, group) else None,
+        )
+    return found
+
+
+def expert_groups(arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int) -> dict[str, ExpertLora]:
+    """The adapters of a layer's experts as views into the arena."""
+    found = {}
+    for group in adapted_experts(spec, config):
+        a, b = (expert_adapter_name(layer, group, matrix) for matrix in "AB")
+        split = (spec.experts, config.rank)
+        found[group] = ExpertLora(
+            down=arena.view(a, arena.compute).unflatten(0, split),
+            up=arena.view(b, arena.compute),
+            grad_down=arena.view(a, arena.grads).unflatten(0, split),
+            grad_up=arena.view(b, arena.grads),
+            scale=scaling(config),
         )
     return found
 

@@ -12,6 +12,9 @@ all. For this, whoever writes x or dY writes into `input_buffer` or `grad_buffer
 Elsewhere (CPU, weights still in the file, dropout on the way back) the share is added apart, and buffers are exact.
 
 Full-parameter training is the same class over a weight that trains: `learn` then adds dW instead of dA.
+
+A weight in fp8 reads codes, not these buffers: where it can, the kernel that writes x or dY writes its codes
+(`after_norm`, `after_act`, `act_backward`), and the thin products of the adapters theirs (frozen/fp8.py).
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from graftune.kernels import lora_linear, rms_norm
-from graftune.model.frozen import Dense, Frozen, Trained, apart
+from graftune.kernels import lora_linear, rms_norm, swiglu
+from graftune.model.frozen import Fp8, Frozen, Roomy, Trained, apart
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
 
@@ -54,9 +57,9 @@ class Projection:
 
     def __post_init__(self) -> None:
         self.width_in, self.width_out = self.frozen.in_features, self.frozen.out_features
-        self.room = self.frozen.room if isinstance(self.frozen, Dense) and self.lora is not None else 0
+        self.room = self.frozen.room if isinstance(self.frozen, Roomy) and self.lora is not None else 0
         if self.room:
-            assert self.lora is not None and isinstance(self.frozen, Dense)
+            assert self.lora is not None and isinstance(self.frozen, Roomy)
             self.lora.settle(self.frozen)
 
     def input_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
@@ -67,37 +70,88 @@ class Projection:
         """[rows, out + room] to write dY into."""
         return with_room(like, rows, self.width_out, self.room)
 
+    def _in_codes(self, run: Pass) -> Fp8 | None:
+        """The weight, if it is in fp8 and nothing but the product reads x as the adapters do."""
+        fits = isinstance(self.frozen, Fp8) and self.room and run.adapted and run.dropout is None
+        return self.frozen if fits and isinstance(self.frozen, Fp8) else None
+
+    def after_norm(
+        self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, run: Pass
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum."""
+        codes = self._in_codes(run)
+        if codes is not None:
+            return codes.after_norm(x, y, weight, eps)
+        normed = self.input_buffer(x, len(x))
+        x, rstd = rms_norm.add_forward(x, y, weight, eps, normed[:, : self.width_in])
+        return x, rstd, *self.forward(normed, run)
+
+    def after_act(
+        self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The product of the gated unit of gate_up, and h. Only silu's is in one kernel with fp8's codes."""
+        codes = self._in_codes(run)
+        if codes is not None and kind == "silu":
+            return codes.after_act(gate_up)
+        act = self.input_buffer(gate_up, len(gate_up))
+        swiglu.forward(gate_up, act[:, : self.width_in], kind)
+        return self.forward(act, run)
+
+    def act_backward(
+        self,
+        grad_act: torch.Tensor,
+        gate_up: torch.Tensor,
+        grad: torch.Tensor,
+        act: torch.Tensor,
+        run: Pass,
+        kind: str = "silu",
+    ) -> torch.Tensor | None:
+        """swiglu.backward into our gradient buffer and `act`; what it returns is for `backward`."""
+        codes, out = self._in_codes(run), grad[:, : self.width_out]
+        if codes is not None and kind == "silu":
+            return codes.act_backward(grad_act, gate_up, out, act)
+        swiglu.backward(grad_act, gate_up, out, act, kind)
+        return None
+
     def forward(self, x: torch.Tensor, run: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward)."""
-        plain = x[:, : self.width_in]
+        plain, codes = x[:, : self.width_in], self._in_codes(run)
+        if codes is not None:
+            return codes.forward(plain)
         if self.lora is None or not run.adapted:
             return self.frozen.matmul(plain), None
         read = plain if run.dropout is None else run.dropout.apply(plain, self.place)
         if not self.room:
             h = lora_linear.down(read, self.lora.down)
             return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
-        assert isinstance(self.frozen, Dense)
+        assert isinstance(self.frozen, Roomy)
         h = lora_linear.down(read, self.lora.down, x[:, self.width_in :])
         return self.frozen.matmul_with_room(x), h
 
     def backward(
-        self, grad: torch.Tensor, h: torch.Tensor | None, run: Pass, need_input: bool = True
+        self,
+        grad: torch.Tensor,
+        h: torch.Tensor | None,
+        run: Pass,
+        need_input: bool = True,
+        scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A gradient buffer -> (dX if needed, g for `learn`); adds dB."""
+        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `scale`: what `act_backward` left."""
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
         low, inside = lora.low(h), bool(self.room) and run.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
-        if len(grad) >= LONG or grad_y.numel() >= WIDE:
-            g = lora_linear.up_both(grad_y, low, lora.grad_up, tail)
-        else:
+        codes, long = self._in_codes(run), len(grad) >= LONG or grad_y.numel() >= WIDE
+        if not long:
             run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h)
-            g = lora_linear.up_backward(grad_y, low, tail)
+        if codes is not None and need_input:
+            return codes.backward(grad_y, low, scale=scale, grad_up=lora.grad_up if long else None)
+        g = lora_linear.up_both(grad_y, low, lora.grad_up, tail) if long else lora_linear.up_backward(grad_y, low, tail)
         if not need_input:
             return None, g
         if inside:
-            assert isinstance(self.frozen, Dense)
+            assert isinstance(self.frozen, Roomy)
             return self.frozen.input_grad_with_room(grad[:, : self.width_out + self.room]), g
         grad_x = self.frozen.input_grad(grad_y)
         if run.dropout is None:

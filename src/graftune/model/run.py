@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 class Attend(Protocol):
     """Attention as the pass wants it: over packed documents when training, over a cache when generating."""
 
+    def reach(self, positions: torch.Tensor) -> torch.Tensor:
+        """How long the document of each token is, or will be: [T]."""
+        ...
+
     def forward(
         self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
@@ -89,8 +93,7 @@ class Aside:
 
 @dataclass(frozen=True)
 class Pass:
-    cos: torch.Tensor
-    sin: torch.Tensor
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cos and sin [T, R/2] for each kind of layer
     attend: Attend
     adapted: bool = True
     dropout: Dropout | None = None

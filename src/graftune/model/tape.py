@@ -100,7 +100,7 @@ class Offloaded:
         return again(block, x, run, rows)
 
     def _fetch(self, index: int, run: Pass) -> None:
-        x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=run.cos.device)
+        x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=run.tables[0][0].device)
         self.side.wait_stream(torch.cuda.current_stream())  # x's memory may still be read by what came before
         with torch.cuda.stream(self.side):
             x.copy_(self.homes[index], non_blocking=True)

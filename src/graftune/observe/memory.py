@@ -7,13 +7,17 @@ justify a dependency, and psutil does not look at cgroup limits, which are what 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from graftune.errors import GraftuneError
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -51,6 +55,21 @@ def available_bytes() -> int:
     return max(0, min([machine, *_cgroup_rests()]))
 
 
+def free_bytes(device: torch.device | str) -> int:
+    """Bytes this process may still take on the device: what the driver has free, and what torch holds without using."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return device_bytes(device).free
+
+
+def forget_peak() -> None:
+    """Begin anew with `peak_resident_bytes`, where the kernel lets us: what comes is then measured by itself."""
+    with suppress(OSError):
+        (PROC / "self/clear_refs").write_text("5")
+
+
 def total_bytes() -> int:
     """Memory of the machine, or the cgroup's limit if smaller."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -79,6 +98,15 @@ def human_bytes(count: float) -> str:
             break
         size /= 1024
     return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """'24GiB' -> 25769803776. A plain number is bytes; GB are powers of ten, GiB of two."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise GraftuneError(f"{text!r} is no amount of memory", mend="write it as 24GiB, 80GB or in bytes")
+    power = "KMGT".index(found[2].upper()) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def _kib_field(path: Path, name: str) -> int:

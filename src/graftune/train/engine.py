@@ -84,15 +84,18 @@ class Engine:
             raise
 
 
-def open_engine(config: Config, console: Console, *, base: Base | None = None) -> Engine:
-    """Open the base unless it is given, resolve what is `auto`, lay out the adapters and place the weights."""
+def open_engine(
+    config: Config, console: Console, *, base: Base | None = None, placement: Placement | None = None
+) -> Engine:
+    """Open the base unless it is given, resolve what is `auto`, lay out the adapters and place the weights (as was
+    planned, or as fits now)."""
     runtime = resolve(
         config.base.device,
         config.base.compute_dtype,
         threads=config.base.threads,
         deterministic=config.train.deterministic,
     )
-    recompute = _recompute(config.train.recompute, runtime.device)
+    recompute = resolved_recompute(config.train.recompute, runtime.device)
     check_method(config)
     method = config.train.method
     base = base or open_base(config.base.base, config.base.revision, weights=method != "scratch")
@@ -103,10 +106,10 @@ def open_engine(config: Config, console: Console, *, base: Base | None = None) -
     if lora.new_tokens:
         base = with_new_tokens(base, lora.new_tokens)
     base = with_template(base, config, adapter)
-    attend = _attention(base, runtime, config.data.max_seq_len)
+    attend = attention_for(base, runtime, config.data.max_seq_len)
     whole = hf_config(base) if method != "lora" else None
     place = choose_placement if method == "lora" else nothing_frozen
-    placement = place(base, config.base.base_dtype, runtime)
+    placement = placement or place(base, config.base.base_dtype, runtime)
     arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=method != "lora")
     decoder = build_decoder(base, arena, lora, runtime, placement)
     if method == "scratch":
@@ -116,7 +119,7 @@ def open_engine(config: Config, console: Console, *, base: Base | None = None) -
     elif adapter is None:
         initialise(arena, lora, config.train.seed)
     else:
-        place_adapter(adapter, arena, base.spec.vocab)
+        place_adapter(adapter, arena, base)
     resolved = config.replace(
         device=str(runtime.device),
         compute_dtype=runtime.compute_name,
@@ -137,7 +140,8 @@ def check_method(config: Config) -> None:
             )
 
 
-def _recompute(asked: str, device: torch.device) -> str:
+def resolved_recompute(asked: str, device: torch.device) -> str:
+    """What a device can do, and none where nobody plans: a run has settled `auto` before."""
     if asked == "offload" and device.type != "cuda":
         raise GraftuneError(
             f"recompute is offload, which needs a CUDA device, and this is {device}", mend="use none, selective or full"
@@ -145,12 +149,13 @@ def _recompute(asked: str, device: torch.device) -> str:
     return "none" if asked == "auto" else asked
 
 
-def _attention(base: Base, runtime: Runtime, longest: int) -> attention.Choice:
+def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choice:
     """Chosen once. Where only some layers have a window that documents reach, those take our own kernels and the others
     the fastest."""
     spec = base.spec
     windowed = len(spec.window_layers) == spec.layers and spec.window < longest
-    return attention.choose(runtime.device, runtime.compute, spec.head_width, runtime.deterministic, windowed)
+    how = runtime.device, runtime.compute, spec.head_width, runtime.deterministic
+    return attention.choose(*how, windowed, capped=spec.attention_cap > 0)
 
 
 def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:

@@ -37,7 +37,7 @@ from graftune.observe.console import Console
 from graftune.observe.console import Progress as Bar
 from graftune.observe.events import EventLog, read_events
 from graftune.observe.marks import marked
-from graftune.observe.memory import device_bytes, peak_resident_bytes
+from graftune.observe.memory import device_bytes, human_bytes, peak_resident_bytes
 from graftune.observe.plot import loss_plot
 from graftune.observe.speed import Meter
 from graftune.train import checkpoint
@@ -45,6 +45,7 @@ from graftune.train.answers import Answers
 from graftune.train.checkpoint import Progress
 from graftune.train.evaluate import EvalResult, evaluate
 from graftune.train.hot import Figures, hot_loop
+from graftune.train.plan import Plan
 from graftune.train.prepare import (
     FREE_ON_RESUME,
     Prepared,
@@ -95,6 +96,7 @@ class Run:
     def __init__(self, prepared: Prepared, console: Console):
         self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
         self.training, self.validation = training, validation = prepared.training, prepared.validation
+        self.plan = prepared.plan
         engine = prepared.engine
         self.config = config = engine.config
         self.progress = Progress()
@@ -119,8 +121,7 @@ class Run:
             longest=self.shape.longest if self.shape else None,
             tuned=captured and not config.train.deterministic,  # no choice may hang on a clock then
         )
-        # Weights that stay in the file are read on the host at every product, which cannot be captured.
-        self.graph = config.train.graph and engine.placement.base_dtype != "keep"
+        self.graph = config.train.graph
         self.hot = hot_loop(self.step, graph=self.graph)
         self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
         planned = sum(self.epoch_steps)
@@ -145,6 +146,10 @@ class Run:
         facts = {"graftune": __version__, "torch": torch.__version__, "device": engine.runtime.describe()}
         facts |= {"attention": engine.attention.backend}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
+        if self.plan is not None:
+            aside = self.folder / "plan.json.part"
+            aside.write_text(json.dumps(self.plan.document(), indent=1) + "\n", encoding="utf-8")
+            os.replace(aside, self.folder / "plan.json")
         # Last and whole: what has a config.yaml can be resumed, and half of one would be read as other settings.
         aside = self.folder / "config.yaml.part"
         self.config.save(aside)
@@ -273,6 +278,9 @@ class Run:
         self.bar.update(step, loss=done.loss, tok_s=speed, lr=facts["lr"])
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures)
+        if self.plan is not None:
+            self._tell_memory(self.plan, step)
+            self.plan = None  # said once
         if done.skipped:
             what = "the gradient was not finite; this update was skipped"
             if self.step.scaler:
@@ -280,6 +288,15 @@ class Run:
             text = f"step {step}: {what}"
             self.console.warn(text)
             self.log.emit("warning", step=step, text=text)
+
+    def _tell_memory(self, plan: Plan, step: int) -> None:
+        """What the first step came to, beside what was planned."""
+        measured = device_bytes(self.engine.runtime.device).peak
+        off = plan.expected / measured - 1
+        self.console.note(
+            f"memory: planned {human_bytes(plan.expected)}, measured {human_bytes(measured)} ({off:+.1%})"
+        )
+        self.log.emit("memory", step=step, planned=plan.expected, measured=measured, owners=plan.owners())
 
     # Evaluations and checkpoints
 

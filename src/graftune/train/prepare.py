@@ -6,6 +6,7 @@ model is loaded. What was made for a run that does not come to its start is take
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,16 +16,26 @@ from typing import Any
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset, Summary, prepare, split
+from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
-from graftune.observe.memory import human_bytes
-from graftune.train.engine import Engine, adapter_folder, check_method, open_engine, with_adapter, with_template
-from graftune.weights.adapter import load_adapter
-from graftune.weights.base import open_base, with_new_tokens
+from graftune.observe.memory import forget_peak, human_bytes
+from graftune.train.engine import (
+    Engine,
+    adapter_folder,
+    check_method,
+    open_engine,
+    resolved_recompute,
+    with_adapter,
+    with_template,
+)
+from graftune.train.plan import Job, Plan, any_data, is_absent, runtime_for, settle
+from graftune.weights.adapter import Adapter, load_adapter
+from graftune.weights.base import Base, open_base, with_new_tokens
 
-MICRO_BATCH = 1024  # tokens, where the user leaves it to us: products are at full speed, activations stay small
+UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 # What does not change what a run computes (the first three: but for the last bit) and may be different on a resume.
 FREE_ON_RESUME = (
     "threads", "graph", "recompute", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records",
@@ -38,19 +49,44 @@ class Prepared:
     engine: Engine
     training: Dataset
     validation: Dataset
+    plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
 
 
 def prepare_run(
     config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None
 ) -> Prepared:
     """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
+    config, base, adapter = _opened(config)
+    path = config.data.data or str(sample_path())
+    training, validation, longest = _read(config, base, adapter, path, console)
+    job = plan_job(config, base, training, validation, resuming=folder is not None)
+    plan = settle(job) if job else None
+    if plan is not None:
+        capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
+    else:
+        console.note(f"memory is planned on CUDA and on CPUs, not on {config.base.device}")
+        capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
+    folder = folder or _new_folder(config, path, [] if made is None else made)
+    forget_peak()
+    engine = open_engine(config, console, base=base, placement=job.placement if job else None)
+    engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
+    return Prepared(folder, engine, training, validation, plan)
+
+
+def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
+    """Settings with full paths and what an adapter to go on from brings, and the base, of which headers are read."""
     check_method(config)
     adapter = load_adapter(adapter_folder(Path(config.lora.adapter))) if config.lora.adapter else None
     config = with_full_paths(with_adapter(config, adapter) if adapter else config)
-    base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
+    return config, open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch"), adapter
+
+
+def _read(
+    config: Config, base: Base, adapter: Adapter | None, path: str, console: Console
+) -> tuple[Dataset, Dataset, int]:
+    """Data to train on and to validate, and the tokens of the longest example."""
     new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
-    path = config.data.data or str(sample_path())
     console.note(f"reading {path}")
     whole = prepare(path, reader, config.data)
     if config.data.eval_data:
@@ -65,11 +101,62 @@ def prepare_run(
             where=path,
             mend=f"set max_seq_len to {base.spec.max_positions} or less",
         )
-    folder = folder or _new_folder(config, path, [] if made is None else made)
-    engine = open_engine(config, console, base=base)
-    capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, MICRO_BATCH)
-    engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
-    return Prepared(folder, engine, training, validation)
+    return training, validation, longest
+
+
+def job_of(config: Config, console: Console, memory: int = 0) -> Job:
+    """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow."""
+    if is_absent(config) and not memory:
+        raise GraftuneError(
+            f"device is {config.base.device} and there is no GPU here to ask for its memory",
+            mend="say how much it has, as in --memory 24GiB",
+        )
+    config, base, adapter = _opened(config)
+    if config.data.data:
+        training, validation, _ = _read(config, base, adapter, config.data.data, console)
+        job = plan_job(config, base, training, validation, memory=memory)
+    else:
+        runtime, card = runtime_for(config, memory)
+        longest = min(config.data.max_seq_len, base.spec.max_positions)
+        planned = runtime.device.type in ("cuda", "cpu")
+        job = Job(config, base, runtime, longest, any_data(longest), card, memory) if planned else None
+    if job is None:
+        raise GraftuneError(f"memory is planned on CUDA and on CPUs, not on {config.base.device}", mend="use --device")
+    return job
+
+
+def plan_job(
+    config: Config, base: Base, training: Dataset, validation: Dataset, *, resuming: bool = False, memory: int = 0
+) -> Job | None:
+    """The run as something to plan, in the shapes that its data comes to; None on devices that are not planned for."""
+    runtime, card = runtime_for(config, memory)
+    resolved_recompute(config.train.recompute, runtime.device)
+    if runtime.device.type not in ("cuda", "cpu"):
+        return None
+
+    @functools.cache
+    def shapes(capacity: int) -> Capacities:
+        settings = config.train
+        loader = Loader(
+            training.examples,
+            tokens_per_step=settings.tokens_per_step,
+            micro_capacity=capacity,
+            seed=settings.seed,
+            fixed=True,
+        )
+        return loader.capacities(settings.epochs)
+
+    return Job(
+        config,
+        base,
+        runtime,
+        longest=max(len(e.tokens) for e in (*training.examples, *validation.examples)),
+        shapes=shapes,
+        card=card,
+        memory=memory,
+        evaluates=bool(validation.examples),
+        resuming=resuming,
+    )
 
 
 def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
@@ -137,8 +224,7 @@ def tell_start(
         f"{settings.tokens_per_micro_batch}; run folder {folder}"
     )
     if shape is not None:
-        why = "graph is off" if not settings.graph else "the base stays in its file"
-        how = "replayed from CUDA graphs" if graph else f"not captured ({why})"
+        how = "replayed from CUDA graphs" if graph else "not captured (graph is off)"
         console.note(
             f"shape: {shape.capacity} tokens, {shape.max_docs} documents of up to {shape.longest}, "
             f"{shape.max_rows} response rows; steps are {how}"
@@ -171,7 +257,8 @@ def _new_folder(config: Config, data: str, made: list[Path]) -> Path:
             if not path.is_dir():
                 path.mkdir()
                 made.append(path)
-        new = [f for f in ("metrics.jsonl", "config.yaml.part", "config.yaml") if not (folder / f).exists()]
+        written = ("metrics.jsonl", "plan.json.part", "plan.json", "config.yaml.part", "config.yaml")
+        new = [f for f in written if not (folder / f).exists()]
         made.extend(folder / name for name in new)
         (folder / "metrics.jsonl").touch()
     except OSError as error:

@@ -23,12 +23,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from graftune.config import PROJECTIONS, LoraConfig, expand_targets
+from graftune.config import PROJECTIONS, TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
-from graftune.model.lora import HOMES, Arena
-from graftune.model.spec import ModelSpec
-from graftune.weights import names, rows, safetensors_io
+from graftune.model.lora import HOMES, Arena, targets_of
+from graftune.model.spec import NORMS, ModelSpec
+from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.base import Base
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -39,7 +39,6 @@ _REFUSED = {
     "layers_to_transform": "adapters on some layers only",
     "layer_replication": "replicated layers",
     "trainable_token_indices": "trainable token indices",
-    "target_parameters": "adapters on bare parameters",
     "fan_in_fan_out": "transposed weights",
     "alora_invocation_tokens": "activated LoRA",
     "use_qalora": "QALoRA",
@@ -51,7 +50,7 @@ _REFUSED = {
 # Ways to start an adapter that take what it starts with out of the base: it means nothing over the base's own weights.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TABLES = ("embed_tokens", "lm_head")
-_NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm")
+_NORMS = {"norm", "q_norm", "k_norm", *(kind for kinds in NORMS.values() for kind in kinds if kind)}
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class Adapter:
     append_eos: bool
     revision: str  # of a base from the Hub
     interleaved: bool = False  # whether B's rows of Q and K lie as in a llama GGUF
+    hf_norms: bool = False  # whether norms are as in Hugging Face's checkpoints, where Gemma's are less one
 
 
 def is_adapter(path: Path) -> bool:
@@ -117,8 +117,11 @@ def write_adapter(
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
+    shift = base.spec.norm_shift
+    tensors = {name: t - shift if shift and rows.is_norm(name) else t for name, t in tensors.items()}
     saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
-    safetensors_io.write({names.to_peft(n): t for n, t in tensors.items()}, aside / TENSORS, {"format": "pt"})
+    stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
+    safetensors_io.write({names.to_peft(n): t for n, t in stored.items()}, aside / TENSORS, {"format": "pt"})
     text = json.dumps(_peft_config(lora, base, facts, sorted(saved)), indent=2)
     (aside / CONFIG).write_text(text + "\n")
     base.tokenizer.save(aside)
@@ -144,6 +147,8 @@ def swap(aside: Path, folder: Path) -> None:
 
 
 def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules_to_save: list[str]) -> dict[str, Any]:
+    targets = targets_of(base.spec, lora) if base.spec.fused else expand_targets(lora.targets)
+    of_experts = experts.target_parameters(targets) if base.spec.experts else []
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -153,7 +158,8 @@ def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": list(expand_targets(lora.targets)),
+        "target_modules": [t for t in targets if not base.spec.experts or HOMES[t] == "self_attn"],
+        "target_parameters": of_experts or None,
         "modules_to_save": modules_to_save or None,
         "ensure_weight_tying": base.spec.tied and bool(lora.new_tokens),
         "bias": "none",
@@ -199,15 +205,19 @@ def load_adapter(folder: Path) -> Adapter:
             f"is damaged or cut short ({error})", where=str(folder / TENSORS), mend="copy the adapter again"
         ) from None
     ours = values.get("graftune") or {}
+    tensors = {names.from_peft(name): tensor.float() for name, tensor in raw.items()}
+    if values.get("target_parameters"):
+        tensors = experts.adapters_from_peft(tensors, lora.targets, lora.rank)
     return Adapter(
         folder,
         lora,
-        {names.from_peft(name): tensor.float() for name, tensor in raw.items()},
+        tensors,
         str(values.get("base_model_name_or_path") or ""),
         str(ours.get("base_sha256", "")),
         "none" if ours.get("template") == "none" else "auto",
         bool(ours.get("append_eos", False)),
         str(values.get("revision") or ""),
+        hf_norms=True,
     )
 
 
@@ -228,7 +238,12 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
     targets = values.get("target_modules")
     if targets == "all-linear":
         targets = list(PROJECTIONS)
-    if not isinstance(targets, list) or not set(targets) <= set(PROJECTIONS):
+    if parameters := values.get("target_parameters"):
+        of_experts = experts.from_target_parameters(parameters) if isinstance(parameters, list) else None
+        if of_experts is None or set(targets or []) & set(of_experts):
+            raise refuse(f"adapters on the parameters {parameters!r}")
+        targets = [*(targets or []), *of_experts]
+    if not isinstance(targets, list) or not set(targets) <= set(TARGETS):
         raise refuse(f"target modules {targets!r}")
     for key in ("r", "lora_alpha"):
         if not isinstance(values.get(key), int | float):
@@ -253,8 +268,8 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
         alpha=float(alpha),
         dropout=float(values.get("lora_dropout") or 0.0),
         rslora=bool(values.get("use_rslora")),
-        targets=tuple(p for p in PROJECTIONS if p in targets),
-        train_norms=any(s.endswith("norm") for s in saved),
+        targets=tuple(p for p in TARGETS if p in targets),
+        train_norms=any(s in _NORMS for s in saved),
         new_tokens=tuple((values.get("graftune") or {}).get("new_tokens", ())),
     )
 
@@ -285,7 +300,10 @@ def _uniform(pattern: Any, targets: list[str], default: float) -> float | None:
 
 
 def in_hf_order(adapter: Adapter, spec: ModelSpec) -> Adapter:
-    """The adapter with its B's in the row order that the engine computes with."""
+    """The adapter with its B's in the row order that the engine computes with, and norms as what it multiplies by."""
+    if adapter.hf_norms:
+        shifted = {n: t + spec.norm_shift if rows.is_norm(n) else t for n, t in adapter.tensors.items()}
+        adapter = dataclasses.replace(adapter, tensors=shifted, hf_norms=False)
     if not adapter.interleaved:
         return adapter
     tensors = dict(adapter.tensors)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from graftune.config import PROJECTIONS, LoraConfig
+from graftune.config import PROJECTIONS, TARGETS, LoraConfig
 from graftune.errors import GraftuneError
-from graftune.weights import names, rows
+from graftune.weights import experts, names, rows
 from graftune.weights.adapter import Adapter
 from graftune.weights.gguf_io import MAGIC, _Cursor, read_gguf
 
@@ -56,11 +56,13 @@ def load_gguf_adapter(path: Path) -> Adapter:
         raise GraftuneError("has no adapter.lora.alpha", where=str(path), mend="export the adapter again")
     if get("adapter.alora.invocation_tokens"):
         raise GraftuneError("the adapter uses activated LoRA", where=str(path), mend="this cannot be loaded here")
-    tensors = {}
+    tensors = experts.adapters_from_gguf(file.tensors, str(path))
     for stored, tensor in file.tensors.items():
+        if experts.is_stacked(stored):
+            continue
         match = re.fullmatch(r"(.+\.weight)\.lora_([ab])", stored)
-        ours = names.from_gguf(match[1]) if match else None
-        if match is None or ours is None or len(tensor.shape) != 2 or ours.split(".")[-2] not in PROJECTIONS:
+        ours = names.from_gguf(match[1], str(get("general.architecture"))) if match else None
+        if match is None or ours is None or len(tensor.shape) != 2 or ours.split(".")[-2] not in TARGETS:
             raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")
         tensors[f"{ours.removesuffix('weight')}lora_{match[2].upper()}.weight"] = tensor.values()
     return Adapter(
@@ -77,10 +79,14 @@ def load_gguf_adapter(path: Path) -> Adapter:
 
 
 def _settings(tensors: dict[str, torch.Tensor], alpha: float, path: Path) -> LoraConfig:
-    ranks = {len(t) for n, t in tensors.items() if n.endswith("lora_A.weight")}
-    ranks |= {t.shape[1] for n, t in tensors.items() if n.endswith("lora_B.weight")}
+    ranks = {len(t) for n, t in tensors.items() if n.endswith("lora_A.weight") and not experts.is_expert_adapter(n)}
+    ranks |= {t.shape[-1] for n, t in tensors.items() if n.endswith("lora_B.weight")}
     if len(ranks) != 1:
         what = "ranks that differ between projections" if ranks else "no tensors"
         raise GraftuneError(f"the adapter uses {what}", where=str(path), mend="this cannot be loaded here")
     adapted: Any = {name.split(".")[-3] for name in tensors}
-    return LoraConfig(rank=ranks.pop(), alpha=alpha, targets=tuple(p for p in PROJECTIONS if p in adapted))
+    known = TARGETS
+    if any(experts.is_expert_adapter(name) for name in tensors):
+        adapted |= set(experts.PARAMETERS["gate_up_proj"]) if "gate_up_proj" in adapted else set()
+        known = PROJECTIONS
+    return LoraConfig(rank=ranks.pop(), alpha=alpha, targets=tuple(p for p in known if p in adapted))

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from graftune.config import PROJECTIONS, LoraConfig
+from graftune.config import TARGETS, LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.lora import HOMES
 from graftune.model.spec import ModelSpec
-from graftune.weights import apr_io
+from graftune.weights import apr_io, experts
 from graftune.weights.adapter import Adapter
 from graftune.weights.apr_io import AprFile, AprTensor
 
@@ -68,6 +68,8 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
 
 
 def _stored(name: str) -> str:
+    if experts.is_expert_adapter(name):
+        raise GraftuneError("an APR file has no place for adapters on experts", mend="export to peft or gguf-lora")
     match = _OURS.fullmatch(name)
     return f"lora.{match[1]}.{match[2]}.lora_{match[3].lower()}" if match else name
 
@@ -100,7 +102,7 @@ def load_apr(path: Path) -> Adapter:
 
 def _ours(stored: str, path: Path) -> str:
     match = _STORED.fullmatch(stored)
-    if match and match[2] in PROJECTIONS:
+    if match and match[2] in TARGETS:
         return f"layers.{match[1]}.{HOMES[match[2]]}.{match[2]}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored
@@ -128,7 +130,7 @@ def _settings(
         alpha=float(plain if stabilised is None else stabilised),
         dropout=float(dropout),
         rslora=stabilised is not None,
-        targets=tuple(p for p in PROJECTIONS if p in adapted),
+        targets=tuple(p for p in TARGETS if p in adapted),
         train_norms=any(name.endswith("norm.weight") for name in tensors),
         new_tokens=tuple(new_tokens),
     )

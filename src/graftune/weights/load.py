@@ -1,47 +1,116 @@
 """From an opened base to a decoder on the device: each weight is placed as the run wants it, tensor by tensor.
 
-`keep` leaves blocks in the file's map and dequantises projection by projection; bf16 and fp32 make them resident.
-`auto` takes the compute dtype if that fits comfortably in the memory that is free, and `keep` if not.
+    bf16 fp16 fp32   resident
+    nf4              projections quantised while they are read (or taken from a checkpoint that already is); embedding
+                     and head in the compute dtype, as bitsandbytes has them
+    fp8              likewise in 8-bit floats, and multiplied as such, on GPUs that have units for it
+    keep             as the file has it: on a GPU its very bytes, uploaded; on a CPU left in the map
+
+`auto` takes the compute dtype if that fits comfortably in the memory that is free; if not, the blocks of a GGUF stay
+what they are, and other weights become NF4 on a GPU or stay in the file on a CPU. However a weight is placed, beside
+the result no more than a few of its rows exist at any time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 import torch
 
 from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
-from graftune.kernels import launch
+from graftune.kernels import fp8, launch
+from graftune.kernels.gguf_dequant import KINDS as GGUF_KINDS
 from graftune.model.block import Bias, Block, NormWeight
 from graftune.model.decoder import Decoder, Head, NewRows
-from graftune.model.frozen import Dense, Frozen, Mapped, RowSource, Trained, fill
-from graftune.model.lora import GROUPS, Arena, lora_groups, room_of, weight_name
+from graftune.model.experts import ExpertProjection, Experts, ExpertWeights, Several, Stacked
+from graftune.model.frozen import (
+    BlockSource,
+    Dense,
+    FloatRows,
+    Fp8,
+    Frozen,
+    GgufRows,
+    Mapped,
+    Nf4Rows,
+    Packed,
+    RowSource,
+    Scratch,
+    Table,
+    Trained,
+    Turned,
+    Unpacked,
+    fill,
+)
+from graftune.model.frozen.fp8 import MOST_RANK
+from graftune.model.lora import Arena, expert_groups, lora_groups, room_of, weight_name
 from graftune.model.projection import Projection
+from graftune.model.spec import NORMS, ModelSpec
 from graftune.observe.memory import available_bytes, human_bytes
 from graftune.runtime import DTYPES, Runtime
-from graftune.weights.base import Base
+from graftune.weights import experts as mixtures
+from graftune.weights.base import Base, FirstRows
+from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
+TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
 
 
 @dataclass(frozen=True)
 class Placement:
     """How the frozen weights are held, and the sentence that says why."""
 
-    base_dtype: str  # keep | bf16 | fp32
+    base_dtype: str  # keep | bf16 | fp16 | fp32 | nf4 | fp8
     why: str
 
 
 def choose_placement(base: Base, asked: str, runtime: Runtime) -> Placement:
-    if asked != "auto":
-        return Placement(asked, "asked for")
+    chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime)
+    if chosen.base_dtype == "keep" and launch.roomy(runtime.device):
+        _check_blocks(base)
+    if chosen.base_dtype == "fp8":
+        fp8.require(runtime.device, runtime.compute)
+    return chosen
+
+
+def _automatic(base: Base, runtime: Runtime) -> Placement:
+    if is_quantised(base.tensors):
+        return Placement("nf4", "as the checkpoint has it")
     need, free = base.spec.parameters * runtime.compute.itemsize, _free_bytes(runtime.device)
     figures = f"{human_bytes(need)} of {human_bytes(free)} free"
     if need <= COMFORTABLE * free:
         return Placement(runtime.compute_name, f"resident: {figures}")
-    return Placement("keep", f"left in the file: resident would take {figures}")
+    if not launch.roomy(runtime.device):
+        return Placement("keep", f"left in the file: resident would take {figures}")
+    if base.kind == "gguf":
+        return Placement("keep", f"the file's own blocks: {runtime.compute_name} would take {figures}")
+    return Placement("nf4", f"quantised: {runtime.compute_name} would take {figures}")
+
+
+def _check_blocks(base: Base) -> None:
+    """That our kernels know all of the blocks."""
+    for name, tensor in base.tensors.items():
+        if base.kind == "gguf" and len(tensor.shape) == 2 and tensor.dtype_name not in GGUF_KINDS:
+            raise GraftuneError(
+                f"tensor {name} is {tensor.dtype_name}, of which no GPU kernel knows the blocks",
+                where=str(base.path),
+                mend="use --base-dtype bf16, or a file in another quantisation",
+            )
+
+
+def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:
+    """How large the scratch is: the largest projection and its room, or what is dequantised of a table at once."""
+    largest = 0
+    for group, members in spec.groups.items():
+        shapes, room = [spec.projections[p] for p in members], room_of(spec, lora, group)
+        largest = max(largest, Scratch.size(sum(out for out, _ in shapes), shapes[0][1], room))
+    if spec.experts:
+        largest = max(largest, Scratch.size(2 * spec.experts * spec.ffn, spec.width))
+    return max(largest, min(spec.vocab * spec.width, TABLE_VALUES)) if tables else largest
 
 
 def nothing_frozen(base: Base, asked: str, runtime: Runtime) -> Placement:
@@ -65,16 +134,15 @@ class _Placer:
     """Takes tensors out of the base by name, checks their shapes and puts them where the placement says."""
 
     def __init__(self, base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement):
-        self.base, self.arena, self.lora, self.runtime, self.placement = base, arena, lora, runtime, placement
-        self.spec = base.spec
+        self.base, self.arena, self.lora, self.placement = base, arena, lora, placement
+        self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
+        self.on_gpu = launch.roomy(runtime.device)
+        self.quantised = is_quantised(base.tensors)
 
     def decoder(self) -> Decoder:
         spec = self.spec
-        embedding = self.weight(["embed_tokens.weight"], [(spec.vocab, spec.width)])
-        head = embedding if spec.tied else self.weight(["lm_head.weight"], [(spec.vocab, spec.width)])
-        frequencies, scaling = spec.inverse_frequencies()
-        if self.base.rope_factors is not None:
-            frequencies = frequencies / self.base.rope_factors
+        embedding = self.table("embed_tokens.weight")
+        head = embedding if spec.tied else self.table("lm_head.weight")
         embed_rows = self.new_rows("embed_tokens.rows", embedding)
         head_rows = embed_rows if spec.tied else self.new_rows("lm_head.rows", head)
         return Decoder(
@@ -83,10 +151,9 @@ class _Placer:
             blocks=[self.block(i) for i in range(spec.layers)],
             norm=self.norm("norm.weight", spec.width),
             head=Head(head, head_rows),
-            inverse_frequencies=frequencies.to(self.runtime.device),
-            rope_scaling=scaling,
-            device=self.runtime.device,
-            compute=self.runtime.compute,
+            ropes=tuple(rope.to(self.device) for rope in spec.ropes(self.base.rope_factors)),
+            device=self.device,
+            compute=self.compute,
             added=embed_rows,
         )
 
@@ -96,27 +163,65 @@ class _Placer:
         adapters = lora_groups(self.arena, spec, self.lora, index)
 
         def fused(group: str, number: int) -> Projection:
-            members, adapter = GROUPS[group], adapters.get(group)
-            room = room_of(spec, self.lora, group) if adapter is not None and launch.roomy(self.runtime.device) else 0
+            members, adapter = spec.groups[group], adapters.get(group)
+            room = room_of(spec, self.lora, group) if adapter is not None and self.on_gpu else 0
             names = [weight_name(index, p) for p in members]
-            weight = self.weight(names, [spec.projections[p] for p in members], room)
+            weight = self.projection(names, [spec.projections[p] for p in members], room)
             return Projection(weight, adapter, index * 8 + number)
 
+        kinds = NORMS[spec.norms]
+        norms = [None if kind is None else self.norm(f"{prefix}{kind}.weight", spec.width) for kind in kinds]
+        q_width, k_width = spec.qk_norm_widths
         return Block(
             index=index,
             window=spec.window if index in spec.window_layers else 0,
             norm_eps=spec.norm_eps,
             heads=(spec.heads, spec.kv_heads, spec.head_width),
-            attention_norm=self.norm(f"{prefix}input_layernorm.weight", spec.width),
-            mlp_norm=self.norm(f"{prefix}post_attention_layernorm.weight", spec.width),
+            attention_norm=norms[0],
+            mlp_norm=norms[2],
             qkv=fused("qkv", 0),
             o=fused("o", 1),
-            gate_up=fused("gate_up", 2),
-            down=fused("down", 3),
+            gate_up=None if spec.experts else fused("gate_up", 2),
+            down=None if spec.experts else fused("down", 3),
             qkv_bias=self.bias(index) if spec.qkv_bias else None,
-            q_norm=self.norm(f"{prefix}self_attn.q_norm.weight", spec.head_width) if spec.qk_norm else None,
-            k_norm=self.norm(f"{prefix}self_attn.k_norm.weight", spec.head_width) if spec.qk_norm else None,
+            q_norm=self.norm(f"{prefix}self_attn.q_norm.weight", q_width) if spec.qk_norm else None,
+            k_norm=self.norm(f"{prefix}self_attn.k_norm.weight", k_width) if spec.qk_norm else None,
+            attention_out_norm=norms[1],
+            mlp_out_norm=norms[3],
+            rope=spec.rope_of(index),
+            score_scale=spec.score_scale,
+            score_cap=spec.attention_cap,
+            residual_scale=spec.residual_scale,
+            activation=spec.activation,
+            experts=self.experts(index) if spec.experts else None,
         )
+
+    def experts(self, index: int) -> Experts:
+        spec, adapters = self.spec, expert_groups(self.arena, self.spec, self.lora, index)
+
+        def group(name: str) -> ExpertProjection:
+            return ExpertProjection(self.expert_weights(index, name), adapters.get(name))
+
+        router = self.source(f"layers.{index}.mlp.gate.weight", (spec.experts, spec.width)).values()
+        return Experts(
+            router=router.float().to(self.device),
+            chosen=spec.experts_chosen,
+            normalised=spec.experts_normalised,
+            gate_up=group("gate_up_proj"),
+            down=group("down_proj"),
+        )
+
+    def expert_weights(self, index: int, group: str) -> ExpertWeights:
+        """On a GPU one weight, all experts' rows one behind the other; on a CPU each by itself."""
+        if self.placement.base_dtype == "fp8":
+            raise GraftuneError("experts are not held in fp8 here", where=self.base.name, mend="use bf16, nf4 or keep")
+        shapes = [self.spec.projections[p] for p in mixtures.PARAMETERS[group]]
+        names = [mixtures.weight_names(index, expert, group) for expert in range(self.spec.experts)]
+        if not self.on_gpu:
+            return Several([self.projection(one, shapes, 0) for one in names])
+        weight = self.projection([n for one in names for n in one], shapes * self.spec.experts, 0)
+        assert isinstance(weight, Dense | Unpacked)
+        return Stacked(weight, self.spec.experts)
 
     def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
         found = self.base.tensors.get(name)
@@ -130,18 +235,95 @@ class _Placer:
             )
         return found
 
-    def weight(self, names: Sequence[str], shapes: Sequence[tuple[int, int]], room: int = 0) -> Frozen:
-        runtime, arena = self.runtime, self.arena
-        if names[0] in arena.slots:
-            for name in names:
-                self.start(name)
-            place, width = arena.span(names[0], names[-1]), shapes[0][1]
-            return Trained(arena.compute[place].view(-1, width), arena.grads[place].view(-1, width))
+    def projection(self, names: Sequence[str], shapes: Sequence[tuple[int, int]], room: int) -> Frozen:
+        """One weight, whose rows are those of its members one behind the other."""
+        if names[0] in self.arena.slots:
+            return self.trained(names, shapes[0][1])
         sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
-        if self.placement.base_dtype == "keep":
-            return Mapped(sources, runtime.device, runtime.compute)
-        dtype = DTYPES[self.placement.base_dtype]
-        return Dense.of(sources, runtime.device, dtype, runtime.compute, room if dtype == runtime.compute else 0)
+        if self.placement.base_dtype == "nf4" and not self.quantised:
+            quantised = [Nf4Rows.quantised(source, self.device) for source in sources]
+            return self.unpacked(quantised, room) if self.on_gpu else Mapped(quantised, self.device, self.compute)
+        if self.placement.base_dtype == "fp8":
+            read = [self.in_memory(source) for source in sources]
+            room, slack = room if self.lora.rank <= MOST_RANK else 0, 1 / (1 - self.lora.dropout)
+            return Fp8.of(read, self.device, self.compute, self.turned, room=room, slack=slack)
+        return self.frozen(sources, room)
+
+    @cached_property
+    def turned(self) -> Turned:
+        """Made for the first weight in fp8, and shared by all."""
+        size, spec = 0, self.spec
+        for group, members in spec.groups.items():
+            out, width = sum(spec.projections[p][0] for p in members), spec.projections[members[0]][1]
+            size = max(size, Turned.size(out, width, room_of(spec, self.lora, group)))
+        return Turned(size, max(width for _, width in spec.projections.values()), self.device)
+
+    def table(self, name: str) -> Frozen:
+        """An embedding or head. NF4 and FP8 have it in the compute dtype, unless the checkpoint's own is quantised."""
+        if name in self.arena.slots:
+            return self.trained([name], self.spec.width)
+        source = self.source(name, (self.spec.vocab, self.spec.width))
+        if self.placement.base_dtype in ("nf4", "fp8") and not isinstance(source, Nf4Tensor):
+            return self.resident([source], self.compute, 0)
+        return self.frozen([source], 0)
+
+    def trained(self, names: Sequence[str], width: int) -> Trained:
+        for name in names:
+            self.start(name)
+        place = self.arena.span(names[0], names[-1])
+        return Trained(self.arena.compute[place].view(-1, width), self.arena.grads[place].view(-1, width))
+
+    def frozen(self, sources: Sequence[RowSource], room: int) -> Frozen:
+        asked = self.placement.base_dtype
+        if asked in DTYPES:
+            return self.resident(sources, DTYPES[asked], room)
+        return self.kept(sources, room)  # nf4 too, of a checkpoint that is: what it left unquantised stays so
+
+    def resident(self, sources: Sequence[RowSource], dtype: torch.dtype, room: int) -> Frozen:
+        sources = [self.in_memory(source) for source in sources]
+        if self.on_gpu and dtype != self.compute:
+            return self.unpacked([FloatRows.loaded(source, dtype, self.device) for source in sources], room)
+        return Dense.of(sources, self.device, dtype, self.compute, room)
+
+    def kept(self, sources: Sequence[RowSource], room: int) -> Frozen:
+        """As the file has them."""
+        if not self.on_gpu:
+            return Mapped([self.in_memory(source) for source in sources], self.device, self.compute)
+        if all(self.float_of(source) == self.compute for source in sources):
+            return self.resident(sources, self.compute, room)
+        return self.unpacked([self.uploaded(source) for source in sources], room)
+
+    def uploaded(self, source: RowSource) -> Packed:
+        if isinstance(source, Nf4Tensor):
+            return source.load(self.device)
+        dtype = self.float_of(source)
+        if dtype is not None:
+            return FloatRows.loaded(source, dtype, self.device)
+        file = source.source if isinstance(source, FirstRows) else source
+        return GgufRows.uploaded(cast(BlockSource, file), source.shape[0], self.device)
+
+    def unpacked(self, members: Sequence[Packed], room: int) -> Frozen:
+        rows, width = sum(member.shape[0] for member in members), members[0].shape[1]
+        if Scratch.size(rows, width, room) <= len(self.scratch.flat):
+            return Unpacked(members, self.scratch, room)
+        assert len(members) == 1 and not room, "the scratch holds every projection"
+        return Table(members[0], self.scratch)
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """Made for the first weight that needs it, and shared by all."""
+        values = scratch_values(self.spec, self.lora, tables=self.placement.base_dtype != "nf4")
+        return Scratch(values, self.device, self.compute)
+
+    def float_of(self, source: RowSource) -> torch.dtype | None:
+        """What the file's floats are; None where they are blocks."""
+        if isinstance(source, Nf4Tensor) or (self.base.kind == "gguf" and source.dtype_name not in STORED):
+            return None
+        return STORED.get(source.dtype_name, self.compute)
+
+    def in_memory(self, source: RowSource) -> RowSource:
+        """A prequantised weight, which is read as a whole, is read once."""
+        return source.load(torch.device("cpu")) if isinstance(source, Nf4Tensor) else source
 
     def start(self, name: str) -> None:
         """A weight that trains begins as the base has it; one without weights is filled by `start_from_scratch`."""
@@ -155,17 +337,17 @@ class _Placer:
             fill(value, source)
 
     def bias(self, layer: int) -> Bias:
-        names = {weight_name(layer, p, "bias"): self.spec.projections[p][0] for p in GROUPS["qkv"]}
+        names = {weight_name(layer, p, "bias"): self.spec.projections[p][0] for p in self.spec.groups["qkv"]}
         first, *_, last = names
         if first not in self.arena.slots:
-            return Bias(torch.cat([self.vector(n, width) for n, width in names.items()]).to(self.runtime.compute))
+            return Bias(torch.cat([self.vector(n, width) for n, width in names.items()]).to(self.compute))
         for name in names:
             self.start(name)
         place = self.arena.span(first, last)
         return Bias(self.arena.compute[place], self.arena.grads[place])
 
     def vector(self, name: str, width: int) -> torch.Tensor:
-        return self.source(name, (width,)).values().float().to(self.runtime.device)
+        return self.source(name, (width,)).values().float().to(self.device)
 
     def norm(self, name: str, width: int) -> NormWeight:
         if name not in self.arena.slots:
@@ -183,10 +365,10 @@ class _Placer:
             return None
         total = torch.zeros(table.in_features, dtype=torch.float64)
         for start in range(0, table.out_features, 4096):
-            ids = torch.arange(start, min(start + 4096, table.out_features), device=self.runtime.device)
+            ids = torch.arange(start, min(start + 4096, table.out_features), device=self.device)
             total += table.rows(ids).cpu().double().sum(0)
         value = self.arena.view(name, self.arena.weights).copy_((total / table.out_features).float())
-        before = value.to(self.runtime.compute).clone()
+        before = value.to(self.compute).clone()
         return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads), before)
 
 

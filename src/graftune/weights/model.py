@@ -20,14 +20,13 @@ from graftune.model import spec as specs
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena
 from graftune.model.spec import ModelSpec, RopeScaling
-from graftune.weights import names, safetensors_io
+from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.adapter import swap
 from graftune.weights.base import Base, open_base
 from graftune.weights.streamed import Held, OnPiece, Stored, check_safetensors, nothing, write_safetensors
 
 SHARD_BYTES = 4 << 30
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_CLASSES = {f: f"{f.capitalize()}ForCausalLM" for f in specs.FAMILIES}
 _PROBE = "Hello, World! It's 1234 o'clock:\n\n  \u00fcber \u65e5\u672c\u8a9e \U0001f44d"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -69,7 +68,10 @@ def write_model(
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    tensors = [Stored(names.to_hf(name), source, dtypes[name]) for name, source in sources.items()]
+    tensors = [
+        Stored(names.to_hf(experts.to_folder(name, base.spec)), source, dtypes[name])
+        for name, source in rows.to_hf_norms(sources, base.spec).items()
+    ]
     try:
         sums = _write_weights(aside, tensors, shard_bytes, on_piece, on_tensor)
         counts = Counter(t.dtype for t in tensors if len(t.source.shape) > 1)
@@ -132,27 +134,79 @@ def hf_config(base: Base) -> dict[str, Any]:
         values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
         return values
     spec = base.spec
-    return {
-        "architectures": [_CLASSES[spec.family]],
-        "model_type": spec.family,
-        "vocab_size": spec.vocab,
-        "hidden_size": spec.width,
-        "intermediate_size": spec.ffn,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_width,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.norm_eps,
-        "max_position_embeddings": spec.max_positions,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": _rope(spec, base),
-        "tie_word_embeddings": spec.tied,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "attention_bias": False,
-        "bos_token_id": base.tokenizer.bos_id,
-        "eos_token_id": base.tokenizer.eos_id,
+    return (
+        {
+            "architectures": [specs.FAMILIES[spec.family].hf_class],
+            "model_type": {family: told for told, family in specs.MODEL_TYPES.items()}.get(spec.family, spec.family),
+            "vocab_size": spec.vocab,
+            "hidden_size": spec.width,
+            "intermediate_size": spec.ffn,
+            "num_hidden_layers": spec.layers,
+            "num_attention_heads": spec.heads,
+            "num_key_value_heads": spec.kv_heads,
+            "head_dim": spec.head_width,
+            "hidden_act": "silu" if spec.activation == "silu" else "gelu_pytorch_tanh",
+            "rms_norm_eps": spec.norm_eps,
+            "max_position_embeddings": spec.max_positions,
+            "rope_theta": spec.rope_theta,
+            "rope_scaling": _rope(spec, base),
+            "tie_word_embeddings": spec.tied,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "attention_bias": False,
+            "bos_token_id": base.tokenizer.bos_id,
+            "eos_token_id": base.tokenizer.eos_id,
+        }
+        | _family(spec)
+        | _experts(spec)
+    )
+
+
+def _family(spec: ModelSpec) -> dict[str, Any]:
+    """What some families have beside the rest."""
+    found: dict[str, Any] = {}
+    windows = ["sliding_attention" if i in spec.window_layers else "full_attention" for i in range(spec.layers)]
+    if specs.FAMILIES[spec.family].windows in ("alternate", "all") and spec.window:
+        found["sliding_window"] = spec.window
+    if specs.FAMILIES[spec.family].windows == "alternate":
+        found["layer_types"] = windows
+    if spec.family in ("gemma2", "gemma3"):
+        found |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": spec.score_scale**-2,
+            "attn_logit_softcapping": spec.attention_cap or None,
+            "final_logit_softcapping": spec.logit_cap or None,
+        }
+    if spec.family == "gemma3":
+        found["rope_local_base_freq"] = spec.local_theta
+    if spec.family == "granite":
+        found |= {
+            "embedding_multiplier": spec.embedding_scale,
+            "attention_multiplier": spec.score_scale,
+            "residual_multiplier": spec.residual_scale,
+            "logits_scaling": 1.0 / spec.logit_scale,
+        }
+    if spec.family == "smollm3":
+        found["no_rope_layers"] = [int(i not in spec.unrotated_layers) for i in range(spec.layers)]
+    if spec.rotated:
+        found["partial_rotary_factor"] = spec.rotated / spec.head_width
+    if spec.rope.kind == "longrope":
+        found["original_max_position_embeddings"] = spec.rope.original_length
+    return found
+
+
+def _experts(spec: ModelSpec) -> dict[str, Any]:
+    if not spec.experts:
+        return {}
+    found: dict[str, Any] = {"num_experts_per_tok": spec.experts_chosen}
+    if spec.family == "mixtral":
+        return found | {"num_local_experts": spec.experts}
+    return found | {
+        "num_experts": spec.experts,
+        "moe_intermediate_size": spec.ffn,
+        "norm_topk_prob": spec.experts_normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
@@ -163,6 +217,15 @@ def _rope(spec: ModelSpec, base: Base) -> dict[str, Any] | None:
     if rope.kind == "none":
         return None
     values: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "longrope":
+        attention = spec.inverse_frequencies()[1]
+        return {
+            "rope_type": "longrope",
+            "type": "longrope",
+            "short_factor": list(rope.short),
+            "long_factor": list(rope.long),
+            "attention_factor": attention,
+        }
     if rope.kind == "llama3":
         values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":

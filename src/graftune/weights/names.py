@@ -20,19 +20,44 @@ _BLOCK = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+_BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_AROUND = _BEHIND | {"pre_feedforward_layernorm": "ffn_norm"}
+# Where an architecture of GGUF names things otherwise: norms by what they are before or behind of.
+_OTHERWISE = {
+    "gemma2": _AROUND,
+    "gemma3": _AROUND,
+    "olmo2": _BEHIND,
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 _TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-_BLOCK_BACK = {gguf: ours for ours, gguf in _BLOCK.items()}
 _TOP_BACK = {gguf: ours for ours, gguf in _TOP.items()}
 
 
-def from_gguf(name: str) -> str | None:
-    """Our name, or None for a tensor that is not one of the model's weights (rope_freqs and the like)."""
+def _block(arch: str) -> dict[str, str]:
+    return _BLOCK | _OTHERWISE.get(arch, {})
+
+
+def from_gguf(name: str, arch: str = "llama") -> str | None:
+    """Our name in a file of this architecture, or None for a tensor that is not one of the model's weights (rope_freqs
+    and the like)."""
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
-        inner = _BLOCK_BACK.get(match[2])
+        back = {gguf: ours for ours, gguf in _block(arch).items()}
+        inner = back.get(match[2])
         return f"layers.{match[1]}.{inner}.{kind}" if inner else None
     top = _TOP_BACK.get(stem)
+    return f"{top}.{kind}" if top else None
+
+
+def to_gguf(ours: str, arch: str = "llama") -> str | None:
+    """GGUF's name of one of our tensors in a file of this architecture, or None if it has none there."""
+    stem, _, kind = ours.rpartition(".")
+    if match := re.fullmatch(r"layers\.(\d+)\.(.+)", stem):
+        inner = _block(arch).get(match[2])
+        return f"blk.{match[1]}.{inner}.{kind}" if inner else None
+    top = _TOP.get(stem)
     return f"{top}.{kind}" if top else None
 
 

@@ -1,11 +1,14 @@
-"""The order of Q's and K's rows. Hugging Face lays a head out as two halves that rope turns against each other; the
-llama architecture of GGUF interleaves the halves, so that rope turns neighbours. Other architectures keep the halves.
+"""Where files hold other numbers than the engine computes with: the order of Q's and K's rows, and Gemma's norms.
+
+Hugging Face lays a head out as two halves that rope turns against each other; the
+llama architecture of GGUF and its kin interleave the halves, so that rope turns neighbours. Others keep the halves.
 
 The same order holds for an adapter's B, whose rows are the weight's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +16,7 @@ import torch
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
 
-INTERLEAVED = ("llama",)  # architectures of GGUF
+INTERLEAVED = ("llama", "granite", "smollm3")  # architectures of GGUF
 
 
 def heads_of(spec: ModelSpec, name: str) -> int | None:
@@ -64,3 +67,50 @@ class Reordered:
 
     def values(self) -> torch.Tensor:
         return self.source.values()[self.order]
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """A vector with a number added (a RowSource). Gemma's checkpoints hold norm weights less one; here, and in GGUF, a
+    weight is what the normed value is multiplied by."""
+
+    source: RowSource
+    by: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype_name(self) -> str:
+        return self.source.dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(start, stop).float() + self.by
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.source.gather(ids).float() + self.by
+
+    def values(self) -> torch.Tensor:
+        return self.source.values().float() + self.by
+
+
+def is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
+
+
+def from_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
+    """Tensors by our names, as a checkpoint of Hugging Face holds them -> as the engine computes with them."""
+    return _shifted(tensors, spec.norm_shift)
+
+
+def to_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
+    return _shifted(tensors, -spec.norm_shift)
+
+
+def _shifted(tensors: Mapping[str, RowSource], by: float) -> dict[str, RowSource]:
+    return {name: Shifted(t, by) if by and is_norm(name) else t for name, t in tensors.items()}

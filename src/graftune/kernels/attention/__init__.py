@@ -1,8 +1,9 @@
 """Packed causal attention with grouped heads. q [T, N, H], k and v [T, K, H]; documents given by `Documents`.
 
 Which kernels run is chosen once, at the start (`choose`), and given back at every call: cuDNN on GPUs that have it,
-torch's flash kernels where it is missing or everything must be bit-identical, our own for fp32, sliding windows and
-odd head widths, and on the CPU torch's fused kernel or the reference ("cpu" runs the reference on any other device).
+torch's flash kernels where it is missing or everything must be bit-identical, our own for fp32, sliding windows,
+soft caps and odd head widths, and on the CPU torch's fused kernel or the reference ("cpu" runs the reference on any
+other device).
 q, k and v may be column ranges of one packed buffer, [T, (N + 2K) H] or wider, and so may their gradients unless the
 backend has its own wishes (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for
 the backward: the log-sum-exp of the scores in the backend's own layout, empty where it is recomputed.
@@ -43,15 +44,22 @@ class Choice(NamedTuple):
     others: tuple[str, ...] = ()  # that would do as well: which is faster depends on the documents (`timing`)
 
 
-def choose(device: torch.device, dtype: torch.dtype, head_width: int, deterministic: bool, windowed: bool) -> Choice:
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_width: int,
+    deterministic: bool,
+    windowed: bool,
+    capped: bool = False,
+) -> Choice:
     """The backend for such heads on this device, and the reason; to be called once, and printed."""
     device = torch.device(device)
     if device.type != "cuda":
         return Choice("cpu", f"on {device.type} torch's fused kernel or the textbook formula")
     from graftune.kernels.attention import cudnn_frontend, flash
 
-    if windowed:
-        return _ours(head_width, "sliding windows")
+    if windowed or capped:
+        return _ours(head_width, "sliding windows" if windowed else "soft caps")
     if dtype == torch.float32:
         return _ours(head_width, "fp32")
     flashless = flash.lacks(device, dtype, head_width)
@@ -86,8 +94,10 @@ def forward(
     window: int = 0,
     backend: str = "cpu",
     out: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, N, H], stats); with `window` > 0 token i sees j only if i - window < j.
+    """(out [T, N, H], stats); with `window` > 0 token i sees j only if i - window < j, with `cap` > 0 scores are bent
+    towards it by a tanh.
 
     The output goes into the given `out`, whose tokens may lie apart, or a fresh contiguous one.
     """
@@ -95,23 +105,24 @@ def forward(
     if backend == "flash":
         from graftune.kernels.attention import flash
 
+        assert not cap, "flash kernels know no soft cap"
         return flash.forward(q, k, v, docs, scale, window, out)
     out = q.new_empty(q.shape) if out is None else out
     _check(out, k, v)
     if backend == "cpu":
         lengths = _lengths(docs, q)
-        if _fused(q, window):
+        if _fused(q, window, cap):
             return out, flash_cpu.forward(q, k, v, lengths, scale, out)
-        return reference.forward(q, k, v, lengths, scale, window, out), q.new_empty(0)
+        return reference.forward(q, k, v, lengths, scale, window, out, cap), q.new_empty(0)
     if backend == "cudnn":
         from graftune.kernels.attention import cudnn_frontend
 
-        assert not window, "cuDNN's plans know no window"
+        assert not window and not cap, "cuDNN's plans know no window and no soft cap"
         return out, cudnn_frontend.forward(q, k, v, docs, scale, out)
     from graftune.kernels.attention import kernel
 
     assert backend == "triton", backend
-    return out, kernel.forward(q, k, v, docs, scale, window, out)
+    return out, kernel.forward(q, k, v, docs, scale, window, out, cap)
 
 
 def backward(
@@ -126,6 +137,7 @@ def backward(
     window: int,
     grads: Grads,
     backend: str = "cpu",
+    cap: float = 0.0,
 ) -> None:
     """Writes dq, dk and dv into `grads`, which have the shapes of q, k and v; what was there does not matter."""
     _check(q, k, v)
@@ -136,22 +148,23 @@ def backward(
     if backend == "cpu":
         lengths = _lengths(docs, q)
         short = q.dtype == torch.bfloat16 and len(q) < SHORT * sum(length > 0 for length in lengths)
-        if _fused(q, window) and not short:
+        if _fused(q, window, cap) and not short:
             return flash_cpu.backward(grad_out, q, k, v, out, stats, lengths, scale, grads)
-        return reference.backward(grad_out, q, k, v, out, lengths, scale, window, grads)
+        return reference.backward(grad_out, q, k, v, out, lengths, scale, window, grads, cap)
     if backend == "cudnn":
         from graftune.kernels.attention import cudnn_frontend
 
-        assert not window, "cuDNN's plans know no window"
+        assert not window and not cap, "cuDNN's plans know no window and no soft cap"
         return cudnn_frontend.backward(grad_out, q, k, v, out, stats, docs, scale, grads)
     if backend == "flash":
         from graftune.kernels.attention import flash
 
+        assert not cap, "flash kernels know no soft cap"
         return flash.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads)
     from graftune.kernels.attention import kernel
 
     assert backend == "triton", backend
-    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads)
+    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap)
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None:
@@ -174,6 +187,7 @@ def warm(
     scale: float,
     window: int = 0,
     room: tuple[int, int, int, int] = (0, 0, 0, 0),
+    cap: float = 0.0,
 ) -> None:
     """One forward and backward on zeros of this shape in packed buffers, so that all plans and kernels exist before a
     capture. `heads` is (N, K, H); at most `slots` documents of at most `longest` tokens each fill `tokens`. `room` says
@@ -189,9 +203,9 @@ def warm(
         return buffer[:, : wide * h].unflatten(1, (wide, h))
 
     q, keys, values = zeros(n + 2 * k, room[0]).split([n, k, k], 1)
-    out, stats = forward(q, keys, values, docs, scale, window, backend, zeros(n, room[1]))
+    out, stats = forward(q, keys, values, docs, scale, window, backend, zeros(n, room[1]), cap)
     dq, dk, dv = grad_buffers(q, keys, backend) or zeros(n + 2 * k, room[2]).split([n, k, k], 1)
-    backward(zeros(n, room[3]), q, keys, values, out, stats, docs, scale, window, (dq, dk, dv), backend)
+    backward(zeros(n, room[3]), q, keys, values, out, stats, docs, scale, window, (dq, dk, dv), backend, cap)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -207,5 +221,5 @@ def _lengths(docs: Documents, q: torch.Tensor) -> tuple[int, ...]:
     return docs.lengths
 
 
-def _fused(q: torch.Tensor, window: int) -> bool:
-    return q.device.type == "cpu" and not window
+def _fused(q: torch.Tensor, window: int, cap: float) -> bool:
+    return q.device.type == "cpu" and not window and not cap

@@ -1,4 +1,4 @@
-"""Packed causal attention in Triton: any head width up to 256, fp32 too, sliding windows, grouped heads.
+"""Packed causal attention in Triton: any head width up to 256, fp32 too, sliding windows, soft caps, grouped heads.
 
 The flash scheme: scores live in tiles on the chip and are never written; the forward keeps one log-sum-exp a token and
 head, and the backward recomputes the probabilities from it. One program works on one tile of one document, so that no
@@ -57,7 +57,14 @@ def programs_wanted(device: torch.device) -> int:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float, window: int, out: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    docs: Documents,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Writes out [T, N, H]; returns the log-sum-exp of the scores in powers of two [N, T]."""
     tokens, heads, width = q.shape
@@ -66,7 +73,7 @@ def forward(
     _forward[(triton.cdiv(docs.longest, tile.queries), heads, _slots(docs))](
         q, k, v, out, stats, docs.cu_seqlens, scale * LOG2E, tokens, q.stride(0), k.stride(0), v.stride(0),
         out.stride(0), GROUP=heads // k.shape[1], H=width, BH=launch.power_of_two(width, 16), BM=tile.queries,
-        BN=tile.keys, WINDOW=window, num_warps=tile.warps, num_stages=tile.stages,
+        BN=tile.keys, WINDOW=window, CAP=cap * LOG2E, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return stats
 
@@ -82,6 +89,7 @@ def backward(
     scale: float,
     window: int,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cap: float = 0.0,
 ) -> None:
     tokens, heads, width = q.shape
     key_heads = k.shape[1]
@@ -95,7 +103,7 @@ def backward(
     inputs = (q, k, v, grad_out, stats, delta)
     strides = (tokens, q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
     shape = {"GROUP": heads // key_heads, "H": width, "BH": padded, "BM": tile.queries, "BN": tile.keys}
-    options = {"WINDOW": window, "num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"WINDOW": window, "CAP": cap * LOG2E, "num_warps": tile.warps, "num_stages": tile.stages}
     apart = heads > key_heads and triton.cdiv(tokens, tile.keys) * key_heads < programs_wanted(q.device)
     parts = q.new_empty((2, tokens, heads, width), dtype=torch.float32) if apart else None
     dk, dv = grads[1:] if parts is None else parts
@@ -147,9 +155,28 @@ def _seen(queries, keys, length, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _scores(product, scale, CAP: tl.constexpr):
+    """scale * product in powers of two, bent towards +-CAP (also in powers of two; 0: no cap) by a tanh."""
+    scores = product * scale
+    if CAP > 0:
+        scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * 1.4426950408889634 / CAP)))
+    return scores
+
+
+@triton.jit
+def _through_cap(grad, scores, CAP: tl.constexpr):
+    """The gradient of what was capped, given that of the scores: tanh' = 1 - tanh^2."""
+    if CAP > 0:
+        bent = scores * (1.0 / CAP)
+        grad = grad * (1.0 - bent * bent)
+    return grad
+
+
+@triton.jit
 def _forward(
     q, k, v, out, stats, cu_seqlens, scale, tokens, q_stride, k_stride, v_stride, out_stride,
     GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     head, slot = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * BM
@@ -168,7 +195,7 @@ def _forward(
         begin = tl.maximum(first - WINDOW + 1, 0) // BN * BN
     for other in range(begin, tl.minimum(first + BM, length), BN):
         keys = _load(k, other, columns, length, start, k_stride, key_head, H, BH)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = _scores(tl.dot(queries, tl.trans(keys), input_precision="ieee"), scale, CAP)
         seen = _seen((first + rows)[:, None], (other + columns)[None, :], length, WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -204,6 +231,7 @@ def _key_grads(
     q, k, v, grad_out, stats, delta, grad_k, grad_v, cu_seqlens, scale2, scale, tokens,
     q_stride, k_stride, v_stride, out_stride, grad_k_stride, grad_v_stride, APART: tl.constexpr,
     GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """One program a key head and all query heads that share it, or (APART) one a query head, into its own place."""
     place, slot = tl.program_id(1), tl.program_id(2)
@@ -230,12 +258,12 @@ def _key_grads(
             real = other + rows < length
             lse = tl.load(stats + line + other + rows, mask=real, other=0.0)
             correction = tl.load(delta + line + other + rows, mask=real, other=0.0)
-            scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale2
+            scores = _scores(tl.dot(keys, tl.trans(queries), input_precision="ieee"), scale2, CAP)
             seen = _seen((other + rows)[None, :], (first + columns)[:, None], length, WINDOW)
             p = tl.exp2(tl.where(seen, scores - lse[None, :], float("-inf")))
             dv += tl.dot(p.to(grads.dtype), grads, input_precision="ieee")
             dp = tl.dot(values, tl.trans(grads), input_precision="ieee")
-            ds = p * (dp - correction[None, :])
+            ds = _through_cap(p * (dp - correction[None, :]), scores, CAP)
             dk += tl.dot(ds.to(queries.dtype), queries, input_precision="ieee")
     _store(grad_k, dk * scale, first, columns, length, start, grad_k_stride, place, H, BH)
     _store(grad_v, dv, first, columns, length, start, grad_v_stride, place, H, BH)
@@ -264,6 +292,7 @@ def _query_grads(
     q, k, v, grad_out, stats, delta, grad_q, cu_seqlens, scale2, scale, tokens,
     q_stride, k_stride, v_stride, out_stride, grad_q_stride,
     GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     head, slot = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * BM
@@ -286,10 +315,10 @@ def _query_grads(
     for other in range(begin, tl.minimum(first + BM, length), BN):
         keys = _load(k, other, columns, length, start, k_stride, key_head, H, BH)
         values = _load(v, other, columns, length, start, v_stride, key_head, H, BH)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale2
+        scores = _scores(tl.dot(queries, tl.trans(keys), input_precision="ieee"), scale2, CAP)
         seen = _seen((first + rows)[:, None], (other + columns)[None, :], length, WINDOW)
         p = tl.exp2(tl.where(seen, scores - lse[:, None], float("-inf")))
         dp = tl.dot(grads, tl.trans(values), input_precision="ieee")
-        ds = p * (dp - correction[:, None])
+        ds = _through_cap(p * (dp - correction[:, None]), scores, CAP)
         dq += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
     _store(grad_q, dq * scale, first, rows, length, start, grad_q_stride, head, H, BH)

@@ -3,6 +3,9 @@
     P = softmax(scale * Q K' + mask)      O = P V
     dV = P' dO      dP = dO V'      dS = P * (dP - rowsum(dO * O))      dQ = scale * dS K      dK = scale * dS' Q
 
+With a soft cap c the scores S = scale * Q K' become c tanh(S / c) before the mask, and dS gains the factor
+1 - tanh(S / c)^2.
+
 Documents never see each other because they are never in one product, so there is no mask to get wrong between them.
 Probabilities are recomputed in the backward. Query heads that share a key head are laid behind each other, so that
 grouped-query attention is one product a key head and no key is repeated in memory.
@@ -21,12 +24,13 @@ def forward(
     scale: float,
     window: int = 0,
     out: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """q [T, N, H], k and v [T, K, H] -> out [T, N, H]; `window` > 0 limits how far back a token sees."""
     out = q.new_empty(q.shape) if out is None else out
     for start, stop in documents(lengths):
         grouped = _grouped(q[start:stop], k.shape[1])
-        probabilities = _probabilities(grouped, k[start:stop].transpose(0, 1), scale, window)
+        probabilities = _probabilities(_scores(grouped, k[start:stop].transpose(0, 1), scale, cap), window)
         out[start:stop] = _ungrouped(probabilities.to(v.dtype) @ v[start:stop].transpose(0, 1), q.shape[1])
     return out
 
@@ -41,16 +45,20 @@ def backward(
     scale: float,
     window: int,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cap: float = 0.0,
 ) -> None:
     """Writes dq, dk and dv into `grads`, of the shapes of q, k and v."""
     key_heads, heads = k.shape[1], q.shape[1]
     for start, stop in documents(lengths):
         q_, do, o = (_grouped(x[start:stop], key_heads) for x in (q, grad_out, out))
         k_, v_ = k[start:stop].transpose(0, 1), v[start:stop].transpose(0, 1)
-        p = _probabilities(q_, k_, scale, window)
+        scores = _scores(q_, k_, scale, cap)
+        slope = scores.div(cap).square_().neg_().add_(1) if cap else None
+        p = _probabilities(scores, window)
         grads[2][start:stop] = (p.to(do.dtype).transpose(1, 2) @ do).transpose(0, 1)
         correction = (do.float() * o.float()).sum(-1, keepdim=True)
-        ds = (do @ v_.transpose(1, 2)).float().sub_(correction).mul_(p).mul_(scale).to(q.dtype)
+        wide = (do @ v_.transpose(1, 2)).float().sub_(correction).mul_(p).mul_(scale)
+        ds = (wide if slope is None else wide.mul_(slope)).to(q.dtype)
         grads[0][start:stop] = _ungrouped(ds @ k_, heads)
         grads[1][start:stop] = (ds.transpose(1, 2) @ q_).transpose(0, 1)
 
@@ -78,12 +86,17 @@ def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.view(key_heads, group, rows // group, width).permute(2, 0, 1, 3).reshape(-1, heads, width)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """softmax(scale q k') with the causal mask, fp32; q [K, G*L, H], k [K, L, H] -> [K, G*L, L]."""
-    key_heads, length, _ = k.shape
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
+    """scale q k' in fp32, softly capped; q [K, G*L, H], k [K, L, H] -> [K, G*L, L]."""
     scores = (q @ k.transpose(1, 2)).float().mul_(scale)
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+    return scores.div_(cap).tanh_().mul_(cap) if cap else scores
+
+
+def _probabilities(scores: torch.Tensor, window: int) -> torch.Tensor:
+    """softmax with the causal mask over scores [K, G*L, L], which are overwritten."""
+    length = scores.shape[2]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu_(1)
     if window:
         hidden |= torch.ones_like(hidden).tril_(-window)
-    scores.view(key_heads, -1, length, length).masked_fill_(hidden, float("-inf"))
+    scores.view(len(scores), -1, length, length).masked_fill_(hidden, float("-inf"))
     return torch.softmax(scores, -1)

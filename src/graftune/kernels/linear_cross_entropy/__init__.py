@@ -6,9 +6,9 @@ import torch
 
 from graftune.kernels import launch
 from graftune.kernels.linear_cross_entropy import reference
-from graftune.kernels.linear_cross_entropy.reference import Product
+from graftune.kernels.linear_cross_entropy.reference import Product, bent
 
-__all__ = ["Product", "forward"]
+__all__ = ["Product", "bent", "forward"]
 
 
 def forward(
@@ -18,11 +18,14 @@ def forward(
     *,
     need_grad: bool = True,
     scale: torch.Tensor | None = None,
+    factor: float = 1.0,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x, times `scale`, or None)."""
+    """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x, times `scale`, or None).
+    The logits are the product times `factor`, bent towards +-`cap` by a tanh where there is one."""
     assert labels.shape == x.shape[:1] and (scale is None or (scale.dim() == 0 and scale.dtype == torch.float32))
     if launch.fused(x):
         from graftune.kernels.linear_cross_entropy import kernel
 
-        return kernel.forward(x, head, labels, need_grad=need_grad, scale=scale)
-    return reference.forward(x, head, labels, need_grad=need_grad, scale=scale)
+        return kernel.forward(x, head, labels, need_grad=need_grad, scale=scale, factor=factor, cap=cap)
+    return reference.forward(x, head, labels, need_grad=need_grad, scale=scale, factor=factor, cap=cap)

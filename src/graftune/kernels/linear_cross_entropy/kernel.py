@@ -18,9 +18,19 @@ LONGEST_BLOCK = 8192
 
 
 @triton.jit
+def _bent(x, factor, FACTOR: tl.constexpr, CAP: tl.constexpr):
+    """The logits of a family that scales or caps them."""
+    if FACTOR:
+        x = x * factor
+    if CAP > 0:
+        x = CAP - 2 * CAP / (1.0 + tl.exp(x * (2.0 / CAP)))
+    return x
+
+
+@triton.jit
 def _rows(
-    logits_ptr, labels_ptr, losses_ptr, scale_ptr, stride, width,
-    NEED_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, losses_ptr, scale_ptr, stride, width, factor,
+    NEED_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, FACTOR: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """logits[row] <- scale * (softmax(logits[row]) - onehot(label)); losses[row] = -log softmax(logits[row])[label]."""
     row = tl.program_id(0).to(tl.int64)
@@ -28,11 +38,13 @@ def _rows(
     label = tl.load(labels_ptr + row)
     cols = tl.arange(0, BLOCK)
     if label >= 0:
-        chosen = tl.load(base + label).to(tl.float32)  # before it is overwritten
+        chosen = _bent(tl.load(base + label).to(tl.float32), factor, FACTOR, CAP)  # before it is overwritten
         top = -3.0e38  # not -inf: inf - inf is no number
         norm = 0.0
         for start in range(0, width, BLOCK):
-            x = tl.load(base + start + cols, start + cols < width, other=float("-inf")).to(tl.float32)
+            inside = start + cols < width
+            x = _bent(tl.load(base + start + cols, inside, other=0.0).to(tl.float32), factor, FACTOR, CAP)
+            x = tl.where(inside, x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, 0))
             norm = norm * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
             top = higher
@@ -44,8 +56,12 @@ def _rows(
             share = weight / norm
             for start in range(0, width, BLOCK):
                 at = start + cols
-                x = tl.load(base + at, at < width, other=float("-inf")).to(tl.float32)
-                grad = tl.exp(x - top) * share - tl.where(at == label, weight, 0.0)
+                x = _bent(tl.load(base + at, at < width, other=0.0).to(tl.float32), factor, FACTOR, CAP)
+                grad = tl.exp(tl.where(at < width, x, float("-inf")) - top) * share - tl.where(at == label, weight, 0.0)
+                if CAP > 0:
+                    grad *= 1.0 - (x / CAP) * (x / CAP)
+                if FACTOR:
+                    grad *= factor
                 tl.store(base + at, grad.to(logits_ptr.dtype.element_ty), at < width)
     else:
         tl.store(losses_ptr + row, 0.0)
@@ -56,7 +72,14 @@ def _rows(
 
 
 def forward(
-    x: torch.Tensor, head: Product, labels: torch.Tensor, *, need_grad: bool, scale: torch.Tensor | None
+    x: torch.Tensor,
+    head: Product,
+    labels: torch.Tensor,
+    *,
+    need_grad: bool,
+    scale: torch.Tensor | None,
+    factor: float = 1.0,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     grad = torch.empty_like(x) if need_grad else None
@@ -64,7 +87,7 @@ def forward(
     for start in range(0, len(x), size):
         rows = slice(start, start + size)
         logits = head.matmul(x[rows])
-        to_gradient_(logits, labels[rows], losses[rows], need_grad=need_grad, scale=scale)
+        to_gradient_(logits, labels[rows], losses[rows], need_grad=need_grad, scale=scale, factor=factor, cap=cap)
         if grad is not None:
             grad[rows] = head.input_grad(logits, x[rows])
         del logits  # or two chunks are alive while the next one is computed
@@ -78,14 +101,17 @@ def to_gradient_(
     *,
     need_grad: bool = True,
     scale: torch.Tensor | None = None,
+    factor: float = 1.0,
+    cap: float = 0.0,
 ) -> None:
     """Fills `losses` [rows] and, where a gradient is wanted, overwrites logits [rows, V] with it."""
     assert logits.stride(1) == 1 and labels.is_contiguous() and losses.is_contiguous()
     rows, width = logits.shape
     block = min(LONGEST_BLOCK, power_of_two(width))
     _rows[(rows,)](
-        logits, labels, losses, scale, logits.stride(0), width, NEED_GRAD=need_grad, HAS_SCALE=scale is not None,
-        BLOCK=block, num_warps=8 if block >= 2048 else 4,
+        logits, labels, losses, scale, logits.stride(0), width, factor, NEED_GRAD=need_grad,
+        HAS_SCALE=scale is not None, FACTOR=factor != 1.0, CAP=float(cap), BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
     )  # fmt: skip
 
 

@@ -3,6 +3,9 @@
 Logits exist for one chunk of rows at a time and are overwritten by their own gradient, softmax minus one-hot; sums are
 fp32. The mean is left to the caller, who alone knows how many tokens the whole optimizer step has. `scale` multiplies
 the gradient while it is still fp32: the loss scale that keeps small values of an fp16 gradient from vanishing.
+
+Some families bend their logits first: l = c tanh(f z / c) of the product z (without a cap c: l = f z). The gradient
+then has the factor f (1 - (l / c)^2).
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ def forward(
     *,
     need_grad: bool = True,
     scale: torch.Tensor | None = None,
+    factor: float = 1.0,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     grad = torch.empty_like(x) if need_grad else None
@@ -40,20 +45,37 @@ def forward(
         part, wanted = x[start : start + size], labels[start : start + size]
         logits = head.matmul(part)
         for piece, ids in zip(logits.split(step), wanted.split(step), strict=True):
-            total += to_gradient_(piece, ids, scale) if need_grad else loss_of(piece, ids)
+            if need_grad:
+                total += to_gradient_(piece, ids, scale, factor, cap)
+            else:
+                total += loss_of(bent(piece.float(), factor, cap), ids)
         if grad is not None:
             grad[start : start + size] = head.input_grad(logits, part)
         del logits, piece  # or two chunks are alive while the next one is computed
     return total, grad
 
 
-def to_gradient_(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+def bent(logits: torch.Tensor, factor: float, cap: float) -> torch.Tensor:
+    """The logits of a family that scales or caps them, in place."""
+    if factor != 1:
+        logits.mul_(factor)
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def to_gradient_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    factor: float = 1.0,
+    cap: float = 0.0,
+) -> torch.Tensor:
     """Overwrites a few rows of logits with softmax minus one-hot, times `scale` (zero where the label is -1); returns
     the sum of their losses."""
     counted = (labels >= 0).unsqueeze(1)
     weight = counted.float() if scale is None else counted * scale
     index = labels.clamp(min=0).unsqueeze(1)
-    wide = logits.float()
+    wide = bent(logits.float(), factor, cap)
+    slope = wide.div(cap).square_().neg_().add_(1) if cap else None
     chosen = wide.gather(1, index)
     top = wide.amax(1, keepdim=True)
     wide.sub_(top).exp_()
@@ -61,6 +83,10 @@ def to_gradient_(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
     loss = ((top - chosen + norm.log()) * counted).sum()
     wide.mul_(weight / norm)
     wide.scatter_add_(1, index, -weight)
+    if slope is not None:
+        wide.mul_(slope)
+    if factor != 1:
+        wide.mul_(factor)
     if wide is not logits:
         logits.copy_(wide)
     return loss

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +20,17 @@ from graftune.kernels import launch
 from graftune.kernels.nf4 import reference
 from graftune.kernels.nf4.reference import BLOCK, GROUP, TABLE, Nf4
 
-__all__ = ["Nf4", "dequantise", "from_checkpoint", "gather", "quantise", "quantise_pieces", "to_checkpoint"]
+__all__ = [
+    "STATE",
+    "Nf4",
+    "checkpoint_shape",
+    "dequantise",
+    "from_checkpoint",
+    "gather",
+    "quantise",
+    "quantise_pieces",
+    "to_checkpoint",
+]
 
 FLOATS = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
 STATE = ".quant_state.bitsandbytes__"
@@ -120,31 +131,59 @@ def gather(nf4: Nf4, ids: torch.Tensor, dtype: torch.dtype | None = None) -> tor
 def from_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> Nf4:
     """The weight `name` of a prequantised checkpoint. `tensors` is asked for this weight's keys only, and what it gives
     is kept as it is: nothing is dequantised."""
-    if name + STATE + "nf4" not in tensors:
-        kind = "fp4" if name + STATE + "fp4" in tensors else "not bitsandbytes' NF4"
-        raise GraftuneError(f"the weight is {kind}", where=name, mend="use an NF4 or an unquantised checkpoint")
-    state = json.loads(bytes(tensors[name + STATE + "nf4"].cpu().tolist()))
+    state = _state(tensors, name)
+    shape, count = checkpoint_shape(tensors, name), math.prod(state["shape"])
     double = name + ".nested_absmax" in tensors
-    _expect(name, "block size", state["blocksize"], BLOCK)
-    shape, count = tuple(state["shape"]), math.prod(state["shape"])
-    if state["dtype"] not in FLOATS:
-        raise GraftuneError(f"dtype {state['dtype']} is not known", where=name, mend=f"use one of {', '.join(FLOATS)}")
-    table = tensors[name + ".quant_map"].float().cpu()
-    if not torch.equal(table, torch.tensor(TABLE)):
+    _expect(name, "block size", state.get("blocksize"), BLOCK)
+    if state.get("dtype") not in FLOATS:
+        raise GraftuneError(
+            f"dtype {state.get('dtype')} is not known", where=name, mend=f"use one of {', '.join(FLOATS)}"
+        )
+    if not torch.equal(_part(tensors, name, ".quant_map").float().cpu(), torch.tensor(TABLE)):
         raise GraftuneError("the weight's quant_map is not NF4's", where=name, mend="use an NF4 checkpoint")
     # Packed codes may be stored as another dtype (bnb_4bit_quant_storage), in which case a few bytes may follow them.
-    codes = tensors[name].contiguous().view(-1).view(torch.uint8)[: (count + 1) // 2]
-    absmax = tensors[name + ".absmax"].view(-1)
+    codes = _part(tensors, name, "").contiguous().view(-1).view(torch.uint8)[: (count + 1) // 2]
+    absmax = _part(tensors, name, ".absmax").view(-1)
     _expect(name, "number of codes", len(codes), (count + 1) // 2)
     _expect(name, "number of scales", len(absmax), -(-count // BLOCK))
     if not double:
         return Nf4(shape, FLOATS[state["dtype"]], codes, absmax.float())
-    _expect(name, "nested block size", state["nested_blocksize"], GROUP)
-    _expect(name, "dtype of the scales", state["nested_dtype"], "float32")
-    groups, entries = (tensors[name + "." + key].float() for key in ("nested_absmax", "nested_quant_map"))
+    _expect(name, "kind of scales", absmax.dtype, torch.uint8)
+    _expect(name, "nested block size", state.get("nested_blocksize"), GROUP)
+    _expect(name, "dtype of the scales", state.get("nested_dtype"), "float32")
+    groups, entries = (_part(tensors, name, key).float().view(-1) for key in (".nested_absmax", ".nested_quant_map"))
     _expect(name, "number of nested scales", len(groups), -(-len(absmax) // GROUP))
+    _expect(name, "number of nested codes", len(entries), 256)
+    _expect(name, "offset a number", isinstance(state.get("nested_offset"), int | float), True)
     offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=codes.device)
     return Nf4(shape, FLOATS[state["dtype"]], codes, absmax, groups, entries, offset)
+
+
+def checkpoint_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...]:
+    """The weight's shape, from its description alone."""
+    shape = _state(tensors, name).get("shape")
+    sound = isinstance(shape, list) and bool(shape) and all(type(n) is int and 0 < n < 2**40 for n in shape)
+    _expect(name, "shape", "sound" if sound else shape, "sound")
+    return tuple(shape or ())
+
+
+def _state(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
+    if name + STATE + "nf4" not in tensors:
+        kind = "fp4" if name + STATE + "fp4" in tensors else "not bitsandbytes' NF4"
+        raise GraftuneError(f"the weight is {kind}", where=name, mend="use an NF4 or an unquantised checkpoint")
+    try:
+        state = json.loads(bytes(tensors[name + STATE + "nf4"].cpu().tolist()))
+    except (ValueError, TypeError, RecursionError):
+        state = None
+    if not isinstance(state, dict):
+        raise GraftuneError("the weight's quant_state is not valid JSON", where=name, mend="download the model again")
+    return state
+
+
+def _part(tensors: Mapping[str, torch.Tensor], name: str, part: str) -> torch.Tensor:
+    if name + part not in tensors:
+        raise GraftuneError(f"tensor {name}{part} is missing", mend="download the model again")
+    return tensors[name + part]
 
 
 def _expect(name: str, what: str, found: object, wanted: object) -> None:

@@ -19,8 +19,8 @@ def add_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, y [T, D] -> (s = x + y, rstd [T] fp32); norm(s) is written to `out`, whose rows may lie apart.
 
-    y is overwritten by the sum; without y the sum is x itself."""
-    assert x.is_contiguous() and (y is None or (y.shape == x.shape and y.is_contiguous()))
+    y is overwritten by the sum; without y the sum is x itself, whose rows may then lie apart, too."""
+    assert x.stride(1) == 1 and (y is None or (y.shape == x.shape and y.is_contiguous() and x.is_contiguous()))
     assert out.shape == x.shape and out.stride(1) == 1
     if launch.fused(x):
         from graftune.kernels.rms_norm import kernel
@@ -50,7 +50,7 @@ def add_backward(
 ) -> torch.Tensor:
     """Gradient of the stream [T, D]: the norm's, given its output's, plus `residual`, which is overwritten by it unless
     there is an `out`. The rows of all may lie apart."""
-    assert x.is_contiguous() and grad_y.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    assert x.stride(1) == grad_y.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
     assert out is None or (out.shape == x.shape and out.stride(1) == 1)
     if launch.fused(x):
         from graftune.kernels.rms_norm import kernel

@@ -17,13 +17,13 @@ PROGRAMS = 528  # that share the rows where a weight's gradient is summed: four 
 
 @triton.jit
 def _forward(
-    x_ptr, y_ptr, w_ptr, sum_ptr, out_ptr, rstd_ptr, eps, out_stride,
+    x_ptr, y_ptr, w_ptr, sum_ptr, out_ptr, rstd_ptr, eps, x_stride, out_stride,
     D: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, B)
     inside = cols < D
-    v = tl.load(x_ptr + row * D + cols, inside, other=0.0).to(tl.float32)
+    v = tl.load(x_ptr + row * x_stride + cols, inside, other=0.0).to(tl.float32)
     if ADD:
         v = (v + tl.load(y_ptr + row * D + cols, inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * D + cols, v, inside)
@@ -46,7 +46,7 @@ def _apply(x_ptr, rstd_ptr, w_ptr, out_ptr, D: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _backward(
-    grad_ptr, x_ptr, rstd_ptr, w_ptr, residual_ptr, out_ptr, parts_ptr, tokens, per_program, grad_stride,
+    grad_ptr, x_ptr, rstd_ptr, w_ptr, residual_ptr, out_ptr, parts_ptr, tokens, per_program, grad_stride, x_stride,
     residual_stride, out_stride, D: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, B)
@@ -59,7 +59,7 @@ def _backward(
         at = tl.cast(row, tl.int64)
         rstd = tl.load(rstd_ptr + at)
         grad = tl.load(grad_ptr + at * grad_stride + cols, inside, other=0.0).to(tl.float32)
-        n = tl.load(x_ptr + at * D + cols, inside, other=0.0).to(tl.float32) * rstd
+        n = tl.load(x_ptr + at * x_stride + cols, inside, other=0.0).to(tl.float32) * rstd
         if WEIGHT:
             part += grad * n
         grad *= w
@@ -82,8 +82,8 @@ def add_forward(
     total = x if y is None else y
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(tokens,)](
-        x, y, weight, total, out, rstd, eps, out.stride(0), D=width, ADD=y is not None, B=power_of_two(width),
-        num_warps=_warps(width),
+        x, y, weight, total, out, rstd, eps, x.stride(0), out.stride(0), D=width, ADD=y is not None,
+        B=power_of_two(width), num_warps=_warps(width),
     )  # fmt: skip
     return total, rstd
 
@@ -106,13 +106,13 @@ def add_backward(
 ) -> torch.Tensor:
     tokens, width = x.shape
     if out is None:
-        out = torch.empty_like(x) if residual is None else residual
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
     programs = tokens if grad_weight is None else min(tokens, PROGRAMS)
     per_program = triton.cdiv(tokens, programs)
     programs = triton.cdiv(tokens, per_program)
     parts = None if grad_weight is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _backward[(programs,)](
-        grad_y, x, rstd, weight, residual, out, parts, tokens, per_program, grad_y.stride(0),
+        grad_y, x, rstd, weight, residual, out, parts, tokens, per_program, grad_y.stride(0), x.stride(0),
         residual.stride(0) if residual is not None else 0, out.stride(0), D=width,
         RESIDUAL=residual is not None, WEIGHT=grad_weight is not None, B=power_of_two(width), num_warps=_warps(width),
     )  # fmt: skip

@@ -1,12 +1,13 @@
 """Rotary position embedding on packed positions, and with it all that lies between the fused qkv product and
-attention. Tables [T, H/2] come from `tables`; `rotate_` and `unrotate_` are the bare rotation of x [T, N, H].
+attention. Tables [T, R/2] for the R columns of a head that turn come from `tables`; `rotate_` and `unrotate_` are the
+bare rotation of x [T, N, H].
 """
 
 from __future__ import annotations
 
 import torch
 
-from graftune.kernels import launch
+from graftune.kernels import launch, rms_norm
 from graftune.kernels.rope import reference
 from graftune.kernels.rope.reference import rotate_, tables, unrotate_
 
@@ -25,13 +26,21 @@ def finish_(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """Turns the raw product qkv [T, (N + 2K) H] into what attention takes, in place: adds the bias [(N + 2K) H], norms
-    the heads of q and k (weights [H], fp32, both or neither), rotates q and k.
+    q and k (fp32 weights, both or neither: [H], and each head is normed by itself, or [N H] and [K H], and all heads
+    are normed together), rotates q and k.
 
     Returns what q and k were before their norm, [T, N + K, H], for the backward: empty without a norm, since the
     rotation is undone without its input."""
     _check(qkv, cos, sin, heads, q_norm, k_norm)
     assert qkv.is_contiguous()
-    assert bias is None or bias.shape == qkv.shape[1:]
+    assert bias is None or (bias.shape == qkv.shape[1:] and 2 * cos.shape[1] == heads[2])
+    if q_norm is not None and k_norm is not None and len(q_norm) != heads[2]:
+        assert bias is None
+        raw = qkv[:, : (heads[0] + heads[1]) * heads[2]].clone()
+        for part, weight, place in zip(_both(raw, heads), (q_norm, k_norm), _both(qkv, heads), strict=True):
+            rms_norm.add_forward(part, None, weight, eps, place)
+        finish_(qkv, cos, sin, heads)
+        return raw.unflatten(1, (-1, heads[2]))
     if launch.fused(qkv):
         from graftune.kernels.rope import kernel
 
@@ -62,6 +71,15 @@ def finish_backward(
         assert grad.stride(2) == 1 and (grad.stride(1) == heads[2] or count == 1)
     if q_norm is not None:
         assert raw.shape == (len(grad_qkv), heads[0] + heads[1], heads[2]) and raw.is_contiguous()
+    if q_norm is not None and k_norm is not None and len(q_norm) != heads[2]:
+        finish_backward(grads, grad_qkv, cos, sin, heads, raw)
+        pairs = ((q_norm, grad_q_norm), (k_norm, grad_k_norm))
+        for place, part, (weight, grad_weight) in zip(
+            _both(grad_qkv, heads), _both(raw.flatten(1), heads), pairs, strict=True
+        ):
+            rstd = torch.rsqrt(part.float().square().mean(1).add_(eps))
+            rms_norm.add_backward(place, part, rstd, weight, None, grad_weight, place)
+        return
     if launch.fused(grad_qkv):
         from graftune.kernels.rope import kernel
 
@@ -82,6 +100,12 @@ def finish_backward(
     )
 
 
+def _both(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of [T, (N + K (+ K)) H], each [T, its heads H], as views."""
+    q, k = heads[0] * heads[2], heads[1] * heads[2]
+    return qkv[:, :q], qkv[:, q : q + k]
+
+
 def _check(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -92,6 +116,12 @@ def _check(
 ) -> None:
     queries, keys, width = heads
     assert width % 2 == 0 and qkv.shape[1:] == ((queries + 2 * keys) * width,) and qkv.stride(1) == 1
-    assert cos.shape == sin.shape == (len(qkv), width // 2) and cos.dtype == sin.dtype == torch.float32
+    assert (
+        cos.shape == sin.shape
+        and len(cos) == len(qkv)
+        and 2 * cos.shape[1] <= width
+        and cos.dtype == sin.dtype == torch.float32
+    )
     assert cos.is_contiguous() and sin.is_contiguous()
     assert (q_norm is None) == (k_norm is None), "q and k are normed both or neither"
+    assert q_norm is None or 2 * cos.shape[1] == width, "heads are normed and turned whole"

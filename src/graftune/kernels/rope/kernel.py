@@ -1,4 +1,4 @@
-"""`finish_` and its way back, one launch each: a program owns some tokens of one head, as two tiles [BT, H/2], so that
+"""`finish_` and its way back, one launch each: a program owns some tokens of one head, as two tiles [BT, R/2], so that
 the halves meet in registers and every value is read and written once. In between all is fp32.
 
 The heads of one token block run side by side: they share its rows of cos and sin, which then come from cache.
@@ -16,10 +16,9 @@ from graftune.kernels.launch import power_of_two
 @triton.jit
 def _finish(
     qkv_ptr, cos_ptr, sin_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, raw_ptr, tokens, eps,
-    N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, WORK: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, WORK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    H: tl.constexpr = 2 * HALF
     head = tl.program_id(0) % WORK
     at = (tl.program_id(0) // WORK) * BT + tl.arange(0, BT)
     rows = at.to(tl.int64)[:, None]
@@ -52,25 +51,30 @@ def _finish(
 @triton.jit
 def _finish_backward(
     dq_ptr, dk_ptr, dv_ptr, grad_ptr, cos_ptr, sin_ptr, raw_ptr, q_norm_ptr, k_norm_ptr, parts_ptr, tokens,
-    dq_stride, dk_stride, dv_stride, grad_stride, eps, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    WORK: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PARTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    dq_stride, dk_stride, dv_stride, grad_stride, eps, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, WORK: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_PARTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """With n = x * rstd, g the unrotated gradient and w the norm's weight: dx = rstd (g w - n mean(g w n)), and the
     sum of g n over this program's tokens goes to parts [blocks, WORK, H]."""
-    H: tl.constexpr = 2 * HALF
     head = tl.program_id(0) % WORK
     at = (tl.program_id(0) // WORK) * BT + tl.arange(0, BT)
     rows = at.to(tl.int64)[:, None]
     cols = tl.arange(0, BC)
     inside = cols < HALF
     mask = (at < tokens)[:, None] & inside[None, :]
-    place = grad_ptr + rows * grad_stride + head * H + cols[None, :]
+    target = grad_ptr + rows * grad_stride + head * H
     if head < N:
-        source = dq_ptr + rows * dq_stride + head * H + cols[None, :]
+        start = dq_ptr + rows * dq_stride + head * H
     elif head < N + K:
-        source = dk_ptr + rows * dk_stride + (head - N) * H + cols[None, :]
+        start = dk_ptr + rows * dk_stride + (head - N) * H
     else:
-        source = dv_ptr + rows * dv_stride + (head - N - K) * H + cols[None, :]
+        start = dv_ptr + rows * dv_stride + (head - N - K) * H
+    place, source = target + cols[None, :], start + cols[None, :]
+    if 2 * HALF < H:  # columns that are not turned are only moved
+        last = 2 * HALF + tl.arange(0, REST)[None, :]
+        moved = (at < tokens)[:, None] & (last < H)
+        tl.store(target + last, tl.load(start + last, moved, other=0.0), moved)
     first = tl.load(source, mask, other=0.0)
     second = tl.load(source + HALF, mask, other=0.0)
     if head >= N + K:
@@ -131,11 +135,12 @@ def finish_(
     raw = qkv.new_empty((tokens, queries + keys, width) if q_norm is not None else 0)
     # Where nothing is added to v, it is what it should be already.
     work = queries + keys + (keys if bias is not None else 0)
-    bt, bc, warps = _blocks(tokens, width)
+    bt, bc, warps = _blocks(tokens, 2 * cos.shape[1])
     if tokens:
         _finish[(triton.cdiv(tokens, bt) * work,)](
-            qkv, cos, sin, bias, q_norm, k_norm, raw, tokens, eps, N=queries, K=keys, HALF=width // 2, WORK=work,
-            HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, BT=bt, BC=bc, num_warps=warps,
+            qkv, cos, sin, bias, q_norm, k_norm, raw, tokens, eps, N=queries, K=keys, H=width,
+            HALF=cos.shape[1], WORK=work, HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, BT=bt, BC=bc,
+            num_warps=warps,
         )  # fmt: skip
     return raw
 
@@ -157,7 +162,7 @@ def finish_backward(
     tokens = len(grad_qkv)
     if tokens == 0:
         return
-    bt, bc, warps = _blocks(tokens, width)
+    bt, bc, warps = _blocks(tokens, 2 * cos.shape[1])
     blocks = triton.cdiv(tokens, bt)
     parts, dv = None, grads[2]
     # v's gradient is only moved; where it lies there already, nobody touches it.
@@ -168,7 +173,8 @@ def finish_backward(
         parts = torch.empty(blocks, work, width, dtype=torch.float32, device=grad_qkv.device)
     _finish_backward[(blocks * work,)](
         *grads, grad_qkv, cos, sin, raw, q_norm, k_norm, parts, tokens, *(g.stride(0) for g in grads),
-        grad_qkv.stride(0), eps, N=queries, K=keys, HALF=width // 2, WORK=work, HAS_NORM=q_norm is not None,
+        grad_qkv.stride(0), eps, N=queries, K=keys, H=width, HALF=cos.shape[1],
+        REST=power_of_two(max(1, width - 2 * cos.shape[1])), WORK=work, HAS_NORM=q_norm is not None,
         HAS_PARTS=parts is not None, BT=bt, BC=bc, num_warps=warps,
     )  # fmt: skip
     if parts is not None and grad_q_norm is not None:
@@ -178,7 +184,7 @@ def finish_backward(
 
 
 def _blocks(tokens: int, width: int) -> tuple[int, int, int]:
-    """Tokens of a tile, padded columns of half a head, warps: at most 32 values a thread and tile."""
+    """Tokens of a tile, padded columns of half of what turns, warps: at most 32 values a thread and tile."""
     columns = power_of_two(width // 2, 16)
     rows = min(64 if columns <= 128 else 32, power_of_two(tokens, 16))
     return rows, columns, 8 if rows * columns > 4096 else 4

@@ -2,6 +2,8 @@
 
     out[:H/2] = a cos - b sin        out[H/2:] = b cos + a sin        with a, b the two halves
 
+Tables narrower than half a head turn its first columns only, as if the head ended there; the rest stays as it is.
+
 The rotation is orthogonal up to the scaling folded into cos and sin, so the backward is the same with sin negated.
 `finish_` is all that lies between the fused qkv product and attention: bias, QK norm, rotation.
 """
@@ -16,20 +18,21 @@ from graftune.kernels.rms_norm import reference as rms_norm
 def tables(
     positions: torch.Tensor, inverse_frequencies: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, H/2] in fp32; `scaling` is yarn's attention factor (1 elsewhere)."""
+    """cos and sin [T, R/2] in fp32, R the columns of a head that are turned; frequencies [R/2], or [T, R/2] where
+    tokens differ; `scaling` is yarn's attention factor (1 elsewhere)."""
     angles = positions.to(torch.float32).unsqueeze(1) * inverse_frequencies.to(positions.device)
     return angles.cos() * scaling, angles.sin() * scaling
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, N, H], rotated in place by tables [T, H/2]."""
+    """x [T, N, H], rotated in place by tables [T, R/2]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    half = x.shape[-1] // 2
-    a, b = x[..., :half].float(), x[..., half:].float()
+    half = cos.shape[-1]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
     kept = a * cos
     turned = torch.mul(a, sin)
     x[..., :half] = kept.addcmul_(b, sin, value=-1)
-    x[..., half:] = turned.addcmul_(b, cos)
+    x[..., half : 2 * half] = turned.addcmul_(b, cos)
     return x
 
 

@@ -1,4 +1,6 @@
-"""SwiGLU on a fused gate/up product. gate_up [T, 2F] -> [T, F]; fp32 inside. Rows of what is written may lie apart."""
+"""Gated linear units on a fused gate/up product: act(gate) * up, with silu (SwiGLU) or tanh's gelu (GeGLU).
+
+gate_up [T, 2F] -> [T, F]; fp32 inside. Rows of what is written may lie apart."""
 
 from __future__ import annotations
 
@@ -7,27 +9,32 @@ import torch
 from graftune.kernels import launch
 from graftune.kernels.swiglu import reference
 
-__all__ = ["backward", "forward"]
+__all__ = ["KINDS", "backward", "forward"]
+
+KINDS = ("silu", "gelu")
 
 
-def forward(gate_up: torch.Tensor, act: torch.Tensor) -> None:
+def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> None:
     """Writes the activation [T, F] to `act`."""
     assert gate_up.is_contiguous() and gate_up.shape == (len(act), 2 * act.shape[1]) and act.stride(1) == 1
+    assert kind in KINDS, kind
     if launch.fused(gate_up):
         from graftune.kernels.swiglu import kernel
 
-        kernel.forward(gate_up, act)
+        kernel.forward(gate_up, act, kind)
     else:
-        reference.forward(gate_up, act)
+        reference.forward(gate_up, act, kind)
 
 
-def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> None:
+def backward(
+    grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
+) -> None:
     """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
     assert gate_up.is_contiguous() and gate_up.shape == out.shape and grad.shape == act.shape
-    assert grad.stride(1) == out.stride(1) == act.stride(1) == 1
+    assert grad.stride(1) == out.stride(1) == act.stride(1) == 1 and kind in KINDS
     if launch.fused(grad):
         from graftune.kernels.swiglu import kernel
 
-        kernel.backward(grad, gate_up, out, act)
+        kernel.backward(grad, gate_up, out, act, kind)
     else:
-        reference.backward(grad, gate_up, out, act)
+        reference.backward(grad, gate_up, out, act, kind)

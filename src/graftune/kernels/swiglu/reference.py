@@ -1,26 +1,42 @@
-"""act = silu(gate) * up, with gate and up the two halves of one [T, 2F] product.
+"""out = act(gate) * up, with gate and up the two halves of one [T, 2F] product.
 
-Backward, with s = sigmoid(gate): d up = grad * silu(gate); d gate = grad * up * (s + silu(gate) * (1 - s)).
-It hands back the activation too: what learns behind it needs it, and recomputing costs less than its memory.
-Every operation computes in fp32 and rounds to the tensor's dtype; widening whole tensors instead costs four times the
-traffic, which is what this is made of.
+    silu   x s               with s = sigmoid(x)                              slope  s + x s (1 - s)
+    gelu   x (1 + t) / 2     with t = tanh(sqrt(2/pi) (x + 0.044715 x^3))     slope  (1 + t + x t') / 2
+
+Backward: d up = grad * act(gate); d gate = grad * up * slope. It hands back the activation too: what learns behind it
+needs it, and recomputing costs less than its memory. Every operation computes in fp32 and rounds to the tensor's dtype;
+widening whole tensors instead costs four times the traffic, which is what this is made of.
 """
 
 from __future__ import annotations
 
 import torch
 
+aten = torch.ops.aten
 
-def forward(gate_up: torch.Tensor, act: torch.Tensor) -> None:
+
+def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> None:
     gate, up = gate_up.chunk(2, -1)
-    torch.mul(torch.nn.functional.silu(gate), up, out=act)
+    torch.mul(_act(gate, kind), up, out=act)
 
 
-def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> None:
+def backward(
+    grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
+) -> None:
     """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
     gate, up = gate_up.chunk(2, -1)
     width = gate.shape[-1]
-    torch.ops.aten.silu.out(gate, out=act)
+    if kind == "silu":
+        aten.silu.out(gate, out=act)
+    else:
+        act.copy_(_act(gate, kind))
     torch.mul(grad, act, out=out[..., width:])
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=out[..., :width])
+    if kind == "silu":
+        aten.silu_backward.grad_input(grad * up, gate, grad_input=out[..., :width])
+    else:
+        out[..., :width] = aten.gelu_backward(grad * up, gate, approximate="tanh")
     act.mul_(up)
+
+
+def _act(gate: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) if kind == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")

@@ -1,0 +1,88 @@
+"""graftune plan: bytes by owner before anything loads, what fits, and how far.
+
+Only headers are read. A card that is not here is planned for by its memory: --device cuda --memory 24GiB.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from graftune.cli.settings import Switch, given, positional, takes
+from graftune.config import Config
+from graftune.observe.console import Console
+
+WIDTH = 40  # of the bar
+
+
+@takes("base", "lora", "data", "optim", "train")
+def plan(
+    base: Annotated[str, Parameter(show_default=False)] = "",
+    data: Annotated[str, Parameter(show_default=False)] = "",
+    /,
+    *,
+    config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
+    memory: Annotated[str, Parameter(show_default=False)] = "",
+    json: Switch = False,
+    settings: Any = None,
+) -> int:
+    """Show how much memory training BASE would take, by owner, and what fits. Nothing is loaded.
+
+    Parameters
+    ----------
+    base
+        Hugging Face name or folder, or a .gguf file.
+    data
+        .jsonl, .json, .csv or .parquet file, for its shapes; without it every token counts as trained.
+    config
+        YAML file of settings; flags override it.
+    memory
+        Memory of the device to plan for, as 24GiB; it need not be here.
+    json
+        Print the plan as one JSON document to stdout.
+    """
+    console = Console(json=json)
+    flags = positional(given(settings), base=base, data=data)
+    whole = Config.load(config, flags) if config else Config.of(flags)
+
+    from graftune.observe.memory import parse_bytes
+    from graftune.train.plan import best, largest, policies_of, refusal
+    from graftune.train.prepare import job_of
+
+    job = job_of(whole, console, memory=parse_bytes(memory) if memory else 0)
+    found = best(job)
+    fits = {policy: largest(job, policy) for policy in policies_of(job)}
+    console.result(found.document() | {"largest": fits})
+    if not json:
+        _show(console, found, fits)
+    if not found.fits:
+        raise refusal(job, found)
+    return 0
+
+
+def _show(console: Console, found: Any, fits: dict[str, int]) -> None:
+    from graftune.observe.memory import human_bytes
+
+    owners = found.owners()
+    most = max(owners.values())
+    rows = [[name, human_bytes(size), _bar(size, most)] for name, size in owners.items()]
+    rows.append(["total", human_bytes(sum(owners.values())), ""])
+    chosen = ", ".join(f"{name} {value}" for name, value in found.settings.items())
+    console.table(f"memory on {found.where}", ["owner", "bytes", "share"], rows)
+    console.line(chosen)
+    measured = "torch's allocator" if found.device == "cuda" else "the process"
+    console.line(
+        f"expected peak of {measured}: {human_bytes(found.expected)}; "
+        f"{human_bytes(found.needed)} of {human_bytes(found.free)} free are needed"
+    )
+    if found.bytes.host > 1 << 28:
+        console.line(f"pinned host memory: {human_bytes(found.bytes.host)}")
+    largest = [[policy, str(size) if size else "does not fit"] for policy, size in fits.items()]
+    console.table("largest micro-batch that fits", ["recompute", "tokens"], largest)
+
+
+def _bar(size: int, most: int) -> str:
+    """Eighths of a character, so that small owners still show."""
+    eighths = round(size / most * WIDTH * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()

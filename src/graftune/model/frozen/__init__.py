@@ -1,0 +1,46 @@
+"""The frozen weight: one matmul interface, whatever the weight is made of.
+
+The trainer never asks which kind it holds: that is a property of the weight, not a mode of the trainer.
+
+    Dense      resident in a float dtype, as a rule the compute dtype, with room for adapters beside it where asked
+    Unpacked   on a GPU in fewer bits (NF4, GGUF blocks as in the file, or another float dtype): each product
+               dequantises the weight into a scratch that all layers share, and then is the same product
+    Table      an embedding or head likewise, by the rows that fit the scratch
+    Mapped     on a CPU, still in the file or in NF4: each product dequantises a few rows at a time
+    Trained    not frozen at all but a view into the arena, for full-parameter training
+
+All but the last are made of sources of rows, so q, k and v (or gate and up) are one weight; where they are quantised,
+each is by itself, as in its file. resident.py, scratch.py and mapped.py hold the kinds, packed.py the formats.
+"""
+
+from __future__ import annotations
+
+from graftune.model.frozen.fp8 import Fp8, Turned
+from graftune.model.frozen.interface import Frozen, Packed, Roomy, RowSource, apart
+from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
+from graftune.model.frozen.packed import BlockSource, FloatRows, GgufRows, Nf4Rows
+from graftune.model.frozen.resident import Dense, Trained
+from graftune.model.frozen.scratch import Scratch, Table, Unpacked
+
+__all__ = [
+    "MAPPED_ROWS_BYTES",
+    "BlockSource",
+    "Dense",
+    "FloatRows",
+    "Fp8",
+    "Frozen",
+    "GgufRows",
+    "Mapped",
+    "Nf4Rows",
+    "Packed",
+    "Roomy",
+    "RowSource",
+    "Scratch",
+    "Table",
+    "Trained",
+    "Turned",
+    "Unpacked",
+    "apart",
+    "fill",
+    "pieces",
+]

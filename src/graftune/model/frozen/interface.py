@@ -1,0 +1,118 @@
+"""What the trainer asks of a weight, and what weights are made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+from graftune.kernels.lora_linear import Copy
+from graftune.kernels.room import Adapters
+
+
+def apart(width: int, room: int) -> int:
+    """How far apart rows of `width` values lie: as they are, or with room beside them in whole lines of 64 values."""
+    return -(-(width + room) // 64) * 64 if room else width
+
+
+class RowSource(Protocol):
+    """Rows of a weight matrix, wherever they lie. Read in fp32 (or in their own float dtype where that is narrower)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype_name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def read(self, start: int, stop: int) -> torch.Tensor: ...
+    def gather(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def values(self) -> torch.Tensor:
+        """All of it, in its own shape: for vectors."""
+        ...
+
+
+class Packed(Protocol):
+    """Rows of a weight matrix on the device, in another form than the products want."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype_name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
+        """Rows from `start` on into out [rows, in], rounded to its dtype; the rows of `out` may lie apart."""
+        ...
+
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows `ids` [T] -> [T, in]."""
+        ...
+
+
+class Frozen(Protocol):
+    """A weight [out, in] that never changes."""
+
+    kind: str
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int: ...
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> x W' [T, out], a fresh tensor the caller may write to."""
+        ...
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """grad [T, out] -> grad W [T, in]."""
+        ...
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embedding lookup: [T] -> [T, in]."""
+        ...
+
+
+class Roomy(ABC):
+    """A frozen weight that lies in a storage [out + room, in + room], so that one product serves weight and adapters
+    (projection.py). With a room of 0 it is an ordinary one."""
+
+    kind: str
+    storage: torch.Tensor
+    room: int
+    out_features: int
+    in_features: int
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.storage[: self.out_features, : self.in_features]
+
+    @property
+    def beside(self) -> torch.Tensor:
+        """[out, room], for s B."""
+        return self.storage[: self.out_features, self.in_features :]
+
+    @property
+    def below(self) -> torch.Tensor:
+        """[room, in], for A."""
+        return self.storage[self.out_features :, : self.in_features]
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+    @abstractmethod
+    def settle(self, adapters: Adapters) -> list[Copy]:
+        """Let the adapters live in the room. Returns what has to be copied there whenever they change."""
+
+    @abstractmethod
+    def matmul(self, x: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def rows(self, ids: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
+        """[x | h] [W | sB]'."""
+
+    @abstractmethod
+    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+        """[dY | g] [W ; A]."""

@@ -1,0 +1,72 @@
+"""Products over a weight of which only some rows exist at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from graftune.kernels.lora_linear import add_product_
+from graftune.model.frozen.interface import RowSource
+
+MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
+
+
+class ByPieces(ABC):
+    """The products, given the pieces; gradients are summed over them in fp32."""
+
+    out_features: int
+    in_features: int
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(output columns, their rows of the weight in the compute dtype); one piece is alive at a time."""
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
+        for columns, weight in self.parts():
+            torch.mm(x, weight.t(), out=out[:, columns])
+        return out
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(grad), self.in_features, dtype=torch.float32, device=grad.device)
+        for columns, weight in self.parts():
+            add_product_(out, grad[:, columns], weight)
+        return out.to(grad.dtype)
+
+
+class Mapped(ByPieces):
+    """As the file has it. Every product dequantises the rows it needs into a small buffer and lets them go."""
+
+    def __init__(self, sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype):
+        self.sources, self.device, self.dtype = list(sources), device, dtype
+        self.out_features, self.in_features = sum(s.shape[0] for s in sources), sources[0].shape[1]
+        self.kind = "+".join(dict.fromkeys(s.dtype_name for s in sources))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.sources)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        assert len(self.sources) == 1, "lookups are made in a single table"
+        return self.sources[0].gather(ids).to(self.device, self.dtype)
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        at = 0
+        for source in self.sources:
+            for start, stop in pieces(source.shape[0], self.in_features):
+                yield slice(at + start, at + stop), source.read(start, stop).to(self.device, self.dtype)
+            at += source.shape[0]
+
+
+def fill(target: torch.Tensor, source: RowSource) -> None:
+    """Copy a source into a matrix of its shape, a few rows at a time."""
+    for start, stop in pieces(*source.shape):
+        target[start:stop].copy_(source.read(start, stop))
+
+
+def pieces(rows: int, width: int) -> list[tuple[int, int]]:
+    """Runs of rows that take MAPPED_ROWS_BYTES in fp32."""
+    size = max(1, MAPPED_ROWS_BYTES // (4 * width))
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -1,0 +1,111 @@
+"""Weights that products read where they lie: frozen ones in a float dtype, and those that train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graftune.kernels import matmul
+from graftune.kernels.lora_linear import Copy, add_product_, members
+from graftune.kernels.room import Adapters
+from graftune.model import huge_pages
+from graftune.model.frozen.interface import Roomy, RowSource, apart
+from graftune.model.frozen.mapped import fill
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Dense(Roomy):
+    """Resident, as a rule in the compute dtype; `room` columns and rows lie beside and below, zero at first. Adapters
+    stay in the room from update to update."""
+
+    def __init__(self, weight: torch.Tensor, compute: torch.dtype, room: int = 0):
+        self.storage, self.compute, self.room = weight, compute, room
+        self.out_features, self.in_features = (n - room for n in weight.shape)
+        self.kind = KINDS[weight.dtype]
+
+    @staticmethod
+    def empty(
+        rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int
+    ) -> Dense:
+        whole = huge_pages.advise(torch.empty(rows + room, apart(width, room), dtype=dtype, device=device))
+        storage = whole[:, : width + room]
+        storage[rows:].zero_()
+        storage[:, width:].zero_()
+        return Dense(storage, compute, room)
+
+    @staticmethod
+    def of(
+        sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int = 0
+    ) -> Dense:
+        """Filled straight from the sources, a few rows at a time: the peak is the weight and one piece."""
+        rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
+        dense = Dense.empty(rows, width, device, dtype, compute, room)
+        at = 0
+        for source in sources:
+            fill(dense.weight[at : at + source.shape[0]], source)
+            at += source.shape[0]
+        return dense
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.untyped_storage().nbytes()
+
+    def settle(self, adapters: Adapters) -> list[Copy]:
+        below = Copy(adapters.down, self.below[: len(adapters.down)], 1.0)
+        places = members(adapters.columns, adapters.up.shape[1])
+        return [
+            below,
+            *(Copy(adapters.up[rows], self.beside[columns, ranks], adapters.scale) for columns, rows, ranks in places),
+        ]
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(x, self._as(x.dtype).t())
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(grad, self._as(grad.dtype))
+
+    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(x, self.storage[: self.out_features].t())
+
+    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(grad, self.storage[:, : self.in_features])
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, ids).to(self.compute)
+
+    def _as(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in the product's dtype: itself, or (bf16 weights on a CPU without bf16 units) a cast copy."""
+        return self.weight if self.storage.dtype == dtype else self.weight.to(dtype)
+
+
+class Trained:
+    """A weight that trains: its copy in the compute dtype and its fp32 gradient are views into the arena."""
+
+    kind = "trained"
+
+    def __init__(self, weight: torch.Tensor, grad: torch.Tensor):
+        self.weight, self.grad = weight, grad
+        self.out_features, self.in_features = weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # the arena counts it
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(x, self.weight.t())
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(grad, self.weight)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, ids)
+
+    def learn(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds dW = dY' x in fp32."""
+        add_product_(self.grad, grad.t(), x)
+
+    def learn_rows(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds the gradient of a lookup."""
+        self.grad.index_add_(0, ids, grad.float())

@@ -1,0 +1,128 @@
+"""Weights in fewer bits, on a GPU: dequantised for each product into one buffer that all layers share.
+
+The buffer holds the largest weight of the model with its room. A weight sees it as a matrix of its own shape, from the
+buffer's beginning on: the address and the distance of rows never change, so products are tuned and captured as for a
+resident weight. What was there before, another layer's, is overwritten where it matters: the weight by dequantising,
+the room by placing the adapters behind it, since a product reads both. (Dequantising inside the product was rejected:
+at training's row counts a product does hundreds of operations for each value it reads, and a library's product at full
+speed behind a pass at the memory's speed loses a few percent; a product of our own would lose more.)
+
+Only the stream of the products may use it, one product after the other. model/run.py's second stream reads activations
+and adapters, never a weight, so nothing else has to wait. A second buffer, to dequantise the next weight beside the
+present product, would be another Scratch given to every other weight; it has not been needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from graftune.kernels import matmul, room
+from graftune.kernels.lora_linear import Copy
+from graftune.kernels.room import Adapters
+from graftune.model.frozen.interface import Packed, Roomy, apart
+from graftune.model.frozen.mapped import ByPieces
+
+ROWS = 256  # a table's pieces are whole multiples of it: whole tiles of the product
+
+
+class Scratch:
+    def __init__(self, values: int, device: torch.device, dtype: torch.dtype):
+        self.flat = torch.empty(values, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @staticmethod
+    def size(rows: int, width: int, room: int = 0) -> int:
+        """Values that a weight with room beside and below takes."""
+        return (rows + room) * apart(width, room)
+
+    def matrix(self, rows: int, width: int, room: int = 0) -> torch.Tensor:
+        """[rows + room, width + room]"""
+        whole = self.flat[: self.size(rows, width, room)].view(rows + room, -1)
+        return whole[:, : width + room]
+
+
+class Unpacked(Roomy):
+    """A weight that exists in the scratch for the length of a product."""
+
+    def __init__(self, members: Sequence[Packed], scratch: Scratch, room: int = 0):
+        self.members, self.room = list(members), room
+        self.out_features, self.in_features = sum(m.shape[0] for m in members), members[0].shape[1]
+        self.kind = "+".join(dict.fromkeys(m.dtype_name for m in members))
+        self.storage = scratch.matrix(self.out_features, self.in_features, room)
+        self.adapters: Adapters | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What lies on the device for good; the scratch is shared."""
+        return sum(m.nbytes for m in self.members)
+
+    def settle(self, adapters: Adapters) -> list[Copy]:
+        self.adapters = adapters
+        return []
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        self.unpack()
+        return matmul.mm(x, self.weight.t())
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        self.unpack()
+        return matmul.mm(grad, self.weight)
+
+    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.adapters is not None
+        self.unpack()
+        room.beside(self.beside, self.adapters)
+        return matmul.mm(x, self.storage[: self.out_features].t())
+
+    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+        assert self.adapters is not None
+        self.unpack()
+        room.below(self.below, self.adapters)
+        return matmul.mm(grad, self.storage[:, : self.in_features])
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        assert len(self.members) == 1, "lookups are made in a single table"
+        return self.members[0].lookup(ids, self.storage.dtype)
+
+    def unpack(self) -> None:
+        """Bring the weight into the scratch; the room beside and below it is left as it is."""
+        at, weight = 0, self.weight
+        for member in self.members:
+            member.unpack(weight[at : at + member.shape[0]])
+            at += member.shape[0]
+
+
+class Table(ByPieces):
+    """An embedding or head too large for the scratch: a lookup dequantises its own rows, a product goes by as many as
+    fit."""
+
+    def __init__(self, packed: Packed, scratch: Scratch):
+        self.packed, self.scratch = packed, scratch
+        self.out_features, self.in_features = packed.shape
+        self.kind = packed.dtype_name
+        fits = len(scratch.flat) // self.in_features
+        self.step = fits // ROWS * ROWS or fits
+        assert self.step > 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.packed.lookup(ids, self.scratch.dtype)
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        for start in range(0, self.out_features, self.step):
+            stop = min(start + self.step, self.out_features)
+            weight = self.scratch.matrix(stop - start, self.in_features)
+            self.packed.unpack(weight, start)
+            yield slice(start, stop), weight

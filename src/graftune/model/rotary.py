@@ -1,0 +1,103 @@
+"""Rotary frequencies: plain, and stretched for contexts longer than a model first learned.
+
+linear     all slowed alike
+llama3     long wavelengths slowed, short ones kept, those between blended
+yarn       the same by turns within the original context, with a factor on attention
+longrope   a divisor for each frequency, and another list of them for texts beyond the original context
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched. Fields that a kind does not use stay at their defaults."""
+
+    kind: str = "none"  # none | linear | llama3 | yarn | longrope
+    factor: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # yarn's and longrope's; 0: from the factor
+    attention_multiplier: float = 1.0  # GGUF's: on top of what comes from the factor
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    short: tuple[float, ...] = ()  # longrope's divisors, up to the original length and beyond it
+    long: tuple[float, ...] = ()
+
+
+class Rope(NamedTuple):
+    """The frequencies of some layers, as the decoder makes tables of them."""
+
+    frequencies: torch.Tensor  # [R/2] fp32, R the columns of a head that turn
+    scaling: float  # multiplies cos and sin
+    far: torch.Tensor | None = None  # the frequencies of documents longer than `limit`
+    limit: int = 0
+
+    def to(self, device: torch.device) -> Rope:
+        far = None if self.far is None else self.far.to(device)
+        return self._replace(frequencies=self.frequencies.to(device), far=far)
+
+
+def inverse_frequencies(width: int, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
+    """(1/frequency [H/2] in fp32, attention factor that multiplies cos and sin); longrope's for short texts."""
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    base = 1.0 / theta**exponents
+    if scaling.kind == "none":
+        return base, 1.0
+    if scaling.kind == "linear":
+        return base / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3(base, scaling), 1.0
+    if scaling.kind == "longrope":
+        return base / torch.tensor(scaling.short), long_attention(scaling)
+    return _yarn(base, theta, width, scaling)
+
+
+def long_attention(scaling: RopeScaling) -> float:
+    """Longrope's attention factor; its `factor` is how many times the original context the whole is."""
+    if scaling.attention_factor or scaling.factor <= 1:
+        return scaling.attention_factor or 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
+
+
+def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Long wavelengths are slowed by `factor`, short ones kept, and those between blended by their share."""
+    wavelength = 2 * math.pi / base
+    share = (scaling.original_length / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * base / scaling.factor + share * base
+
+
+def _yarn(base: torch.Tensor, theta: float, width: int, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
+    """Frequencies that turn often within the original context are kept, slow ones interpolated, a ramp between."""
+
+    def dimension(turns: float) -> float:
+        return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = base / scaling.factor * ramp + base * (1 - ramp)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor:
+        return frequencies, scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return frequencies, magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return frequencies, magnitude(1.0) * scaling.attention_multiplier

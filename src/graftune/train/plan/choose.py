@@ -1,0 +1,131 @@
+"""What `auto` comes to, and what to do where nothing fits.
+
+Recomputing costs time (selective an eighth, full a third of the products), dividing a step into smaller micro-batches
+costs little as long as each is large enough to fill the device. So the order is: no recompute in the largest
+micro-batch that fits, down to `ENOUGH` tokens; then the same with more recomputing; then smaller micro-batches.
+
+On a GPU a micro-batch is at most `MOST` tokens: products are at full speed there (an H200 reaches 97% of its rate at
+4096), and more tokens only take more memory. On a CPU 1024 are enough.
+
+A run that does not fit is refused before anything is loaded, with the nearest setting that does: the same micro-batch
+with more recomputing, then smaller ones, then the base in fewer bits.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+
+from graftune.config import BaseConfig
+from graftune.errors import GraftuneError
+from graftune.observe.memory import human_bytes
+from graftune.train.plan.job import Job, Plan
+
+POLICIES = ("none", "selective", "full", "offload")
+MOST = {"cuda": 8192, "cpu": 1024}  # tokens of a micro-batch
+ENOUGH = {"cuda": 2048, "cpu": 256}  # that fill the device
+LEAST = 64
+FURTHEST = {"cuda": 1 << 17, "cpu": 1 << 14}  # that `largest` looks
+
+
+def settle(job: Job) -> Plan:
+    """The plan of the settings as asked for, `auto` resolved; refused if it does not fit."""
+    plan = best(job)
+    if not plan.fits:
+        raise refusal(job, plan)
+    return plan
+
+
+def best(job: Job) -> Plan:
+    """The first choice that fits; if none does, the first."""
+    first: Plan | None = None
+    for policy, capacity in choices(job):
+        plan = job.plan(policy, capacity)
+        if plan.fits:
+            return plan
+        first = first or plan
+    assert first is not None
+    return first
+
+
+def choices(job: Job) -> Iterator[tuple[str, int]]:
+    """(recompute, tokens of a micro-batch), the best first."""
+    settings, kind = job.config.train, _kind(job)
+    policies = policies_of(job) if settings.recompute == "auto" else (settings.recompute,)
+    if settings.tokens_per_micro_batch:
+        yield from ((policy, max(settings.tokens_per_micro_batch, job.longest)) for policy in policies)
+        return
+    sizes = halves(job, min(settings.tokens_per_step, MOST[kind]))
+    large = [size for size in sizes if size >= ENOUGH[kind]] or sizes[:1]
+    yield from ((policy, size) for policy in policies for size in large)
+    yield from ((policy, size) for size in sizes if size not in large for policy in policies)
+
+
+def refusal(job: Job, plan: Plan) -> GraftuneError:
+    kind = "the device's memory" if plan.device == "cuda" else "memory"
+    return GraftuneError(
+        f"training needs {human_bytes(plan.needed)} of {kind} and {human_bytes(plan.free)} are free",
+        where=job.base.name or str(job.base.path),
+        mend=_mend(job, plan),
+    )
+
+
+def nearest(job: Job, plan: Plan) -> Plan | None:
+    """The first of the weaker settings that fits, by their distance from what was asked for."""
+    has = plan.settings
+    for base_dtype in _fewer_bits(job, has["base_dtype"]):
+        for capacity in [has["tokens_per_micro_batch"]] if job.resuming else halves(job, has["tokens_per_micro_batch"]):
+            for policy in policies_of(job)[policies_of(job).index(has["recompute"]) :]:
+                found = job.plan(policy, capacity, base_dtype)
+                if found.fits:
+                    return found
+    return None
+
+
+def largest(job: Job, policy: str) -> int:
+    """Tokens of the largest micro-batch that fits under a policy, in steps of 512 and up to FURTHEST; 0: none does.
+    Memory grows with tokens in a straight line but for the logits, of which only so many exist at once."""
+    small = max(1024, job.longest)
+    plans = [job.plan(policy, size) for size in (small, 2 * small)]
+    slope = (plans[1].needed - plans[0].needed) / small
+    size = int(min(small + (plans[0].free - plans[0].needed) / slope, FURTHEST[_kind(job)])) // 512 * 512
+    while size >= job.longest and not job.plan(policy, size).fits:
+        size = (size - 512) * 9 // 10 // 512 * 512
+    return size if size >= job.longest else 0
+
+
+def policies_of(job: Job) -> tuple[str, ...]:
+    return POLICIES if _kind(job) == "cuda" else POLICIES[:3]
+
+
+def halves(job: Job, top: int) -> list[int]:
+    """From `top` down to the longest example, or to LEAST."""
+    least = max(job.longest, LEAST)
+    sizes = [max(top, least)]
+    while sizes[-1] > least:
+        sizes.append(max(sizes[-1] // 2, least))
+    return sizes
+
+
+def _mend(job: Job, plan: Plan) -> str:
+    found = nearest(job, plan)
+    if found is None:
+        larger = "a larger card" if plan.device == "cuda" else "a machine with more memory"
+        return f"no recompute policy and no micro-batch makes it fit: take a smaller model or {larger}"
+    names = ("base_dtype", "recompute", "tokens_per_micro_batch")
+    changed = [name for name in names if found.settings[name] != plan.settings[name]]
+    flags = " ".join(f"--{name.replace('_', '-')} {found.settings[name]}" for name in changed)
+    return f"{flags} would need {human_bytes(found.needed)}"
+
+
+def _fewer_bits(job: Job, has: str) -> list[str]:
+    """The base as it is, and then in fewer bits, where adapters train on it."""
+    if job.resuming or job.config.train.method != "lora":
+        return [has]
+    known = typing.get_args(typing.get_type_hints(BaseConfig)["base_dtype"])
+    narrower = ("nf4",) if _kind(job) == "cuda" else ("keep", "nf4")
+    return [has, *(dtype for dtype in narrower if dtype in known and has not in (dtype, "nf4"))]
+
+
+def _kind(job: Job) -> str:
+    return "cuda" if job.runtime.device.type == "cuda" else "cpu"

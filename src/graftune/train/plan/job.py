@@ -1,0 +1,217 @@
+"""A run that is to be planned: what its settings come to on a device, and how many bytes that takes there.
+
+A `Plan` has two figures. `expected` is what will be measured after the first step: the peak of torch's allocator on a
+GPU, of the resident set on a CPU. `needed` is what has to be free before anything is loaded, and so has a margin for
+what nobody can foretell: code that CUDA loads as it goes, rounding and gaps in the allocator's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graftune.config import Config
+from graftune.data.pack import TILE, Capacities
+from graftune.observe.memory import free_bytes, human_bytes, resident_bytes
+from graftune.runtime import DTYPES, Runtime, resolve
+from graftune.train.engine import attention_for
+from graftune.train.plan import standins
+from graftune.train.plan.ledger import MIB
+from graftune.train.plan.rehearse import POOLS, Bytes, Setup, rehearse
+from graftune.weights.base import Base, with_new_tokens
+from graftune.weights.load import Placement, choose_placement, nothing_frozen
+
+CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the card is elsewhere
+CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
+FEW_LAYERS = 3  # a first, a last and one between: from so many on, each further layer adds the same
+
+
+@dataclass(frozen=True)
+class Plan:
+    device: str  # cuda | cpu
+    where: str  # the device in words
+    settings: dict[str, Any]
+    bytes: Bytes
+    free: int
+    rest: dict[str, int]  # measured, not planned: the CUDA context, or the process as it is
+
+    @property
+    def recompute(self) -> str:
+        return str(self.settings["recompute"])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a micro-batch."""
+        return int(self.settings["tokens_per_micro_batch"])
+
+    @property
+    def expected(self) -> int:
+        return self.bytes.peak + (sum(self.rest.values()) if self.device == "cpu" else 0)
+
+    @property
+    def needed(self) -> int:
+        share, fixed = (0.02, 256 * MIB) if self.device == "cuda" else (0.05, 64 * MIB)
+        whole = self.bytes.peak + self.bytes.pools
+        return whole + int(share * whole) + fixed
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.free
+
+    def owners(self) -> dict[str, int]:
+        pools = {POOLS: self.bytes.pools} if self.bytes.pools else {}
+        return {**self.bytes.owners, **pools, **self.rest}
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "where": self.where,
+            "settings": self.settings,
+            "owners": self.owners(),
+            "expected": self.expected,
+            "needed": self.needed,
+            "free": self.free,
+            "fits": self.fits,
+            "host": self.bytes.host,
+            "phases": {name: sum(owners.values()) for name, owners in self.bytes.phases.items()},
+        }
+
+
+@dataclass
+class Job:
+    """`shapes` says which micro-batches come of a capacity: those of the data, or (`any_data`) the worst there is."""
+
+    config: Config
+    base: Base
+    runtime: Runtime
+    longest: int
+    shapes: Callable[[int], Capacities]
+    card: standins.Card | None = None
+    memory: int = 0  # a limit that is asked for instead of what is free here
+    evaluates: bool = True
+    resuming: bool = False  # what the run has begun with has to stay
+    _made: dict[tuple[str, int, str, int], Bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lora = self.config.lora
+        if lora.new_tokens and self.config.train.method == "lora":
+            self.base = with_new_tokens(self.base, lora.new_tokens)
+        with self._as_there():
+            self.placement = self.place(self.config.base.base_dtype)
+            self.attention = attention_for(self.base, self.runtime, self.config.data.max_seq_len)
+        self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
+
+    def place(self, asked: str) -> Placement:
+        choose = choose_placement if self.config.train.method == "lora" else nothing_frozen
+        return choose(self.base, asked, self.runtime)
+
+    def plan(self, recompute: str, capacity: int, base_dtype: str = "", *, whole: bool = False) -> Plan:
+        """By what a few layers take and one more adds, which all others add too; `whole`: with all of them."""
+        placement = self.placement
+        if base_dtype and base_dtype != placement.base_dtype:
+            with self._as_there():
+                placement = self.place(base_dtype)
+        setup = self.setup(recompute, self.shapes(capacity), placement)
+        layers = self.base.spec.layers
+        if not whole and layers > FEW_LAYERS + 1:
+            few, more = (self._bytes(setup.with_layers(n), capacity) for n in (FEW_LAYERS, FEW_LAYERS + 1))
+            found = few.extended(more, layers - FEW_LAYERS)
+        else:
+            found = self._bytes(setup, capacity)
+        settings = {
+            "base_dtype": placement.base_dtype,
+            "compute_dtype": self.runtime.compute_name,
+            "attention": self.attention.backend,
+            "recompute": recompute,
+            "tokens_per_micro_batch": max(capacity, self.longest),
+            "response_rows": setup.shape.max_rows,
+            "longest": setup.shape.longest,
+            "graph": setup.graph,
+        }
+        kind = self.runtime.device.type
+        return Plan(kind, self.where, settings, found, self.free, self._rest(found))
+
+    def setup(self, recompute: str, shape: Capacities, placement: Placement) -> Setup:
+        config, kind = self.config, self.runtime.device.type
+        return Setup(
+            base=self.base,
+            lora=config.lora,
+            runtime=self.runtime,
+            placement=placement,
+            shape=shape,
+            recompute=recompute,
+            method=config.train.method,
+            clip_mode=config.optim.clip_mode,
+            backend=self.attention.backend,
+            graph=kind == "cuda" and config.train.graph,
+            evaluates=self.evaluates,
+            copies=kind == "cpu" and standins.copies_operand(self.runtime.compute),
+            card=self.card,
+        )
+
+    @property
+    def where(self) -> str:
+        if self.card is not None:
+            return self.card.name
+        return str(self.runtime.device)
+
+    def _bytes(self, setup: Setup, capacity: int) -> Bytes:
+        key = (setup.recompute, capacity, setup.placement.base_dtype, setup.base.spec.layers)
+        if key not in self._made:
+            self._made[key] = rehearse(setup)
+        return self._made[key]
+
+    def _rest(self, found: Bytes) -> dict[str, int]:
+        if self.card is not None:
+            return {CONTEXT: self.card.total - self.card.free}
+        files = sum(source.nbytes for source in self.base.tensors.values())
+        return {FILES: files, PROCESS: resident_bytes()}
+
+    def _as_there(self) -> Any:
+        """As if the card were here: what asks it, is answered."""
+        if self.card is None or self.card.here:
+            return standins.nothing()
+        return standins.asked(self.card)
+
+
+def is_absent(config: Config) -> bool:
+    """Whether a GPU is asked for that is not here."""
+    return config.base.device.startswith("cuda") and not torch.cuda.is_available()
+
+
+def runtime_for(config: Config, memory: int) -> tuple[Runtime, standins.Card | None]:
+    """Where the run computes. A GPU that is not here is planned for as well, given its memory."""
+    asked = config.base.device
+    if not (memory and is_absent(config)):
+        runtime = resolve(
+            asked, config.base.compute_dtype, threads=config.base.threads, deterministic=config.train.deterministic
+        )
+        return runtime, card_here(runtime.device, memory) if runtime.device.type == "cuda" else None
+    dtype = DTYPES.get(config.base.compute_dtype, torch.bfloat16)
+    runtime = Runtime(torch.device("cuda", 0), dtype, "planned for", config.train.deterministic)
+    free = max(0, memory - CONTEXT_BYTES)
+    return runtime, standins.Card(f"a GPU of {human_bytes(memory)} (not here)", free, memory)
+
+
+def card_here(device: torch.device, memory: int = 0) -> standins.Card:
+    free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
+    taken = total - free
+    if memory:
+        free, total = max(0, memory - taken), memory
+    about = torch.cuda.get_device_properties(device)
+    capability = (about.major, about.minor)
+    return standins.Card(about.name, free, total, capability, about.multi_processor_count, here=True)
+
+
+def any_data(longest: int) -> Callable[[int], Capacities]:
+    """Without data: documents as long as allowed, every token of them trained."""
+
+    def shape(capacity: int) -> Capacities:
+        tokens = -(-max(capacity, longest) // TILE) * TILE
+        bound = min(tokens, -(-longest // TILE) * TILE)
+        return Capacities(tokens, -(-tokens // bound), tokens, bound)
+
+    return shape

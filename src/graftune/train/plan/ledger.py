@@ -1,0 +1,121 @@
+"""Who holds how many bytes, while tensors come and go.
+
+A dispatch mode sees every operation of torch; a storage that was not there before is new, and a weak reference on it
+says when it goes. Live bytes are kept by owner, so that the moment of the peak can be told by owner too. Asking the
+allocator instead would need the device, and its peak has no owners.
+
+It counts as CUDA's caching allocator does (`block_bytes`), or on the host the bytes themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MIB = 1 << 20
+SCRATCH = "scratch"
+
+
+def block_bytes(size: int) -> int:
+    """What the caching allocator counts for a tensor: whole units of 512 bytes. Ten MiB and more are asked of the
+    driver in whole 2 MiB, and what is left over of that is split off for others only if it is more than one MiB."""
+    rounded = -(-size // 512) * 512
+    whole = -(-rounded // (2 * MIB)) * 2 * MIB
+    return whole if rounded >= 10 * MIB and whole - rounded <= MIB else rounded
+
+
+class Holder:
+    """The live bytes of one kind of device, their peak, and what each owner had of them then."""
+
+    def __init__(self, unit: Any = int):
+        self.unit = unit
+        self.live: Counter[str] = Counter()
+        self.total = self.peak = 0
+        self.at_peak: dict[str, int] = {}
+
+    def add(self, owner: str, size: int) -> None:
+        self.live[owner] += size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, {name: held for name, held in self.live.items() if held}
+
+    def begin_phase(self) -> None:
+        """Forget the peak so far: what comes is looked at by itself."""
+        self.peak, self.at_peak = self.total, {name: held for name, held in self.live.items() if held}
+
+
+class Ledger:
+    """Every storage that was made since it was opened. `owner` names whom those of a region of code belong to."""
+
+    def __init__(self) -> None:
+        self.holders: dict[str, Holder] = {}
+        self.known: dict[int, tuple[Any, str, str, int]] = {}  # storage -> weak reference, device type, owner, bytes
+        self.owners = [SCRATCH]
+
+    def of(self, kind: str) -> Holder:
+        return self.holders.setdefault(kind, Holder(block_bytes if kind == "cuda" else int))
+
+    @contextmanager
+    def owner(self, name: str) -> Iterator[None]:
+        self.owners.append(name)
+        try:
+            yield
+        finally:
+            self.owners.pop()
+
+    def see(self, tensor: torch.Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.known:
+            holder, owner = self.of(kind), self.owners[-1]
+            size = holder.unit(storage.nbytes())
+            gone = weakref.ref(storage, lambda _: self._gone(key))
+            self.known[key] = (gone, kind, owner, size)
+            holder.add(owner, size)
+
+    def give(self, owner: str, *tensors: torch.Tensor | None) -> None:
+        """These belong to somebody else from now on; what was not made here stays nobody's."""
+        for tensor in tensors:
+            key = -1 if tensor is None else tensor.untyped_storage()._cdata
+            if key in self.known:
+                reference, kind, before, size = self.known[key]
+                self.known[key] = (reference, kind, owner, size)
+                live = self.of(kind).live
+                live[before] -= size
+                live[owner] += size
+
+    def _gone(self, key: int) -> None:
+        _, kind, owner, size = self.known.pop(key)
+        self.of(kind).add(owner, -size)
+
+
+def bare(mode: Any) -> Any:
+    """torch wraps a mode's method for the sake of its compiler, which is then imported: three seconds and 100 MiB for
+    nothing. This takes the wrapping off."""
+    inner = vars(mode)["__torch_dispatch__"]
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    mode.__torch_dispatch__ = inner
+    return mode
+
+
+@bare
+class Follow(TorchDispatchMode):
+    """Enters what operations on real tensors make: the judge of what is foretold for tensors without memory."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (list, tuple)) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.ledger.see(tensor, tensor.device.type)
+        return made

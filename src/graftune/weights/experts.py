@@ -1,0 +1,286 @@
+"""A mixture's experts under the names and in the layouts that others have for them.
+
+    ours, the Hub's    layers.N.mlp.experts.E.gate_proj.weight [F, D], up_proj, down_proj [D, F]; mlp.gate.weight [E, D]
+    Mixtral's          layers.N.block_sparse_moe.experts.E.w1.weight, w3, w2; block_sparse_moe.gate.weight
+    transformers       layers.N.mlp.experts.gate_up_proj [E, 2F, D], down_proj [E, D, F]
+    GGUF               blk.N.ffn_gate_exps.weight [E, F, D], ffn_up_exps, ffn_down_exps; ffn_gate_inp.weight
+
+An expert's weights are row sources of their own over whatever holds them; nothing is copied. Adapters are ours by
+projection, A [E R, in] and B [E, out, R]; PEFT has B [out, R E] with the expert fastest, under names that say which
+parameter was wrapped last and not which it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.model.frozen import RowSource
+from graftune.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from graftune.weights.gguf_io import GgufTensor
+
+PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # transformers', and what is in it
+_GGUF = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+_GGUF_BACK = {gguf: ours for ours, gguf in _GGUF.items()}
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_MIXTRAL_BACK = {ours: theirs for theirs, ours in _MIXTRAL.items()}
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """`count` rows from `first` on of one expert of a stacked tensor (a RowSource)."""
+
+    source: RowSource  # [E, rows, in]
+    expert: int
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.source.shape[2:])
+
+    @property
+    def dtype_name(self) -> str:
+        return self.source.dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes * self.count // (self.source.shape[0] * self.source.shape[1])
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        whole = self.source.read(self.expert, self.expert + 1)[0]
+        return whole[self.first + start : self.first + min(stop, self.count)]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.values().index_select(0, ids.cpu())
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.count)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One projection of all experts as a tensor [E, out, in] (a RowSource); a row of it is an expert."""
+
+    experts: tuple[RowSource, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.experts), *self.experts[0].shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return self.experts[0].dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(expert.nbytes for expert in self.experts)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return torch.stack([expert.values() for expert in self.experts[start:stop]])
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.experts[i].values() for i in ids.tolist()])
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, len(self.experts))
+
+
+def weight_names(layer: int, expert: int, parameter: str) -> list[str]:
+    """Ours, of what one of transformers' parameters holds of an expert."""
+    return [f"layers.{layer}.mlp.experts.{expert}.{p}.weight" for p in PARAMETERS[parameter]]
+
+
+def expected(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"layers.{layer}.mlp.gate.weight", (spec.experts, spec.width)
+    for parameter, projections in PARAMETERS.items():
+        for expert in range(spec.experts):
+            for name, projection in zip(weight_names(layer, expert, parameter), projections, strict=True):
+                yield name, spec.projections[projection]
+
+
+def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
+    """A folder's tensors with every expert by itself, under our names."""
+    found: dict[str, RowSource] = {}
+    for name, tensor in tensors.items():
+        stacked = re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(\.weight)?", name)
+        if stacked and len(tensor.shape) == 3:
+            for expert in range(tensor.shape[0]):
+                at, projections = 0, PARAMETERS[stacked[2]]
+                for projection in projections:
+                    rows = tensor.shape[1] // len(projections)
+                    found[f"{stacked[1]}.{expert}.{projection}.weight"] = ExpertRows(tensor, expert, at, rows)
+                    at += rows
+        elif spec.family == "mixtral":
+            found[_from_mixtral(name)] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
+def _from_mixtral(name: str) -> str:
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda m: f".experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
+
+
+def to_folder(name: str, spec: ModelSpec) -> str:
+    """The name, behind `model.`, that a folder of the family has for one of our tensors."""
+    if spec.family != "mixtral" or ".mlp." not in name:
+        return name
+    name = re.sub(r"\.experts\.(\d+)\.(\w+)\.weight", lambda m: f".experts.{m[1]}.{_MIXTRAL_BACK[m[2]]}.weight", name)
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+def from_gguf(name: str, tensor: GgufTensor) -> dict[str, GgufTensor] | None:
+    """The experts that a tensor of a GGUF holds, or None if it is no such tensor."""
+    match = re.fullmatch(r"blk\.(\d+)\.(ffn_\w+_exps)\.weight", name)
+    if match is None or match[2] not in _GGUF_BACK or len(tensor.shape) != 3:
+        return None
+    count, rows, width = tensor.shape
+    return {
+        f"layers.{match[1]}.mlp.experts.{expert}.{_GGUF_BACK[match[2]]}.weight": replace(
+            tensor, shape=(rows, width), blocks=tensor.blocks[expert * rows : (expert + 1) * rows]
+        )
+        for expert in range(count)
+    }
+
+
+def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str, RowSource], dict[str, RowSource]]:
+    """A model's tensors: those that go out as they are, by our names, and experts as GGUF's stacks, by its names."""
+    if not spec.experts:
+        return dict(tensors), {}
+    stacks: dict[str, RowSource] = {}
+    plain = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    for layer in range(spec.layers):
+        for projection, theirs in _GGUF.items():
+            names = [f"layers.{layer}.mlp.experts.{e}.{projection}.weight" for e in range(spec.experts)]
+            stacks[f"blk.{layer}.{theirs}.weight"] = Stack(tuple(tensors[name] for name in names))
+    return plain, stacks
+
+
+def parameters_of(targets: tuple[str, ...]) -> list[str]:
+    """Which of transformers' parameters the targets are."""
+    return [parameter for parameter, projections in PARAMETERS.items() if set(projections) <= set(targets)]
+
+
+def target_parameters(targets: tuple[str, ...]) -> list[str]:
+    """As PEFT is told."""
+    return [f"mlp.experts.{parameter}" for parameter in parameters_of(targets)]
+
+
+def from_target_parameters(told: list[str]) -> tuple[str, ...] | None:
+    """The targets that PEFT's target_parameters are, or None if one of them is something else."""
+    found: list[str] = []
+    for name in told:
+        match = re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)", str(name))
+        if match is None:
+            return None
+        found += PARAMETERS[match[1]]
+    return tuple(found)
+
+
+def adapters_to_peft(tensors: Mapping[str, torch.Tensor], targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Names and layout of a mixture's adapters as PEFT writes them. The parameter that is wrapped first, gate_up where
+    there is one, lies inside the other's wrapper."""
+    wrapped = parameters_of(targets)
+    found = {}
+    for name, value in tensors.items():
+        match = _adapter(name)
+        if match is None:
+            found[name] = value
+            continue
+        inner = ".base_layer" if len(wrapped) == 2 and match[2] == wrapped[0] else ""
+        if match[3] == "B":  # [E, out, R] -> [out, R, E]
+            value = value.permute(1, 2, 0).flatten(1)
+        found[f"{match[1]}{inner}.lora_{match[3]}.weight"] = value.contiguous()
+    return found
+
+
+def adapters_from_peft(
+    tensors: Mapping[str, torch.Tensor], targets: tuple[str, ...], rank: int
+) -> dict[str, torch.Tensor]:
+    wrapped = parameters_of(targets)
+    found = {}
+    for name, value in tensors.items():
+        match = re.fullmatch(r"(layers\.\d+\.mlp\.experts)(\.base_layer)?\.lora_([AB])\.weight", name)
+        if match is None or not wrapped:
+            found[name] = value
+            continue
+        if match[3] == "B" and value.dim() == 2 and value.shape[1] % rank == 0:  # else refused by its shape
+            value = value.unflatten(1, (rank, -1)).permute(2, 0, 1).contiguous()
+        parameter = wrapped[0] if match[2] else wrapped[-1]
+        found[f"{match[1]}.{parameter}.lora_{match[3]}.weight"] = value
+    return found
+
+
+def _adapter(name: str) -> re.Match[str] | None:
+    return re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)\.lora_([AB])\.weight", name)
+
+
+def is_expert_adapter(name: str) -> bool:
+    return _adapter(name) is not None
+
+
+def by_expert(
+    tensors: Mapping[str, torch.Tensor], name: str, where: str
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of an expert adapter's A, by its name: (A [R, in], B [out, R]) for the weight of every expert and projection."""
+    match = _adapter(name)
+    assert match is not None
+    down, up = tensors[name], tensors.get(name.replace("lora_A", "lora_B"))
+    if up is None or down.dim() != 2 or up.dim() != 3 or len(down) != len(up) * up.shape[2]:
+        raise GraftuneError(f"{match[1]}.{match[2]}.lora_B does not fit its lora_A", where=where, mend="copy it again")
+    projections, found = PARAMETERS[match[2]], {}
+    for expert, (a, b) in enumerate(zip(down.unflatten(0, (len(up), -1)), up, strict=True)):
+        for projection, part in zip(projections, b.chunk(len(projections)), strict=True):
+            found[f"{match[1]}.{expert}.{projection}.weight"] = (a, part)
+    return found
+
+
+def adapters_to_gguf(name: str, value: torch.Tensor, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """One of our A's or B's as llama.cpp's stacks: A [E, R, in] of gate and of up alike, B [E, out, R] of each."""
+    match = _adapter(name)
+    assert match is not None
+    projections, layer = PARAMETERS[match[2]], match[1].split(".")[1]
+    if match[3] == "A":
+        parts = [value.unflatten(0, (spec.experts, -1))] * len(projections)
+    else:
+        parts = list(value.chunk(len(projections), 1))
+    stems = [f"blk.{layer}.{_GGUF[p]}.weight.lora_{match[3].lower()}" for p in projections]
+    return dict(zip(stems, parts, strict=True))
+
+
+def is_stacked(name: str) -> bool:
+    """Whether a tensor of an adapter in GGUF is on experts."""
+    return re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight\.lora_[ab]", name) is not None
+
+
+def adapters_from_gguf(tensors: Mapping[str, GgufTensor], where: str) -> dict[str, torch.Tensor]:
+    """Our A's and B's out of llama.cpp's stacks. Gate and up have one A here: two that differ have no place."""
+    found = {}
+    layers = dict.fromkeys(name.split(".")[1] for name in tensors if is_stacked(name))
+    for layer in layers:
+        for parameter, projections in PARAMETERS.items():
+            a, b = ([f"blk.{layer}.{_GGUF[p]}.weight.lora_{m}" for p in projections] for m in "ab")
+            given = [name for name in (*a, *b) if name in tensors]
+            if not given:
+                continue
+            whole = len(given) == len(a) + len(b) and all(len(tensors[name].shape) == 3 for name in given)
+            downs = [tensors[name].values() for name in a] if whole else []
+            if not whole or not all(torch.equal(down, downs[0]) for down in downs):
+                raise GraftuneError(
+                    f"the adapter uses {given[0]} otherwise than gate and up as one",
+                    where=where,
+                    mend="this cannot be loaded here",
+                )
+            stem = f"layers.{layer}.mlp.experts.{parameter}"
+            found[f"{stem}.lora_A.weight"] = downs[0].flatten(0, 1)
+            found[f"{stem}.lora_B.weight"] = torch.cat([tensors[name].values() for name in b], 1)
+    return found

@@ -1,0 +1,57 @@
+"""A whole optimizer step of a mixture of experts by the kernels, against the references on the CPU: no count of rows is
+read on the host. Resident, in NF4, and through the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.kernels import launch
+from graftune.kernels.experts import Starts
+from graftune.model.experts import Stacked
+from graftune.weights.base import open_base
+from tests import moe, quantised
+from tests.kernels.test_whole_step import batch, stepped
+
+ALL = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
+DOWN = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), train_norms=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return moe.make_folder("qwen3_moe-small", tmp_path_factory.mktemp("moe") / "qwen3_moe")
+
+
+def never(self: Starts) -> None:
+    raise AssertionError("the kernels read no count on the host")
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "lora", "recompute"),
+    [("fp32", ALL, "none"), ("fp32", DOWN, "full"), ("nf4", ALL, "selective")],
+    ids=["fp32", "fp32-down", "nf4"],
+)
+def test_step_equals_the_references(base_dtype, lora, recompute, folder, device, monkeypatch):
+    base = open_base(str(folder))
+    plain = quantised.through_nf4(base) if base_dtype == "nf4" else base
+    cpu = quantised.placed(plain, lora, "fp32")
+    start = cpu.arena.weights.clone()
+    wanted = stepped(cpu, "cpu", "cpu", batch(), 0.0, recompute)
+    monkeypatch.setattr(launch, "fused", lambda x: True)
+    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    monkeypatch.setattr(Starts, "groups", never)
+    ours = quantised.placed(base, lora, base_dtype, device)
+    ours.arena.weights.copy_(start)
+    ours.arena.publish()
+    for block in ours.decoder.blocks:
+        assert block.experts is not None and isinstance(block.experts.down.weights, Stacked)
+    got = stepped(ours, device, "triton", batch(48), 0.0, recompute)
+    for (report, grads, weights), (report_, grads_, weights_) in zip(got, wanted, strict=True):
+        assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
+        for name in ours.arena.slots:
+            a, b = ours.arena.view(name, grads), ours.arena.view(name, grads_)
+            assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-6), name
+        assert (weights - weights_).norm() <= 1e-3 * weights_.norm()

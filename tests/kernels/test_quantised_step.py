@@ -1,0 +1,108 @@
+"""A whole optimizer step over quantised bases by the kernels: each product's weight is dequantised into the scratch
+and the adapters are placed in its room. Against the references over the same base dequantised to fp32. Through the
+interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.kernels import launch, room
+from graftune.kernels.room import Adapters, reference
+from graftune.model.frozen import Dense, Table, Unpacked
+from graftune.weights import load
+from graftune.weights.base import open_base
+from tests import quantised
+from tests.kernels.test_whole_step import batch, stepped
+
+QV = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
+ALL = LoraConfig(rank=4, alpha=10.0)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("columns", "out", "width", "rank", "size"),
+    [
+        (((0, 5),), 5, 7, 1, 8),
+        (((0, 30), (40, 50)), 50, 24, 4, 8),
+        (((0, 300), (300, 340), (340, 380)), 380, 130, 16, 48),
+        (((10, 20), (20, 33)), 40, 5000, 70, 144),
+    ],
+)
+def test_adapters_in_the_room(columns, out, width, rank, size, dtype, device, kernels_on):
+    """All of the room is written, whatever was in it; nothing else is."""
+    rows = sum(stop - start for start, stop in columns)
+    down = torch.randn(rank * len(columns), width, device=device).to(dtype)
+    up = torch.randn(rows, rank, device=device).to(dtype)
+    adapters = Adapters(down, up, columns, 2.0)
+    for place, side in (("beside", (slice(out), slice(width, None))), ("below", (slice(out, None), slice(width)))):
+        storage, want = (torch.full((out + size, width + size), NAN, dtype=dtype, device=device) for _ in range(2))
+        getattr(room, place)(storage[side], adapters)
+        getattr(reference, place)(want[side], adapters)
+        assert torch.equal(storage.nan_to_num(7e4), want.nan_to_num(7e4))
+        assert not storage[side].isnan().any() and storage.isnan().sum() == storage.numel() - storage[side].numel()
+
+
+def through_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "fused", lambda x: True)
+    monkeypatch.setattr(launch, "roomy", lambda device: True)
+
+
+def check(side, wanted, start, device, dropout, recompute="none") -> None:
+    """`side`, over a quantised base, takes the steps that were `wanted`."""
+    side.arena.weights.copy_(start)
+    side.arena.publish()
+    packed = [p for b in side.decoder.blocks for p in b.projections]
+    assert all(isinstance(p.frozen, Unpacked) for p in packed)
+    assert all(bool(p.room) == (p.lora is not None) for p in packed) and any(p.room for p in packed)
+    for p in packed:
+        p.frozen.storage.fill_(NAN)  # what a product does not write it may not read
+    got = stepped(side, device, "triton", batch(48), dropout, recompute)
+    for (report, grads, weights), (report_, grads_, weights_) in zip(got, wanted, strict=True):
+        assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
+        for name in side.arena.slots:
+            a, b = side.arena.view(name, grads), side.arena.view(name, grads_)
+            assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-6), name
+        assert (weights - weights_).norm() <= 1e-3 * weights_.norm()
+
+
+@pytest.mark.parametrize(
+    ("variant", "lora", "dropout"), [("llama", ALL, 0.0), ("qwen2", QV, 0.3)], ids=["llama", "qwen2-dropout"]
+)
+def test_nf4(variant, lora, dropout, tiny_folder, device, monkeypatch):
+    base = open_base(str(tiny_folder(variant)))
+    cpu = quantised.placed(quantised.through_nf4(base), lora, "fp32")
+    start = cpu.arena.weights.clone()
+    wanted = stepped(cpu, "cpu", "cpu", batch(), dropout)
+    through_kernels(monkeypatch)
+    ours = quantised.placed(base, lora, "nf4", device)
+    assert isinstance(ours.decoder.embedding, Dense)
+    check(ours, wanted, start, device, dropout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "mixed", "lora", "dropout", "recompute"),
+    [
+        ("Q4_1", "Q8_0", "", ALL, 0.0, "none"),
+        ("Q8_0", "Q4_1", "F16", QV, 0.2, "selective"),
+        ("Q4_K", "Q6_K", "Q5_K", ALL, 0.0, "full"),
+    ],
+    ids=["Q4_1", "Q8_0-dropout", "Q4_K"],
+)
+def test_gguf_blocks(kind, table, mixed, lora, dropout, recompute, device, monkeypatch):
+    shape = quantised.spec(256, layers=1) if kind == "Q4_K" else quantised.spec(64, tied=kind == "Q8_0")
+    base = quantised.gguf_base(kind, shape, table, mixed)
+    cpu = quantised.placed(quantised.dequantised(base), lora, "fp32")
+    start = cpu.arena.weights.clone()
+    wanted = stepped(cpu, "cpu", "cpu", batch(), dropout, recompute)
+    through_kernels(monkeypatch)
+    monkeypatch.setattr(load, "TABLE_VALUES", 1)  # a table then takes more than one piece of the scratch
+    ours = quantised.placed(base, lora, "keep", device)
+    assert isinstance(ours.decoder.embedding, Table) == (kind != "Q4_K") and ours.decoder.embedding.kind == table
+    check(ours, wanted, start, device, dropout, recompute)
+    names = [name for name in base.tensors if name.endswith("_proj.weight")]
+    assert sum(p.frozen.nbytes for b in ours.decoder.blocks for p in b.projections) == sum(
+        base.tensors[name].nbytes for name in names
+    )

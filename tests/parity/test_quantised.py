@@ -1,0 +1,220 @@
+"""Training over quantised bases on the CPU, against the same base dequantised to fp32, against PEFT over that, and
+against PEFT over bitsandbytes' own model; and checkpoints that bitsandbytes wrote, read without it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune import api
+from graftune.config import LoraConfig
+from graftune.data.pack import pack
+from graftune.kernels import launch
+from graftune.model.frozen import Dense, Mapped, Unpacked
+from graftune.runtime import resolve
+from graftune.train.step import Step
+from graftune.weights.base import Base, open_base
+from graftune.weights.load import choose_placement
+from tests import oracle, quantised, tiny
+from tests.parity.test_transformers import examples
+
+HYPER = {"lr": 2e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.01, "clip": 1.0}
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def trained(side: oracle.Ours, steps: int, dropout: float = 0.0) -> list[float]:
+    """Losses of so many steps on two examples each."""
+    step = Step(side.decoder, side.arena, dropout=dropout)
+    losses = []
+    for number in range(steps):
+        packed = pack(data(number))
+        step.set_draw(number)
+        step.micro_step(packed)
+        step.set_hyper(HYPER | {"divisor": float(packed.response_tokens)})
+        losses.append(float(step.update_step()[0]))
+    return losses
+
+
+def data(number: int) -> list[Any]:
+    torch.manual_seed(number % 4)
+    return examples(24, 17)
+
+
+def same(ours: oracle.Ours, want: oracle.Ours, steps: int, dropout: float = 0.0) -> None:
+    want.arena.weights.copy_(ours.arena.weights)
+    want.arena.publish()
+    got, wanted = trained(ours, steps, dropout), trained(want, steps, dropout)
+    assert got == pytest.approx(wanted, rel=1e-5), "losses"
+    assert got[-1] < got[0]
+    for name in ours.arena.slots:
+        a, b = (side.arena.view(name, side.arena.weights) for side in (ours, want))
+        assert (a - b).norm() < 1e-4 * b.norm(), name
+
+
+@pytest.fixture(params=[Mapped, Unpacked], ids=["by pieces", "by the scratch"])
+def way(request, monkeypatch) -> type:
+    """How products reach the weights: as on a CPU, or as on a GPU (its layout by the references, not the kernels)."""
+    monkeypatch.setattr(launch, "roomy", lambda device: request.param is Unpacked)
+    return request.param
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_nf4_trains_as_its_dequantised_values_do(dropout, way, tiny_folder):
+    base = open_base(str(tiny_folder("qwen2")))
+    ours = quantised.placed(base, LORA, "nf4")
+    assert isinstance(ours.decoder.blocks[0].qkv.frozen, way) and isinstance(ours.decoder.embedding, Dense)
+    assert ours.decoder.blocks[0].qkv.frozen.kind == "nf4"
+    same(ours, quantised.placed(quantised.through_nf4(base), LORA, "fp32"), 20, dropout)
+    plain = quantised.placed(base, LORA, "fp32")
+    assert trained(plain, 1)[0] != pytest.approx(trained(quantised.placed(base, LORA, "nf4"), 1)[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "table"), [("Q4_1", "Q8_0"), ("Q8_0", "F16"), ("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K")])
+def test_gguf_blocks_train_as_their_dequantised_values_do(kind, table, way):
+    shape = quantised.spec(256 if kind in ("Q4_K", "IQ4_XS") else 64, tied=kind == "Q8_0")
+    base = quantised.gguf_base(kind, shape, table)
+    ours = quantised.placed(base, LORA, "keep")
+    assert isinstance(ours.decoder.blocks[0].o.frozen, way)
+    assert ours.decoder.blocks[0].o.frozen.kind == kind
+    assert ours.decoder.head.frozen.kind == (table if table != "F16" or way is Mapped else "fp16")
+    same(ours, quantised.placed(quantised.dequantised(base), LORA, "fp32"), 20)
+
+
+def theirs_trained(model: Any, steps: int) -> list[float]:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        weights,
+        lr=HYPER["lr"],
+        betas=(HYPER["beta1"], HYPER["beta2"]),
+        eps=HYPER["eps"],
+        weight_decay=HYPER["weight_decay"],
+    )
+    losses = []
+    for number in range(steps):
+        batch = data(number)
+        loss = oracle.loss_sum(model, batch) / sum(e.response_tokens for e in batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, HYPER["clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check_against_peft(ours: oracle.Ours, model: Any, steps: int, rel: float) -> None:
+    model = oracle.peft_model(model, ours).eval()
+    assert trained(ours, steps) == pytest.approx(theirs_trained(model, steps), rel=rel)
+    theirs = dict(model.named_parameters())
+    for name in ours.arena.slots:
+        got, want = ours.arena.view(name, ours.arena.weights), theirs[oracle.peft_name(name)].detach()
+        assert (got - want).norm() < 20 * rel * want.norm(), name
+
+
+def test_adapters_equal_pefts_over_the_dequantised_model(tiny_folder):
+    base = open_base(str(tiny_folder("llama-untied")))
+    model = tiny.hf_model("llama-untied")
+    model.load_state_dict(oracle.dequantised(quantised.through_nf4(base)))
+    check_against_peft(quantised.placed(base, LORA, "nf4"), model, 20, 1e-5)
+
+
+# Checkpoints of bitsandbytes
+
+
+@pytest.fixture(scope="module")
+def bnb(tmp_path_factory) -> Iterator[dict[str, Any]]:
+    """A tiny model that transformers quantised with bitsandbytes on this CPU: the model and its folder."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: its checkpoints are not made here")
+    import torch._dynamo
+    import transformers
+
+    compiles = torch._dynamo.config.disable
+    torch._dynamo.config.disable = True  # it would compile its fallback for every shape anew
+    folder = tmp_path_factory.mktemp("bnb")
+    tiny.hf_model("llama-untied").save_pretrained(folder / "plain")
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "plain", quantization_config=how, dtype=torch.float32, device_map="cpu", attn_implementation="eager"
+    )
+    model.save_pretrained(folder / "nf4", max_shard_size="30KB")
+    for name in ("plain", "nf4"):
+        tiny.make_tokenizer().save(folder / name)
+    yield {"model": model, "nf4": folder / "nf4", "plain": folder / "plain"}
+    torch._dynamo.config.disable = compiles
+
+
+def test_a_checkpoint_gives_the_logits_of_its_dequantised_values(bnb, way):
+    base = open_base(str(bnb["nf4"]))
+    assert len(list(bnb["nf4"].glob("*.safetensors"))) > 1 and base.describe()["stored_as"] == ["F32", "nf4"]
+    assert choose_placement(base, "auto", resolve("cpu", "fp32")).base_dtype == "nf4"
+    tokens = torch.randint(3, tiny.VOCAB, (40,)).tolist()
+    got = {kind: quantised.placed(base, LORA, kind).logits([tokens], adapted=False) for kind in ("nf4", "keep", "fp32")}
+    # What lies in the checkpoint is what our own quantiser makes of the model it came from.
+    again = quantised.placed(quantised.through_nf4(open_base(str(bnb["plain"]))), LORA, "fp32")
+    want = again.logits([tokens], adapted=False)
+    assert all((logits - want).abs().max() < 1e-5 for logits in got.values())
+    with torch.no_grad():
+        theirs = bnb["model"](torch.tensor([tokens])).logits[0]
+    assert (got["nf4"] - theirs).abs().max() < 1e-4
+    plain = quantised.placed(open_base(str(bnb["plain"])), LORA, "fp32").logits([tokens], adapted=False)
+    assert (got["nf4"] - plain).abs().max() > 0.05
+
+
+def test_nothing_but_the_checkpoints_bytes_stays(bnb):
+    base = open_base(str(bnb["nf4"]))
+    weights = [p.frozen for b in quantised.placed(base, LORA, "nf4").decoder.blocks for p in b.projections]
+    values = sum(w.out_features * w.in_features for w in weights)
+    own = 1024 + 4  # of each member: the map of its scales, and their offset
+    assert sum(w.nbytes for w in weights) < values * 0.52 + 7 * 3 * own + 7 * 3 * 64
+
+
+def test_adapters_equal_pefts_over_bitsandbytes(bnb):
+    ours = quantised.placed(open_base(str(bnb["nf4"])), LORA, "nf4")
+    check_against_peft(ours, bnb["model"], 8, 1e-4)
+
+
+def test_the_api_opens_it_and_its_adapter(bnb, tmp_path: Path):
+    folder = tmp_path / "base"
+    shutil.copytree(bnb["nf4"], folder)
+    run = api.open(str(folder), device="cpu", compute_dtype="fp32", lr=1e-2)
+    assert run.engine.placement.base_dtype == "nf4"
+    packed = pack(examples(20, 30))
+    losses = []
+    for _ in range(4):
+        run.micro_step(packed)
+        losses.append(run.update_step().loss)
+    assert losses[-1] < losses[0]
+    run.save(tmp_path / "adapter")
+    again = api.open(str(tmp_path / "adapter"), device="cpu", compute_dtype="fp32")
+    again.micro_step(packed)
+    assert again.update_step().loss < losses[0]
+
+
+def test_quantising_holds_a_few_rows_at_a_time(tiny_folder, monkeypatch):
+    """Of no tensor more than a piece is ever read, and of what was read nothing stays."""
+    from graftune.model.frozen import pieces
+
+    monkeypatch.setattr("graftune.model.frozen.mapped.MAPPED_ROWS_BYTES", 4 * 48 * 5)
+    base: Base = open_base(str(tiny_folder("llama")))
+    longest, real = [], type(base.tensors["embed_tokens.weight"]).read
+
+    def read(self: Any, start: int, stop: int) -> torch.Tensor:
+        longest.append((stop - start) * self.shape[1])
+        return real(self, start, stop)
+
+    monkeypatch.setattr(type(base.tensors["embed_tokens.weight"]), "read", read)
+    ours = quantised.placed(base, LORA, "nf4")
+    assert max(longest) <= 5 * 48 and pieces(11, 48) == [(0, 5), (5, 10), (10, 11)]
+    for block in ours.decoder.blocks:
+        for projection in block.projections:
+            for source in projection.frozen.sources:
+                assert not any(t.is_floating_point() and t.numel() > 300 for t in source.nf4.tensors.values())

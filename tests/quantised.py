@@ -1,0 +1,186 @@
+"""Quantised bases in memory, and the same bases dequantised: what training on either has to agree about."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from graftune.config import LoraConfig
+from graftune.kernels import nf4
+from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
+from graftune.model.lora import build_arena, initialise, norm_names, weight_name
+from graftune.model.spec import ModelSpec
+from graftune.runtime import DTYPES, resolve
+from graftune.tokenizer import Tokenizer
+from graftune.weights.base import Base
+from graftune.weights.load import Placement, build_decoder
+from tests import oracle
+
+# Bytes of a block where its fp16 scales begin, and what the second is of the first for the values' mean to be zero.
+SCALES: dict[str, tuple[tuple[int, float], ...]] = {
+    "Q4_0": ((0, 1.0),),
+    "Q4_1": ((0, 1.0), (2, -7.5)),
+    "Q5_0": ((0, 1.0),),
+    "Q5_1": ((0, 1.0), (2, -15.5)),
+    "Q8_0": ((0, 1.0),),
+    "Q2_K": ((80, 1.0), (82, 1.5)),
+    "Q3_K": ((108, 1.0),),
+    "Q4_K": ((0, 1.0), (2, 7.5)),
+    "Q5_K": ((0, 1.0), (2, 15.5)),
+    "Q6_K": ((208, 1.0),),
+    "IQ4_NL": ((0, 1.0),),
+    "IQ4_XS": ((0, 1.0),),
+}
+
+
+def spec(width: int = 64, *, layers: int = 2, tied: bool = False) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        layers=layers,
+        width=width,
+        ffn=max(96, width) // 32 * 32 if width < 256 else width,
+        heads=4,
+        kv_heads=2,
+        head_width=width // 4,
+        vocab=600,
+        norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_positions=256,
+        tied=tied,
+    )
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor as a row source."""
+
+    tensor: torch.Tensor
+    dtype_name: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor[start:stop]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor[ids.cpu()]
+
+    def values(self) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """GGUF blocks as a row source, read by our own reference (tests/parity has it judged by the gguf package)."""
+
+    dtype_name: str
+    shape: tuple[int, ...]
+    blocks: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes
+
+    def raw(self, start: int, stop: int) -> torch.Tensor:
+        return self.blocks[start:stop]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return values_of(self.blocks[start:stop], self.dtype_name)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return values_of(self.blocks[ids.cpu()], self.dtype_name)
+
+    def values(self) -> torch.Tensor:
+        return values_of(self.blocks, self.dtype_name)
+
+
+def values_of(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    block = KINDS[kind]
+    out = torch.empty(len(blocks), blocks.shape[1] // block.bytes * block.values)
+    reference.dequantise(blocks, kind, out)
+    return out
+
+
+def random_blocks(kind: str, rows: int, width: int, std: float, seed: int) -> torch.Tensor:
+    """Random codes under scales that give values of about that deviation."""
+    drawn = torch.Generator().manual_seed(seed)
+    if kind in reference.PLAIN:
+        floats = torch.randn(rows, width, generator=drawn).mul_(std).to(reference.PLAIN[kind])
+        return floats.view(torch.uint8)
+    size = KINDS[kind].bytes
+    raw = torch.randint(256, (rows, row_bytes(kind, width) // size, size), generator=drawn, dtype=torch.uint8)
+
+    def scaled(by: float) -> torch.Tensor:
+        for at, share in SCALES[kind]:
+            raw[:, :, at : at + 2] = torch.tensor([by * share], dtype=torch.float16).view(torch.uint8)
+        return raw.view(rows, -1)
+
+    return scaled(std / float(values_of(scaled(1.0), kind).std())).clone()
+
+
+def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "") -> Base:
+    """Every projection in `kind` (v in `mixed`, if given), embedding and head in `table`."""
+    tensors: dict[str, Any] = {}
+    std = 0.6 / shape.width**0.5
+
+    def put(name: str, rows: int, width: int, of: str, spread: float) -> None:
+        tensors[name] = Blocks(of, (rows, width), random_blocks(of, rows, width, spread, len(tensors)))
+
+    for name in ("embed_tokens.weight", *(() if shape.tied else ("lm_head.weight",))):
+        put(name, shape.vocab, shape.width, table, 0.5 if name.startswith("embed") else std)
+    for layer in range(shape.layers):
+        for projection in shape.projections:
+            of = mixed if mixed and projection == "v_proj" else kind
+            put(weight_name(layer, projection), *shape.projections[projection], of, std)
+    for _, name, width in norm_names(shape):
+        tensors[name] = Values(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)
+    return Base("blocks", Path("blocks"), "gguf", shape, cast(Tokenizer, None), tensors)
+
+
+def dequantised(base: Base) -> Base:
+    """The same values in fp32."""
+    tensors = {name: Values(source.values().float()) for name, source in base.tensors.items()}
+    return dataclasses.replace(base, kind="safetensors", tensors=tensors)
+
+
+def through_nf4(base: Base) -> Base:
+    """What NF4 makes of the projections, in fp32; the rest as it is."""
+    tensors = dict(base.tensors)
+    for name in tensors:
+        if "_proj." in name and name.endswith(".weight"):
+            tensors[name] = Values(nf4.dequantise(nf4.quantise(tensors[name].values()), torch.float32))
+    return dataclasses.replace(base, tensors=tensors)
+
+
+def placed(
+    base: Base,
+    lora: LoraConfig,
+    base_dtype: str,
+    device: str = "cpu",
+    compute: torch.dtype = torch.float32,
+    *,
+    std_b: float = 0.02,
+) -> oracle.Ours:
+    """A decoder of the base with adapters that are not zero, the same on every device."""
+    name = next(name for name, dtype in DTYPES.items() if dtype == compute)
+    runtime = resolve(device, name)
+    arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
+    decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"))
+    initialise(arena, lora, seed=7)
+    drawn = torch.Generator().manual_seed(8)
+    for slot in arena.slots:
+        if slot.endswith("lora_B.weight"):
+            value = arena.view(slot, arena.weights)
+            value.copy_(torch.empty(value.shape).normal_(0, std_b, generator=drawn))
+    arena.publish()
+    return oracle.Ours(base, decoder, arena, lora)

@@ -1,0 +1,387 @@
+"""The plan: a step rehearsed on tensors without memory takes, to the byte, what the same step takes on real ones; it
+grows and shrinks as it should; a run that does not fit is refused before it loads, and what is suggested then runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.cli import main
+from graftune.config import Config, LoraConfig
+from graftune.data.pack import Capacities
+from graftune.errors import GraftuneError
+from graftune.kernels import nf4
+from graftune.model.spec import ModelSpec
+from graftune.observe.console import Console
+from graftune.observe.events import read_events
+from graftune.observe.memory import parse_bytes
+from graftune.runtime import Runtime
+from graftune.train import prepare
+from graftune.train.plan import Card, Setup, job, rehearse, standins
+from graftune.train.plan.ledger import Ledger, block_bytes
+from graftune.train.plan.pretend import Pretend, Pretended
+from graftune.weights.base import open_base
+from graftune.weights.load import Placement
+from graftune.weights.synthetic import random_base
+from tests.train.runs import write_data
+
+QUIET = Console(quiet=True)
+MIB = 1 << 20
+CARD = Card("a card", 80 << 30, 80 << 30)
+
+
+def spec(layers: int = 3, width: int = 64, **more: Any) -> ModelSpec:
+    values = {
+        "family": "llama", "layers": layers, "width": width, "ffn": 96, "heads": 4, "kv_heads": 2, "tied": False,
+        "head_width": width // 4, "vocab": 300, "norm_eps": 1e-5, "rope_theta": 1e4, "max_positions": 512,
+    }  # fmt: skip
+    return ModelSpec(**values | more)
+
+
+def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.float32, **more: Any) -> Setup:
+    where = torch.device(device)
+    shape, lora = more.pop("shape", Capacities(96, 4, 33, 40)), more.pop("lora", LoraConfig(rank=4))
+    base = random_base(more.pop("spec", spec()), where)
+    values = {"backend": "cudnn" if where.type == "cuda" else "cpu", "card": CARD} | more
+    return Setup(base, lora, Runtime(where, compute, "for the test"), Placement(kind, "for the test"), shape, **values)
+
+
+def gpu(**more: Any) -> Setup:
+    wide = spec(width=256, ffn=1024, vocab=4000)
+    return setup("cuda:0", more.pop("kind", "bf16"), torch.bfloat16, **{"spec": wide} | more)
+
+
+CASES = {
+    "none": setup(),
+    "selective": setup(recompute="selective"),
+    "full": setup(recompute="full"),
+    "bf16": setup(kind="bf16", compute=torch.bfloat16),
+    "bf16 weights, fp32 products": setup(kind="bf16"),
+    "fp16": setup(kind="fp16", compute=torch.float16, recompute="full"),
+    "kept": setup(kind="keep"),
+    "nf4": setup(kind="nf4"),
+    "dropout": setup(lora=LoraConfig(rank=4, dropout=0.1)),
+    "norms and layer clip": setup(lora=LoraConfig(rank=4, train_norms=True), clip_mode="layer"),
+    "every weight": setup(method="full"),
+    "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
+    "one long document": setup(shape=Capacities(128, 1, 128, 128)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("name", CASES)
+def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
+    foretold, real = rehearse(CASES[name]), rehearse(CASES[name], real=True)
+    assert foretold.phases == real.phases and foretold.after == real.after
+    assert {"adapters", "gradients", "moments"} <= foretold.phases["step"].keys()
+    assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
+
+
+def test_a_folder_and_a_gguf_are_planned_without_reading_their_weights(tiny_folder, smollm2, monkeypatch) -> None:
+    from graftune.weights.gguf_io import GgufTensor
+    from graftune.weights.safetensors_io import SafetensorsTensor
+
+    for kind in (GgufTensor, SafetensorsTensor):
+        for method in ("read", "gather", "values"):
+            monkeypatch.setattr(kind, method, lambda *_: pytest.fail("a weight was read"))
+    for path in (tiny_folder("qwen3"), smollm2):
+        for device in ("cpu", "cuda"):
+            config = Config.of({"base": str(path), "device": device, "compute_dtype": "fp32"})
+            plan = prepare.job_of(config, QUIET, memory=8 << 30).plan("none", 256)
+            assert plan.bytes.owners["base"] >= open_base(str(path)).spec.parameters * 4
+
+
+@pytest.mark.parametrize("make", [setup, gpu])
+def test_it_grows_with_tokens_rank_and_layers(make: Any) -> None:
+    def peak(**more: Any) -> int:
+        return rehearse(make(**more)).peak
+
+    wide = spec() if make is setup else spec(width=256, ffn=1024, vocab=4000)
+    deeper = spec(layers=5) if make is setup else spec(layers=5, width=256, ffn=1024, vocab=4000)
+    tokens = [peak(shape=Capacities(n, n // 64, n // 2, 64), spec=wide) for n in (256, 512, 1024, 2048)]
+    ranks = [peak(lora=LoraConfig(rank=r), spec=wide) for r in (4, 8, 64)]
+    assert tokens == sorted(set(tokens)) and ranks == sorted(set(ranks))
+    assert peak(spec=wide) < peak(spec=deeper)
+
+
+def test_policies_save_in_their_order() -> None:
+    shape = Capacities(2048, 8, 1024, 256)
+    deep = spec(layers=6, width=256, ffn=1024, vocab=4000)
+    on_gpu = [rehearse(gpu(shape=shape, spec=deep, recompute=p)) for p in ("none", "selective", "full", "offload")]
+    on_cpu = [rehearse(setup(shape=shape, spec=deep, recompute=p)).peak for p in ("none", "selective", "full")]
+    peaks = [found.peak for found in on_gpu]
+    assert peaks == sorted(set(peaks), reverse=True) and on_cpu == sorted(set(on_cpu), reverse=True)
+    assert on_gpu[3].host >= 6 * 2048 * 256 * 2, "offloaded inputs wait in host memory"
+    assert rehearse(gpu(kind="nf4", spec=deep)).owners["base"] < 0.5 * rehearse(gpu(spec=deep)).owners["base"]
+
+
+@pytest.mark.parametrize("make", [setup, gpu])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
+    def of(layers: int) -> Any:
+        return make(recompute=policy, spec=spec(layers=layers, width=256, ffn=1024, vocab=4000))
+
+    found = rehearse(of(3)).extended(rehearse(of(4)), 12 - 3)
+    whole = rehearse(of(12))
+    assert abs(found.peak / whole.peak - 1) < 1e-3 and abs(found.pools - whole.pools) <= 1e-3 * whole.peak
+    assert found.owners == pytest.approx(whole.owners, rel=0.02, abs=64 << 10)
+
+
+def test_libraries_memory_is_part_of_it() -> None:
+    found = rehearse(gpu(shape=Capacities(512, 2, 128, 256)))
+    shape = [512 * 4 * 64 * 4 * 3 + 512 * 4 * 4, 32 * MIB, 32 * MIB]  # cuDNN's backward, cuBLASLt, cuBLAS of a stream
+    assert found.phases["step"]["workspaces"] >= sum(shape)
+    grouped = rehearse(gpu(spec=spec(width=256, ffn=1024, vocab=4000, kv_heads=4)))
+    assert grouped.phases["step"]["workspaces"] < found.phases["step"]["workspaces"]
+    for backend in ("flash", "triton"):
+        assert rehearse(gpu(backend=backend)).peak > 0
+
+
+def test_nothing_is_left_of_the_pretence() -> None:
+    kept = [torch.cuda.Stream, torch.cuda.Event, torch.cuda.current_stream, torch.tensor, nf4.reference.bins]
+    had = "torch._dynamo" in sys.modules
+    rehearse(gpu(kind="nf4"))
+    rehearse(setup(kind="nf4"))
+    assert kept == [torch.cuda.Stream, torch.cuda.Event, torch.cuda.current_stream, torch.tensor, nf4.reference.bins]
+    assert ("torch._dynamo" in sys.modules) == had
+    weight = torch.randn(70, 64)
+    back = nf4.dequantise(nf4.quantise(weight), torch.float32)
+    assert not isinstance(back, Pretended) and (back - weight).abs().max() < 0.6
+
+
+def test_the_ledger_follows_views_writes_and_ends() -> None:
+    ledger = Ledger()
+    with Pretend(ledger), ledger.owner("mine"):
+        a = torch.empty(100, 100)
+        view, written = a[10:].t(), a.add_(1.0)
+        holder = ledger.of("cpu")
+        assert holder.live["mine"] == holder.total == 40_000 and written is a and view.device.type == "cpu"
+        b = a.to(torch.bfloat16)
+        ledger.give("yours", b)
+        assert holder.live == {"mine": 40_000, "yours": 20_000}
+        c = a @ a
+        del a, written
+        assert holder.total == 100_000, "the view still holds it"
+        del view
+    assert holder.total == 60_000 and holder.peak == 100_000 and holder.at_peak == {"mine": 80_000, "yours": 20_000}
+    del b, c
+    assert holder.total == 0
+
+
+def test_blocks_of_the_allocator() -> None:
+    assert [block_bytes(n) for n in (0, 1, 512, 513, 3 * MIB)] == [0, 512, 512, 1024, 3 * MIB]
+    assert block_bytes(11 * MIB + 512 * 1024) == 12 * MIB, "a rest of up to one MiB stays with the block"
+    assert block_bytes(10 * MIB + 512 * 1024) == 10 * MIB + 512 * 1024, "a larger one is split off"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 << 30), ("80GB", 80 * 10**9), ("512 MiB", 512 << 20), ("1.5G", 1_500_000_000), ("7", 7)],
+)
+def test_amounts_of_memory(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-3GiB", "0", "3XB"])
+def test_no_amounts_of_memory(text: str) -> None:
+    with pytest.raises(GraftuneError, match="no amount of memory"):
+        parse_bytes(text)
+
+
+# Choosing and refusing
+
+
+def job_for(folder: Path, memory: int = 0, **more: Any) -> job.Job:
+    values = {"base": str(folder), "device": "cuda", "max_seq_len": 64} | more
+    return prepare.job_of(Config.of(values), QUIET, memory=memory)
+
+
+def test_auto_takes_the_largest_micro_batch_and_then_the_least_recompute(tiny_folder) -> None:
+    from graftune.train.plan import settle
+
+    folder = tiny_folder("llama")
+    roomy = settle(job_for(folder, 80 << 30, tokens_per_step=65536))
+    assert (roomy.recompute, roomy.capacity) == ("none", 8192)
+    assert settle(job_for(folder, 80 << 30)).capacity == 4096, "no more than a step has"
+
+    def limit(policy: str, size: int) -> int:
+        return job_for(folder, 80 << 30).plan(policy, size).needed + job.CONTEXT_BYTES
+
+    for policy, size in (("none", 2048), ("selective", 4096), ("full", 2048), ("offload", 2048)):
+        found = settle(job_for(folder, limit(policy, size)))
+        assert found.fits and found.needed <= limit(policy, size)
+        order = ("none", "selective", "full", "offload")
+        assert order.index(found.recompute) <= order.index(policy)
+    asked = settle(job_for(folder, limit("full", 4096), recompute="full"))
+    assert (asked.recompute, asked.capacity) == ("full", 4096)
+    fixed = settle(job_for(folder, limit("full", 4096), tokens_per_micro_batch=4096))
+    assert fixed.capacity == 4096 and fixed.fits
+
+
+def test_on_a_cpu_auto_is_1024_unless_memory_is_short(tiny_folder) -> None:
+    from graftune.train.plan import settle
+
+    folder = tiny_folder("llama")
+    wide = settle(job_for(folder, 8 << 30, device="cpu"))
+    assert (wide.recompute, wide.capacity) == ("none", 1024)
+    short = job_for(folder, 8 << 30, device="cpu").plan("none", 512).needed
+    assert settle(job_for(folder, short, device="cpu")).capacity == 512
+
+
+def test_a_run_that_does_not_fit_is_refused_before_loading_and_the_suggestion_runs(
+    tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = tiny_folder("llama"), write_data(tmp_path / "data.jsonl")
+    line = [
+        "train", str(folder), str(data), "--device", "cpu", "--compute-dtype", "fp32", "--rank", "4", "--samples", "0",
+        "--tokens-per-step", "512", "--tokens-per-micro-batch", "512", "--recompute", "none", "--max-steps", "2",
+        "--threads", "1", "--base-dtype", "fp32",
+    ]  # fmt: skip
+    config = Config.of({"base": str(folder), "data": str(data), "device": "cpu", "tokens_per_step": 512, "rank": 4})
+    planned = prepare.job_of(config, QUIET, memory=1 << 40)
+    free = planned.plan("full", 512, "fp32").needed
+    assert free < planned.plan("selective", 512, "fp32").needed
+    monkeypatch.setattr(job, "free_bytes", lambda device: free)
+
+    with monkeypatch.context() as loading:
+        loading.setattr(prepare, "open_engine", lambda *_, **__: pytest.fail("the model was loaded"))
+        assert main([*line, "--out", str(tmp_path / "refused")]) == 2
+    said = capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+    sentence = said.splitlines()[-1]
+    assert re.search(
+        r"training needs [\d.]+ MiB of memory and [\d.]+ MiB are free; --recompute full would need", sentence
+    )
+
+    line[line.index("--recompute") + 1] = "full"
+    assert main([*line, "--out", str(tmp_path / "suggested")]) == 0
+    events = read_events(tmp_path / "suggested" / "metrics.jsonl")
+    (memory,) = [event for event in events if event["event"] == "memory"]
+    document = json.loads((tmp_path / "suggested" / "plan.json").read_text())
+    assert memory["planned"] == document["expected"] and memory["measured"] > 0 and memory["step"] == 1
+    assert document["settings"]["recompute"] == "full" and document["fits"]
+    assert "memory: planned" in capsys.readouterr().err
+
+
+def test_the_nearest_setting_may_be_a_smaller_micro_batch_or_fewer_bits(tiny_folder) -> None:
+    folder = tiny_folder("llama-untied")
+    asked = {"tokens_per_micro_batch": 4096, "recompute": "offload", "base_dtype": "bf16"}
+    whole = job_for(folder, 80 << 30, **asked)
+    from graftune.train.plan import best, nearest, refusal
+
+    for size, kind in ((1024, "bf16"), (64, "nf4")):
+        free = whole.plan("offload", size, kind).needed + job.CONTEXT_BYTES
+        tight = job_for(folder, free, **asked)
+        found = nearest(tight, best(tight))
+        assert found is not None and found.fits and found.capacity >= size
+        assert "--tokens-per-micro-batch" in str(refusal(tight, best(tight)))
+    hopeless = job_for(folder, job.CONTEXT_BYTES + MIB, **asked)
+    assert nearest(hopeless, best(hopeless)) is None
+    assert "take a smaller model or a larger card" in str(refusal(hopeless, best(hopeless)))
+
+
+# The command
+
+
+def test_plan_command_for_a_card_that_is_not_here(tiny_folder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tiny_folder("llama"))
+    assert main(["plan", folder, "--device", "cuda", "--memory", "24GiB", "--json", "--max-seq-len", "64"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    owners = ("base", "adapters", "gradients", "moments", "saved activations", "workspaces", "CUDA context")
+    assert all(document["owners"][name] > 0 for name in owners)
+    assert document["fits"] and document["needed"] <= document["free"] < 24 << 30
+    assert document["largest"]["none"] <= document["largest"]["full"]
+    assert main(["plan", folder, "--device", "cuda", "--memory", "24GiB", "--max-seq-len", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert "saved activations" in shown and "largest micro-batch that fits" in shown and "█" in shown
+    assert main(["plan", folder, "--device", "cuda", "--memory", "601MiB", "--max-seq-len", "64"]) == 2
+    said = capsys.readouterr()
+    assert "gradients" in said.out and "take a smaller model" in said.err
+    if not torch.cuda.is_available():
+        assert main(["plan", folder, "--device", "cuda"]) == 2
+        assert "--memory 24GiB" in capsys.readouterr().err
+
+
+def test_plan_without_triton_says_so(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    with pytest.raises(GraftuneError, match="the package triton is not installed"):
+        job_for(tiny_folder("llama"), 24 << 30).plan("none", 64)
+
+
+def test_cudnn_asks_for_what_the_formula_says() -> None:
+    from graftune.kernels.attention.cudnn_frontend import Shape
+
+    strides = (1, 1, 1, 1)
+    plain = Shape(torch.bfloat16, 8, 8, 64, 4, 128, 256, 1.0, strides, strides)
+    grouped = Shape(torch.bfloat16, 8, 2, 64, 4, 128, 256, 1.0, strides, strides)
+    assert standins.workspace_bytes(plain) == 256 * 8 * (64 + 1) * 4
+    assert standins.workspace_bytes(grouped) == 256 * 8 * (3 * 64 + 1) * 4
+
+
+def trained(base: Path, folder: Path, kind: str, tokens: int) -> dict[str, Any]:
+    """One step in a process of its own; the event that compares."""
+    data = folder / "data.jsonl"
+    words = "the cat sat on a mat and looked at some birds while rain fell over hills "
+    rows = [{"prompt": words[:60], "response": words[: 20 + 10 * (i % 3)]} for i in range(14)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = [
+        "train", str(base), str(data), "--device", "cpu", "--base-dtype", kind, "--max-steps", "1", "--samples", "0",
+        "--no-score", "--tokens-per-step", str(tokens), "--val-split", "0.1", "--out", str(folder / "run"),
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "graftune", *line], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "memory: planned" in done.stderr
+    (memory,) = [e for e in read_events(folder / "run" / "metrics.jsonl") if e["event"] == "memory"]
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "tokens"), [("real", "fp32", 512), ("real", "keep", 256), ("tiny", "fp32", 512)]
+)
+def test_resident_memory_within_a_tenth(
+    model: str, kind: str, tokens: int, smollm2: Path, tiny_folder, tmp_path: Path
+) -> None:
+    memory = trained(smollm2 if model == "real" else tiny_folder("llama"), tmp_path, kind, tokens)
+    off = memory["planned"] / memory["measured"] - 1
+    print(f"{model}, {kind}, {tokens} tokens: {memory['planned']} planned, {memory['measured']} measured, {off:+.1%}")
+    assert abs(off) < 0.10, memory
+
+
+MEDIUM = """
+import json
+import torch
+from graftune.config import LoraConfig
+from graftune.data.pack import Capacities
+from graftune.model.spec import ModelSpec
+from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
+from graftune.runtime import Runtime
+from graftune.train.plan import Setup, rehearse, standins
+from graftune.weights.load import Placement
+from graftune.weights.synthetic import random_base
+
+cpu = torch.device("cpu")
+spec = ModelSpec(family="llama", layers=6, width=512, ffn=1536, heads=8, kv_heads=4, head_width=64, vocab=8000,
+                 norm_eps=1e-5, rope_theta=1e4, max_positions=512, tied=False)
+copies = standins.copies_operand(torch.float32)
+setup = Setup(random_base(spec, cpu), LoraConfig(), Runtime(cpu, torch.float32, ""), Placement("fp32", ""),
+              Capacities(512, 4, 256, 128), copies=copies)
+planned = rehearse(setup).peak + resident_bytes()
+forget_peak()
+rehearse(setup, real=True)
+print(json.dumps([planned, peak_resident_bytes()]))
+"""
+
+
+def test_resident_memory_of_a_model_of_medium_size() -> None:
+    done = subprocess.run([sys.executable, "-c", MEDIUM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    planned, measured = json.loads(done.stdout)
+    print(f"medium: {planned} planned, {measured} measured, {planned / measured - 1:+.1%}")
+    assert abs(planned / measured - 1) < 0.10
