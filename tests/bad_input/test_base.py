@@ -129,7 +129,9 @@ METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "key heads": ({"llama.attention.head_count_kv": 4}, "makes no sense (key heads)"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not known"),
     "rope factor": ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "makes no sense"),
-    "experts": ({"llama.expert_count": 8}, "mixture of experts"),
+    "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "mlp.gate.weight is missing"),
+    "experts without a choice": ({"llama.expert_count": 8}, "expert_used_count is None"),
+    "more chosen than there are": ({"llama.expert_count": 2, "llama.expert_used_count": 3}, "3 of 2 experts"),
     "vocabulary kind": ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
     "no vocabulary": ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
 }
