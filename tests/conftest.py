@@ -13,6 +13,10 @@ import torch
 
 from tests import tiny
 
+if not torch.cuda.is_available():
+    # Triton's interpreter runs the kernels then. Read when a kernel is defined, so before any kernel.py is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory):

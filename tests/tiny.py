@@ -70,7 +70,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "olmo2": {"head_dim": None},
     "olmo3": {"head_dim": None, "num_hidden_layers": 5, "sliding_window": 6},
 }
-LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}
+LONG = {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.3],
+    "long_factor": [1.1, 4.0],
+}
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3-linear": {
         "rope_parameters": {
@@ -78,8 +83,15 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }
     },
+    "gemma3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma2-odd": {"query_pre_attn_scalar": 7, "attn_logit_softcapping": None, "sliding_window": 3},
-    "phi3-long": {"rope_parameters": LONG | {"short_factor": [1.0, 1.3], "long_factor": [1.1, 4.0]}},
+    "phi3-long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},
+    "phi3-far": {  # llama.cpp has no context below 256
+        "original_max_position_embeddings": 256,
+        "max_position_embeddings": 512,
+        "rope_parameters": LONG,
+    },
     "phi3-window": {"sliding_window": 5},
     "granite-yarn": {"num_key_value_heads": 6},
     "smollm3-window": {"no_rope_layers": [0, 1, 1, 0, 1], "use_sliding_window": True, "sliding_window": 4},

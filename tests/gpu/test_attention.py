@@ -171,6 +171,7 @@ def test_the_choice_says_why():
     cuda = torch.device("cuda")
     assert attention.choose(cuda, torch.float32, 64, False, False).backend == "triton"
     assert attention.choose(cuda, torch.bfloat16, 64, False, True).backend == "triton"
+    assert attention.choose(cuda, torch.bfloat16, 64, False, False, capped=True).backend == "triton"
     assert attention.choose(cuda, torch.bfloat16, 60, False, False).backend == "triton"
     lacking = cudnn_frontend.lacks(cuda, torch.bfloat16, 64)
     best = attention.choose(cuda, torch.bfloat16, 64, False, False)

@@ -71,8 +71,9 @@ class Prefill(_Attend):
             for stored, fresh in ((self.cache.keys, k), (self.cache.values, v)):
                 stored[block.index][sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
             start += length
-        how = {"window": block.window, "out": out, "cap": block.score_cap}
-        return attention.forward(q, k, v, self.documents, block.score_scale, **how)[1]
+        return attention.forward(
+            q, k, v, self.documents, block.score_scale, block.window, out=out, cap=block.score_cap
+        )[1]
 
 
 class Decode(_Attend):

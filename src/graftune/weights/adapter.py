@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -66,7 +66,7 @@ class Adapter:
     append_eos: bool
     revision: str  # of a base from the Hub
     interleaved: bool = False  # whether B's rows of Q and K lie as in a llama GGUF
-    hf_norms: bool = False  # whether norms are as in Hugging Face's checkpoints, where Gemma's are less one
+    hf_norms: bool = field(default=False, compare=False)  # as in Hugging Face's checkpoints: Gemma's less one
 
 
 def is_adapter(path: Path) -> bool:

@@ -52,6 +52,7 @@ def _facts(base: Base) -> dict[str, Any]:
         "layers": f"{spec.layers}{window}",
         "heads": f"{spec.heads} of {spec.head_width}, {spec.kv_heads} for keys and values",
         "width": spec.width,
+        **({"experts": f"{spec.experts_chosen} of {spec.experts} for each token"} if spec.experts else {}),
         "context": spec.max_positions,
         "weights": _weights((t.dtype_name, t.nbytes) for t in base.tensors.values()),
         "head": "tied to the embedding" if spec.tied else "of its own",

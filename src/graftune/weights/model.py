@@ -133,7 +133,7 @@ def hf_config(base: Base) -> dict[str, Any]:
         values = dict(json.loads(base.config_file.read_text())) | {"tie_word_embeddings": base.spec.tied}
         values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
         return values
-    spec = base.spec
+    spec, scaling = base.spec, _rope(base.spec, base)
     return (
         {
             "architectures": [specs.FAMILIES[spec.family].hf_class],
@@ -149,20 +149,21 @@ def hf_config(base: Base) -> dict[str, Any]:
             "rms_norm_eps": spec.norm_eps,
             "max_position_embeddings": spec.max_positions,
             "rope_theta": spec.rope_theta,
-            "rope_scaling": _rope(spec, base),
+            "rope_scaling": scaling,
             "tie_word_embeddings": spec.tied,
             "use_sliding_window": False,
             "sliding_window": None,
             "attention_bias": False,
             "bos_token_id": base.tokenizer.bos_id,
             "eos_token_id": base.tokenizer.eos_id,
+            "pad_token_id": base.tokenizer.pad_id,
         }
-        | _family(spec)
+        | _family(spec, scaling)
         | _experts(spec)
     )
 
 
-def _family(spec: ModelSpec) -> dict[str, Any]:
+def _family(spec: ModelSpec, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """What some families have beside the rest."""
     found: dict[str, Any] = {}
     windows = ["sliding_attention" if i in spec.window_layers else "full_attention" for i in range(spec.layers)]
@@ -173,11 +174,14 @@ def _family(spec: ModelSpec) -> dict[str, Any]:
     if spec.family in ("gemma2", "gemma3"):
         found |= {
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": spec.score_scale**-2,
+            "query_pre_attn_scalar": round(spec.score_scale**-2),
             "attn_logit_softcapping": spec.attention_cap or None,
             "final_logit_softcapping": spec.logit_cap or None,
         }
-    if spec.family == "gemma3":
+    if spec.local_theta:  # by kind of layer for newer readers; older ones know the bases by these names
+        scaled = {"rope_theta": spec.rope_theta} | (scaling or {"rope_type": "default"})
+        local = {"rope_type": "default", "rope_theta": spec.local_theta}
+        found["rope_parameters"] = {"full_attention": scaled, "sliding_attention": local}
         found["rope_local_base_freq"] = spec.local_theta
     if spec.family == "granite":
         found |= {

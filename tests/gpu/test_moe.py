@@ -1,0 +1,83 @@
+"""A mixture of experts on the GPU: gradients equal the CPU's, the captured step is the eager one bit for bit (routing
+changes counts, never shapes), and nothing waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.data.pack import pack
+from graftune.kernels import attention
+from graftune.train.hot import DeviceLoop
+from graftune.train.step import Step
+from tests import moe, oracle
+from tests.gpu.test_step import HYPER, SHAPE, examples, run
+
+pytestmark = pytest.mark.gpu
+LORA = LoraConfig(rank=4, alpha=8.0, targets=("all_linear",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return moe.make_folder("qwen3_moe", tmp_path_factory.mktemp("moe") / "qwen3_moe")
+
+
+def ready(folder: Path, compute: torch.dtype, graph: bool, base_dtype: str = "fp32"):
+    ours = oracle.ours(folder, LORA, device="cuda", compute=compute, base_dtype=base_dtype)
+    torch.manual_seed(5)
+    ours.arena.weights.copy_(torch.randn(len(ours.arena.weights)).mul_(0.05))
+    ours.arena.publish()
+    backend = attention.choose(torch.device("cuda"), compute, ours.decoder.spec.head_width, True, False).backend
+    step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64)
+    return ours, step, DeviceLoop(step, graph)
+
+
+@pytest.mark.parametrize("base_dtype", ["fp32", "nf4"])
+def test_gradients_equal_the_cpus(base_dtype, folder):
+    ours, step, _ = ready(folder, torch.float32, False, base_dtype)
+    step.micro_step(pack(examples(1, 20, 33, 5), **SHAPE).to(torch.device("cuda")))
+    cpu = oracle.ours(folder, LORA, base_dtype=base_dtype)
+    cpu.arena.weights.copy_(ours.arena.weights)
+    cpu.arena.publish()
+    loss, want = cpu.gradients(examples(1, 20, 33, 5))
+    assert float(step.loss_sum) == pytest.approx(loss, rel=1e-4)
+    for name, grad in want.items():
+        got = ours.arena.view(name, ours.arena.grads).cpu()
+        assert (got - grad).norm() <= 1e-3 * grad.norm(), name
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_captured_is_eager_bit_for_bit(compute, folder):
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for graph in (True, False):
+            ours, _, loop = ready(folder, compute, graph)
+            for i in range(6):
+                run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
+            figures = [f[1:] for f in loop.finished(wait=True)]
+            found.append((figures, ours.arena.weights.clone()))
+            assert loop.captures == (1 if graph else 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (figures, weights), (figures_, weights_) = found
+    assert figures == figures_ and torch.equal(weights, weights_)
+
+
+def test_nothing_waits(folder):
+    _, _, loop = ready(folder, torch.bfloat16, True)
+    run(loop, [examples(0, 40)])
+    run(loop, [examples(1, 12, 60)])
+    staged = [[loop.stage(pack(examples(i, 10 + i, 50 - i), **SHAPE))] for i in range(6)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for slots in staged:
+            loop.step(slots, HYPER | {"divisor": 40.0}, [0])
+            loop.finished()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(loop.finished(wait=True)) >= 1 and loop.captures == 1

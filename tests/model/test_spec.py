@@ -1,0 +1,71 @@
+"""Configurations as older checkpoints write them say the same as those of today's transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graftune.errors import GraftuneError
+from graftune.model.spec import ModelSpec, from_config
+from tests import tiny
+
+# What the checkpoints on the Hub have in place of rope_parameters and layer_types.
+OLD: dict[str, dict[str, Any]] = {
+    "gemma3-linear": {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 6,
+    },
+    "gemma3": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None, "sliding_window_pattern": 6},
+    "gemma2": {"rope_theta": 10000.0, "hidden_act": "gelu_pytorch_tanh"},
+    "phi3-long": {
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "su", "short_factor": [1.0, 1.3], "long_factor": [1.1, 4.0]},
+        "partial_rotary_factor": 0.5,
+    },
+    "olmo3-yarn": {"rope_theta": 1e4, "rope_scaling": tiny.ROPE["yarn"]},
+    "smollm3": {"rope_theta": 2e6, "no_rope_layer_interval": 4},
+    "granite": {"rope_theta": 10000.0, "rope_scaling": None},
+    "olmo2": {"rope_theta": 10000.0, "rope_scaling": None},
+}
+
+
+@pytest.mark.parametrize("variant", OLD)
+def test_old_configurations_say_the_same(variant: str) -> None:
+    new = tiny.hf_config(variant).to_dict()
+    gone = ("rope_parameters", "layer_types", "no_rope_layers", "tie_word_embeddings")
+    old = {k: v for k, v in new.items() if k not in gone} | OLD[variant]
+    if not new["tie_word_embeddings"]:
+        old["tie_word_embeddings"] = False
+    assert from_config(old, "old") == from_config(new, "new")
+
+
+def test_ropes_and_windows_by_layer() -> None:
+    gemma = from_config(tiny.hf_config("gemma3-linear").to_dict(), "x")
+    assert gemma.window_layers == (0, 1, 2, 3, 4, 6) and [gemma.rope_of(i) for i in range(7)] == [1, 1, 1, 1, 1, 0, 1]
+    full, local = gemma.ropes()
+    assert float(full.frequencies[0]) == pytest.approx(1 / 8) and float(local.frequencies[0]) == 1
+    smol = from_config(tiny.hf_config("smollm3").to_dict(), "x")
+    assert [smol.rope_of(i) for i in range(5)] == [0, 0, 0, 1, 0] and not smol.ropes()[1].frequencies.any()
+    phi = from_config(tiny.hf_config("phi3-long").to_dict(), "x")
+    assert phi.rotated == 4 and phi.ropes()[0].limit == 64 and phi.rope.factor == 4.0
+    assert from_config(tiny.hf_config("granite").to_dict(), "x").score_scale == 0.5
+    plain = tiny.hf_config("granite").to_dict() | {"attention_multiplier": 1.0}
+    assert from_config(plain, "x").score_scale == 1.0, "granite's default is one, not a root of the head's width"
+
+
+def changed(**values: Any) -> ModelSpec:
+    return from_config(tiny.hf_config("gemma2").to_dict() | values, "config.json")
+
+
+def test_variants_that_are_not_known_are_refused() -> None:
+    with pytest.raises(GraftuneError, match="text and images"):
+        changed(model_type="gemma3")
+    with pytest.raises(GraftuneError, match="use_bidirectional_attention"):
+        changed(use_bidirectional_attention=True)
+    with pytest.raises(GraftuneError, match="activation 'relu' is not known"):
+        changed(hidden_activation="relu")
+    with pytest.raises(GraftuneError, match="attention_bias"):
+        changed(attention_bias=True)
