@@ -173,7 +173,7 @@ CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     "text for eps": ({"rms_norm_eps": "small"}, "makes no sense"),
     "list for rope": ({"rope_parameters": [1]}, "makes no sense"),
-    "rope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
+    "rope": ({"rope_parameters": {"rope_type": "dynamic-other"}}, "rope scaling 'dynamic-other'"),
     "more layers": ({"num_hidden_layers": 10**9}, "tensor layers.3."),
     "width": ({"hidden_size": 10**9}, "tensor embed_tokens.weight"),
     "heads": ({"num_attention_heads": 5}, "5 heads do not divide by 2 key heads"),

@@ -53,7 +53,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["eval", "x"], ["DATA is missing"]),
     (["data", "--show", "-1"], ["--show is -1; it must be at least 0"]),
     (["data", "x", "--rank", "3"], ["unknown option '--rank'"]),
-    (["doctor", "x"], ["'x' is one argument too many"]),
+    (["doctor", "x", "y"], ["'y' is one argument too many"]),
 ]
 
 

@@ -413,6 +413,12 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
     known = ("linear", "llama3", "yarn", "longrope")
     if kind not in known:
         raise GraftuneError(f"rope scaling {kind!r} is not known", where=where, mend=f"known are {', '.join(known)}")
+    if kind == "longrope" and not (values.get("short_factor") and values.get("long_factor")):
+        raise GraftuneError(
+            "rope scaling 'longrope' has no short_factor or no long_factor",
+            where=where,
+            mend="download the model again",
+        )
     longest = config.get("max_position_embeddings", 2048)
     original = values.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
     usual = int(longest) / int(original or longest) if kind == "longrope" else 1.0
