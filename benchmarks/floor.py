@@ -225,7 +225,7 @@ def fastest(case: Case, device: torch.device) -> Attention:
         try:
             candidate = make()
             ms = _sustained(partial(_layers, candidate, 8), device, 5, sustain=0.05)
-        except (RuntimeError, ImportError, ValueError, AttributeError, TypeError) as error:
+        except (RuntimeError, ImportError, ValueError, AttributeError, TypeError, AssertionError) as error:
             # Not there, or not for these sizes: one of the others is.
             print(f"floor: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
             continue

@@ -14,11 +14,15 @@ import gc
 import importlib.metadata
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.cases import parse
 from benchmarks.ours import ours
 

@@ -61,12 +61,23 @@ def test_patterns_that_say_the_same_of_all_are_taken(settings: dict[str, Any], b
         ({"rank_pattern": {"q_proj": 2}}, "ranks that differ"),
         ({"alpha_pattern": {"v_proj": 2}}, "alphas that differ"),
         ({"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 2}}, "ranks that differ"),
+        ({"alpha_pattern": {r"layers\.0\.self_attn\.[qv]_proj": 30}}, "alphas that differ"),
+        ({"alpha_pattern": {r".*\.layers\.2\..*": 30}}, "alphas that differ"),
     ],
 )
 def test_patterns_that_differ_are_refused(settings: dict[str, Any], named: str, base: Path, tmp_path: Path) -> None:
     by_peft(base, tmp_path / "a", target_modules=["q_proj", "v_proj"], **settings)
     with pytest.raises(GraftuneError, match=named):
         opened(base, tmp_path / "a")
+
+
+@pytest.mark.parametrize("to", ["peft", "gguf-lora", "apr", "merged"])
+def test_an_adapter_for_another_base_is_refused_by_every_format(to: str, base: Path, tmp_path: Path) -> None:
+    folder = shaken(opened(base, rank=2)).save(tmp_path / "a")
+    other = models.make_folder("gemma3", tmp_path / "other")
+    with pytest.raises(GraftuneError):
+        export(str(folder), to, base=str(other), out=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "llama-untied"])

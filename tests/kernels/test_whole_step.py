@@ -51,10 +51,14 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
         ("llama-untied", LoraConfig(rank=25, alpha=10.0), 0.2, "selective"),
     ],
 )
-@pytest.mark.parametrize("long", [projection.LONG, 1], ids=["apart", "one pass"])
-def test_step_equals_the_references(variant, lora, dropout, recompute, long, tiny_folder, device, monkeypatch):
-    monkeypatch.setattr(projection, "LONG", long)
+def test_step_equals_the_references(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):
     check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch)
+
+
+@pytest.mark.parametrize(("variant", "dropout", "recompute"), [("llama", 0.0, "none"), ("qwen2", 0.2, "selective")])
+def test_long_batches_read_gradients_once(variant, dropout, recompute, tiny_folder, device, monkeypatch):
+    monkeypatch.setattr(projection, "LONG", 1)
+    check(variant, LoraConfig(rank=4, alpha=10.0), dropout, recompute, tiny_folder, device, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def export(
     source = find(target, base, revision, add, console)
     if to in ("peft", "gguf-lora", "apr"):
         source.adapter(to)
+        merge(source.base, source.adapters)  # reads no weight: it checks that the adapter fits the base
     place = _place(source, to, kind, out)
     _check_place(place, to, source, force)
     writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
@@ -104,6 +105,9 @@ def _check_place(place: Path, to: str, source: Source, force: bool) -> None:
     for used in (path.resolve() for path in sources):
         if used == here or here in used.parents or (used in here.parents and used.is_dir() and used != source.run):
             raise GraftuneError("is what is exported from", where=str(place), mend="give another place with --out")
+    beside = place.with_suffix(".Modelfile")
+    if to in ("gguf", "gguf-lora") and beside.exists() and not force:
+        raise GraftuneError("exists already", where=str(beside), mend="give --force, or another place with --out")
     if not (place.exists() or place.is_symlink()):
         return
     if not force:

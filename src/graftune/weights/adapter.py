@@ -274,28 +274,24 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
     )
 
 
+LAYERS = 130  # more than models have
+
+
 def _uniform(pattern: Any, targets: list[str], default: float) -> float | None:
     """The one value that PEFT's pattern gives to all targets, or None if it gives several.
 
-    A key is an expression that a module's name ends with. One with a layer in it could only be judged module by module:
-    it counts for all of its kind if the others say the same."""
+    A key is an expression that a module's name ends with, and the first that fits counts. It is tried on the names of
+    every target in more layers than models have: one that means some layers only gives several values."""
     if not pattern:
         return default
     if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
         raise ValueError
-    found = set()
-    for target in targets:
-        values = []
-        for key, value in pattern.items():
-            try:
-                hit = re.match(rf"(.*\.)?({key})$", f"model.layers.0.{HOMES[target]}.{target}") is not None
-            except re.error:
-                raise ValueError from None
-            if hit or target in key:
-                values.append(float(value))
-                if not hit:
-                    values.append(float(default))
-        found |= set(values) or {float(default)}
+    try:
+        keys = [(re.compile(rf"(.*\.)?({key})$"), float(value)) for key, value in pattern.items()]
+    except re.error:
+        raise ValueError from None
+    names = [f"model.layers.{layer}.{HOMES[target]}.{target}" for layer in range(LAYERS) for target in targets]
+    found = {next((value for key, value in keys if key.match(name)), float(default)) for name in names}
     return found.pop() if len(found) == 1 else None
 
 
