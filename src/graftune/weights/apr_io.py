@@ -27,7 +27,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels import gguf_dequant
-from graftune.weights.safetensors_io import flush
+from graftune.weights import safetensors_io
 
 MAGIC, VERSION = b"APR\0", (2, 0)
 QUANTISED, ROW_MAJOR = 32, 1024
@@ -103,11 +103,11 @@ def write(path: Path, file: AprFile) -> None:
         assert again.metadata == file.metadata and list(again.tensors) == sorted(file.tensors, key=str.encode)
         assert all(torch.equal(again.tensors[name].data, tensor.data) for name, tensor in file.tensors.items())
         del again  # holds a map of the file
-        flush(aside)
+        safetensors_io.flush(aside)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
-    flush(path.parent)
+    safetensors_io.flush(path.parent)
 
 
 def _pieces(file: AprFile, path: Path) -> list[bytes | memoryview]:
