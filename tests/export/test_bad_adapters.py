@@ -16,7 +16,7 @@ from graftune.export.gguf_file import Block, write_gguf
 from graftune.weights.adapter import is_adapter
 from graftune.weights.streamed import Held
 from tests.export import models
-from tests.export.judges import opened
+from tests.export.judges import opened, shaken
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +72,38 @@ def test_cut_anywhere(good: Path, tuned: Any, tmp_path: Path) -> None:
     assert is_adapter(good) and not is_adapter(whole)
     with pytest.raises(GraftuneError, match="not an adapter or run folder"):
         opened(tuned("llama").base, whole)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"r": 0}, {"r": -4}, {"r": 1e9}, {"r": 2.5}, {"lora_alpha": 1e999}, {"lora_dropout": "x"}, {"lora_dropout": 2},
+        {"modules_to_save": 5}, {"target_modules": [["q_proj"]]}, {"graftune": "x"}, {"graftune": {"new_tokens": 5}},
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense(changes, tmp_path):
+    import json
+
+    base = models.make_folder("llama", tmp_path / "base")
+    folder = shaken(opened(base, rank=2)).save(tmp_path / "a")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(GraftuneError):
+        opened(base, folder)
+    with pytest.raises(GraftuneError):
+        export(str(folder), "peft", base=str(base), out=str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight", 1.0), ("x", 1.0), ("", float("nan"))])
+def test_tensors_that_are_no_adapters_or_not_finite(name, value, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    base = models.make_folder("llama", tmp_path / "base")
+    folder = shaken(opened(base, rank=2)).save(tmp_path / "a")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[name or next(iter(tensors))] = torch.full((2, 2), value)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    for to in ("merged", "peft", "gguf-lora"):
+        with pytest.raises(GraftuneError):
+            export(str(folder), to, base=str(base), out=str(tmp_path / "out"))

@@ -282,7 +282,8 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
         done.facts["noise_over_change"] = survival.ratio
         done.notes.append(f"{kind} moves the adapted weights {survival.ratio:.2g} times as far as the adapter did")
     spec = whole.spec
-    if spec.window and spec.window < spec.max_positions and whole.kind != "gguf":
+    knows = spec.family in ("gemma2", "gemma3", "olmo3")  # whose windows llama.cpp has
+    if spec.window and spec.window < spec.max_positions and whole.kind != "gguf" and not knows:
         console.warn(f"llama.cpp does not know this model's window of {spec.window} tokens: longer texts may differ")
     _add_modelfile(done, source, whole)
     return done

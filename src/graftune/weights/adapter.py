@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -195,7 +196,12 @@ def load_adapter(folder: Path) -> Adapter:
         raise GraftuneError(f"holds no {CONFIG}", where=str(folder), mend="give an adapter or run folder") from None
     except (ValueError, AssertionError):
         raise GraftuneError("is not valid JSON", where=str(path), mend="copy the adapter again") from None
-    lora = _lora_config(values, path)
+    try:
+        lora = _lora_config(values, path)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise GraftuneError(
+            f"its settings make no sense ({error})", where=str(path), mend="copy the adapter again"
+        ) from None
     if not (folder / TENSORS).exists():
         raise GraftuneError(f"holds no {TENSORS}", where=str(folder), mend="copy the adapter again")
     try:
@@ -206,6 +212,17 @@ def load_adapter(folder: Path) -> Adapter:
         ) from None
     ours = values.get("graftune") or {}
     tensors = {names.from_peft(name): tensor.float() for name, tensor in raw.items()}
+    odd = [name for name in tensors if name.count(".") < 1 or not name.endswith(".weight")]
+    if odd:
+        raise GraftuneError(
+            f"holds {odd[0]}, which is no part of an adapter known here", where=str(folder / TENSORS),
+            mend="this cannot be loaded here",
+        )  # fmt: skip
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise GraftuneError(
+                f"{name} holds values that are not finite", where=str(folder / TENSORS), mend="train it again"
+            )
     if values.get("target_parameters"):
         tensors = experts.adapters_from_peft(tensors, lora.targets, lora.rank)
     return Adapter(
@@ -263,14 +280,19 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
         raise refuse("ranks that differ between projections")
     if alpha is None:
         raise refuse("alphas that differ between projections")
+    dropout, added = float(values.get("lora_dropout") or 0.0), (values.get("graftune") or {}).get("new_tokens") or ()
+    if not (1 <= rank <= 4096 and rank == int(rank) and math.isfinite(alpha) and 0 <= dropout < 1):
+        raise ValueError(f"r {rank}, lora_alpha {alpha}, lora_dropout {dropout}")
+    if not isinstance(added, list | tuple) or not all(isinstance(token, str) for token in added):
+        raise ValueError("new_tokens is no list of texts")
     return LoraConfig(
         rank=int(rank),
         alpha=float(alpha),
-        dropout=float(values.get("lora_dropout") or 0.0),
+        dropout=dropout,
         rslora=bool(values.get("use_rslora")),
         targets=tuple(p for p in TARGETS if p in targets),
         train_norms=any(s in _NORMS for s in saved),
-        new_tokens=tuple((values.get("graftune") or {}).get("new_tokens", ())),
+        new_tokens=tuple(added),
     )
 
 
