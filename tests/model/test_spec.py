@@ -69,3 +69,14 @@ def test_variants_that_are_not_known_are_refused() -> None:
         changed(hidden_activation="relu")
     with pytest.raises(GraftuneError, match="attention_bias"):
         changed(attention_bias=True)
+
+
+def test_what_a_gemma_configuration_leaves_out():
+    """As transformers has it: left out is a default, null is none."""
+    import transformers
+
+    plain = transformers.Gemma2Config(num_hidden_layers=2).to_dict()
+    said = from_config(plain, "x")
+    left = {k: v for k, v in plain.items() if not k.endswith("softcapping") and k != "query_pre_attn_scalar"}
+    assert from_config(left, "x") == said and said.attention_cap == 50.0 and said.logit_cap == 30.0
+    assert from_config(plain | {"attn_logit_softcapping": None}, "x").attention_cap == 0.0

@@ -181,6 +181,7 @@ def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise GraftuneError(
             f"{heads} heads do not divide by {kv_heads} key heads", where=where, mend="check config.json"
         )
+    config = UNSAID.get(name, {}) | dict(config)
     head_width = int(config.get("head_dim") or width // heads)
     unrotated = _unrotated(config, name, layers)
     window, window_layers = _window(config, family, layers, unrotated)
@@ -217,6 +218,18 @@ def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         logit_cap=_number(config, "final_logit_softcapping", 0.0),
         **(_mixture(config, name, get, where) if family.mixture else {}),
     )
+
+
+# What transformers takes where a configuration leaves it out altogether (null says: none).
+UNSAID: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
+    "gemma3": {"query_pre_attn_scalar": 256, "sliding_window": 4096},
+}
 
 
 def _mixture(config: Mapping[str, Any], family: str, get: _Getter, where: str) -> dict[str, Any]:
@@ -443,6 +456,9 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
     )
 
 
+WIDEST_HEAD = 1 << 14
+
+
 def _gguf_rope(metadata: Mapping[str, Any], tensors: Mapping[str, Any], arch: str, where: str) -> RopeScaling:
     kind = str(metadata.get(f"{arch}.rope.scaling.type", "none"))
     original = int(metadata.get(f"{arch}.rope.scaling.original_context_length", 0)) or int(
@@ -453,6 +469,9 @@ def _gguf_rope(metadata: Mapping[str, Any], tensors: Mapping[str, Any], arch: st
     )
     lists = [f"rope_factors_{which}.weight" for which in ("short", "long")]
     if all(name in tensors for name in lists):
+        for name in lists:
+            if math.prod(tensors[name].shape) > WIDEST_HEAD // 2:
+                raise GraftuneError(f"tensor {name} is longer than any head", where=where, mend="download it again")
         short, long = (tuple(tensors[name].values().tolist()) for name in lists)
         return RopeScaling(
             "longrope", original_length=original, attention_factor=float(attention), short=short, long=long
