@@ -27,7 +27,7 @@ QUESTIONS = (
     "What is the capital of France?",
     "I was charged twice this month.",
 )
-STEPS, ANSWER = 4, 14
+STEPS, ANSWER = 4, 10
 LIMITS = {"PEFT": 2e-3, "llama.cpp, adapter on Q4_1": 0.6, "llama.cpp, merged F16": 0.15}
 
 

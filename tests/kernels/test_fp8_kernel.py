@@ -584,7 +584,6 @@ def test_refused(monkeypatch):
             "full",
             True,
         ),
-        ("llama", LoraConfig(rank=4, alpha=8.0, dropout=0.2), 0.2, "selective", True),
     ],
 )
 def test_a_step(device, tmp_path, monkeypatch, variant, lora, dropout, recompute, long):
