@@ -84,6 +84,12 @@ def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
     assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
 
 
+def test_tables_made_before_change_nothing() -> None:
+    alone = rehearse(CASES["nf4"], real=True)
+    nf4.quantise(torch.randn(64, 64))
+    assert rehearse(CASES["nf4"], real=True).phases == alone.phases == rehearse(CASES["nf4"]).phases
+
+
 def test_a_folder_and_a_gguf_are_planned_without_reading_their_weights(tiny_folder, smollm2, monkeypatch) -> None:
     from graftune.weights.gguf_io import GgufTensor
     from graftune.weights.safetensors_io import SafetensorsTensor

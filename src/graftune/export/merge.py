@@ -25,7 +25,7 @@ from graftune.model.spec import ModelSpec
 from graftune.weights import experts
 from graftune.weights.adapter import Adapter, check_tables, in_hf_order
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.rows import Reordered
+from graftune.weights.rows import Over, Reordered
 from graftune.weights.streamed import Held
 
 SAMPLED = 128  # rows of a piece that Survival looks at
@@ -48,23 +48,10 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Changed:
+class Changed(Over):
     """A weight with the adapters' changes added (a RowSource)."""
 
-    source: RowSource
     products: tuple[Product, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def dtype_name(self) -> str:
-        return self.source.dtype_name
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes
 
     def change(self, rows: slice | torch.Tensor) -> torch.Tensor:
         return sum((p.up[rows] @ p.down).mul_(p.scale) for p in self.products)  # type: ignore[return-value]
@@ -80,23 +67,14 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Longer:
+class Longer(Over):
     """A table with the rows of added tokens behind its own (a RowSource)."""
 
-    source: RowSource
     more: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.source.shape[0] + len(self.more), *self.source.shape[1:])
-
-    @property
-    def dtype_name(self) -> str:
-        return self.source.dtype_name
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes * self.shape[0] // self.source.shape[0]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         own = self.source.shape[0]

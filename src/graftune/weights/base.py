@@ -102,23 +102,14 @@ def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
 
 
 @dataclass(frozen=True)
-class FirstRows:
+class FirstRows(rows_.Over):
     """The first `count` rows of another source."""
 
-    source: RowSource
     count: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.count, *self.source.shape[1:])
-
-    @property
-    def dtype_name(self) -> str:
-        return self.source.dtype_name
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes * self.count // self.source.shape[0]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self.source.read(start, min(stop, self.count))

@@ -22,6 +22,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
+from graftune.weights.rows import Over
 
 if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
@@ -34,10 +35,9 @@ _MIXTRAL_BACK = {ours: theirs for theirs, ours in _MIXTRAL.items()}
 
 
 @dataclass(frozen=True)
-class ExpertRows:
-    """`count` rows from `first` on of one expert of a stacked tensor (a RowSource)."""
+class ExpertRows(Over):
+    """`count` rows from `first` on of one expert of a stacked tensor [E, rows, in] (a RowSource)."""
 
-    source: RowSource  # [E, rows, in]
     expert: int
     first: int
     count: int
@@ -45,14 +45,6 @@ class ExpertRows:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.count, *self.source.shape[2:])
-
-    @property
-    def dtype_name(self) -> str:
-        return self.source.dtype_name
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes * self.count // (self.source.shape[0] * self.source.shape[1])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         whole = self.source.read(self.expert, self.expert + 1)[0]

@@ -8,6 +8,7 @@ The same order holds for an adapter's B, whose rows are the weight's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,11 +39,10 @@ def hf_order(heads: int, head_width: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Reordered:
-    """Another source with its rows in another order (a RowSource)."""
+class Over:
+    """A source of rows made of another: what it does not say is the other's, bytes by its share of the values."""
 
     source: RowSource
-    order: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +54,14 @@ class Reordered:
 
     @property
     def nbytes(self) -> int:
-        return self.source.nbytes
+        return self.source.nbytes * math.prod(self.shape) // math.prod(self.source.shape)
+
+
+@dataclass(frozen=True)
+class Reordered(Over):
+    """Another source with its rows in another order (a RowSource)."""
+
+    order: torch.Tensor
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Rows change places within a head: those of a few heads are read, not the whole weight."""
@@ -70,24 +77,11 @@ class Reordered:
 
 
 @dataclass(frozen=True)
-class Shifted:
+class Shifted(Over):
     """A vector with a number added (a RowSource). Gemma's checkpoints hold norm weights less one; here, and in GGUF, a
     weight is what the normed value is multiplied by."""
 
-    source: RowSource
     by: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def dtype_name(self) -> str:
-        return self.source.dtype_name
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self.source.read(start, stop).float() + self.by

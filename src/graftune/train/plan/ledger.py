@@ -112,9 +112,20 @@ class Follow(TorchDispatchMode):
     def __init__(self, ledger: Ledger):
         super().__init__()
         self.ledger = ledger
+        self.off = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self.off = self.off, True
+        try:
+            yield
+        finally:
+            self.off = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if self.off:
+            return made
         for tensor in made if isinstance(made, (list, tuple)) else (made,):
             if isinstance(tensor, torch.Tensor):
                 self.ledger.see(tensor, tensor.device.type)

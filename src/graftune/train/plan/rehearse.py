@@ -103,16 +103,16 @@ def rehearse(setup: Setup, *, real: bool = False) -> Bytes:
     """`real`: on real tensors, on a CPU: the judge of the other way."""
     ledger, device = Ledger(), setup.runtime.device
     if real:
-        with Follow(ledger):
+        with Follow(ledger) as follow, standins.own_caches(follow.paused):
             return _run(setup, ledger, None)
     if device.type != "cuda":
         pretend = Pretend(ledger, standins.Host(ledger, setup.copies).inside)
-        with without_compiler(), pretend, standins.own_caches(pretend):
+        with without_compiler(), pretend, standins.own_caches(pretend.paused):
             return _run(setup, ledger, None)
     assert setup.card is not None, "a plan for CUDA wants a card"
     gpu = standins.Device(setup.card, device, ledger)
     pretend = Pretend(ledger, gpu.inside)
-    with without_compiler(), standins.on(gpu), pretend, standins.own_caches(pretend):
+    with without_compiler(), standins.on(gpu), pretend, standins.own_caches(pretend.paused):
         return _run(setup, ledger, gpu)
 
 

@@ -16,7 +16,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ from graftune.kernels.nf4 import Nf4
 from graftune.model.frozen import Nf4Rows, pieces
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.train.plan.ledger import MIB, Ledger
-from graftune.train.plan.pretend import META, Pretend, wrap
+from graftune.train.plan.pretend import META, wrap
 
 WORKSPACES = "workspaces"
 FLUSH_BYTES = 128 * MIB
@@ -265,13 +265,14 @@ def _libraries(put: Callable[[Any, str, Any], None], gpu: Device) -> None:
 
 
 @contextmanager
-def own_caches(pretend: Pretend) -> Iterator[None]:
-    """Functions that keep what they made, a table for a device, keep nothing that only pretends to be one. Those
-    without arguments are computed for real: shapes may follow from them."""
+def own_caches(paused: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Functions that keep what they made, a table for a device, start anew: what they make is counted whoever ran
+    before, and nothing that only pretends to be a table stays behind. Those without arguments are computed while the
+    counting is `paused`, for real: shapes may follow from them."""
 
     def real(kept: Any) -> Callable[[], Any]:
         def compute() -> Any:
-            with pretend.paused():
+            with paused():
                 return kept()
 
         return compute
