@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +64,7 @@ class LlamaCpp:
         params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = context, 1, False, 0
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(file), 1.0) for file in adapters]
         self.server = xllamacpp.Server(params)
 

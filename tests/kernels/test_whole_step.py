@@ -24,12 +24,12 @@ def batch(capacity: int | None = None):
     return pack(examples, capacity=capacity, max_docs=4 if capacity else None, max_rows=24 if capacity else None)
 
 
-def stepped(side, device: str, backend: str, packed, dropout: float, recompute: str = "none"):
+def stepped(side, device: str, backend: str, packed, dropout: float, recompute: str = "none", steps: int = 1):
     step = Step(
         side.decoder, side.arena, clip_mode="layer", dropout=dropout, attention_backend=backend, recompute=recompute
     )
     found = []
-    for _ in range(2):
+    for _ in range(steps):
         step.set_draw(11)
         step.micro_step(packed.to(torch.device(device)))
         step.set_hyper(HYPER | {"divisor": float(packed.response_tokens)})
@@ -55,6 +55,10 @@ def test_step_equals_the_references(variant, lora, dropout, recompute, tiny_fold
     check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch)
 
 
+def test_two_steps_in_a_row(tiny_folder, device, monkeypatch):
+    check("llama", LoraConfig(rank=4, alpha=10.0), 0.3, "none", tiny_folder, device, monkeypatch, steps=2)
+
+
 @pytest.mark.parametrize(("variant", "dropout", "recompute"), [("llama", 0.0, "none"), ("qwen2", 0.2, "selective")])
 def test_long_batches_read_gradients_once(variant, dropout, recompute, tiny_folder, device, monkeypatch):
     monkeypatch.setattr(projection, "LONG", 1)
@@ -75,10 +79,10 @@ def test_families_that_differ_more(variant, lora, dropout, recompute, tiny_folde
     check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch)
 
 
-def check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):
+def check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch, steps=1):
     cpu = oracle.ours(tiny_folder(variant), lora)
     start = cpu.arena.weights.clone()
-    want = stepped(cpu, "cpu", "cpu", batch(), dropout, recompute)
+    want = stepped(cpu, "cpu", "cpu", batch(), dropout, recompute, steps)
     monkeypatch.setattr(launch, "fused", lambda x: True)
     monkeypatch.setattr(launch, "roomy", lambda device: True)
     ours = oracle.ours(tiny_folder(variant), lora, device=device)
@@ -86,7 +90,7 @@ def check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):
     ours.arena.publish()
     rooms = [p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None]
     assert rooms and all(rooms), "adapters lie beside the weights"
-    got = stepped(ours, device, "triton", batch(48), dropout, recompute)
+    got = stepped(ours, device, "triton", batch(48), dropout, recompute, steps)
     for (report, grads, weights), (report_, grads_, weights_) in zip(got, want, strict=True):
         assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
         for name in cpu.arena.slots:

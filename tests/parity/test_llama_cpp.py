@@ -9,7 +9,6 @@ prompt, which llama.cpp then reads once.
 from __future__ import annotations
 
 import json
-import os
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,7 @@ PLAIN = (
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
 LIMITS = {"open": (0.95, 8), "plain": (0.97, 15)}  # share of equal top tokens; answers equal over 16 tokens
-GREEDY, DRAWN = 40, 30
+GREEDY, DRAWN = 30, 20
 
 
 @dataclass
@@ -106,7 +105,7 @@ def written(smollm2: Path, prompts: list[list[int]]) -> tuple[list[Written], lis
     params = xllamacpp.CommonParams()
     params.model.path = str(smollm2)
     params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)
 
     def write(prompt: list[int], count: int, seed: int, temperature: float) -> Written:
