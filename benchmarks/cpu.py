@@ -33,7 +33,6 @@ from tests.tiny import make_tokenizer
 from graftune.batch import Example
 from graftune.config import Config
 from graftune.data.pack import pack
-from graftune.observe.console import Console
 from graftune.runtime import has_fast_bf16
 from graftune.train.engine import Engine, open_engine
 from graftune.train.step import Step
@@ -118,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = random_base(Path(folder)) if options.random else ""
-        engine = open_engine(Config.of({"base": base, "device": "cpu", "rank": 16, "alpha": 32.0}), Console(quiet=True))
+        engine = open_engine(Config.of({"base": base, "device": "cpu", "rank": 16, "alpha": 32.0}))
         compare(options, engine)
 
 

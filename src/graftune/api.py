@@ -30,7 +30,6 @@ from graftune.export import export
 from graftune.infer.generate import TextStream, generate
 from graftune.infer.sample import Sampling
 from graftune.kernels.adamw import Hyper
-from graftune.observe.console import Console
 from graftune.observe.speed import Meter
 from graftune.tokenizer import Tokenizer
 from graftune.train.accumulator import Accumulator
@@ -44,7 +43,7 @@ from graftune.weights.adapter import is_adapter, load_adapter
 __all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "export", "open", "train"]
 
 
-def open(base: str = "", *, adapter: str = "", console: Console | None = None, **settings: Any) -> Run:
+def open(base: str = "", *, adapter: str = "", **settings: Any) -> Run:
     """Open a base, or a run or adapter folder together with the base it belongs to.
 
     `settings` are those of the configuration: rank, alpha, lr, device, ... An empty base is the bundled SmolLM2.
@@ -64,7 +63,7 @@ def open(base: str = "", *, adapter: str = "", console: Console | None = None, *
     config = Config.of(settings, where="settings")
     if tuned:
         config = with_adapter(config, load_adapter(adapter_folder(folder)))
-    return Run(open_engine(config, console or Console(quiet=True)))
+    return Run(open_engine(config))
 
 
 class Run:

@@ -55,6 +55,7 @@ class BaseConfig:
         "auto", "dtype of the matrix products; fp16 comes with a dynamic loss scale"
     )
     threads: int = opt(0, "CPU threads; 0: as many as there are cores", min=0, max=4096)
+    any_base: bool = opt(False, "take an adapter although it was trained on other weights than this base's")
 
 
 @dataclass(frozen=True)

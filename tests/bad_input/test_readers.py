@@ -5,6 +5,7 @@ file, or with GraftuneError; nothing else, soon, and without taking memory."""
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 
 from graftune.cli import main
 from graftune.errors import GraftuneError
@@ -256,3 +257,33 @@ def test_an_adapter_for_another_base(tiny_folder: Any, tmp_path: Path, capsys: p
     assert {p: p.read_bytes() for p in adapter.rglob("*")} == before and [p.name for p in tmp_path.iterdir()] == [
         "adapter"
     ]
+
+
+def test_an_adapter_for_other_weights_of_equal_shapes(tiny_folder: Any, tmp_path: Path, capsys: Any) -> None:
+    import graftune
+
+    own, other = tiny_folder("llama"), tmp_path / "other"
+    shutil.copytree(own, other)
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, file, {"format": "pt"})
+    adapter = graftune.open(str(own), device="cpu", rank=4).save(tmp_path / "adapter")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\n' * 4)
+    on_the_other = ["--base", str(other), "--quiet"]
+    lines = (
+        ["chat", str(adapter), "--prompt", "hi", "--device", "cpu"],
+        ["eval", str(adapter), str(data), "--device", "cpu"],
+        ["train", "--data", str(data), "--adapter", str(adapter), "--device", "cpu", "--out", str(tmp_path / "run")],
+        *(["export", str(adapter), "--to", to, "--out", str(tmp_path / "out")] for to in ("peft", "merged", "gguf")),
+    )
+    before = sorted(tmp_path.rglob("*"))
+    for line in lines:
+        assert main([*line, *on_the_other]) == 2
+        said = capsys.readouterr()
+        ours = [one for one in said.err.splitlines() if one.startswith("graftune: ")]
+        assert len(ours) == 1 and "trained on another base" in ours[0] and "--any-base" in ours[0] and said.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main([*lines[1], *on_the_other, "--any-base", "--json"]) == 0
+    assert main([*lines[4], *on_the_other, "--any-base"]) == 0 and (tmp_path / "out").is_dir()

@@ -6,9 +6,9 @@ The lists are written out: whoever adds, renames or drops a setting has to say s
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,35 +16,42 @@ from graftune.cli.app import app
 from graftune.config import leaves
 
 FROZEN = {
-    "train": """--adapter --alpha --append-eos --base --base-dtype --beta1 --beta2 --clip --clip-mode --compute-dtype
-        --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every --graph --init
-        --init-scale --json --keep-last --lr --max-seq-len --max-steps --method --min-lr --new-tokens --no-append-eos
-        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience --quiet
-        --rank --recompute --resume --revision --rslora --sample-tokens --samples --save-every --schedule --score
-        --score-records --seed --strict --targets --template --threads --tokens-per-micro-batch --tokens-per-step
-        --train-norms --train-on --val-split --warmup --weight-decay -c BASE DATA""",
-    "chat": """--append-eos --base --base-dtype --compare --compute-dtype --device --json --max-new-tokens
-        --no-append-eos --prompt --quiet --revision --seed --system --temperature --template --threads --top-k --top-p
+    "train": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip --clip-mode
+        --compute-dtype --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every
+        --graph --init --init-scale --json --keep-last --lr --max-seq-len --max-steps --method --min-lr --new-tokens
+        --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-score --no-strict
+        --no-train-norms --out --patience --quiet --rank --recompute --resume --revision --rslora --sample-tokens
+        --samples --save-every --schedule --score --score-records --seed --strict --targets --template --threads
+        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup --weight-decay -c
+        BASE DATA""",
+    "chat": """--any-base --append-eos --base --base-dtype --compare --compute-dtype --device --json --max-new-tokens
+        --no-any-base --no-append-eos --prompt --quiet --revision --seed --system --temperature --template --threads
+        --top-k --top-p TARGET""",
+    "eval": """--any-base --append-eos --base --base-dtype --base-too --compute-dtype --device --json --max-seq-len
+        --no-any-base --no-append-eos --no-strict --quiet --revision --strict --template --threads --train-on DATA
         TARGET""",
-    "eval": """--append-eos --base --base-dtype --base-too --compute-dtype --device --json --max-seq-len --no-append-eos
-        --no-strict --quiet --revision --strict --template --threads --train-on DATA TARGET""",
     "data": """--append-eos --base --config --json --max-seq-len --no-append-eos --no-strict --revision --show --strict
         --template --train-on -c DATA""",
-    "plan": """--adapter --alpha --append-eos --base --base-dtype --beta1 --beta2 --clip --clip-mode --compute-dtype
-        --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every --graph --init
-        --init-scale --json --keep-last --lr --max-seq-len --max-steps --memory --method --min-lr --new-tokens
-        --no-append-eos --no-deterministic --no-graph --no-rslora --no-strict --no-train-norms --patience --rank
-        --recompute --revision --rslora --save-every --schedule --seed --strict --targets --template --threads
-        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup --weight-decay -c BASE
-        DATA""",
+    "plan": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip --clip-mode
+        --compute-dtype --config --data --deterministic --device --dropout --epochs --eps --eval-data --eval-every
+        --graph --init --init-scale --json --keep-last --lr --max-seq-len --max-steps --memory --method --min-lr
+        --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-strict
+        --no-train-norms --patience --rank --recompute --revision --rslora --save-every --schedule --seed --strict
+        --targets --template --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on
+        --val-split --warmup --weight-decay -c BASE DATA""",
     "doctor": "--json --revision BASE",
-    "export": "--add --base --force --json --out --quiet --revision --to --type TARGET",
+    "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
 }
 
 
 def flags(command: str) -> list[str]:
     arguments = app[command].assemble_argument_collection()
     return sorted(name for argument in arguments for name in argument.names if name != "*")
+
+
+def children_seconds() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def test_commands_are_frozen() -> None:
@@ -72,16 +79,16 @@ def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default() -> Non
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "--rnak"]])
 def test_help_is_quick_and_torch_free(arguments: list[str]) -> None:
-    """0.7 s is what feels immediate; the bound allows for a busy machine, the import check does not."""
+    """0.7 s is what feels immediate. Processor time, so that what else the machine does is not counted."""
     code = (
         "import sys; from graftune.cli import main; main(sys.argv[1:]);"
         "heavy = {'torch', 'numpy', 'matplotlib', 'tokenizers'} & set(sys.modules); assert not heavy, heavy"
     )
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = children_seconds()
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, children_seconds() - start)
         assert done.returncode == 0, done.stderr
         if best < 0.7:
             break

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from graftune.errors import GraftuneError
-from graftune.model.spec import ModelSpec, from_config
+from graftune.model.hf_config import from_config
+from graftune.model.spec import ModelSpec
 from tests import tiny
 
 # What the checkpoints on the Hub have in place of rope_parameters and layer_types.

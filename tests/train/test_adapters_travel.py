@@ -14,7 +14,8 @@ import graftune
 from graftune.api import train
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.model.spec import from_config, from_gguf
+from graftune.model.gguf_metadata import from_gguf
+from graftune.model.hf_config import from_config
 from graftune.observe.console import Console
 from graftune.train import loop
 from graftune.weights.base import open_base

@@ -79,7 +79,7 @@ def chat(
     sampling.check()
     if prompt is not None and not prompt.strip():
         raise GraftuneError("--prompt is blank", mend="give it a message")
-    run = open_target(target, settings, console, needs_adapter="--compare" if compare else None)
+    run = open_target(target, settings, needs_adapter="--compare" if compare else None)
     talk = Talk(run, console, asdict(sampling), system=system, compare=compare)
     if prompt is not None:
         talk.answer(prompt)

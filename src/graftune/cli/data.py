@@ -15,7 +15,11 @@ from graftune.config import Config
 from graftune.observe.console import Console
 
 
-@takes("base", "data", omit=("data", "eval_data", "val_split", "device", "base_dtype", "compute_dtype", "threads"))
+@takes(
+    "base",
+    "data",
+    omit=("data", "eval_data", "val_split", "device", "base_dtype", "compute_dtype", "threads", "any_base"),
+)
 def data(
     data: Annotated[str, Parameter(show_default=False)] = "",
     /,

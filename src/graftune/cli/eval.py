@@ -36,7 +36,7 @@ def evaluate(
         No notes and no progress.
     """
     console = Console(json=json, quiet=quiet)
-    run = open_target(target, settings, console, needs_adapter="--base-too" if base_too else None)
+    run = open_target(target, settings, needs_adapter="--base-too" if base_too else None)
     examples = run.prepare(data)
     left_out = {**examples.summary.refused, **examples.summary.dropped}
     for reason, count in left_out.items():

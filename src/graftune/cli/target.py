@@ -6,10 +6,9 @@ from typing import Any
 
 from graftune.cli.settings import given
 from graftune.errors import GraftuneError
-from graftune.observe.console import Console
 
 
-def open_target(target: str, settings: Any, console: Console, needs_adapter: str | None) -> Any:
+def open_target(target: str, settings: Any, needs_adapter: str | None) -> Any:
     """Open TARGET. With --base beside it, TARGET is an adapter and --base says where its base is now.
 
     `needs_adapter` names the flag that makes no sense without one.
@@ -18,10 +17,7 @@ def open_target(target: str, settings: Any, console: Console, needs_adapter: str
 
     flags = given(settings)
     base = flags.pop("base", "")
-    if base:
-        run = api.open(base, adapter=target, console=console, **flags)
-    else:
-        run = api.open(target, console=console, **flags)
+    run = api.open(base, adapter=target, **flags) if base else api.open(target, **flags)
     if needs_adapter and not run.describe().get("adapter"):
         raise GraftuneError(
             f"{target or 'the bundled base'} has no adapter to compare with",

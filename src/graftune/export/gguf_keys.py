@@ -1,7 +1,8 @@
 """What stands in the header of an exported GGUF: the base's own keys where it is one, else the spec in GGUF's words.
 
 An architecture of GGUF is not always named as the family: Mistral's models are llama to llama.cpp. A window of
-attention is a thing it does not know there, so an export of a model with one says so.
+attention is a thing it does not know there: the key is written all the same, for our own reader (llama.cpp passes over
+keys it does not ask for), and an export of a model with one says so.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from gguf.constants import GGUFValueType
 from graftune.errors import GraftuneError
 from graftune.export import gguf_file
 from graftune.export.gguf_vocab import CONTROL, vocabulary
-from graftune.model import spec as specs
-from graftune.model.spec import ModelSpec, RopeScaling
+from graftune.model.families import FAMILIES
+from graftune.model.rotary import RopeScaling, inverse_frequencies
+from graftune.model.spec import ModelSpec
 from graftune.weights.base import Base
 from graftune.weights.gguf_io import read_gguf
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2"}
 ARCHITECTURES |= {family: family for family in ("gemma2", "gemma3", "phi3", "granite", "smollm3", "olmo2")}
+WINDOWED = ("gemma2", "gemma3", "olmo3")  # families whose windows llama.cpp has (of phi3 it reads them and says no)
+Values = dict[str, int | float | str | list[bool]]
 # True of the file that was read, not of what is written now.
 _DROPPED = ("split.", "quantize.imatrix.", "general.alignment")
 
@@ -72,7 +76,7 @@ def _written(base: Base, name: str, end_of_turn: int | None) -> dict[str, bytes]
     spec, arch = base.spec, architecture(base)
     general = {"architecture": arch, "type": "model", "name": name}
     keys = {f"general.{key}": gguf_file.text(value) for key, value in general.items()}
-    values: dict[str, int | float | str] = {
+    values: Values = {
         "context_length": spec.max_positions,
         "embedding_length": spec.width,
         "block_count": spec.layers,
@@ -88,18 +92,24 @@ def _written(base: Base, name: str, end_of_turn: int | None) -> dict[str, bytes]
     }
     values |= _rope(spec) | _experts(spec) | _family(spec)
     for key, value in values.items():
-        keys[f"{arch}.{key}"] = gguf_file.text(value) if isinstance(value, str) else gguf_file.number(value)
+        keys[f"{arch}.{key}"] = _encoded(value)
     return keys | vocabulary(base.tokenizer, spec.vocab, end_of_turn)
 
 
-def _rope(spec: ModelSpec) -> dict[str, int | float | str]:
+def _encoded(value: int | float | str | list[bool]) -> bytes:
+    if isinstance(value, list):
+        return gguf_file.array(value, GGUFValueType.BOOL)
+    return gguf_file.text(value) if isinstance(value, str) else gguf_file.number(value)
+
+
+def _rope(spec: ModelSpec) -> Values:
     rope = spec.rope
     if rope.kind in ("none", "llama3"):  # Llama 3's is a tensor: see rope_factors
         return {}
     if rope.kind == "longrope":  # its divisors are tensors
         attention = spec.inverse_frequencies()[1]
         return {"rope.scaling.original_context_length": rope.original_length, "rope.scaling.attn_factor": attention}
-    found: dict[str, int | float | str] = {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
+    found: Values = {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
     if rope.kind == "yarn":
         found["rope.scaling.original_context_length"] = rope.original_length
         if not rope.truncate:
@@ -116,13 +126,15 @@ def _rope(spec: ModelSpec) -> dict[str, int | float | str]:
     return found
 
 
-def _family(spec: ModelSpec) -> dict[str, int | float | str]:
+def _family(spec: ModelSpec) -> Values:
     """What some families have beside the rest. Which layers have a window, no rope, or another scale of scores,
     llama.cpp knows by the architecture: where a model differs from that, reading the file back tells."""
-    family = specs.FAMILIES[spec.family]
-    found: dict[str, int | float | str] = {}
-    if spec.window and family.windows in ("alternate", "all") and spec.family != "mistral" and not spec.experts:
+    family = FAMILIES[spec.family]
+    found: Values = {}
+    if spec.window_layers:
         found["attention.sliding_window"] = spec.window
+        if family.windows == "told":
+            found["attention.sliding_window_pattern"] = [i in spec.window_layers for i in range(spec.layers)]
     if spec.local_theta and spec.local_theta != spec.rope_theta:
         found["rope.freq_base_swa"] = float(spec.local_theta)
     if spec.family == "gemma2" and not (spec.attention_cap and spec.logit_cap):
@@ -141,7 +153,7 @@ def _family(spec: ModelSpec) -> dict[str, int | float | str]:
     return found
 
 
-def _experts(spec: ModelSpec) -> dict[str, int | float | str]:
+def _experts(spec: ModelSpec) -> Values:
     """Of a mixture. llama.cpp has the weights of the chosen sum to one, whatever a file says."""
     if not spec.experts:
         return {}
@@ -150,7 +162,7 @@ def _experts(spec: ModelSpec) -> dict[str, int | float | str]:
             "llama.cpp weighs the experts of this family so that they sum to one, which this model does not",
             mend="export to merged or peft",
         )
-    found: dict[str, int | float | str] = {"expert_count": spec.experts, "expert_used_count": spec.experts_chosen}
+    found: Values = {"expert_count": spec.experts, "expert_used_count": spec.experts_chosen}
     return found if spec.family == "mixtral" else found | {"expert_feed_forward_length": spec.ffn}
 
 
@@ -161,5 +173,5 @@ def rope_factors(base: Base) -> torch.Tensor | None:
     spec = base.spec
     if spec.rope.kind != "llama3":
         return None
-    plain = specs.inverse_frequencies(spec.head_width, spec.rope_theta, RopeScaling())[0]
+    plain = inverse_frequencies(spec.head_width, spec.rope_theta, RopeScaling())[0]
     return plain / spec.inverse_frequencies()[0]

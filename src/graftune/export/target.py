@@ -12,9 +12,8 @@ from graftune.config import Config, DataConfig
 from graftune.data.template import ChatFormat, chat_format
 from graftune.errors import GraftuneError
 from graftune.export.merge import Weighted
-from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.train.engine import adapter_folder, find_base, is_run, trains_all, whole_run, with_template
+from graftune.train.engine import adapter_folder, check_base, find_base, is_run, trains_all, whole_run, with_template
 from graftune.weights.adapter import Adapter, in_hf_order, is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 
@@ -43,7 +42,7 @@ class Source:
         return self.adapters[0].adapter
 
 
-def find(target: str, base: str, revision: str, add: Sequence[str], console: Console) -> Source:
+def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bool) -> Source:
     path, weight = parse_weight(target)
     if not path and not base:
         raise GraftuneError("there is nothing to export", mend="give a run, an adapter or a base")
@@ -60,8 +59,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], console: Con
     first = adapters[0].adapter
     opened = open_base(base or find_base(first), revision or first.revision)
     for adapter, _ in adapters:
-        if adapter.base_sha256 and adapter.base_sha256 != opened.sha256:
-            console.warn(f"{adapter.folder} was trained on another base than {opened.path}")
+        check_base(adapter, opened, any_base)
     config = Config.of({"template": first.template, "append_eos": first.append_eos})
     opened = with_template(opened, config, first)
     inside = folder.name == "adapter" and is_run(folder.parent)

@@ -46,6 +46,7 @@ def export(
     out: str = "",
     base: str = "",
     revision: str = "",
+    any_base: bool = False,
     add: Sequence[str] = (),
     force: bool = False,
     console: Console | None = None,
@@ -56,7 +57,7 @@ def export(
     if to not in FORMATS:
         raise GraftuneError(f"the format {to!r} is not known", mend=f"choose one of {', '.join(FORMATS)}")
     kind = _checked_kind(kind, to)
-    source = find(target, base, revision, add, console)
+    source = find(target, base, revision, add, any_base)
     if to in ("peft", "gguf-lora", "apr"):
         source.adapter(to)
         merge(source.base, source.adapters)  # reads no weight: it checks that the adapter fits the base
@@ -250,6 +251,7 @@ def _dtype(name: str, base: Base, asked: str) -> torch.dtype:
 
 
 def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
+    from graftune.export.gguf_keys import WINDOWED
     from graftune.export.gguf_model import gguf_tensors, write_model_gguf
 
     whole = merge(source.base, source.adapters)
@@ -282,8 +284,7 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
         done.facts["noise_over_change"] = survival.ratio
         done.notes.append(f"{kind} moves the adapted weights {survival.ratio:.2g} times as far as the adapter did")
     spec = whole.spec
-    knows = spec.family in ("gemma2", "gemma3", "olmo3")  # whose windows llama.cpp has
-    if spec.window and spec.window < spec.max_positions and whole.kind != "gguf" and not knows:
+    if spec.window_layers and spec.window < spec.max_positions and spec.family not in WINDOWED:
         console.warn(f"llama.cpp does not know this model's window of {spec.window} tokens: longer texts may differ")
     _add_modelfile(done, source, whole)
     return done

@@ -17,7 +17,6 @@ from graftune.errors import GraftuneError
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena, build_arena, initialise, start_from_scratch
-from graftune.observe.console import Console
 from graftune.runtime import Runtime, resolve
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import Adapter, is_adapter, load_adapter, place_adapter, save_adapter
@@ -84,9 +83,7 @@ class Engine:
             raise
 
 
-def open_engine(
-    config: Config, console: Console, *, base: Base | None = None, placement: Placement | None = None
-) -> Engine:
+def open_engine(config: Config, *, base: Base | None = None, placement: Placement | None = None) -> Engine:
     """Open the base unless it is given, resolve what is `auto`, lay out the adapters and place the weights (as was
     planned, or as fits now)."""
     runtime = resolve(
@@ -102,7 +99,7 @@ def open_engine(
     adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
     lora = _settings(config.lora, adapter)
     if adapter is not None:
-        _check_base(adapter, base, console)
+        check_base(adapter, base, config.base.any_base)
     if lora.new_tokens:
         base = with_new_tokens(base, lora.new_tokens)
     base = with_template(base, config, adapter)
@@ -239,9 +236,14 @@ def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:
     return dataclasses.replace(adapter.lora, dropout=asked.dropout, adapter=asked.adapter)
 
 
-def _check_base(adapter: Adapter, base: Base, console: Console) -> None:
-    if adapter.base_sha256 and adapter.base_sha256 != base.sha256:
-        console.warn(f"{adapter.folder} was trained on another base than {base.path}: answers may differ")
+def check_base(adapter: Adapter, base: Base, any_base: bool) -> None:
+    """Beside other weights an adapter means nothing, and where the shapes are equal nothing else would show it."""
+    if not any_base and adapter.base_sha256 and adapter.base_sha256 != base.sha256:
+        raise GraftuneError(
+            f"was trained on another base than {base.path}",
+            where=str(adapter.folder),
+            mend="give its own with --base, or say --any-base if this is the same model in another file",
+        )
 
 
 def find_base(adapter: Adapter) -> str:

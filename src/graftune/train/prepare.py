@@ -39,7 +39,7 @@ UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 # What does not change what a run computes (the first three: but for the last bit) and may be different on a resume.
 FREE_ON_RESUME = (
     "threads", "graph", "recompute", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records",
-    "out",
+    "out", "any_base",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def prepare_run(
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
     folder = folder or _new_folder(config, path, [] if made is None else made)
     forget_peak()
-    engine = open_engine(config, console, base=base, placement=job.placement if job else None)
+    engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
     return Prepared(folder, engine, training, validation, plan)
 

@@ -23,8 +23,9 @@ import torch
 
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
-from graftune.model import spec as specs
 from graftune.model.frozen import RowSource
+from graftune.model.gguf_metadata import from_gguf
+from graftune.model.hf_config import from_config
 from graftune.model.lora import HOMES, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
@@ -198,6 +199,7 @@ def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
         "rope base": not 0 < spec.rope_theta < math.inf or not 0 <= spec.local_theta < math.inf,
         "rope's share of a head": not 0 <= spec.rotated <= spec.head_width or spec.rotated % 2 != 0,
         "scales": spec.head_width > 0 and not all(0 < x < math.inf for x in _scales(spec)),
+        "window": spec.window < 0,
         "caps": not (0 <= spec.attention_cap < math.inf and 0 <= spec.logit_cap < math.inf),
         "kinds of layers": max((*spec.window_layers, *spec.unrotated_layers), default=0) >= spec.layers,
     }
@@ -254,7 +256,8 @@ def _open_gguf(name: str, path: Path) -> Base:
     file, parts = read_model(path)
     path = parts[0]
     with _sound(path):
-        spec = _checked_spec(specs.from_gguf(file.metadata, file.tensors, str(path)), path)
+        spec = _with_window(from_gguf(file.metadata, file.tensors, str(path)), file.metadata)
+        spec = _checked_spec(spec, path)
     tensors: dict[str, RowSource] = {}
     arch = str(file.metadata["general.architecture"])
     for gguf_name, tensor in file.tensors.items():
@@ -266,7 +269,7 @@ def _open_gguf(name: str, path: Path) -> Base:
         if ours is None and gguf_name in ROPE_TENSORS:
             continue
         ours = ours or gguf_name  # refused by name in a moment
-        order = _rope_row_order(spec, ours, tensor.shape[0])
+        order = _rope_row_order(spec, ours, tensor.shape[0]) if arch in rows_.INTERLEAVED else None
         if order is not None:
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
         tensors[ours] = tensor
@@ -289,12 +292,20 @@ def _open_gguf(name: str, path: Path) -> Base:
     )
 
 
+def _with_window(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
+    """Mistral's models are llama in GGUF, an architecture without windows: a file with one is a Mistral."""
+    window = int(metadata.get("llama.attention.sliding_window") or 0)
+    if spec.family != "llama" or not window:
+        return spec
+    return dataclasses.replace(spec, family="mistral", window=window, window_layers=tuple(each(spec.layers)))
+
+
 def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, Any] | None:
-    """Llama GGUFs interleave the two halves of each Q and K head; this puts the rows back in Hugging Face order.
+    """Such GGUFs interleave the two halves of each Q and K head; this puts the rows back in Hugging Face order.
 
     Row (head, half j, i) of ours is row (head, i, j) of the file.
     """
-    if spec.family not in (*rows_.INTERLEAVED, "mixtral") or not name.endswith((".q_proj.weight", ".k_proj.weight")):
+    if not name.endswith((".q_proj.weight", ".k_proj.weight")):
         return None
     heads = spec.heads if ".q_proj." in name else spec.kv_heads
     if rows != heads * spec.head_width:  # a damaged file: its shape is refused in a moment
@@ -325,5 +336,5 @@ def _open_config(name: str, config: Path) -> Base:
     if not isinstance(values, dict):
         raise GraftuneError("is not a model configuration", where=str(config), mend="download the model again")
     with _sound(config):
-        spec = _checked_spec(specs.from_config(values, str(config)), config)
+        spec = _checked_spec(from_config(values, str(config)), config)
     return Base(name, config, "config", spec, tok.from_folder(config.parent), {})

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model import spec as specs
+from graftune.model.families import FAMILIES, MODEL_TYPES
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena
-from graftune.model.spec import ModelSpec, RopeScaling
+from graftune.model.rotary import RopeScaling, inverse_frequencies
+from graftune.model.spec import ModelSpec
 from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.adapter import swap
 from graftune.weights.base import Base, open_base
@@ -136,8 +137,8 @@ def hf_config(base: Base) -> dict[str, Any]:
     spec, scaling = base.spec, _rope(base.spec, base)
     return (
         {
-            "architectures": [specs.FAMILIES[spec.family].hf_class],
-            "model_type": {family: told for told, family in specs.MODEL_TYPES.items()}.get(spec.family, spec.family),
+            "architectures": [FAMILIES[spec.family].hf_class],
+            "model_type": {family: told for told, family in MODEL_TYPES.items()}.get(spec.family, spec.family),
             "vocab_size": spec.vocab,
             "hidden_size": spec.width,
             "intermediate_size": spec.ffn,
@@ -167,9 +168,11 @@ def _family(spec: ModelSpec, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """What some families have beside the rest."""
     found: dict[str, Any] = {}
     windows = ["sliding_attention" if i in spec.window_layers else "full_attention" for i in range(spec.layers)]
-    if specs.FAMILIES[spec.family].windows in ("alternate", "all") and spec.window:
+    if FAMILIES[spec.family].windows == "told" and spec.window_layers:
+        found |= {"use_sliding_window": True, "layer_types": windows}
+    if spec.window_layers:
         found["sliding_window"] = spec.window
-    if specs.FAMILIES[spec.family].windows == "alternate":
+    if FAMILIES[spec.family].windows == "alternate":
         found["layer_types"] = windows
     if spec.family in ("gemma2", "gemma3"):
         found |= {
@@ -243,12 +246,12 @@ def _rope(spec: ModelSpec, base: Base) -> dict[str, Any] | None:
 def _llama3_of(spec: ModelSpec, base: Base) -> RopeScaling:
     """GGUF holds what Llama 3's scaling came to, one divisor a frequency: find the settings that give it."""
     assert base.rope_factors is not None
-    plain = specs.inverse_frequencies(spec.head_width, spec.rope_theta, RopeScaling())[0]
+    plain = inverse_frequencies(spec.head_width, spec.rope_theta, RopeScaling())[0]
     wanted = plain / base.rope_factors
     for power in range(5, 21):
         factor = float(base.rope_factors.max())
         tried = RopeScaling("llama3", factor=factor, original_length=1 << power)
-        found = specs.inverse_frequencies(spec.head_width, spec.rope_theta, tried)[0]
+        found = inverse_frequencies(spec.head_width, spec.rope_theta, tried)[0]
         if torch.allclose(found, wanted, rtol=1e-4, atol=0):
             return tried
     raise GraftuneError(
