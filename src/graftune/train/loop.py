@@ -1,5 +1,5 @@
-"""The run: owns the host, the clock and the disk. Everything per step is in step.py, and how steps are sent to the
-device without waiting for them in hot.py.
+"""The run: owns the host, the clock and the disk. Everything per step is in step.py, how steps are sent to the device
+without waiting for them in hot.py, and what is said of them in telling.py.
 
 A run is a function of its place. `Progress` says which step is next and which evaluation was last; what is due follows
 from it and from nothing else, so a run that was killed anywhere goes on from its last checkpoint and does, bit for
@@ -17,12 +17,9 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +31,15 @@ from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
-from graftune.observe.console import Progress as Bar
 from graftune.observe.events import EventLog, read_events
 from graftune.observe.marks import marked
-from graftune.observe.memory import device_bytes, human_bytes, peak_resident_bytes
+from graftune.observe.memory import peak_resident_bytes
 from graftune.observe.plot import loss_plot
-from graftune.observe.speed import Meter
 from graftune.train import checkpoint
 from graftune.train.answers import Answers
 from graftune.train.checkpoint import Progress
-from graftune.train.evaluate import EvalResult, evaluate
-from graftune.train.hot import Figures, hot_loop
-from graftune.train.plan import Plan
+from graftune.train.evaluate import evaluate
+from graftune.train.hot import hot_loop
 from graftune.train.prepare import (
     FREE_ON_RESUME,
     Prepared,
@@ -57,8 +51,7 @@ from graftune.train.prepare import (
 from graftune.train.schedule import learning_rate
 from graftune.train.signals import noted_signals
 from graftune.train.step import Step
-
-SAY_EVERY = 15.0  # seconds between two words from a long evaluation
+from graftune.train.telling import Telling
 
 
 @dataclass
@@ -134,14 +127,13 @@ class Run:
         self.signal = 0
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
-        self.bar, self.meter = Bar(self.total, 0), Meter(self.total)
-        self.host_seconds: deque[float] = deque(maxlen=1000)  # of the last steps: what sending each one took
+        self.telling: Telling
 
     # Beginning
 
     def start(self) -> None:
         """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
-        self.log = EventLog(self.folder / "metrics.jsonl")
+        self._open_log()
         engine = self.engine
         facts = {"graftune": __version__, "torch": torch.__version__, "device": engine.runtime.describe()}
         facts |= {"attention": engine.attention.backend}
@@ -162,7 +154,7 @@ class Run:
         if found is not None:
             self.progress = checkpoint.load(found, self.engine.arena, self.identity(), self.step.scaler)
             self.step.count.fill_(self.progress.updates)
-        self.log = EventLog(self.folder / "metrics.jsonl")
+        self._open_log()
         events = read_events(self.folder / "metrics.jsonl")
         starts = [event for event in events if event["event"] == "run_start"]
         if found is None and starts:
@@ -176,6 +168,10 @@ class Run:
         tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
+
+    def _open_log(self) -> None:
+        self.log = EventLog(self.folder / "metrics.jsonl")
+        self.telling = Telling(self.console, self.log, self.total, self.engine.runtime.device, self.plan)
 
     def identity(self) -> dict[str, str]:
         """What must be the same for a checkpoint to fit."""
@@ -202,7 +198,9 @@ class Run:
             self._settle()
             if not self.closing:  # by then the arena may hold the best step's weights
                 self._save()
-            self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
+            self.log.emit(
+                "run_end", step=self.progress.step, stopped="interrupted", **self.telling.cost(self.hot.captures)
+            )
             stopped, summary = "interrupted", {}
         finally:
             self.log.close()
@@ -213,13 +211,12 @@ class Run:
         asks = self.answers.questions and self.config.train.method != "scratch"
         if asks and not self.base_answers and not self.progress.step:
             self._ask_base()
-        self.meter = Meter(self.total, self.progress.step)
-        with self.console.progress(self.total, self.progress.step) as self.bar:
+        with self.telling.steps(self.progress.step):
             while True:
                 p = self.progress
                 if self._evaluation_due():
                     self._settle()
-                    with self.meter.paused():
+                    with self.telling.meter.paused():
                         self._evaluate()
                 if p.step >= self.total:
                     self._settle()
@@ -236,12 +233,12 @@ class Run:
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.hot.stage):
             self._one_step(micro_batches)
             for done in self.hot.finished():
-                self._tell_step(done)
+                self.telling.step(done, scaled=self.step.scaler is not None)
             if self._evaluation_due() or p.step >= self.total:
                 return
             if settings.save_every and p.step % settings.save_every == 0:
                 self._settle()
-                with self.meter.paused():
+                with self.telling.meter.paused():
                     self._save()
 
     def _one_step(self, micro_batches: list[Any]) -> None:
@@ -260,9 +257,10 @@ class Run:
             began = began or time.perf_counter()  # behind the wait for the device to come near
             self._between()
 
-        with marked("first step") if not self.host_seconds else nullcontext():  # kernels compile, the graph is captured
+        sent = self.telling.host_seconds
+        with marked("first step") if not sent else nullcontext():  # kernels compile, the graph is captured
             self.hot.step(micro_batches, hyper, draws, facts, between)
-        self.host_seconds.append(time.perf_counter() - began)
+        sent.append(time.perf_counter() - began)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
 
     def _settle(self) -> None:
@@ -270,33 +268,7 @@ class Run:
         with marked("wait for steps"):
             finished = self.hot.finished(wait=True)
         for done in finished:
-            self._tell_step(done)
-
-    def _tell_step(self, done: Figures) -> None:
-        facts, step = done.tag, done.tag["step"]
-        speed = self.meter.update(step, facts["tokens"])
-        self.bar.update(step, loss=done.loss, tok_s=speed, lr=facts["lr"])
-        figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
-        self.log.emit("step", **facts, **figures)
-        if self.plan is not None:
-            self._tell_memory(self.plan, step)
-            self.plan = None  # said once
-        if done.skipped:
-            what = "the gradient was not finite; this update was skipped"
-            if self.step.scaler:
-                what = "the gradient overflowed; this update was skipped and the loss scale halved"
-            text = f"step {step}: {what}"
-            self.console.warn(text)
-            self.log.emit("warning", step=step, text=text)
-
-    def _tell_memory(self, plan: Plan, step: int) -> None:
-        """What the first step came to, beside what was planned."""
-        measured = device_bytes(self.engine.runtime.device).peak
-        off = plan.expected / measured - 1
-        self.console.note(
-            f"memory: planned {human_bytes(plan.expected)}, measured {human_bytes(measured)} ({off:+.1%})"
-        )
-        self.log.emit("memory", step=step, planned=plan.expected, measured=measured, owners=plan.owners())
+            self.telling.step(done, scaled=self.step.scaler is not None)
 
     # Evaluations and checkpoints
 
@@ -316,9 +288,9 @@ class Run:
                 self.validation.examples,
                 capacity=self.config.train.tokens_per_micro_batch,
                 backend=self.engine.attention.backend,
-                between=self._told("validating"),
+                between=self.telling.now_and_then("validating", len(self.validation.examples), self._between),
             )
-        self._record(result)
+        self.telling.evaluation(result, p.step, p.epoch)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
         p.last_eval = p.step
         if p.step == 0:
@@ -328,14 +300,6 @@ class Run:
         else:
             p.stale += 1
         self._save()
-
-    def _record(self, result: EvalResult) -> None:
-        p = self.progress
-        self.log.emit("eval", step=p.step, epoch=p.epoch, **asdict(result))
-        self.console.note(
-            f"validation at step {p.step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f} "
-            f"({result.response_tokens} response tokens)"
-        )
 
     def _save(self) -> None:
         """After `_settle`: what the checkpoint holds is in the log."""
@@ -374,17 +338,10 @@ class Run:
         }
         if self.answers.questions:
             summary |= self._compare()
-        summary |= self._cost()
+        summary |= self.telling.cost(self.hot.captures)
         self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
         loss_plot(self.folder / "metrics.jsonl", self.folder / "loss.png", self.folder.name)
         return summary
-
-    def _cost(self) -> dict[str, Any]:
-        """What the steps took of the host, and the run of the device."""
-        median = statistics.median(self.host_seconds) * 1000 if self.host_seconds else None
-        cost: dict[str, Any] = {"captures": self.hot.captures, "host_ms": median}
-        device = self.engine.runtime.device
-        return cost | ({"peak_device_memory": device_bytes(device).peak} if device.type == "cuda" else {})
 
     def _ask_base(self) -> None:
         count = len(self.answers.questions)
@@ -406,25 +363,12 @@ class Run:
         self.log.emit("sample", step=self.progress.step, answers=tuned)
         return answers.show(self.console, self.base_answers, tuned)
 
-    # Signals and words
+    # Signals
 
     def _between(self) -> None:
         if self.signal:
             self.console.note("stopping: saving a checkpoint")
             raise Interrupted
-
-    def _told(self, what: str) -> Callable[[int], None]:
-        """Between batches of what may take long: look for signals, and now and then say how far it is."""
-        total, last = len(self.validation.examples), time.monotonic()
-
-        def between(done: int) -> None:
-            nonlocal last
-            self._between()
-            if time.monotonic() - last > SAY_EVERY and done < total:
-                last = time.monotonic()
-                self.console.note(f"{what}: {done} of {total} examples")
-
-        return between
 
     def _signalled(self, number: int) -> None:
         self.signal = number  # said in _between: a handler must not write to a stream that is being written to

@@ -1,0 +1,91 @@
+"""What a run says of itself: steps, evaluations, answers and warnings, to whoever watches and into metrics.jsonl."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from graftune.observe.console import Console, Progress
+from graftune.observe.events import EventLog
+from graftune.observe.memory import device_bytes, human_bytes
+from graftune.observe.speed import Meter
+from graftune.train.evaluate import EvalResult
+from graftune.train.hot import Figures
+from graftune.train.plan import Plan
+
+SAY_EVERY = 15.0  # seconds between two words from a long evaluation
+
+
+class Telling:
+    def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
+        self.console, self.log, self.total, self.device = console, log, total, device
+        self.plan = plan  # until it was told
+        self.bar, self.meter = Progress(total, 0), Meter(total)
+        self.host_seconds: deque[float] = deque(maxlen=1000)  # of the last steps: what sending each one took
+
+    @contextmanager
+    def steps(self, done: int) -> Iterator[None]:
+        """The time in which steps are taken, `done` of them before."""
+        self.meter = Meter(self.total, done)
+        with self.console.progress(self.total, done) as self.bar:
+            yield
+
+    def step(self, done: Figures, *, scaled: bool) -> None:
+        facts, step = done.tag, done.tag["step"]
+        speed = self.meter.update(step, facts["tokens"])
+        self.bar.update(step, loss=done.loss, tok_s=speed, lr=facts["lr"])
+        figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
+        self.log.emit("step", **facts, **figures)
+        if self.plan is not None:
+            self._memory(self.plan, step)
+            self.plan = None
+        if done.skipped:
+            what = "the gradient was not finite; this update was skipped"
+            if scaled:
+                what = "the gradient overflowed; this update was skipped and the loss scale halved"
+            text = f"step {step}: {what}"
+            self.console.warn(text)
+            self.log.emit("warning", step=step, text=text)
+
+    def _memory(self, plan: Plan, step: int) -> None:
+        """What the first step came to, beside what was planned."""
+        measured = device_bytes(self.device).peak
+        off = plan.expected / measured - 1
+        self.console.note(
+            f"memory: planned {human_bytes(plan.expected)}, measured {human_bytes(measured)} ({off:+.1%})"
+        )
+        self.log.emit("memory", step=step, planned=plan.expected, measured=measured, owners=plan.owners())
+
+    def evaluation(self, result: EvalResult, step: int, epoch: int) -> None:
+        self.log.emit("eval", step=step, epoch=epoch, **asdict(result))
+        self.console.note(
+            f"validation at step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f} "
+            f"({result.response_tokens} response tokens)"
+        )
+
+    def now_and_then(self, what: str, total: int, also: Callable[[], None]) -> Callable[[int], None]:
+        """To call between batches of what may take long: says now and then how far it is."""
+        last = time.monotonic()
+
+        def between(done: int) -> None:
+            nonlocal last
+            also()
+            if time.monotonic() - last > SAY_EVERY and done < total:
+                last = time.monotonic()
+                self.console.note(f"{what}: {done} of {total} examples")
+
+        return between
+
+    def cost(self, captures: int) -> dict[str, Any]:
+        """What the steps took of the host, and the run of the device."""
+        median = statistics.median(self.host_seconds) * 1000 if self.host_seconds else None
+        cost: dict[str, Any] = {"captures": captures, "host_ms": median}
+        on_gpu = self.device.type == "cuda"
+        return cost | ({"peak_device_memory": device_bytes(self.device).peak} if on_gpu else {})
