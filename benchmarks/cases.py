@@ -1,11 +1,13 @@
 """What is timed: the named cases, as a small grammar, so that a sweep or a test is a case like any other.
 
-    SHAPE[-OPTION...]-ROWSxLENGTH[xMICRO][-OPTION...]
-    8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-4x2048-recompute
+    SHAPE[-OPTION...]-ROWSxLENGTH[xMICRO][-POLICY]
+    8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-nf4-4x2048-full    1b-q4_k-4x512
 
-Options: qv (adapters on q and v only), full (every parameter trains), nf4 (4-bit base), recompute (activations are
-recomputed), rN (rank N), lN (N layers). Everything else is fixed: alpha twice the rank, dropout 0, AdamW, clip 1.0,
-and the first half of each row is prompt, which is masked. MICRO micro-batches of ROWSxLENGTH make one optimizer step.
+Before the size stands what trains, and on what: qv (adapters on q and v only), full (every parameter), rN (rank N), lN
+(N layers), and the base: nf4, fp8, or a GGUF's blocks (q4_k, q8_0, ...). Behind it what the backward computes again:
+selective (gate and up), full (whole blocks) or offload (the same, from inputs kept in host memory); without a word
+nothing. Everything else is fixed: alpha twice the rank, dropout 0, AdamW, clip 1.0, and the first half of each row is
+prompt, which is masked. MICRO micro-batches of ROWSxLENGTH make one optimizer step.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import torch
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
 BATCHES = 4  # distinct batches, taken in turn
+POLICIES = ("none", "selective", "full", "offload")
+BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
+BASES = ("nf4", "fp8", *BLOCKS)
+LARGE = 30e9  # parameters from which nobody else is run: a folder of such weights fits nowhere
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ SHAPES = {
         Shape("1b", 2048, 8192, 16, 32, 8, 128256, tied=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936, tied=True),
         Shape("8b", 4096, 14336, 32, 32, 8, 128256, tied=False),
+        Shape("70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
         Shape("tiny", 64, 96, 2, 4, 2, 300, tied=True),  # for the tests
     )
 }
@@ -71,8 +78,8 @@ class Case:
     rank: int = 16
     targets: tuple[str, ...] = SEVEN
     method: str = "lora"  # lora | full
-    base: str = "bf16"  # bf16 | nf4
-    recompute: bool = False
+    base: str = "bf16"  # bf16 | one of BASES
+    recompute: str = "none"  # of POLICIES
 
     @property
     def alpha(self) -> float:
@@ -98,14 +105,21 @@ class Case:
         return self.rows * (self.length - self.prompt)
 
 
-# What the project sets out to reach (ours over the floor: at most; a peer over ours: at least; peak GiB: at most).
+# What the project sets out to reach. `floor`: ours over it, at most; a peer's name: its time over ours, at least;
+# peak_gib, ms, start_s: at most. `ours@CASE`: ours over our own time of that case, at most; `PEER@CASE`: that peer's
+# time there over ours here, at least. Both only where the two cases were measured in one run.
 GOALS: dict[str, dict[str, float]] = {
     "8b-4x2048": {"floor": 1.12, "unsloth": 1.12, "liger": 1.3, "peak_gib": 43.0},
     "8b-1x512": {"floor": 1.15},
     "1b-1x512": {"floor": 1.35, "start_s": 10.0},
     "1b-4x2048": {"floor": 1.18, "start_s": 10.0},
     "350m-full-4x512x4": {"hf-compiled": 4.0},
+    "8b-nf4-4x2048": {"ours@8b-4x2048": 1.06},
+    "8b-nf4-4x2048-full": {"peak_gib": 9.5, "ms": 620.0},
+    "8b-nf4-4x2048-offload": {"peak_gib": 8.2, "ms": 650.0},
     "1.5b-nf4-qv-4x512": {"floor": 1.3},
+    "8b-fp8-4x2048": {"floor": 1.25, "unsloth@8b-4x2048": 1.7},
+    "70b-nf4-1x2048-full": {"peak_gib": 139.0},
 }
 HOST_MS = 2.0  # of every case: what the host may spend on a step
 
@@ -128,12 +142,12 @@ def parse(name: str) -> Case:
             case = replace(case, shape=replace(case.shape, layers=int(found[1])))
         elif part == "qv":
             case = replace(case, targets=("q_proj", "v_proj"))
+        elif case.rows and part in POLICIES[1:]:
+            case = replace(case, recompute=part)
         elif part == "full":
             case = replace(case, method="full")
-        elif part == "nf4":
-            case = replace(case, base="nf4")
-        elif part == "recompute":
-            case = replace(case, recompute=True)
+        elif part in BASES:
+            case = replace(case, base=part)
         else:
             raise ValueError(f"case {name!r}: unknown option {part!r}; see the head of benchmarks/cases.py")
     if case.rows < 1 or case.length < 2 or case.micro < 1:
@@ -147,9 +161,11 @@ def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     """Who runs the case, in this order: the floor first, so that everyone is measured against the same. Those asked
     for, as far as the case is theirs, or everyone who is usually shown."""
     peers = ["hf", "hf-compiled"] if case.method == "full" else ["peft", "liger", "liger-bf16", "unsloth"]
+    if case.base not in ("bf16", "nf4") or case.shape.parameters > LARGE or case.recompute == "selective":
+        peers = []  # nothing of theirs is like it
     able = ["floor", "ours", *peers]
     rare = {"liger-bf16"} if case.name != "8b-4x2048" else set()
-    if case.recompute:
+    if case.recompute != "none":
         rare.add("floor")  # what recomputing adds is not in it
     return [name for name in able if (name in asked if asked else name not in rare)]
 
@@ -171,8 +187,8 @@ def labels(ids: torch.Tensor, case: Case) -> torch.Tensor:
 def sweep(axis: str) -> dict[str, list[tuple[int, str]]]:
     """curve -> [(x, case)], rising."""
     if axis == "tokens":
-        sizes = [512 << i for i in range(8)]
-        return {s: [(n, f"{s}-{max(1, n // 2048)}x{min(n, 2048)}") for n in sizes] for s in ("1b", "8b")}
+        sizes = (512, 2048, 8192, 32768, 65536)
+        return {s: [(n, _tokens_case(s, n)) for n in sizes] for s in ("1b", "8b")}
     if axis == "rank":
         return {"1b, 4x2048": [(r, f"1b-r{r}-4x2048") for r in (4, 8, 16, 32, 64, 128, 256)]}
     if axis == "layers":
@@ -180,3 +196,10 @@ def sweep(axis: str) -> dict[str, list[tuple[int, str]]]:
     if axis == "documents":
         return {"1b, 8192 tokens": [(n, f"1b-{8192 // n}x{n}") for n in (128, 256, 512, 1024, 2048, 4096, 8192)]}
     raise ValueError(f"sweep is {axis!r}; use one of {', '.join(SWEEPS)} or all")
+
+
+def _tokens_case(shape: str, tokens: int) -> str:
+    """In one micro-batch, as long as an 8B's activations fit a card; then in two."""
+    micro = 2 if tokens > 32768 and shape == "8b" else 1
+    rows = max(1, tokens // micro // 2048)
+    return f"{shape}-{rows}x{tokens // micro // rows}" + (f"x{micro}" if micro > 1 else "")

@@ -1,27 +1,44 @@
-"""Loss curves on real data: this device against a stored reference, per-layer against global clips, graph on and off.
+"""Loss curves on real data: this device against a stored reference, a quantised base against a dequantised one,
+per-layer against global clips, graph on and off.
 
     python benchmarks/curves.py DATA [--base BASE] [--device cuda] [--steps 200] [--json FILE] [--reference FILE]
+    python benchmarks/curves.py DATA --base-dtype fp8 --steps 200        nf4,keep --steps 100
     python benchmarks/curves.py DATA --device cpu --compute fp32 --json benchmarks/results/gsm8k-cpu.json
 
 A record holds every step's loss and gradient norm, and the norm of each tensor's gradient at the first step. Against a
 reference (the same data, settings and seed) it says how far the curve is, which tensors' first gradients differ by more
 than bf16 noise (2% in norm), and by which projection: a wrong backward shows there, even where the loss still falls.
+
+With --base-dtype nothing else runs but those bases and what each is measured by: fp8 and keep (a GGUF's own blocks) by
+the same base resident in bf16, nf4 by `dequantised`, the base whose projections were quantised to NF4 and back before
+they became resident in the compute dtype (bf16, but on a CPU without units for it). Same adapters, same data: what
+differs is how the weights are held. The exit code is 1 where a loss or a first gradient is further off than bf16 noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
-import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-NOISE = {"loss": 0.005, "norm": 0.02}
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import report
+
+NOISE = {"loss": 0.005, "norm": 0.02, "cosine": 0.999}
+CLIP_APART = 0.5
+BESIDE = {"fp8": "bf16", "keep": "bf16", "nf4": "dequantised"}  # what is measured by what
+KINDS = ("bf16", *BESIDE, "dequantised")
 
 
-def settings(args: argparse.Namespace, folder: str, **more: Any) -> Any:
+def settings(args: argparse.Namespace, folder: str, kind: str = "", **more: Any) -> Any:
     from graftune.config import Config
 
     values = {
@@ -29,16 +46,46 @@ def settings(args: argparse.Namespace, folder: str, **more: Any) -> Any:
         "max_steps": args.steps, "epochs": 3, "patience": 0, "seed": 42, "samples": 0, "score": False,
         "device": args.device, "compute_dtype": args.compute, "out": folder,
     }  # fmt: skip
+    if kind:
+        values["base_dtype"] = "bf16" if kind == "dequantised" else kind
     return Config.of(values | more)
 
 
-def curve(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """One run: losses and norms by step, the last validation loss, what its end says of graphs and host time."""
-    from graftune.api import train
+def opened(args: argparse.Namespace, folder: str, kind: str = "", **more: Any) -> Any:
+    """A run before its first step, its base held in one of KINDS, or as `auto` has it."""
     from graftune.observe.console import Console
+    from graftune.train.engine import open_engine
+    from graftune.train.loop import Run
+    from graftune.train.prepare import prepare_run
+    from graftune.weights.load import Placement
 
+    quiet = Console(quiet=True)
+    prepared = prepare_run(settings(args, folder, kind, **more), quiet)
+    if kind == "dequantised":
+        runtime = prepared.engine.runtime
+        base, placement = through_nf4(prepared.engine.base, runtime.device), Placement(runtime.compute_name, "from NF4")
+        engine = open_engine(prepared.engine.config, base=base, placement=placement)
+        prepared = dataclasses.replace(prepared, engine=engine)
+    return Run(prepared, quiet)
+
+
+def through_nf4(base: Any, device: torch.device) -> Any:
+    """The base with what NF4 makes of its projections: the bytes that base_dtype nf4 holds, read as values."""
+    from graftune.model.frozen import Nf4Rows
+
+    tensors = {
+        name: Nf4Rows.quantised(source, device) if name.endswith("_proj.weight") else source
+        for name, source in base.tensors.items()
+    }
+    return dataclasses.replace(base, tensors=tensors)
+
+
+def curve(args: argparse.Namespace, kind: str = "", **more: Any) -> dict[str, Any]:
+    """One run: losses and norms by step, the last validation loss, what its end says of graphs and host time."""
     with tempfile.TemporaryDirectory() as parent:
-        folder = train(settings(args, f"{parent}/run", **more), console=Console(quiet=True)).folder
+        run = opened(args, f"{parent}/run", kind, **more)
+        run.start()
+        folder = run.go().folder
         events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     end = {k: v for k, v in events[-1].items() if k in ("captures", "host_ms", "peak_device_memory")}
@@ -50,48 +97,128 @@ def curve(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     } | end
 
 
-def first_norms(args: argparse.Namespace) -> dict[str, float]:
-    """Norm of each tensor's gradient (of the mean loss) at the first step, B still zero."""
-    from graftune.observe.console import Console
-    from graftune.train.loop import Run
-    from graftune.train.prepare import prepare_run
-
+def first_gradients(args: argparse.Namespace, kind: str = "") -> dict[str, torch.Tensor]:
+    """Each tensor's gradient (of the mean loss) at the first step; those of A are left out: B is still zero."""
     with tempfile.TemporaryDirectory() as parent:
-        run = Run(prepare_run(settings(args, f"{parent}/run"), Console(quiet=True)), Console(quiet=True))
+        run = opened(args, f"{parent}/run", kind)
         batches = next(iter(run.loader.epoch(0)))
         for batch in batches:
             run.step.micro_step(batch.to(run.engine.runtime.device))
         divisor, arena = sum(batch.response_tokens for batch in batches), run.engine.arena
-        norms = {name: float(arena.view(name, arena.grads).norm()) / divisor for name in arena.slots}
-        shutil.rmtree(parent, ignore_errors=True)
-    return {name: round(norm, 8) for name, norm in norms.items() if norm}
+        grads = {name: arena.view(name, arena.grads).cpu() / divisor for name in arena.slots}
+    return {name: grad for name, grad in grads.items() if grad.any()}
+
+
+def first_norms(args: argparse.Namespace) -> dict[str, float]:
+    return {name: round(float(grad.norm()), 8) for name, grad in first_gradients(args).items()}
+
+
+def losses_apart(here: list[float], there: list[float]) -> dict[str, Any]:
+    """Step by step, relative."""
+    apart = [abs(a - b) / b for a, b in zip(here, there, strict=False)]
+    return {
+        "steps": len(apart),
+        "loss_apart_mean": round(sum(apart) / len(apart), 5),
+        "loss_apart_most": round(max(apart), 5),
+        "losses_within_noise": sum(share <= NOISE["loss"] for share in apart),
+    }
 
 
 def against(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """How far a record is from its reference."""
-    pairs = list(zip(found["global"]["losses"], reference["global"]["losses"], strict=False))
-    apart = [abs(a - b) / b for a, b in pairs]
     here, there = found["first_norms"], reference["first_norms"]
     off = {name: here.get(name, 0.0) / norm - 1 for name, norm in there.items()}
     by_kind = collections.defaultdict(list)
     for name, share in off.items():
         by_kind[name.split(".")[-3]].append(abs(share))
-    return {
-        "steps": len(pairs),
-        "loss_apart_mean": round(sum(apart) / len(apart), 5),
-        "loss_apart_most": round(max(apart), 5),
-        "losses_within_noise": sum(share <= NOISE["loss"] for share in apart),
+    apart = losses_apart(found["global"]["losses"], reference["global"]["losses"])
+    beyond = sum(abs(share) > NOISE["norm"] for share in off.values())
+    return apart | {
         "first_norm": [found["global"]["norms"][0], reference["global"]["norms"][0]],
-        "tensors_beyond_noise": sum(abs(share) > NOISE["norm"] for share in off.values()),
+        "tensors_beyond_noise": beyond,
         "tensors": len(off),
         "worst_by_projection": {kind: round(max(shares), 4) for kind, shares in sorted(by_kind.items())},
+        "goals": [
+            report.goal("loss apart, mean", "at most", NOISE["loss"], apart["loss_apart_mean"]),
+            report.goal("loss apart, most", "at most", NOISE["loss"], apart["loss_apart_most"]),
+            report.goal("first gradients beyond noise", "at most", 0, beyond),
+        ],
     }
 
 
-def main() -> None:
+def compared(found: dict[str, Any], kind: str, grads: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """A kind against what it is measured by: losses, and the first gradients tensor by tensor. (Those of fp8 are
+    reported only: its products are of 3 bits, and what is asked of it is the loss.)"""
+    other = BESIDE[kind]
+    apart = losses_apart(found["curves"][kind]["losses"], found["curves"][other]["losses"])
+    here, there = grads[kind], grads[other]
+    norms = {name: abs(float(here[name].norm() / grad.norm()) - 1) for name, grad in there.items() if name in here}
+    cosines = {
+        name: float(torch.nn.functional.cosine_similarity(here[name].flatten(), grad.flatten(), 0))
+        for name, grad in there.items()
+        if name in here
+    }
+    most, least = round(max(norms.values()), 5), round(min(cosines.values()), 6)
+    goals = [
+        report.goal(f"{kind}: loss apart, mean", "at most", NOISE["loss"], apart["loss_apart_mean"]),
+        report.goal(f"{kind}: loss apart, most", "at most", NOISE["loss"], apart["loss_apart_most"]),
+    ]
+    if kind != "fp8":
+        goals += [
+            report.goal(f"{kind}: first gradient, norm off", "at most", NOISE["norm"], most),
+            report.goal(f"{kind}: first gradient, cosine", "at least", NOISE["cosine"], least),
+            report.goal(f"{kind}: tensors with a gradient", "at least", len(there), len(norms)),
+        ]
+    worst = max(norms, key=lambda name: norms[name])
+    return {"beside": other} | apart | {"norm_off": most, "cosine": least, "worst": worst, "goals": goals}
+
+
+def kinds(args: argparse.Namespace, asked: list[str]) -> dict[str, Any]:
+    """The bases asked for and those they are measured by."""
+    wanted = dict.fromkeys(asked) | {BESIDE[kind]: None for kind in asked if kind in BESIDE}
+    grads, found = {}, {"curves": {}, "compared": {}}
+    for kind in wanted:
+        grads[kind] = first_gradients(args, kind)
+        found["curves"][kind] = made = curve(args, kind)
+        print(
+            f"{kind:12} first {made['losses'][0]:.4f} last {made['losses'][-1]:.4f} {made['tok_s']:.0f} tok/s",
+            flush=True,
+        )
+    for kind in asked:
+        if kind in BESIDE:
+            found["compared"][kind] = compared(found, kind, grads)
+    return found
+
+
+def usual(args: argparse.Namespace) -> dict[str, Any]:
+    """The base as it is by default: clips, graphs, a model from scratch, and the reference."""
+    found: dict[str, Any] = {"first_norms": first_norms(args), "global": curve(args)}
+    if args.device != "cpu":
+        found |= {"layer": curve(args, clip_mode="layer"), "eager": curve(args, graph=False)}
+        clips = abs(found["layer"]["losses"][-1] - found["global"]["losses"][-1])
+        eager = losses_apart(found["global"]["losses"], found["eager"]["losses"])["loss_apart_most"]
+        found["goals"] = [
+            report.goal("clips: last losses apart", "at most", CLIP_APART, round(clips, 5)),
+            report.goal("captured / eager: loss apart, most", "at most", NOISE["loss"], eager),
+        ]
+    if args.scratch:
+        more = {"base": args.scratch, "method": "scratch", "lr": 1e-3, "tokens_per_step": 4096}
+        found["scratch"] = curve(args, **more, tokens_per_micro_batch=4096)
+    if args.reference:
+        found["against"] = against(found, json.loads(Path(args.reference).read_text()))
+        print(json.dumps({k: v for k, v in found["against"].items() if k != "goals"}, indent=1))
+    for name in ("global", "layer", "eager", "scratch"):
+        if name in found:
+            losses = found[name]["losses"]
+            print(f"{name:8} first {losses[0]:.4f} last {losses[-1]:.4f} validation {found[name]['validation']}")
+    return found
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("--base", default="")
+    parser.add_argument("--base-dtype", default="", help=f"of {', '.join(KINDS)}; several with commas")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compute", default="auto")
     parser.add_argument("--steps", type=int, default=200)
@@ -99,24 +226,20 @@ def main() -> None:
         "--scratch", default="", help="a folder with config.json and tokenizer: a new model, trained too"
     )
     parser.add_argument("--reference", default="")
-    parser.add_argument("--json", default="-")
+    parser.add_argument("--json", default="", help="a file, or - for stdout")
     args = parser.parse_args()
-    found: dict[str, Any] = {"first_norms": first_norms(args), "global": curve(args)}
-    if args.device != "cpu":
-        found |= {"layer": curve(args, clip_mode="layer"), "eager": curve(args, graph=False)}
-    if args.scratch:
-        more = {"base": args.scratch, "method": "scratch", "lr": 1e-3, "tokens_per_step": 4096}
-        found["scratch"] = curve(args, **more, tokens_per_micro_batch=4096)
-    if args.reference:
-        found["against"] = against(found, json.loads(Path(args.reference).read_text()))
-        print(json.dumps(found["against"], indent=1))
-    for name in ("global", "layer", "eager", "scratch"):
-        if name in found:
-            losses = found[name]["losses"]
-            print(f"{name:8} first {losses[0]:.4f} last {losses[-1]:.4f} validation {found[name]['validation']}")
-    if args.json != "-":
-        Path(args.json).write_text(json.dumps(found, indent=1))
+    asked = [kind for kind in args.base_dtype.split(",") if kind]
+    if unknown := set(asked) - set(KINDS):
+        parser.error(f"--base-dtype: unknown {', '.join(sorted(unknown))}; known are {', '.join(KINDS)}")
+    found = kinds(args, asked) if asked else usual(args)
+    goals = report.every_goal(found)
+    print("\n".join(map(report.said, goals)) or "no goals here: a reference is made, or nothing was compared")
+    if args.json == "-":
+        print(json.dumps(found))
+    elif args.json:
+        report.write(Path(args.json), found)
+    return int(any(goal["met"] is False for goal in goals))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,12 @@ random and are never overwritten, because zeros and infinities draw less power a
                 last MLP's prompt rows
 
 Full-parameter cases add the weight gradients (bf16 outputs) and keep the first input gradient: the embedding needs it.
+
+Quantised bases: nf4 and GGUF blocks are brought into one bf16 scratch before every product, once in each pass, and the
+product reads it there. What stands for that is a copy that moves as many bytes, the codes in and the values out, at the
+memory's own speed; no dequantisation of ours is in it. fp8 multiplies codes with a scale a row (torch._scaled_mm),
+forward and back, from weights that lie ready for both ways and activations that are codes already; the head, which
+nobody quantises, stays bf16. Rows of codes and scales are read as they are, nothing quantises on the way.
 """
 
 from __future__ import annotations
@@ -24,18 +30,19 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from benchmarks.cases import Case, Shape
+from benchmarks.cases import BLOCKS, Case, Shape
 from benchmarks.measure import synchronise
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PEAK_TFLOPS = 989.0  # dense bf16, H100 and H200 SXM
 HEAD_ROWS = 2048
 SUSTAIN_S = 2.0
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a value: half a byte, a byte of scale for 64, four of those for 256 of them
 
 
 @dataclass(frozen=True)
 class Op:
-    kind: str  # forward | input_grad | weight_grad | attend | attend_back
+    kind: str  # forward | input_grad | weight_grad | unpack | attend | attend_back
     weight: str = ""  # qkv | o | gate_up | down | head
     layer: int = -1
     rows: int = 0
@@ -57,23 +64,32 @@ def sizes(shape: Shape) -> dict[str, tuple[int, int]]:
 def plan(case: Case, *, own: bool) -> list[Op]:
     """One micro-batch, in order."""
     full, layers, rows = case.method == "full", case.shape.layers, case.micro_tokens
+    packed = packed_bytes(case) > 0
     ops: list[Op] = []
+
+    def product(kind: str, weight: str, layer: int, count: int, start: int = 0) -> None:
+        if packed and weight != "head":
+            ops.append(Op("unpack", weight, layer))
+        ops.append(Op(kind, weight, layer, count, start))
 
     def mlp_rows(layer: int) -> int:
         return case.responses if own and layer == layers - 1 else rows
 
     def backward(weight: str, layer: int, count: int, *, input_grad: bool = True, start: int = 0) -> None:
         if input_grad:
-            ops.append(Op("input_grad", weight, layer, count, start))
+            product("input_grad", weight, layer, count, start)
         if full:
             ops.append(Op("weight_grad", weight, layer, count, start))
 
     for layer in range(layers):
-        ops += [Op("forward", "qkv", layer, rows), Op("attend", layer=layer), Op("forward", "o", layer, rows)]
-        ops += [Op("forward", weight, layer, mlp_rows(layer)) for weight in ("gate_up", "down")]
+        product("forward", "qkv", layer, rows)
+        ops.append(Op("attend", layer=layer))
+        product("forward", "o", layer, rows)
+        for weight in ("gate_up", "down"):
+            product("forward", weight, layer, mlp_rows(layer))
     for start in range(0, case.responses, HEAD_ROWS):
         count = min(HEAD_ROWS, case.responses - start)
-        ops.append(Op("forward", "head", -1, count, start))
+        product("forward", "head", -1, count, start)
         backward("head", -1, count, start=start)
     for layer in reversed(range(layers)):
         backward("down", layer, mlp_rows(layer))
@@ -84,12 +100,33 @@ def plan(case: Case, *, own: bool) -> list[Op]:
     return ops
 
 
+def packed_bytes(case: Case) -> float:
+    """Of a value of a projection, where it has to be unpacked before a product."""
+    if case.base == "nf4":
+        return NF4_BYTES
+    if case.base in BLOCKS:
+        from graftune.kernels.gguf_dequant import KINDS
+
+        block = KINDS[case.base.upper()]
+        return block.bytes / block.values
+    return 0.0
+
+
+def unpacked_bytes(case: Case, ops: list[Op]) -> float:
+    """Read and written by all unpacking of one optimizer step."""
+    size = sizes(case.shape)
+    values = sum(math.prod(size[op.weight]) for op in ops if op.kind == "unpack")
+    return values * (packed_bytes(case) + 2) * case.micro
+
+
 def flops(case: Case, ops: list[Op]) -> float:
     """Of one optimizer step. Causal attention counts half its square: two products forward, five backward."""
     total, size = 0.0, sizes(case.shape)
     pairs = case.rows * case.length**2 / 2
     product = 2 * pairs * case.shape.head_width * case.shape.heads
     for op in ops:
+        if op.kind == "unpack":
+            continue
         if op.weight:
             total += 2.0 * op.rows * math.prod(size[op.weight])
         else:
@@ -105,7 +142,23 @@ class Floor:
         size = sizes(case.shape)
         blocks = ("qkv", "o", "gate_up", "down")
         self.weights = {(-1, "head"): self._random(*size["head"], scale=0.02)}
-        self.weights |= {(i, w): self._random(*size[w], scale=0.02) for i in range(case.shape.layers) for w in blocks}
+        self.unpack: Unpack | None = None
+        self.codes: Codes | None = None
+        layers = range(case.shape.layers)
+        if packed_bytes(case):
+            # As many values as the bytes moved are copies of: they fill a part of the scratch, random like the rest.
+            share = (packed_bytes(case) + 2) / 4
+            largest = max(math.prod(size[w]) for w in blocks)
+            self.scratch = self._random(largest, scale=0.02)
+            self.packed = {
+                (i, w): self._random(math.ceil(share * math.prod(size[w])), scale=0.02) for i in layers for w in blocks
+            }
+            seen = {w: self.scratch[: math.prod(size[w])].view(size[w]) for w in blocks}
+            self.weights |= {(i, w): seen[w] for i in layers for w in blocks}
+        elif case.base == "fp8":
+            self.codes = Codes(case, device, blocks)
+        else:
+            self.weights |= {(i, w): self._random(*size[w], scale=0.02) for i in layers for w in blocks}
         rows = dict.fromkeys(blocks, case.micro_tokens) | {"head": case.responses}
         held = dict.fromkeys(blocks, case.micro_tokens) | {"head": min(HEAD_ROWS, case.responses)}
         self.x = {w: self._random(rows[w], size[w][1]) for w in size}
@@ -115,6 +168,8 @@ class Floor:
         full = case.method == "full"
         self.grad_w = {w: torch.empty_like(self.weights[-1 if w == "head" else 0, w]) for w in size} if full else {}
         self.attention = fastest(case, device)
+        if packed_bytes(case):
+            self.unpack = fastest_copy([self.packed[0, w] for w in blocks], self.scratch, device)
 
     def _random(self, *size: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_(0.0, scale)
@@ -127,6 +182,11 @@ class Floor:
                 kept[op.layer] = self.attention.forward()
             elif op.kind == "attend_back":
                 self.attention.backward(kept.pop(op.layer))
+            elif op.kind == "unpack":
+                assert self.unpack is not None
+                self.unpack(self.packed[op.layer, op.weight], self.scratch)
+            elif self.codes is not None and op.weight != "head":
+                self.codes.product(op)
             else:
                 self._product(op)
 
@@ -139,6 +199,58 @@ class Floor:
             torch.mm(self.grad[op.weight][chunk], weight, out=self.grad_x[op.weight][place])
         else:
             torch.mm(self.grad[op.weight][chunk].t(), self.x[op.weight][place], out=self.grad_w[op.weight])
+
+
+class Codes:
+    """The projections' products in fp8: e4m3 codes, a scale a row of each operand."""
+
+    def __init__(self, case: Case, device: torch.device, blocks: tuple[str, ...]):
+        from graftune.kernels import fp8
+
+        self.kernels: Any = fp8
+        self.device, size, rows = device, sizes(case.shape), case.micro_tokens
+        layers = range(case.shape.layers)
+        self.forward = {(i, w): self._rows(*size[w]) for i in layers for w in blocks}
+        self.back = {(i, w): self._rows(*size[w][::-1]) for i in layers for w in blocks}
+        self.x = {w: self._rows(rows, size[w][1]) for w in blocks}
+        self.grad = {w: self._rows(rows, size[w][0]) for w in blocks}
+
+    def _rows(self, rows: int, width: int) -> Any:
+        codes = self.kernels.buffer(rows, width, self.device)
+        for part in codes.split(4096):
+            part.copy_(torch.randn(part.shape, device=self.device).mul_(100).clamp_(-448, 448))
+        return self.kernels.Rows(codes, torch.rand(rows, device=self.device) * 1e-3)
+
+    def product(self, op: Op) -> None:
+        there = op.kind == "forward"
+        left = (self.x if there else self.grad)[op.weight]
+        right = (self.forward if there else self.back)[op.layer, op.weight]
+        rows = self.kernels.Rows(left.codes[: op.rows], left.scale[: op.rows])
+        self.kernels.mm(rows, right, torch.bfloat16)
+
+
+Unpack = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def fastest_copy(packed: list[torch.Tensor], scratch: torch.Tensor, device: torch.device) -> Unpack:
+    """The driver's own copy or a kernel's, by the time of a layer: a copy as a node of a graph has gaps around it that
+    a kernel has not, and is the faster on large weights."""
+    ways: dict[str, Unpack] = {
+        "driver": lambda source, out: out[: len(source)].copy_(source),
+        "kernel": lambda source, out: torch.neg(source, out=out[: len(source)]),
+    }
+    if device.type != "cuda":
+        return ways["driver"]
+
+    def layer(way: Unpack) -> None:
+        for source in packed:
+            way(source, scratch)
+
+    moved = 2 * sum(source.nbytes for source in packed)
+    times = {name: _sustained(partial(layer, way), device, 5, sustain=0.05) for name, way in ways.items()}
+    for name, ms in times.items():
+        print(f"floor: a layer's unpacking by a {name}'s copy: {ms:.4f} ms, {moved / ms / 1e9:.2f} TB/s", flush=True)
+    return ways[min(times, key=lambda name: times[name])]
 
 
 class Attention(Protocol):
@@ -242,21 +354,28 @@ def _layers(attention: Attention, count: int) -> None:
         attention.backward(attention.forward())
 
 
-def measure_floor(case: Case, device: torch.device, steps: int, sustain: float = SUSTAIN_S) -> dict[str, Any]:
-    """Figures of `floor` and `floor_own`."""
+def measure_floor(
+    case: Case, device: torch.device, steps: int, sustain: float = SUSTAIN_S, *, own: bool = True
+) -> dict[str, Any]:
+    """Figures of `floor`, and of `floor_own` where asked."""
     floor = Floor(case, device)
     found = {}
-    for name, own in (("floor", False), ("floor_own", True)):
-        ops = plan(case, own=own)
+    for name in ("floor", "floor_own") if own else ("floor",):
+        ops = plan(case, own=name == "floor_own")
         ms = _sustained(partial(floor.run, ops * case.micro), device, steps, sustain)
-        work = flops(case, ops)
+        work, moved = flops(case, ops), unpacked_bytes(case, ops)
+        note = f"attention: {floor.attention.name}"
+        if moved:
+            note += f", {moved / 1e9:.1f} GB of codes and values moved"
+        if case.base == "fp8":
+            note += ", projections in fp8"
         found[name] = {
             "ms": round(ms, 3),
             "tok_s": round(case.tokens / ms * 1e3, 1),
             "flops": work,
             "tflops": round(work / ms / 1e9, 1),
             "share_of_989": round(work / ms / 1e9 / PEAK_TFLOPS, 4),
-            "note": f"attention: {floor.attention.name}" + (", without dequantisation" if case.base == "nf4" else ""),
+            "note": note,
         }
     return found
 
@@ -274,8 +393,12 @@ def _sustained(work: Callable[[], Any], device: torch.device, steps: int, sustai
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
+        begin = time.perf_counter()
         for _ in range(3):
             work()
+            torch.cuda.synchronize()
+            if time.perf_counter() - begin > 2:  # warm enough, and dear
+                break
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from benchmarks.cases import BATCHES, HYPER, SEVEN, Case, tokens
+from benchmarks.bases import base_of
+from benchmarks.cases import BATCHES, BLOCKS, HYPER, SEVEN, Case, tokens
 from benchmarks.measure import Runner
 
 
@@ -17,37 +18,40 @@ def ours(
     deterministic: bool = False,
     without_update: bool = False,
 ) -> Runner:
-    """Random weights of the case's shape, no file; the hot loop of a run, batches staged as its loader would."""
+    """Random weights of the case's shape, no file, placed tensor by tensor as a run places them; the hot loop of a run,
+    batches staged as its loader would."""
     from graftune.batch import Example
     from graftune.config import LoraConfig
     from graftune.data.pack import pack
-    from graftune.kernels import attention
+    from graftune.kernels import attention, fp8
     from graftune.model.lora import build_arena, initialise
     from graftune.runtime import resolve
     from graftune.train.hot import hot_loop
     from graftune.train.step import Step
     from graftune.weights.load import Placement, build_decoder
-    from graftune.weights.synthetic import random_base
 
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
     lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets, init="kaiming")  # as the peers start
     runtime = resolve(str(device), "bf16" if device.type == "cuda" else "auto", deterministic=deterministic)
     torch.use_deterministic_algorithms(deterministic)
-    spec = model_spec(case)
+    if case.base == "fp8" and device.type == "cuda":
+        fp8.require(runtime.device, runtime.compute)
+    base = base_of(case, runtime.device)
+    spec = base.spec
     arena = build_arena(spec, lora, runtime.device, runtime.compute, full=case.method == "full")
-    placement = Placement("nf4" if case.base == "nf4" else runtime.compute_name, "the benchmark's")
-    decoder = build_decoder(random_base(spec, runtime.device), arena, lora, runtime, placement)
+    held = {"bf16": runtime.compute_name} | dict.fromkeys(BLOCKS, "keep")
+    placement = Placement(held.get(case.base, case.base), "the benchmark's")
+    decoder = build_decoder(base, arena, lora, runtime, placement)
     if case.method == "full":
         arena.publish()
     else:
         initialise(arena, lora, seed=1)
     choice = attention.choose(runtime.device, runtime.compute, spec.head_width, deterministic, False)
-    recompute = "full" if case.recompute else "none"
     tuned = not deterministic
     step = Step(
         decoder,
         arena,
-        recompute=recompute,
+        recompute=case.recompute,
         attention_backend=choice.backend,
         longest=case.length,
         tuned=tuned,
@@ -79,25 +83,5 @@ def ours(
     return Runner(
         one,
         lambda: [arena.view(name, arena.weights) for name in arena.slots],
-        f"{runtime.describe()}; attention {choice.backend}; {mode}",
-    )
-
-
-def model_spec(case: Case):
-    from graftune.model.spec import ModelSpec
-
-    shape = case.shape
-    return ModelSpec(
-        family="llama",
-        layers=shape.layers,
-        width=shape.width,
-        ffn=shape.ffn,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_width=shape.head_width,
-        vocab=shape.vocab,
-        norm_eps=shape.norm_eps,
-        rope_theta=shape.rope_theta,
-        max_positions=shape.max_positions,
-        tied=shape.tied,
+        f"{runtime.describe()}; attention {choice.backend}; {mode}; base {case.base}; recompute {case.recompute}",
     )

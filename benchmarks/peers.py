@@ -6,6 +6,10 @@ bf16 base (PEFT's own default), bf16 in `liger-bf16`. Full-parameter training ke
 with bf16 weights most updates of this size would round to nothing. A 4-bit base is loaded as QLoRA's users load it,
 through bitsandbytes and prepare_model_for_kbit_training. Unsloth, and every 4-bit base, is loaded from a folder,
 because it must be; `write_folder` makes that one without any of these packages.
+
+Like with like: where a case recomputes, everyone does so in the way that is theirs. PEFT takes transformers' gradient
+checkpointing, which keeps block inputs on the device (our `full`); Unsloth takes its own, which sends them to host
+memory (our `offload`) and is what its documentation says to use. The note in the record says which.
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ def peft_runner(case: Case, place: Place, *, liger: bool = False, adapters: torc
         model = _nf4_llama(case, place)
     else:
         model = random_llama(case.shape, place.device, torch.bfloat16)
-        if case.recompute:
+        if case.recompute != "none":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     config = peft.LoraConfig(
         r=case.rank,
@@ -95,7 +99,8 @@ def peft_runner(case: Case, place: Place, *, liger: bool = False, adapters: torc
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=adapters == torch.float32).train()
     kinds = {p.dtype for p in model.parameters() if p.requires_grad}
     assert kinds == {adapters}, f"adapters are {kinds}"
-    return _trainer(model, case, place.device, note=f"adapters {str(adapters).removeprefix('torch.')}, sdpa")
+    again = ", blocks recomputed from inputs on the device" if case.recompute != "none" else ""
+    return _trainer(model, case, place.device, note=f"adapters {str(adapters).removeprefix('torch.')}, sdpa{again}")
 
 
 def full_runner(case: Case, place: Place, *, compiled: bool) -> Runner:
@@ -108,7 +113,7 @@ def unsloth_runner(case: Case, place: Place) -> Runner:
     from unsloth import FastLanguageModel  # first of all: it patches what is imported after it
 
     assert place.folder is not None, "Unsloth reads its weights from a folder"
-    recompute: Any = "unsloth" if case.recompute else False
+    recompute: Any = "unsloth" if case.recompute != "none" else False
     model, _ = FastLanguageModel.from_pretrained(
         str(place.folder),
         max_seq_length=case.length,
@@ -129,7 +134,8 @@ def unsloth_runner(case: Case, place: Place) -> Runner:
         random_state=1,
     )
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
-    return _trainer(model.train(), case, place.device, note=f"adapters {' and '.join(kinds)}")
+    again = ", blocks recomputed from inputs in host memory (its own way)" if recompute else ""
+    return _trainer(model.train(), case, place.device, note=f"adapters {' and '.join(kinds)}{again}")
 
 
 def _trainer(model: Any, case: Case, device: torch.device, *, note: str, compiled: bool = False) -> Runner:
@@ -206,8 +212,8 @@ def _nf4_llama(case: Case, place: Place) -> Any:
     )
     return peft.prepare_model_for_kbit_training(
         model,
-        use_gradient_checkpointing=case.recompute,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if case.recompute else None,
+        use_gradient_checkpointing=case.recompute != "none",
+        gradient_checkpointing_kwargs={"use_reentrant": False} if case.recompute != "none" else None,
     )
 
 

@@ -1,13 +1,14 @@
 """The memory plan against torch's allocator: each combination planned, then run in a process of its own.
 
-    python -m benchmarks.plan [--json FILE] [NAME ...]
+    python -m benchmarks.plan [--json FILE] [--jobs N] [NAME ...]
 
     SIZE-KIND-POLICY-ROWSxLENGTH[-qv][-full][-rN]
     8b-nf4-offload-4x2048    1b-q4_k-none-1x2048    350m-bf16-none-4x512-full
 
 KIND is how the base is held: bf16, nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...). Weights are random (blocks are
 zero: only their size matters). A process evaluates one batch and takes a few captured steps, as a run does, and its
-peak is torch.cuda.max_memory_allocated since its start. The CUDA context is not in it.
+peak is torch.cuda.max_memory_allocated since its start. The CUDA context is not in it. Nothing is timed, so that
+several may run at once (--jobs), as long as the card holds them together (any four of the default ones: 115 GiB).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import re
 import subprocess
 import sys
 import typing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,13 +28,14 @@ from typing import Any, cast
 import torch
 from benchmarks.cases import HYPER, SHAPES
 
+from benchmarks import report
 from graftune.config import BaseConfig, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.model.spec import ModelSpec
 from graftune.weights.base import Base
 from graftune.weights.load import Placement
 
-WITHIN = 0.03
+WITHIN, AT_LEAST = 0.03, 12
 STEPS = 3
 DEFAULT = (
     "1b-bf16-none-1x512",
@@ -256,25 +259,41 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def goals(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    within = sum(abs(found.get("off", 1.0)) <= WITHIN for found in results)
+    most = max((abs(found["off"]) for found in results if "off" in found), default=None)
+    return [
+        report.goal(f"combinations within {WITHIN:.0%}", "at least", min(AT_LEAST, len(results)), within),
+        report.goal("furthest off", "at most", WITHIN, None if most is None else round(most, 4)),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="the memory plan against torch's allocator")
     parser.add_argument("names", nargs="*", default=list(DEFAULT))
     parser.add_argument("--json", default="")
     parser.add_argument("--one", default="")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at once")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this measures a CUDA device, and there is none here")
     if arguments.one:
         print(json.dumps(one(arguments.one)))
         return 0
-    results = []
     for name in arguments.names:
         parse(name)
-        results.append(apart(name))
-        print(table(results[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+
+    def told(name: str) -> dict[str, Any]:
+        found = apart(name)
+        print(table([found]).splitlines()[-1], file=sys.stderr, flush=True)
+        return found
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        results = list(pool.map(told, arguments.names))
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    document = facts | {"within": WITHIN, "results": results}
+    document = facts | {"within": WITHIN, "results": results, "goals": goals(results)}
     print(table(results))
+    print("\n".join(map(report.said, document["goals"])))
     if arguments.json == "-":
         print(json.dumps(document))
     elif arguments.json:

@@ -50,8 +50,7 @@ AXES = {
 
 def draw(result: Mapping[str, Any], target: Path) -> list[Path]:
     made = []
-    if result.get("cases"):
-        bars(result, target)
+    if result.get("cases") and bars(result, target):
         made.append(target)
     for axis, curves in result.get("sweeps", {}).items():
         path = target.with_name(f"{target.stem}-{axis}{target.suffix}")
@@ -65,7 +64,8 @@ def heading(result: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part.strip())
 
 
-def bars(result: Mapping[str, Any], target: Path) -> None:
+def bars(result: Mapping[str, Any], target: Path) -> bool:
+    """Whether there was anything to draw. Cases without a floor, where activations are recomputed, are left out."""
     groups = []
     for name, record in result["cases"].items():
         found = record["participants"]
@@ -75,7 +75,7 @@ def bars(result: Mapping[str, Any], target: Path) -> None:
             groups.append((name, floor, times))
     if not groups:
         print("nothing to draw: no case has a floor and a participant")
-        return
+        return False
     bar, gap = 1.0, 0.9
     total = sum(len(times) * bar + gap for _, _, times in groups)
     figure, axes = plt.subplots(figsize=(max(7.0, 0.42 * total + 1.6), 4.6), layout="constrained")
@@ -120,6 +120,7 @@ def bars(result: Mapping[str, Any], target: Path) -> None:
     figure.legend(frameon=False, fontsize=8.5, ncols=len(shown), loc="outside lower center")
     figure.savefig(target, dpi=160)
     plt.close(figure)
+    return True
 
 
 def curve(axis: str, curves: Mapping[str, Any], title: str, target: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.cases import GOALS, HOST_MS, PEERS
 
 Figures = Mapping[str, Any]
-FACTS = ("gpu", "driver", "torch", "triton", "cudnn", "python", "peers", "commit", "date", "settings")
+FACTS = ("gpu", "driver", "torch", "triton", "cudnn", "python", "peers", "commit", "date", "run", "settings")
+OWN = {"peak_gib": "peak GiB", "start_s": "seconds to the first step", "ms": "ms a step"}
 
 
 def time_of(participants: Mapping[str, Figures], name: str) -> float | None:
@@ -38,41 +39,81 @@ def ratios(participants: Mapping[str, Figures]) -> dict[str, Any]:
     return found
 
 
-def goals(case: str, participants: Mapping[str, Figures]) -> list[dict[str, Any]]:
-    """What the case must reach: what, the bound, what it is, and whether that will do (None: not measured)."""
-    wanted = dict(GOALS.get(case, {}))
+def goals(
+    case: str, participants: Mapping[str, Figures], beside: Mapping[str, Mapping[str, Figures]] | None = None
+) -> list[dict[str, Any]]:
+    """What the case must reach; `beside` are the participants of the other cases of its run."""
     known, own = ratios(participants), participants.get("ours", {})
-    rows: list[tuple[str, str, float, Any]] = []
-    for key, bound in wanted.items():
-        if key == "floor":
-            rows.append(("ours / floor", "at most", bound, known.get("ours_over_floor")))
-        elif key in ("peak_gib", "start_s"):
-            what = "peak GiB" if key == "peak_gib" else "seconds to the first step"
-            rows.append((what, "at most", bound, own.get(key)))
+    ours, rows = time_of(participants, "ours"), []
+    for key, bound in GOALS.get(case, {}).items():
+        who, _, other = key.partition("@")
+        if other:
+            theirs = time_of((beside or {}).get(other, {}), who)
+            both = ours is not None and theirs is not None
+            if who == "ours":
+                rows.append(goal(f"ours / {other}", "at most", bound, round(ours / theirs, 3) if both else None))
+            else:
+                what = f"{who}, {other} / ours"
+                rows.append(goal(what, "at least", bound, round(theirs / ours, 3) if both else None))
+        elif key == "floor":
+            rows.append(goal("ours / floor", "at most", bound, known.get("ours_over_floor")))
+        elif key in OWN:
+            rows.append(goal(OWN[key], "at most", bound, own.get(key)))
         else:
-            rows.append((f"{key} / ours", "at least", bound, known.get(f"{key}_over_ours")))
+            rows.append(goal(f"{key} / ours", "at least", bound, known.get(f"{key}_over_ours")))
     if "ours" in participants:
-        rows.append(("host ms a step", "at most", HOST_MS, own.get("host_ms")))
-    return [
-        {"what": what, "rule": rule, "bound": bound, "is": value, "met": _met(rule, bound, value)}
-        for what, rule, bound, value in rows
-    ]
+        rows.append(goal("host ms a step", "at most", HOST_MS, own.get("host_ms")))
+    return rows
 
 
-def _met(rule: str, bound: float, value: Any) -> bool | None:
-    if value is None:
-        return None
-    return value <= bound if rule == "at most" else value >= bound
+def goal(what: str, rule: str, bound: float, value: Any) -> dict[str, Any]:
+    """One thing to reach: what, the bound, what it is, and whether that will do (None: not measured). Every record of
+    every benchmark lists its own under `goals`."""
+    met = None if value is None else bool(value <= bound if rule == "at most" else value >= bound)
+    return {"what": what, "rule": rule, "bound": bound, "is": value, "met": met}
 
 
-def close_case(record: dict[str, Any], name: str) -> None:
+def said(found: Mapping[str, Any]) -> str:
+    """A goal in one line."""
+    verdict = {True: "reached", False: "NOT reached", None: "not measured"}[found["met"]]
+    shown = "-" if found["is"] is None else f"{found['is']:g}"
+    return f"{found['what']:34}{shown:>9}  {found['rule']} {found['bound']:g}: {verdict}"
+
+
+def every_goal(record: Any, where: str = "") -> list[dict[str, Any]]:
+    """All goals of a record, wherever they stand, each with its place."""
+    found: list[dict[str, Any]] = []
+    if isinstance(record, Mapping):
+        for key, value in record.items():
+            if key == "goals" and isinstance(value, list):
+                found += [{"where": where} | one for one in value]
+            else:
+                inside = where if key in ("cases", "kinds", "results") else f"{where} {key}".strip()
+                found += every_goal(value, inside)
+    return found
+
+
+def close(result: dict[str, Any]) -> None:
+    """Bring what follows from the figures up to date, in every case: some look at others of their run."""
+    for name, record in result["cases"].items():
+        if not isinstance(record, dict):
+            continue
+        same = {
+            other: there["participants"]
+            for other, there in result["cases"].items()
+            if record.get("run") and there.get("run") == record["run"]
+        }
+        close_case(record, name, same)
+
+
+def close_case(record: dict[str, Any], name: str, beside: Mapping[str, Mapping[str, Figures]] | None = None) -> None:
     """Bring what follows from the participants' figures up to date."""
     found = record["participants"]
     flops = found.get("floor", {}).get("flops")
     for figures in found.values():
         if flops and figures.get("ms"):
             figures["share_of_989"] = round(flops / figures["ms"] / 1e9 / 989.0, 4)
-    record["ratios"], record["goals"] = ratios(found), goals(name, found)
+    record["ratios"], record["goals"] = ratios(found), goals(name, found, beside)
 
 
 def line(figures: Figures) -> str:
@@ -97,7 +138,7 @@ def line(figures: Figures) -> str:
 def table(result: Mapping[str, Any]) -> str:
     """Short: a line a participant and case, then what was to be reached."""
     lines = [
-        f"{'case':20}{'who':13}{'ms':>9}{'x floor':>9}{'x ours':>8}{'tok/s':>10}{'GiB':>7}{'host ms':>9}{'loss':>8}"
+        f"{'case':24}{'who':13}{'ms':>9}{'x floor':>9}{'x ours':>8}{'tok/s':>10}{'GiB':>7}{'host ms':>9}{'loss':>8}"
     ]
     for name, record in result["cases"].items():
         found = record["participants"]
@@ -105,7 +146,7 @@ def table(result: Mapping[str, Any]) -> str:
         for who, figures in found.items():
             ms = time_of(found, who)
             if ms is None:
-                lines.append(f"{name:20}{who:13}{line(figures)[:100]}")
+                lines.append(f"{name:24}{who:13}{line(figures)[:100]}")
                 continue
             cells = [
                 f"{ms:9.2f}",
@@ -116,12 +157,9 @@ def table(result: Mapping[str, Any]) -> str:
                 _cell(figures.get("host_ms"), 9, 2),
                 _cell(figures.get("loss_last"), 8, 3),
             ]
-            lines.append(f"{name:20}{who:13}{''.join(cells)}")
+            lines.append(f"{name:24}{who:13}{''.join(cells)}")
     for name, record in result["cases"].items():
-        for goal in record["goals"]:
-            verdict = {True: "reached", False: "NOT reached", None: "not measured"}[goal["met"]]
-            shown = "-" if goal["is"] is None else f"{goal['is']:g}"
-            lines.append(f"{name:20}{goal['what']:27}{shown:>8}  {goal['rule']} {goal['bound']:g}: {verdict}")
+        lines += [f"{name:24}{said(found)}" for found in record["goals"]]
     return "\n".join(lines)
 
 

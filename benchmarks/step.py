@@ -10,7 +10,10 @@ and when a time is refused, peers.py how the others are set up, ours.py how we a
 The peers are found on PYTHONPATH or in --peers (a folder, or a .tar.xz that is unpacked first). Without --sweep the
 cases run; with it, the curves (ours beside the floor), and cases only where --cases names them. The record goes to
 benchmarks/results/step-GPU.json unless --json says otherwise, after every participant, so that a run that is cut short
-keeps what it has; --merge keeps the other cases of an earlier record.
+keeps what it has; --merge keeps the other cases of an earlier record. Several calls on one machine, one after the
+other, are one run where they say the same --run: a participant that the record has from that run is not timed again,
+and the goals that compare two cases hold between them. The exit code is 0 where everything asked for was measured (what
+the goals came to is in the table and the record), 1 where someone failed.
 """
 
 from __future__ import annotations
@@ -43,11 +46,11 @@ LIMITS = {"floor": 150, "ours": 240, "unsloth": 420, "hf-compiled": 420, "folder
 NOT_RUN = "not run: the run's time is up"
 
 
-def main() -> None:
+def main() -> int:
     options = arguments()
     if options.worker:
         work(options)
-        return
+        return 0
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         run = Run(options, Path(folder))
         for name in options.cases:
@@ -55,6 +58,7 @@ def main() -> None:
         for axis in options.sweep:
             run.sweep(axis)
         run.finish()
+        return int(run.failed)
 
 
 def arguments() -> argparse.Namespace:
@@ -68,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plot", default="", help="a .png; sweeps are drawn beside it, one file an axis")
     parser.add_argument("--peers", default="", help="folder or .tar.xz of the peers' packages")
     parser.add_argument("--commit", default="", help="where there is no .git to ask")
+    parser.add_argument("--run", default="", help="a name that several calls share, to be one run")
     parser.add_argument("--total", type=float, default=0.0, help="seconds after which no participant is started")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds for each participant instead of its own")
     parser.add_argument("--device", default="", help="cuda, or cpu (for the tests)")
@@ -76,6 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--sustain", type=float, default=2.0, help=argparse.SUPPRESS)
+    parser.add_argument("--swept", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", dest="cases", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.sweep = list(cases.SWEEPS) if options.sweep == "all" else [s for s in options.sweep.split(",") if s]
@@ -106,6 +112,7 @@ class Run:
         self.environment = environment(options, folder)
         self.result: dict[str, Any] = facts(options) | {"cases": {}, "sweeps": {}}
         self.old: dict[str, Any] | None = None
+        self.failed = False
 
     def case(self, name: str) -> None:
         case = cases.parse(name)
@@ -113,16 +120,33 @@ class Run:
             "tokens": case.tokens,
             "rank": case.rank if case.method == "lora" else None,
             "date": self.result["date"],
+            "run": self.result["run"],
             "commit": self.result["commit"],
-            "participants": {},
+            "participants": self.measured(name),
         }
         self.result["cases"][name] = record
         for who in cases.participants(case, self.options.who):
+            if "ms" in record["participants"].get(who, {}):
+                print(f"{name:24}{who:13}measured in this run already", flush=True)
+                continue
             for part, figures in self.figures(who, [name])[name].items():
                 record["participants"][part] = figures
-                print(f"{name:20}{part:13}{report.line(figures)}", flush=True)
-            report.close_case(record, name)
+                self.failed |= "ms" not in figures
+                print(f"{name:24}{part:13}{report.line(figures)}", flush=True)
             self.save()
+        self.save()
+
+    def measured(self, name: str) -> dict[str, Any]:
+        """What this run has of the case from an earlier call."""
+        found = self.earlier().get("cases", {}).get(name, {})
+        return dict(found["participants"]) if self.options.run and found.get("run") == self.options.run else {}
+
+    def earlier(self) -> dict[str, Any]:
+        """The record that is there, where it is to be kept."""
+        path = self.path()
+        if self.old is None and path is not None and str(path) != "-":
+            self.old = json.loads(path.read_text()) if self.options.merge and path.exists() else {}
+        return self.old or {}
 
     def sweep(self, axis: str) -> None:
         curves: dict[str, Any] = {}
@@ -130,22 +154,23 @@ class Run:
         for curve, points in cases.sweep(axis).items():
             names = [name for _, name in points]
             # Adapters are no part of the floor: one point serves a sweep of ranks.
-            floors = self.figures("floor", names[:1] if axis == "rank" else names, sustain=1.0)
+            floors = self.figures("floor", names[:1] if axis == "rank" else names, sustain=1.0, swept=True)
             own = self.figures("ours", names)
             curves[curve] = []
             for x, name in points:
                 found = own.get(name, {}) | floors.get(names[0] if axis == "rank" else name, {})
                 point = {"x": x, "case": name, "participants": found, "ratios": report.ratios(found)}
                 curves[curve].append(point)
+                self.failed |= any("ms" not in figures for figures in found.values())
                 print(f"{axis:10}{curve:22}{x:7} " + _point(found), flush=True)
             self.save()
 
-    def figures(self, who: str, names: list[str], sustain: float = 2.0) -> dict[str, Any]:
+    def figures(self, who: str, names: list[str], sustain: float = 2.0, swept: bool = False) -> dict[str, Any]:
         """case -> participant -> figures; a case that was not reached has the error that ended the worker."""
         problem = NOT_RUN
         found: dict[str, Any] = {}
         if not self.late():
-            arguments = ["--sustain", str(sustain)]
+            arguments = ["--sustain", str(sustain), *(["--swept"] if swept else [])]
             case = cases.parse(names[0])
             problem = ""
             if peers.needs_folder(who, case):
@@ -204,12 +229,11 @@ class Run:
 
     def save(self) -> None:
         path = self.path()
-        if path is None or str(path) == "-":
-            return
-        if self.old is None:
-            self.old = json.loads(path.read_text()) if self.options.merge and path.exists() else {}
-        self.result = report.merged(self.old, self.result) if self.old else self.result
-        report.write(path, self.result)
+        old = self.earlier()
+        self.result = report.merged(old, self.result) if old else self.result
+        report.close(self.result)
+        if path is not None and str(path) != "-":
+            report.write(path, self.result)
 
     def finish(self) -> None:
         for place in self.models.values():
@@ -300,6 +324,7 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "peers": {},
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "run": options.run or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
         "settings": {"steps": options.steps, "warm_up": "3 or more", "clock": "wall, synchronised around each step"}
         | cases.HYPER,
     }
@@ -343,7 +368,7 @@ def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> d
     if options.worker == "floor":
         from benchmarks.floor import measure_floor
 
-        return measure_floor(case, device, options.steps, options.sustain)
+        return measure_floor(case, device, options.steps, options.sustain, own=not options.swept)
     folder = Path(options.folder) if options.folder else None
     if options.worker == "folder":
         assert folder is not None
@@ -370,4 +395,4 @@ def versions() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

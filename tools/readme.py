@@ -1,17 +1,39 @@
 """Writes the generated parts of README.md: the table of settings from the code, the benchmark tables from their data.
 
 python tools/readme.py          rewrites README.md in place; a test checks that nothing is left to rewrite
+
+What was to be reached on a GPU is listed whether or not there is a record of it: what has none is `not measured yet`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cases import GOALS
+
+from benchmarks import report
 from graftune.config import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+ABSENT = "not measured yet"
+# Records beside the steps': (their name, the part of them, what it is and what makes it).
+OTHERS = (
+    ("graph", "1b-4x512", "graph against eager, 1b-4x512 (`graph.py`)"),
+    ("graph", "1.5b-4x512", "graph against eager, 1.5b-4x512 (`graph.py`)"),
+    ("graph", "350m-full-4x512", "accumulation, 350m-full-4x512 (`graph.py`)"),
+    ("gsm8k", "", "SmolLM2 on GSM8K, 200 steps, against the CPU in fp32 (`curves.py`)"),
+    ("bases-fp8", "", "the same over FP8 against bf16, 200 steps (`curves.py`)"),
+    ("bases-quantised", "", "over NF4 and the file's blocks against both dequantised, 100 steps (`curves.py`)"),
+    ("kernels", "", "dequantisation of every kind, to the bit (`quant_kernels.py`)"),
+    ("plan", "", "memory planned against measured (`plan.py`)"),
+)
 
 
 def settings() -> str:
@@ -30,8 +52,7 @@ def settings() -> str:
 def cpu() -> str:
     lines = ["| machine | ours, tok/s | PEFT bf16 | PEFT fp32 | floor | ratio to PEFT bf16 / to the faster PEFT |"]
     lines.append("|---|---|---|---|---|---|")
-    for path in sorted((ROOT / "benchmarks" / "results").glob("cpu-*.json")):
-        result = json.loads(path.read_text())
+    for result in _records("cpu"):
         speed = result["tok_s"]
         ours = next(n for n in speed if n.startswith("graftune"))
         dtype = ours.split()[-1]
@@ -43,10 +64,13 @@ def cpu() -> str:
 
 
 def gpu() -> str:
+    return _steps() + "\n\n" + _goals()
+
+
+def _steps() -> str:
     lines = ["| GPU, case | ours: ms, tok/s, peak | floor, ms | ours / floor | peers, ms (as multiples of ours) |"]
     lines.append("|---|---|---|---|---|")
-    for path in sorted((ROOT / "benchmarks" / "results").glob("step-*.json")):
-        record = json.loads(path.read_text())
+    for record in _records("step"):
         for name, case in record["cases"].items():
             who = case["participants"]
             ours, floor = who.get("ours", {}), who.get("floor", {}).get("ms")
@@ -58,6 +82,41 @@ def gpu() -> str:
             share = [f"{floor:.1f}", f"{ours['ms'] / floor:.2f}"] if floor else ["-", "-"]
             lines.append("| " + " | ".join([f"{record['gpu']}, {name}", own, *share, beside]) + " |")
     return "\n".join(lines)
+
+
+def _goals() -> str:
+    """One row a case or record, measured or not."""
+    lines = ["| to be reached on an H200 | goal | measured |", "|---|---|---|"]
+    found: dict[str, Any] = {}
+    for record in _records("step"):
+        report.close(record)
+        found |= record["cases"]
+    for name in GOALS:
+        rows = found[name]["goals"] if name in found else report.goals(name, {})
+        lines.append(_row(f"`{name}`", [row for row in rows if row["what"] != "host ms a step" or row["met"] is False]))
+    for kind, part, what in OTHERS:
+        rows = [row for record in _records(kind) for row in report.every_goal(record) if row["where"].startswith(part)]
+        lines.append(_row(what, rows))
+    return "\n".join(lines)
+
+
+def _row(what: str, goals: list[dict[str, Any]]) -> str:
+    asked = [f"{goal['what']} {'≤' if goal['rule'] == 'at most' else '≥'} {goal['bound']:g}" for goal in goals]
+    if not goals or all(goal["is"] is None for goal in goals):
+        measured = [ABSENT]
+    elif len(goals) > 6:
+        asked, missed = [f"{len(goals)} of them"], [goal for goal in goals if not goal["met"]]
+        measured = [f"{len(goals) - len(missed)} reached", *(f"{g['where']} {g['what']}: missed" for g in missed)]
+    else:
+        words = {True: "reached", False: "missed"}
+        measured = [ABSENT if g["is"] is None else f"{g['is']:g} ({words[g['met']]})" for g in goals]
+    return f"| {what} | {', '.join(asked) or '-'} | {', '.join(measured)} |"
+
+
+def _records(kind: str) -> list[dict[str, Any]]:
+    paths = sorted(RESULTS.glob(f"{kind}-*.json"))
+    # gsm8k-cpu.json is what the others are held against.
+    return [json.loads(path.read_text()) for path in paths if path.name != "gsm8k-cpu.json"]
 
 
 def rewritten(text: str) -> str:

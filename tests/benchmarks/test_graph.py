@@ -1,0 +1,30 @@
+"""Graphs, accumulation and the plan's verdict, as far as they go without a GPU: nothing is captured here, so eager and
+captured are one, bit for bit, and not faster."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from benchmarks import graph, plan
+
+
+def test_a_tiny_run(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "graph.json"
+    words = ["graph.py", "--cases", "tiny-nf4-2x32", "--steps", "3", "--accumulate", "tiny-full-1x32"]
+    monkeypatch.setattr(sys, "argv", [*words, "--json", str(out)])
+    monkeypatch.setattr(graph, "SPEEDUP", 50.0)
+    assert graph.main() == 1, "a goal that is missed is the exit code"
+    found = json.loads(out.read_text())
+    case = found["tiny-nf4-2x32"]
+    assert case["most_apart"] == 0 and len(case["goals"]) == 3 and case["deterministic_steps"] == 3
+    assert [goal["met"] for goal in case["goals"]][:2] == [False, True]
+    assert found["tiny-full-1x32"]["goals"][0]["is"] == found["tiny-full-1x32"]["ratio"] > 0
+    assert "at least 50: NOT reached" in capsys.readouterr().out
+
+
+def test_the_plans_goals_count_what_is_within():
+    good = [{"name": str(i), "off": 0.01} for i in range(12)]
+    assert all(goal["met"] for goal in plan.goals(good))
+    assert [goal["met"] for goal in plan.goals([*good, {"name": "x", "off": -0.04}])] == [True, False]
+    assert [goal["met"] for goal in plan.goals([*good[1:], {"name": "x", "error": "out of memory"}])] == [False, True]

@@ -1,0 +1,72 @@
+"""The README's tables of GPU figures know every goal: measured ones with their verdict, the others as not measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cases, plots, report
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+readme = importlib.import_module("readme")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def figures(ms: float, peak: float = 9.0) -> dict[str, float]:
+    return {"ms": ms, "tok_s": 8192e3 / ms, "peak_gib": peak, "host_ms": 0.5}
+
+
+def row_of(text: str, name: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+    return found
+
+
+def test_without_records_everything_is_not_measured_yet(results):
+    text = readme.gpu()
+    for name in cases.GOALS:
+        assert readme.ABSENT in row_of(text, f"`{name}`")
+    for _, _, what in readme.OTHERS:
+        assert readme.ABSENT in row_of(text, what)
+
+
+def test_measured_rows_have_their_verdict(results):
+    run = {"run": "1", "tokens": 8192}
+    record = {
+        "gpu": "NVIDIA H9",
+        "cases": {
+            "8b-4x2048": run | {"participants": {"ours": figures(440, 40.0), "unsloth": figures(500, 46.0)}},
+            "8b-nf4-4x2048": run | {"participants": {"ours": figures(460)}},
+            "8b-nf4-4x2048-full": run | {"participants": {"ours": figures(640)}},
+            "8b-fp8-4x2048": run | {"participants": {"ours": figures(290), "floor": {"ms": 240.0}}},
+        },
+    }
+    (results / "step-h9.json").write_text(json.dumps(record))
+    kinds = {f"Q{i}": {"goals": [report.goal("values that differ", "at most", 0, int(i == 3))]} for i in range(8)}
+    (results / "kernels-h9.json").write_text(json.dumps({"kinds": kinds}))
+    fp8 = {"compared": {"fp8": {"goals": [report.goal("fp8: loss apart, most", "at most", 0.005, 0.004)]}}}
+    (results / "bases-fp8-h9.json").write_text(json.dumps(fp8))
+    text = readme.gpu()
+    assert "1.045 (reached)" in row_of(text, "`8b-nf4-4x2048`")
+    assert row_of(text, "`8b-nf4-4x2048-full`").endswith("9 (reached), 640 (missed) |")
+    assert row_of(text, "`8b-fp8-4x2048`").endswith("1.208 (reached), 1.724 (reached) |")
+    assert "NVIDIA H9, 8b-nf4-4x2048-full | 640.0, 12.8k, 9.0 GiB | - | - | - |" in text
+    assert "8 of them | 7 reached, Q3 values that differ: missed" in text
+    assert "0.004 (reached)" in row_of(text, "the same over FP8")
+    assert readme.ABSENT in row_of(text, "`1.5b-nf4-qv-4x512`") and readme.ABSENT in row_of(text, "over NF4")
+
+
+def test_what_has_no_floor_is_left_out_of_the_bars(tmp_path):
+    recomputed = {"8b-nf4-4x2048-full": {"participants": {"ours": figures(640)}}}
+    assert plots.draw({"cases": recomputed}, tmp_path / "a.png") == []
+    both = recomputed | {"8b-fp8-4x2048": {"participants": {"ours": figures(290), "floor": {"ms": 240.0}}}}
+    assert plots.draw({"cases": both}, tmp_path / "b.png") == [tmp_path / "b.png"]

@@ -1,0 +1,113 @@
+"""The families that differ from Llama on the GPU: soft caps, windows in some layers, norms around and behind, rope in
+parts of heads and in some layers only, fused projections. Gradients equal the CPU's, the captured step is the eager one
+bit for bit, and nothing waits. The models are made here, from torch alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.data.pack import pack
+from graftune.model.spec import ModelSpec
+from graftune.runtime import resolve
+from graftune.train.engine import attention_for
+from graftune.train.hot import DeviceLoop
+from graftune.train.step import Step
+from tests import families, oracle, quantised
+from tests.gpu.test_step import SHAPE, examples, never_waits, run
+
+pytestmark = pytest.mark.gpu
+LORA = LoraConfig(rank=4, alpha=8.0, train_norms=True)
+SPECS = {variant: families.spec(variant) for variant in families.DIFFERENT} | {"phi3-far": families.far()}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def ready(
+    shape: ModelSpec,
+    *,
+    graph: bool,
+    compute: torch.dtype = torch.float32,
+    deterministic: bool = True,
+    device: str = "cuda",
+    base_dtype: str = "",
+    **more,
+) -> tuple[oracle.Ours, Step, DeviceLoop | None]:
+    """The step as a run has it: the backend that `attention_for` chooses, windows where the family has them. (Off the
+    GPU there is no loop.)"""
+    base = families.base_of(shape)
+    ours = quantised.placed(base, LORA, base_dtype or NAMES[compute], device, compute)
+    torch.manual_seed(5)
+    drawn = torch.randn(len(ours.arena.weights)).mul_(0.05)
+    for slot in ours.arena.slots.values():  # norms stay near what they are
+        if "norm" in slot.name:
+            drawn[slot.start : slot.stop].add_(ours.arena.weights[slot.start : slot.stop].cpu())
+    ours.arena.weights.copy_(drawn)
+    ours.arena.publish()
+    runtime = resolve(device, NAMES[compute], deterministic=deterministic)
+    backend = attention_for(base, runtime, SHAPE["longest"]).backend
+    step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"], **more)
+    return ours, step, DeviceLoop(step, graph) if device == "cuda" else None
+
+
+def gradients(shape: ModelSpec, device: str, **how) -> tuple[float, dict[str, torch.Tensor]]:
+    ours, step, _ = ready(shape, graph=False, device=device, **how)
+    step.micro_step(pack(examples(1, 20, 60, 5), **SHAPE).to(torch.device(device)))
+    return float(step.loss_sum), {n: ours.arena.view(n, ours.arena.grads).cpu() for n in ours.arena.slots}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
+@pytest.mark.parametrize("variant", SPECS)
+def test_gradients_equal_the_cpus(variant, recompute):
+    loss, got = gradients(SPECS[variant], "cuda", recompute=recompute)
+    want_loss, want = gradients(SPECS[variant], "cpu")
+    assert loss == pytest.approx(want_loss, rel=1e-4)
+    for name, grad in want.items():
+        assert (got[name] - grad).norm() <= 1e-3 * grad.norm(), name
+
+
+@pytest.mark.parametrize("variant", SPECS)
+def test_bf16_is_near_fp32(variant):
+    loss, got = gradients(SPECS[variant], "cuda", compute=torch.bfloat16, deterministic=False)
+    want_loss, want = gradients(SPECS[variant], "cpu")
+    assert loss == pytest.approx(want_loss, rel=5e-3)
+    for name, grad in want.items():
+        assert torch.nn.functional.cosine_similarity(got[name].flatten(), grad.flatten(), 0) > 0.99, name
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", SPECS)
+def test_captured_is_eager_bit_for_bit(variant, compute):
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for graph in (True, False):
+            ours, step, loop = ready(SPECS[variant], graph=graph, compute=compute, dropout=0.1)
+            for i in range(6):
+                run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
+            figures = [f[1:] for f in loop.finished(wait=True)]
+            found.append((figures, ours.arena.weights.clone(), int(step.count)))
+            assert loop.captures == (1 if graph else 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (figures, weights, count), (figures_, weights_, count_) = found
+    assert figures == figures_ and torch.equal(weights, weights_) and count == count_ == 6
+
+
+@pytest.mark.parametrize("variant", SPECS)
+def test_nothing_waits_and_nothing_is_captured_again(variant):
+    never_waits(
+        ready(SPECS[variant], graph=True, compute=torch.bfloat16, deterministic=False, dropout=0.1, tuned=True)[2]
+    )
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "phi3", "olmo3"])
+def test_a_quantised_base_trains_captured(variant):
+    losses = []
+    for base_dtype in ("bf16", "nf4"):
+        loop = ready(SPECS[variant], graph=True, compute=torch.bfloat16, base_dtype=base_dtype)[2]
+        for _ in range(12):
+            run(loop, [examples(0, 40, 60)], lr=5e-3)
+        losses.append([f.loss for f in loop.finished(wait=True)])
+        assert loop.captures == 1 and losses[-1][-1] < losses[-1][0]
+    assert losses[0] != losses[1]

@@ -1,0 +1,30 @@
+"""The families' specs that the GPU's tests write by hand are those that configurations of transformers come to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.weights.base import open_base
+from tests import families, quantised
+from tests.gpu.test_step import examples
+
+
+@pytest.mark.parametrize("variant", families.DIFFERENT)
+def test_a_spec_by_hand_is_the_configurations(variant, tiny_folder):
+    there, here = open_base(str(tiny_folder(variant))).spec, families.spec(variant)
+    for field in dataclasses.fields(there):
+        want, got = getattr(there, field.name), getattr(here, field.name)
+        assert got == (pytest.approx(want) if isinstance(want, float) else want), field.name
+
+
+@pytest.mark.parametrize("variant", families.DIFFERENT)
+def test_its_model_has_a_gradient_in_every_adapter(variant):
+    ours = quantised.placed(families.base_of(families.spec(variant)), LoraConfig(rank=4, alpha=8.0), "fp32")
+    loss, grads = ours.gradients(examples(1, 20, 33, 5))
+    assert 0 < loss < 1000 and all(bool(grad.any()) and bool(grad.isfinite().all()) for grad in grads.values())
+    again = quantised.placed(families.base_of(families.spec(variant)), LoraConfig(rank=4, alpha=8.0), "fp32")
+    assert torch.equal(again.decoder.embedding.rows(torch.arange(9)), ours.decoder.embedding.rows(torch.arange(9)))
