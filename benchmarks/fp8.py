@@ -214,8 +214,8 @@ def norms(shape: Shape, tokens: int) -> dict[str, float]:
         "norm": timed(lambda i: rms_norm.add_forward(x[i], y[i], weight, 1e-5, wide), 4),
         "norm to codes": timed(lambda i: fp8.norm(x[i], y[i], weight, 1e-5, codes, reach=reach), 4),
         "norm back": timed(lambda i: rms_norm.add_backward(grad[i], x[i], rstd, weight, y[i]), 4),
-        "norm back with scale": timed(
-            lambda i: fp8.norm_backward(grad[i], x[i], rstd, weight, y[i], y[i], weight, reach=reach), 4
+        "norm back to codes": timed(
+            lambda i: fp8.norm_backward(grad[i], x[i], rstd, weight, y[i], y[i], codes, weight, reach=reach), 4
         ),
     }
 
@@ -264,9 +264,9 @@ def layer(found: dict[str, dict[str, float]], pro: dict[str, float]) -> dict[str
     quantising = total("quantise x", "quantise dY")
     rooms = total("fp8 forward with room", "fp8 dX with room")
     fused = (
-        2 * pro["norm to codes"] + 2 * pro["norm back with scale"] + pro["swiglu to codes"]
-        + pro["swiglu back with scale"] + total("h with codes") + found["qkv"]["g and dB with codes"]
-        + sum(found[g]["g and dB quantising dY"] for g in ("o", "gate_up", "down"))
+        2 * pro["norm to codes"] + 2 * pro["norm back to codes"] + pro["swiglu to codes"]
+        + pro["swiglu back with scale"] + total("h with codes") + found["gate_up"]["g and dB quantising dY"]
+        + sum(found[g]["g and dB with codes"] for g in ("qkv", "o", "down"))
         + found["o"]["quantise x"] + found["qkv"]["quantise dY"]
     )  # fmt: skip
     return {

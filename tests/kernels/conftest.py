@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+
+from tests import tiny
 
 
 @pytest.fixture
@@ -16,3 +23,50 @@ def kernels_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from graftune.kernels import launch
 
     monkeypatch.setattr(launch, "fused", lambda x: True)
+
+
+@pytest.fixture(scope="session")
+def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """As tiny_folder, of two layers: the interpreter takes milliseconds for one program of a kernel."""
+    made: dict[str, Path] = {}
+
+    def get(variant: str, **options: Any) -> Path:
+        key = f"{variant}{options}"
+        if key not in made:
+            options = tiny.VARIANT_OPTIONS.get(variant, {}) | {"num_hidden_layers": 2} | options
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(tiny.VARIANT_OPTIONS, variant, options)
+                made[key] = tiny.make_folder(variant, tmp_path_factory.mktemp("shallow") / variant)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _language_replaced_once() -> Iterator[None]:
+    """Triton's interpreter puts its own functions in the language's place before every launch, and again at every call
+    of a device function, as tl.sum and tl.zeros are: half of its time. What it replaces follows from the modules that
+    a kernel's own module names and nothing else, so once a module is enough until the last of these tests."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.runtime import interpreter
+
+    replace = getattr(interpreter, "_patch_lang", None)
+    if replace is None:  # another interpreter than those we know: as it is, and slower
+        yield
+        return
+    scopes: dict[int, Any] = {}
+
+    def once(fn: Any) -> Any:
+        module = id(fn.__globals__)
+        if module not in scopes:
+            scopes[module] = replace(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = once
+    yield
+    interpreter._patch_lang = replace
+    for scope in reversed(scopes.values()):
+        if hasattr(scope, "restore"):
+            scope.restore()

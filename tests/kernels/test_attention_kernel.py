@@ -89,26 +89,36 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "backward_tile", lambda width, dtype: kernel.Tile(16, 32, 4, 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(1, 1, 16), (4, 2, 40), (4, 1, 64)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((1, 1, 16), DTYPES[0]), ((4, 2, 40), DTYPES[0]), ((2, 1, 40), DTYPES[1]), ((4, 1, 64), DTYPES[2])],
+)
 def test_grouped_heads_and_widths(heads, dtype, device):
-    check((5, 1, 17, 0, 0), heads, dtype, device, longest=20)
+    check((5, 1, 17, 0), heads, dtype, device, longest=20)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [(1,), (1, 0, 2), (33, 1, 70, 0), (16, 32, 48), (0, 65, 0, 15)])
+@pytest.mark.parametrize(
+    ("lengths", "dtype"),
+    [
+        ((1,), torch.float32),
+        ((1, 0, 2), torch.bfloat16),
+        ((33, 1, 49, 0), torch.float32),
+        ((16, 32, 48), torch.float32),
+        ((0, 65, 0, 15), torch.bfloat16),
+    ],
+)
 def test_documents_across_tiles(lengths, dtype, device, small_tiles):
-    check(lengths, (2, 1, 16), dtype, device, longest=96)
+    check(lengths, (2, 1, 16), dtype, device, longest=max(lengths) + 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_longer_than_the_real_tiles(dtype, device):
-    check((150, 3), (2, 1, 16), dtype, device)
+    check((130 if dtype != torch.float32 else 66, 3), (2, 1, 16), dtype, device)
 
 
 @pytest.mark.parametrize("window", [1, 3, 16, 20, 1000])
 def test_windows(window, device, small_tiles):
-    check((70, 1, 35, 0), (2, 1, 16), torch.float32, device, window=window)
+    check((50, 1, 0), (2, 1, 16), torch.float32, device, window=window)
 
 
 @pytest.mark.parametrize("wanted", [0, 1000])
@@ -117,7 +127,7 @@ def test_query_heads_together_or_apart(heads, wanted, device, small_tiles, monke
     from graftune.kernels.attention import kernel
 
     monkeypatch.setattr(kernel, "programs_wanted", lambda device: wanted)
-    check((5, 33, 0, 17), heads, torch.float32, device, longest=40)
+    check((5, 33, 0), heads, torch.float32, device)
 
 
 def test_wide_heads(device):
@@ -151,10 +161,11 @@ def test_warm_runs_the_whole_shape(device):
     attention.warm("triton", torch.device(device), torch.bfloat16, (2, 1, 16), 50, 4, 32, 0.25)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "cap"), [(0, 1.5), (9, 0.7), (0, 50.0)])
+@pytest.mark.parametrize(
+    ("window", "cap", "dtype"), [(0, 1.5, DTYPES[0]), (9, 0.7, DTYPES[0]), (9, 50.0, DTYPES[1]), (0, 0.7, DTYPES[2])]
+)
 def test_soft_caps(small_tiles, device, window, cap, dtype):
-    check((37, 0, 20), (4, 2, 24), dtype, device, window=window, cap=cap)
+    check((37, 0, 5), (2, 1, 24), dtype, device, window=window, cap=cap)
 
 
 def test_a_soft_cap_of_the_reference_equals_autograds():

@@ -39,8 +39,7 @@ def test_fp32(kernels_on: None, device: str, kind: str, rows: int, per_row: int)
     check(drawn(kind, rows, per_row, seed=per_row), kind, torch.float32, 0, device)
 
 
-@pytest.mark.parametrize("room", [0, 1, 6, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "room"), [(torch.bfloat16, 0), (torch.bfloat16, 6), (torch.float16, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounded_into_rows_that_lie_apart(
     kernels_on: None, device: str, kind: str, dtype: torch.dtype, room: int

@@ -64,13 +64,13 @@ def splits(monkeypatch):
     """How many parts each product was split into and added up from; a product in one piece is not in the list."""
     from graftune.kernels.lora_linear import kernel
 
-    found, add_up = [], kernel._add_up
+    found, add_up = [], kernel.add_up
 
     def spy(parts, *a, **k):
         found.append(len(parts))
         add_up(parts, *a, **k)
 
-    monkeypatch.setattr(kernel, "_add_up", spy)
+    monkeypatch.setattr(kernel, "add_up", spy)
     return found
 
 
@@ -128,19 +128,24 @@ def wide(low: Low) -> Low:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "thin", "parts"),
+    ("tokens", "width", "thin", "parts", "tiles"),
     [
-        (1, 2, 1, 0),
-        (3, 64, 3, 0),
-        (65, 65, 17, 0),
-        (64, 256, 24, 0),  # the widest that one program takes
-        (65, 257, 24, 2),
-        (1, 700, 40, 3),
-        (7, 513, 64, 3),
-        (4097, 513, 2, 2),  # larger tiles from 4096 tokens on
+        (1, 2, 1, 0, 0),
+        (3, 64, 3, 0, 0),
+        (65, 65, 17, 0, 0),
+        (64, 256, 24, 0, 0),  # the widest that one program takes
+        (65, 257, 7, 2, 0),
+        (1, 700, 40, 3, 0),
+        (7, 513, 64, 3, 0),
+        (65, 513, 2, 2, 4096),  # with the larger tiles that products have from 4096 tokens on
     ],
 )
-def test_down(kernels_on, device, dtype, splits, tokens, width, thin, parts):
+def test_down(kernels_on, device, dtype, splits, tokens, width, thin, parts, tiles, monkeypatch):
+    from graftune.kernels.lora_linear import kernel
+
+    tile = kernel._rows_tile
+    assert tile(4095, False) == tile(0, False) != tile(4096, False)
+    monkeypatch.setattr(kernel, "_rows_tile", lambda tokens, codes: tile(tiles, codes))
     torch.manual_seed(tokens + width)
     x = beside(torch.randn(tokens, width), dtype, device, room_for(thin))
     weight = (torch.randn(thin, width) / width**0.5).to(dtype).to(device)
@@ -192,8 +197,8 @@ def test_up_grad(kernels_on, device, dtype, tokens, group, rank):
 
 
 @pytest.mark.parametrize(("tokens", "columns", "rank"), [
-    (1, ((0, 7),), 3), (65, ((0, 300), (310, 600)), 16), (300, ((0, 530), (530, 540), (540, 600)), 5),
-    (700, ((0, 40), (50, 90)), 40),
+    (1, ((0, 7),), 3), (17, ((0, 300), (310, 600)), 16), (33, ((0, 530), (530, 540), (540, 600)), 5),
+    (260, ((3, 40),), 33), (520, ((0, 40), (50, 90)), 2),
 ])  # fmt: skip
 def test_both_in_one_pass(kernels_on, device, dtype, tokens, columns, rank):
     torch.manual_seed(rank)
@@ -236,16 +241,20 @@ def test_down_backward(kernels_on, device, dtype, tokens, width, thin, normed):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "columns", "rank", "parts"),
+    ("tokens", "columns", "rank", "parts", "tiles"),
     [
-        (512, ((0, 64), (97, 130)), 8, 0),  # the most tokens that one program sums
-        (513, ((0, 64), (97, 130)), 8, 2),
-        (1500, ((5, 70),), 3, 3),
-        (4097, ((0, 128), (129, 130)), 16, 17),  # larger tiles from here on
-        (4097, ((0, 33),), 33, 9),  # but not for large ranks
+        (512, ((0, 64), (97, 130)), 8, 0, 0),  # the most tokens that one program sums
+        (513, ((0, 64), (97, 130)), 8, 2, 0),
+        (1500, ((5, 70),), 3, 3, 0),
+        (600, ((0, 128), (129, 130)), 16, 3, 4096),  # with the larger tiles from 4096 tokens on
+        (600, ((0, 33),), 33, 2, 4096),  # which large ranks do not have
     ],
 )
-def test_sums_over_many_tokens(kernels_on, device, dtype, splits, tokens, columns, rank, parts):
+def test_sums_over_many_tokens(kernels_on, device, dtype, splits, tokens, columns, rank, parts, tiles, monkeypatch):
+    from graftune.kernels.lora_linear import sums
+
+    tile = sums._columns_tile
+    monkeypatch.setattr(sums, "_columns_tile", lambda rank, tokens: tile(rank, tiles))
     torch.manual_seed(tokens)
     out = columns[-1][1]
     low, grad = adapters(tokens, columns, rank, dtype, device), gradient(tokens, columns, dtype, device, 3, out)
@@ -260,9 +269,9 @@ def test_sums_over_many_tokens(kernels_on, device, dtype, splits, tokens, column
 
 
 def test_columns_enough_for_the_chip_are_summed_in_one_piece(kernels_on, device, dtype, splits, monkeypatch):
-    from graftune.kernels.lora_linear import kernel
+    from graftune.kernels.lora_linear import sums
 
-    monkeypatch.setattr(kernel, "_columns_tile", lambda rank, tokens: (64, 128, 4, 3, 6))
+    monkeypatch.setattr(sums, "_columns_tile", lambda rank, tokens: (64, 128, 4, 3, 6))
     low, grad = adapters(700, GROUPS["qkv"], 2, dtype, device), gradient(700, GROUPS["qkv"], dtype, device, 3)
     got, want = torch.ones(OUT, 2, device=device), torch.ones(OUT, 2, device=device)
     lora_linear.up_grad(grad[:700, :OUT], low, got)
@@ -302,13 +311,13 @@ def test_members_of_unlike_width_in_parts(kernels_on, device, dtype, splits, col
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_products_go_to_the_matrix_library(kernels_on, device, dtype, monkeypatch):
-    from graftune.kernels.lora_linear import kernel
+    from graftune.kernels.lora_linear import kernel, sums
 
     def never(*a, **k):
         raise AssertionError("our kernels are for thin products")
 
     monkeypatch.setattr(kernel, "rows", never)
-    monkeypatch.setattr(kernel, "sum_columns_", never)
+    monkeypatch.setattr(sums, "sum_columns_", never)
     tokens, rank, columns = 9, lora_linear.THIN + 1, ((0, 64), (97, 130))
     rough = 4 * TOLERANCE[dtype]  # the library rounds every step
     grad = gradient(tokens, columns, dtype, device, 200)

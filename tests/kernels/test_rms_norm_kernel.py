@@ -14,7 +14,7 @@ from graftune.kernels.rms_norm import reference
 # One rounding of the result; twice that in bf16, which Triton's interpreter cuts off instead of rounding it.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
 DTYPES = list(TOLERANCE)
-SIZES = [(1, 2), (1, 1024), (5, 3), (37, 96), (2, 129), (3, 1025), (2, 4097)]
+SIZES = [(1, 2), (1, 1024), (5, 3), (9, 96), (2, 129), (3, 1025), (2, 4097)]
 NAN = float("nan")
 
 
@@ -110,12 +110,11 @@ def test_backward(kernels_on, device, tokens, width, residual_room, learns, dtyp
         close(totals[0], totals[1], torch.float32)
 
 
-@pytest.mark.parametrize(("tokens", "programs"), [(1, 4), (4, 4), (5, 4), (37, 4), (13, 1), (530, None)])
+@pytest.mark.parametrize(("tokens", "programs"), [(1, 4), (4, 4), (5, 4), (37, 4), (13, 1)])
 def test_the_weights_gradient_of_rows_that_share_a_program(kernels_on, device, tokens, programs, monkeypatch):
     from graftune.kernels.rms_norm import kernel
 
-    if programs is not None:
-        monkeypatch.setattr(kernel, "PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "PROGRAMS", programs)
     x, grad, weight = inputs(tokens, 6, torch.float32, device)
     x = corner(buffer(x, 0, filled=True), x)  # whoever goes on behind the last token meets NaN
     rstd = torch.full((tokens + 9,), NAN, device=device)[:tokens].copy_(torch.rsqrt(x.square().mean(-1) + 1e-5))

@@ -11,7 +11,7 @@ from graftune.kernels.rope import reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 DTYPES = list(TOLERANCE)
-SHAPES = [(1, (1, 1, 2)), (37, (3, 1, 20)), (66, (2, 2, 64)), (19, (4, 2, 96)), (5, (2, 1, 256))]
+SHAPES = [(1, (1, 1, 2)), (37, (3, 1, 20)), (66, (2, 1, 64)), (19, (2, 2, 96)), (5, (2, 1, 256))]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
@@ -61,8 +61,10 @@ def test_forward(kernels_on, device, tokens, heads, biased, normed, dtype):
         assert torch.equal(got[:, -heads[1] * heads[2] :], qkv[:, -heads[1] * heads[2] :])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [(), ("q", "k"), ("k",), None])
+@pytest.mark.parametrize(
+    ("normed", "dtype"),
+    [(("q", "k"), d) for d in DTYPES] + [(None, d) for d in DTYPES] + [((), DTYPES[0]), (("k",), DTYPES[1])],
+)
 @pytest.mark.parametrize(("tokens", "heads"), SHAPES)
 def test_backward(kernels_on, device, tokens, heads, normed, dtype):
     """normed: None without norms, else those whose weights learn."""

@@ -153,11 +153,11 @@ def test_blocks_grow_with_the_arena():
         BlockTable.of([Span(0, 10, 0, True), Span(9, 12, 1, True)])
 
 
-@pytest.mark.parametrize("copy", COPIES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", [1])
-def test_updates_are_the_reference_s(layout, copy, seed, device, kernels_on, monkeypatch):
-    torch.manual_seed(seed)
+@pytest.mark.parametrize(
+    ("layout", "copy"), [*((name, COPIES[0]) for name in LAYOUTS), ("odd", COPIES[1]), ("layers", COPIES[2])]
+)
+def test_updates_are_the_reference_s(layout, copy, device, kernels_on, monkeypatch):
+    torch.manual_seed(1)
     ours, plain = pair(layout, device, copy=copy)
     for step in range(3):
         ours.set(clip=[0.5, 0.0, 100.0][step])
@@ -203,9 +203,18 @@ def test_elements_outside_the_table_stay(device, kernels_on):
     assert math.isclose(run.report[1].item(), 2 * math.sqrt(130) / HYPER["divisor"], rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("bad", ["inf", "-inf", "nan", "nan loss", "inf loss"])
-@pytest.mark.parametrize("layout", ["layers in several slices", "odd"])
+@pytest.mark.parametrize(
+    ("layout", "bad", "scaled"),
+    [
+        ("layers in several slices", "inf", True),
+        ("layers in several slices", "nan", False),
+        ("layers in several slices", "nan loss", True),
+        ("odd", "-inf", False),
+        ("odd", "nan", True),
+        ("odd", "nan loss", False),
+        ("odd", "inf loss", True),
+    ],
+)
 def test_a_skip_changes_nothing_but_the_gradient(layout, bad, scaled, device, kernels_on, monkeypatch):
     ours, plain = pair(layout, device, copy=torch.bfloat16, scaled=scaled)
     grads = torch.randn(len(plain.weights))
@@ -271,11 +280,11 @@ def test_the_loss_scale_divides_out(layout, device, kernels_on, monkeypatch):
 
 @pytest.mark.parametrize("on", [True, False], ids=["kernel", "reference"])
 def test_the_loss_scale_over_many_steps(on, device, monkeypatch):
-    """Scale and good updates after 2,100 steps, four of them skipped; the interval is shortened for the interpreter."""
+    """Scale and good updates after 2,100 steps, four of them skipped; fewer and sooner through the interpreter."""
     from graftune.kernels import launch
 
     monkeypatch.setattr(launch, "fused", lambda x: on)
-    steps, interval = (210, 20) if on and device == "cpu" else (2100, 200)
+    steps, interval = (60, 5) if on and device == "cpu" else (2100, 200)
     if on:
         from graftune.kernels.grad_norm import kernel
 

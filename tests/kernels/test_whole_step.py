@@ -18,10 +18,11 @@ from tests import oracle, tiny
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 0.1, "weight_decay": 0.01, "clip": 0.7}
 
 
-def batch(capacity: int | None = None):
-    tokens = torch.randint(3, tiny.VOCAB, (2, 20), generator=torch.Generator().manual_seed(3)).tolist()
-    examples = [Example(t[: 20 - 7 * i], [j > 6 for j in range(20 - 7 * i)]) for i, t in enumerate(tokens)]
-    return pack(examples, capacity=capacity, max_docs=4 if capacity else None, max_rows=24 if capacity else None)
+def batch(padded: bool = False):
+    """Two documents, with or without the padding of a captured step: tokens, an empty slot, rows."""
+    tokens = torch.randint(3, tiny.VOCAB, (2, 10), generator=torch.Generator().manual_seed(4)).tolist()
+    examples = [Example(t[: 10 - 3 * i], [j > 2 for j in range(10 - 3 * i)]) for i, t in enumerate(tokens)]
+    return pack(examples, capacity=20, max_docs=3, max_rows=13) if padded else pack(examples)
 
 
 def stepped(side, device: str, backend: str, packed, dropout: float, recompute: str = "none", steps: int = 1):
@@ -51,18 +52,18 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
         ("llama-untied", LoraConfig(rank=25, alpha=10.0), 0.2, "selective"),
     ],
 )
-def test_step_equals_the_references(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):
-    check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch)
+def test_step_equals_the_references(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch):
+    check(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch)
 
 
-def test_two_steps_in_a_row(tiny_folder, device, monkeypatch):
-    check("llama", LoraConfig(rank=4, alpha=10.0), 0.3, "none", tiny_folder, device, monkeypatch, steps=2)
+def test_two_steps_in_a_row(shallow_folder, device, monkeypatch):
+    check("llama", LoraConfig(rank=4, alpha=10.0), 0.3, "none", shallow_folder, device, monkeypatch, steps=2)
 
 
 @pytest.mark.parametrize(("variant", "dropout", "recompute"), [("llama", 0.0, "none"), ("qwen2", 0.2, "selective")])
-def test_long_batches_read_gradients_once(variant, dropout, recompute, tiny_folder, device, monkeypatch):
+def test_long_batches_read_gradients_once(variant, dropout, recompute, shallow_folder, device, monkeypatch):
     monkeypatch.setattr(projection, "LONG", 1)
-    check(variant, LoraConfig(rank=4, alpha=10.0), dropout, recompute, tiny_folder, device, monkeypatch)
+    check(variant, LoraConfig(rank=4, alpha=10.0), dropout, recompute, shallow_folder, device, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -75,22 +76,22 @@ def test_long_batches_read_gradients_once(variant, dropout, recompute, tiny_fold
         ("olmo3-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
     ],
 )
-def test_families_that_differ_more(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch):
-    check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch)
+def test_families_that_differ_more(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch):
+    check(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch)
 
 
-def check(variant, lora, dropout, recompute, tiny_folder, device, monkeypatch, steps=1):
-    cpu = oracle.ours(tiny_folder(variant), lora)
+def check(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch, steps=1):
+    cpu = oracle.ours(shallow_folder(variant), lora)
     start = cpu.arena.weights.clone()
     want = stepped(cpu, "cpu", "cpu", batch(), dropout, recompute, steps)
     monkeypatch.setattr(launch, "fused", lambda x: True)
     monkeypatch.setattr(launch, "roomy", lambda device: True)
-    ours = oracle.ours(tiny_folder(variant), lora, device=device)
+    ours = oracle.ours(shallow_folder(variant), lora, device=device)
     ours.arena.weights.copy_(start)
     ours.arena.publish()
     rooms = [p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None]
     assert rooms and all(rooms), "adapters lie beside the weights"
-    got = stepped(ours, device, "triton", batch(48), dropout, recompute, steps)
+    got = stepped(ours, device, "triton", batch(padded=True), dropout, recompute, steps)
     for (report, grads, weights), (report_, grads_, weights_) in zip(got, want, strict=True):
         assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
         for name in cpu.arena.slots:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from graftune.kernels import rms_norm, rope
+from graftune.kernels.fp8 import Rows
 from graftune.model.projection import Normed, Projection, with_room
 from graftune.model.run import Pass
 
@@ -99,7 +100,7 @@ class Mlped(NamedTuple):
 
     x: torch.Tensor  # [T, D]
     rstd: torch.Tensor  # [T] fp32, empty without a norm before
-    gate_up: torch.Tensor  # [T, 2F]
+    gate_up: torch.Tensor  # [T, 2F + room]; its gradient may take its place
     h_gate_up: torch.Tensor | None
     h_down: torch.Tensor | None
     left: Left
@@ -130,21 +131,27 @@ def attention_half(
 
 
 def attention_half_backward(
-    block: Block, grad: torch.Tensor, saved: Attended, run: Pass, need_input: bool
-) -> torch.Tensor | None:
-    """The stream's gradient in a buffer with room -> the same behind the half."""
+    block: Block, grad: torch.Tensor, codes: Rows | None, saved: Attended, run: Pass, need_input: bool,
+    below: Block | None,
+) -> tuple[torch.Tensor | None, Rows | None]:  # fmt: skip
+    """The stream's gradient in a buffer with room, and its codes if o reads such -> both behind the half, for the block
+    below."""
     x, rstd, qkv, raw, mixed, stats, h_qkv, h_o, left = saved
     grad_out = _leave_backward(block, block.o, block.attention_out_norm, grad, left, run)
-    grad_mixed, g = block.o.backward(grad_out, h_o, run)
+    grad_mixed, g = block.o.backward(grad_out, h_o, run, rows=codes)
     assert grad_mixed is not None
     block.o.learn(grad_out, g, mixed[:, : block.o.width_in], run)
 
-    grad_qkv = block.qkv.grad_buffer(x, len(x))
     q, k, v = _split(block, qkv)
-    grads = run.attend.grad_buffers(block, q, k) or _split(block, grad_qkv)
+    grads, grad_qkv = run.attend.grad_buffers(block, q, k), None
+    if grads is None:
+        grad_qkv = block.qkv.grad_buffer(x, len(x))
+        grads = _split(block, grad_qkv)
     run.flush()
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
+    if grad_qkv is None:  # only now: it need not lie beside attention's own memory
+        grad_qkv = block.qkv.grad_buffer(x, len(x))
     rope.finish_backward(
         grads, grad_qkv[:, : block.qkv.width_out], *run.tables[block.rope], block.heads, raw,
         q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
@@ -160,9 +167,12 @@ def attention_half_backward(
     need_input = need_input or (norm is not None and norm.grad is not None)
     grad_read, g = block.qkv.backward(grad_qkv, h_qkv, run, need_input)
     block.qkv.learn(grad_qkv, g, x, run, _normed(norm, rstd, run))
-    after = None if grad_read is None else _enter_backward(norm, grad_read, x, rstd, grad, run)
+    after, codes = None, None
+    if grad_read is not None:
+        wrote = None if below is None else _wrote(below, below.down, below.mlp_out_norm)
+        after, codes = _enter_backward(norm, grad_read, x, rstd, grad, run, wrote)
     run.join()
-    return after
+    return after, codes
 
 
 def mlp_half(
@@ -171,17 +181,28 @@ def mlp_half(
     """(x, y) -> (s = x + y, down(act(gate_up(norm(s)))), what the backward needs)."""
     routed = None
     if block.experts is not None:
-        assert block.mlp_norm is not None
-        normed = torch.empty_like(x)
-        x, rstd = rms_norm.add_forward(x, y, block.mlp_norm.of(run.adapted), block.norm_eps, normed)
-        routed = block.experts.route(normed)
+        x, rstd, normed, routed = _routed(block, block.experts, x, y, run)
         out, gate_up, h_gate_up, h_down = block.experts.forward(normed, routed, run.adapted)
     else:
         first, second = block.plain_mlp
-        x, rstd, gate_up, h_gate_up = _enter(block, first, block.mlp_norm, x, y, run)
-        out, h_down = second.after_act(gate_up, run, block.activation)
+        x, rstd, gate_up, h_gate_up = _enter(block, first, block.mlp_norm, x, y, run, wide=True)
+        out, h_down = second.after_act(gate_up[:, : first.width_out], run, block.activation)
     y, left = _leave(block, block.mlp_out_norm, out, run)
     return x, y, Mlped(x, rstd, gate_up, h_gate_up, h_down, left, routed)
+
+
+def mlp_half_again(block: Block, x: torch.Tensor, y: torch.Tensor, run: Pass) -> Mlped:
+    """What `mlp_half` keeps. What it says is in the stream already, so its last product is not made again, unless a
+    norm behind it wants to know."""
+    if block.mlp_out_norm is not None:
+        return mlp_half(block, x, y, run)[2]
+    if block.experts is not None:
+        x, rstd, normed, routed = _routed(block, block.experts, x, y, run)
+        return Mlped(x, rstd, *block.experts.again(normed, routed, run.adapted), Left(None, None), routed)
+    first, second = block.plain_mlp
+    x, rstd, gate_up, h_gate_up = _enter(block, first, block.mlp_norm, x, y, run, wide=True)
+    h_down = second.low_after_act(gate_up[:, : first.width_out], run, block.activation)
+    return Mlped(x, rstd, gate_up, h_gate_up, h_down, Left(None, None))
 
 
 def gate_up_again(block: Block, saved: Mlped, run: Pass) -> Mlped:
@@ -190,11 +211,14 @@ def gate_up_again(block: Block, saved: Mlped, run: Pass) -> Mlped:
         normed = _normed(block.mlp_norm, saved.rstd, run)
         assert normed is not None and saved.routed is not None
         return saved._replace(gate_up=block.experts.first(normed.of(saved.x), saved.routed, run.adapted)[0])
-    return saved._replace(gate_up=_enter(block, block.plain_mlp[0], block.mlp_norm, saved.x, None, run)[2])
+    first, h = block.plain_mlp[0], saved.h_gate_up
+    return saved._replace(gate_up=_enter(block, first, block.mlp_norm, saved.x, None, run, wide=True, h=h)[2])
 
 
-def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass) -> torch.Tensor:
-    """The stream's gradient in a buffer with room -> the same behind the half."""
+def mlp_half_backward(
+    block: Block, grad: torch.Tensor, codes: Rows | None, saved: Mlped, run: Pass
+) -> tuple[torch.Tensor, Rows | None]:
+    """The stream's gradient in a buffer with room, and its codes if down reads such -> both behind the half, for o."""
     x, rstd, gate_up, h_gate_up, h_down, left, routed = saved
     grad_out = _leave_backward(block, block.down, block.mlp_out_norm, grad, left, run)
     norm = _normed(block.mlp_norm, rstd, run)
@@ -205,11 +229,9 @@ def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass)
         )
     else:
         first, second = block.plain_mlp
-        grad_act, g = second.backward(grad_out, h_down, run)
+        grad_act, g = second.backward(grad_out, h_down, run, rows=codes)
         assert grad_act is not None
-        grad_gate_up = first.grad_buffer(x, len(x))
-        act = torch.empty_like(grad_act)
-        scale = first.act_backward(grad_act, gate_up, grad_gate_up, act, run, block.activation)
+        grad_gate_up, act, scale = first.act_backward(grad_act, gate_up, run, block.activation)
         del grad_act
         second.learn(grad_out, g, act, run)
         del act
@@ -217,35 +239,66 @@ def mlp_half_backward(block: Block, grad: torch.Tensor, saved: Mlped, run: Pass)
         first.learn(grad_gate_up, g, x, run, norm)
         del grad_gate_up
     assert grad_read is not None
-    return _enter_backward(block.mlp_norm, grad_read, x, rstd, grad, run)
+    return _enter_backward(
+        block.mlp_norm, grad_read, x, rstd, grad, run, _wrote(block, block.o, block.attention_out_norm)
+    )
+
+
+def _routed(
+    block: Block, experts: Experts, x: torch.Tensor, y: torch.Tensor | None, run: Pass
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Routed]:
+    """(s = x + y, rstd, norm(s), which experts it goes to). y is overwritten by the sum."""
+    assert block.mlp_norm is not None
+    normed = torch.empty_like(x)
+    x, rstd = rms_norm.add_forward(x, y, block.mlp_norm.of(run.adapted), block.norm_eps, normed)
+    return x, rstd, normed, experts.route(normed)
 
 
 def _enter(
-    block: Block, projection: Projection, norm: NormWeight | None, x: torch.Tensor, y: torch.Tensor | None, run: Pass
+    block: Block,
+    projection: Projection,
+    norm: NormWeight | None,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    run: Pass,
+    *,
+    wide: bool = False,
+    h: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(s = x + y, rstd, the product of norm(s), or of s itself, h). y is overwritten by the sum."""
+    """(s = x + y, rstd, the product of norm(s), or of s itself, h). y is overwritten by the sum. `wide` and a known
+    `h`: see Projection.forward."""
     if norm is not None:
-        return projection.after_norm(x, y, norm.of(run.adapted), block.norm_eps, run)
+        return projection.after_norm(x, y, norm.of(run.adapted), block.norm_eps, run, wide=wide, h=h)
     x = x if y is None else y.add_(x)
     read = x
     if projection.room:
         read = projection.input_buffer(x, len(x))
         read[:, : projection.width_in].copy_(x)
-    return x, x.new_empty(0, dtype=torch.float32), *projection.forward(read, run)
+    return x, x.new_empty(0, dtype=torch.float32), *projection.forward(read, run, wide=wide, h=h)
 
 
 def _enter_backward(
-    norm: NormWeight | None, grad_read: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor, run: Pass
-) -> torch.Tensor:
-    """The stream's gradient with what came through the half: in place, or elsewhere while sums aside read it still."""
+    norm: NormWeight | None, grad_read: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor,
+    run: Pass, wrote: Projection | None,
+) -> tuple[torch.Tensor, Rows | None]:  # fmt: skip
+    """The stream's gradient with what came through the half: in place, or elsewhere while sums aside read it still. It
+    is dY of the projection that `wrote` the stream before; if that reads codes, they come along."""
     width = x.shape[1]
     after = grad if run.aside is None else with_room(grad, len(grad), width, grad.shape[1] - width)
     if norm is None:
         torch.add(grad[:, :width], grad_read, out=after[:, :width])
+    elif wrote is not None and norm.grad is None:
+        normed = Normed(rstd, norm.of(run.adapted))
+        return after, wrote.norm_backward(grad_read, x, normed, grad[:, :width], after, run)
     else:
         weight = norm.of(run.adapted)
         rms_norm.add_backward(grad_read, x, rstd, weight, grad[:, :width], norm.grad, after[:, :width])
-    return after
+    return after, None
+
+
+def _wrote(block: Block, last: Projection | None, norm: NormWeight | None) -> Projection | None:
+    """A half's last projection, if its dY is the stream's gradient as it is."""
+    return last if norm is None and block.residual_scale == 1 else None
 
 
 def _leave(block: Block, norm: NormWeight | None, out: torch.Tensor, run: Pass) -> tuple[torch.Tensor, Left]:

@@ -129,29 +129,29 @@ class Decoder:
         return Stream(x, y)
 
     def backward(self, grad: torch.Tensor, tokens: torch.Tensor, run: Pass, rows: torch.Tensor, tape: Tape) -> None:
-        """grad [R, D] of the rows that `forward` gave -> everything that learns has its gradient added."""
-        width = self.spec.width
-        stream: torch.Tensor | None = self._stream_buffer(grad, len(grad))
-        assert stream is not None
-        stream[:, :width].copy_(grad)
+        """The gradient that `loss` gave of the rows -> everything that learns has its gradient added."""
+        stream: torch.Tensor | None = grad
         del grad
-        learns_below = self.added is not None or isinstance(self.embedding, Trained)
+        learns_below, codes = self.added is not None or isinstance(self.embedding, Trained), None
         for block in reversed(self.blocks):
             last = block is self.blocks[-1]
             attended, mlped = tape.take(block, run, rows if last else None)
-            stream = mlp_half_backward(block, stream, mlped, run)
+            assert stream is not None
+            stream, codes = mlp_half_backward(block, stream, codes, mlped, run)
             del mlped
             if last:  # rows that predict nothing have no gradient from the last MLP
-                every = self._stream_buffer(stream, len(tokens))
-                stream = every.zero_().index_add_(0, rows, stream)
-            stream = attention_half_backward(block, stream, attended, run, learns_below or block.index > 0)
+                stream = self._stream_buffer(stream, len(tokens)).zero_().index_add_(0, rows, stream)
+                codes = None
+            below = self.blocks[block.index - 1] if block.index else None
+            need = learns_below or below is not None
+            stream, codes = attention_half_backward(block, stream, codes, attended, run, need, below)
             del attended
             if stream is None:
                 break
         run.flush()
         run.join()
         if learns_below and stream is not None:
-            self._embed_backward(tokens, stream[:, :width])
+            self._embed_backward(tokens, stream[:, : self.spec.width])
 
     def hidden(self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The same without a backward: [T, D] or [R, D]."""
@@ -203,7 +203,8 @@ class Decoder:
         need_grad: bool = True,
         scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [R, D] and the tokens they should predict -> (loss sum in fp32, gradient of the rows times scale)."""
+        """Rows [R, D] and the tokens they should predict -> (loss sum in fp32, gradient of the rows times scale, in a
+        buffer with the stream's room for `backward` to work in)."""
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
         head = self.head.of(adapted)
@@ -218,7 +219,9 @@ class Decoder:
         )
         if grad is None:
             return total, None
-        return total, rms_norm.add_backward(grad, x, rstd, weight, None, self.norm.grad)
+        out = self._stream_buffer(x, len(x))
+        rms_norm.add_backward(grad, x, rstd, weight, None, self.norm.grad, out[:, : self.spec.width])
+        return total, out
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from graftune.kernels import experts as grouped
-from graftune.kernels import swiglu
+from graftune.kernels import launch, swiglu
 from graftune.kernels.experts import Starts
 from graftune.model.frozen import Dense, Frozen, Unpacked
 
@@ -128,12 +128,14 @@ class ExpertProjection:
 
     def forward(self, x: torch.Tensor, starts: Starts, adapted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] -> (y [S, out], h [S, R] for the backward)."""
-        y = self.weights.matmul(x, starts)
-        if self.lora is None or not adapted:
-            return y, None
-        h = grouped.multiply(x, self.lora.down, starts)
-        grouped.add_multiplied_(y, h, self.lora.up, starts, self.lora.scale)
+        y, h = self.weights.matmul(x, starts), self.low(x, starts, adapted)
+        if self.lora is not None and h is not None:
+            grouped.add_multiplied_(y, h, self.lora.up, starts, self.lora.scale)
         return y, h
+
+    def low(self, x: torch.Tensor, starts: Starts, adapted: bool) -> torch.Tensor | None:
+        """The h of `forward` without its product."""
+        return grouped.multiply(x, self.lora.down, starts) if self.lora is not None and adapted else None
 
     def backward(
         self, grad: torch.Tensor, h: torch.Tensor | None, starts: Starts
@@ -186,11 +188,22 @@ class Experts:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The normed stream [T, D] -> (out [T, D], and for the backward gate_up [S, 2F] and both h's)."""
         gate_up, h_gate_up = self.first(normed, routed, adapted)
+        said, h_down = self.down.forward(self._act(gate_up), routed.starts, adapted)
+        return _weighed(said, routed), gate_up, h_gate_up, h_down
+
+    def again(
+        self, normed: torch.Tensor, routed: Routed, adapted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What `forward` leaves for the backward, without what the experts say."""
+        gate_up, h_gate_up = self.first(normed, routed, adapted)
+        adapts = self.down.lora is not None and adapted
+        h_down = self.down.low(self._act(gate_up), routed.starts, adapted) if adapts else None
+        return gate_up, h_gate_up, h_down
+
+    def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
         act = gate_up.new_empty(len(gate_up), self.down.weights.in_features)
         swiglu.forward(gate_up, act)
-        said, h_down = self.down.forward(act, routed.starts, adapted)
-        del act
-        return _weighed(said, routed), gate_up, h_gate_up, h_down
+        return act
 
     def first(self, normed: torch.Tensor, routed: Routed, adapted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """gate_up [S, 2F] and its h."""
@@ -210,9 +223,9 @@ class Experts:
         weights = _by_row(routed.weights, routed).to(grad.dtype).unsqueeze(1)
         rows = grad.index_select(0, tokens)
         grad_act, g = self.down.backward(rows, h_down, starts)
-        grad_gate_up = torch.empty_like(gate_up)
-        act = torch.empty_like(grad_act)
         heard = grad_act.mul(weights)
+        in_place = launch.fused(heard)  # the kernel goes value by value
+        grad_gate_up, act = (gate_up, heard) if in_place else (torch.empty_like(gate_up), torch.empty_like(heard))
         swiglu.backward(heard, gate_up, grad_gate_up, act)
         del heard
         grad_weights = (grad_act * act).sum(1, dtype=torch.float32)

@@ -9,12 +9,14 @@ with the adapters whenever they change,
 
 so that the adapters' share costs no pass of its own over y or dX: the products are a few columns deeper, and that is
 all. For this, whoever writes x or dY writes into `input_buffer` or `grad_buffer`, which have the room for h and g.
-Elsewhere (CPU, weights still in the file, dropout on the way back) the share is added apart, and buffers are exact.
+(A `wide` y has it too: its gradient can then take its place.) Elsewhere (CPU, weights still in the file, dropout on the
+way back) the share is added apart, and buffers are exact.
 
 Full-parameter training is the same class over a weight that trains: `learn` then adds dW instead of dA.
 
 A weight in fp8 reads codes, not these buffers: where it can, the kernel that writes x or dY writes its codes
-(`after_norm`, `after_act`, `act_backward`), and the thin products of the adapters theirs (frozen/fp8.py).
+(`after_norm`, `after_act`, `norm_backward`) or leaves the scale at which the kernel of g writes them (`act_backward`),
+and the thin products of the adapters write theirs (frozen/fp8.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from graftune.kernels import lora_linear, rms_norm, swiglu
+from graftune.kernels import launch, lora_linear, rms_norm, swiglu
+from graftune.kernels.fp8 import Rows
 from graftune.model.frozen import Fp8, Frozen, Roomy, Trained, apart
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
@@ -76,15 +79,23 @@ class Projection:
         return self.frozen if fits and isinstance(self.frozen, Fp8) else None
 
     def after_norm(
-        self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, run: Pass
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        run: Pass,
+        *,
+        wide: bool = False,
+        h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum."""
+        """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum. See `forward`."""
         codes = self._in_codes(run)
         if codes is not None:
             return codes.after_norm(x, y, weight, eps)
         normed = self.input_buffer(x, len(x))
         x, rstd = rms_norm.add_forward(x, y, weight, eps, normed[:, : self.width_in])
-        return x, rstd, *self.forward(normed, run)
+        return x, rstd, *self.forward(normed, run, wide=wide, h=h)
 
     def after_act(
         self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
@@ -97,36 +108,74 @@ class Projection:
         swiglu.forward(gate_up, act[:, : self.width_in], kind)
         return self.forward(act, run)
 
+    def low_after_act(self, gate_up: torch.Tensor, run: Pass, kind: str = "silu") -> torch.Tensor | None:
+        """The h of `after_act` without its product."""
+        if self.lora is None or not run.adapted:
+            return None
+        act = with_room(gate_up, len(gate_up), self.width_in, 0)
+        swiglu.forward(gate_up, act, kind)
+        return lora_linear.down(self._dropped(act, run), self.lora.down)
+
     def act_backward(
-        self,
-        grad_act: torch.Tensor,
-        gate_up: torch.Tensor,
-        grad: torch.Tensor,
-        act: torch.Tensor,
-        run: Pass,
-        kind: str = "silu",
-    ) -> torch.Tensor | None:
-        """swiglu.backward into our gradient buffer and `act`; what it returns is for `backward`."""
-        codes, out = self._in_codes(run), grad[:, : self.width_out]
+        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """swiglu.backward -> (our gradient buffer, the activation, `scale` for `backward`). The kernels go value by
+        value, so with them these lie where gate_up, a wide product of ours, and grad_act did."""
+        if launch.fused(gate_up):
+            grad, act = gate_up, grad_act
+        else:
+            grad, act = self.grad_buffer(gate_up, len(gate_up)), torch.empty_like(grad_act)
+        codes, read, out = self._in_codes(run), gate_up[:, : self.width_out], grad[:, : self.width_out]
         if codes is not None and kind == "silu":
-            return codes.act_backward(grad_act, gate_up, out, act)
-        swiglu.backward(grad_act, gate_up, out, act, kind)
+            return grad, act, codes.act_backward(grad_act, read, out, act)
+        swiglu.backward(grad_act, read, out, act, kind)
+        return grad, act, None
+
+    def norm_backward(
+        self,
+        grad_y: torch.Tensor,
+        x: torch.Tensor,
+        normed: Normed,
+        residual: torch.Tensor,
+        out: torch.Tensor,
+        run: Pass,
+    ) -> Rows | None:
+        """rms_norm.add_backward into `out`, our gradient buffer, for a norm that does not learn; what it returns is for
+        `backward`."""
+        codes, out = self._in_codes(run), out[:, : self.width_out]
+        if codes is not None:
+            return codes.norm_backward(grad_y, x, *normed, residual, out)
+        rms_norm.add_backward(grad_y, x, *normed, residual, None, out)
         return None
 
-    def forward(self, x: torch.Tensor, run: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An input buffer -> (y, h for the backward)."""
+    def forward(
+        self, x: torch.Tensor, run: Pass, *, wide: bool = False, h: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An input buffer -> (y, h for the backward). A `wide` y comes with the room that its gradient will need; an
+        `h` from an earlier forward is not made again."""
         plain, codes = x[:, : self.width_in], self._in_codes(run)
         if codes is not None:
             return codes.forward(plain)
         if self.lora is None or not run.adapted:
             return self.frozen.matmul(plain), None
-        read = plain if run.dropout is None else run.dropout.apply(plain, self.place)
+        tail = x[:, self.width_in :] if self.room else None
+        if h is None:
+            h = lora_linear.down(self._dropped(plain, run), self.lora.down, tail)
+        elif tail is not None:
+            tail[:, : h.shape[1]].copy_(h)
+            tail[:, h.shape[1] :].zero_()
         if not self.room:
-            h = lora_linear.down(read, self.lora.down)
             return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
         assert isinstance(self.frozen, Roomy)
-        h = lora_linear.down(read, self.lora.down, x[:, self.width_in :])
-        return self.frozen.matmul_with_room(x), h
+        if not wide or isinstance(self.frozen, Fp8):  # whose gradient needs none: its room is that of the codes
+            return self.frozen.matmul_with_room(x), h
+        y = self.grad_buffer(x, len(x))
+        self.frozen.matmul_with_room(x, y[:, : self.width_out])
+        return y, h
+
+    def _dropped(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
+        """What the adapters read."""
+        return x if run.dropout is None else run.dropout.apply(x, self.place)
 
     def backward(
         self,
@@ -135,8 +184,10 @@ class Projection:
         run: Pass,
         need_input: bool = True,
         scale: torch.Tensor | None = None,
+        rows: Rows | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `scale`: what `act_backward` left."""
+        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `scale` and `rows`: what `act_backward` or
+        `norm_backward` left."""
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
@@ -146,7 +197,7 @@ class Projection:
         if not long:
             run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h)
         if codes is not None and need_input:
-            return codes.backward(grad_y, low, scale=scale, grad_up=lora.grad_up if long else None)
+            return codes.backward(grad_y, low, scale=scale, rows=rows, grad_up=lora.grad_up if long else None)
         g = lora_linear.up_both(grad_y, low, lora.grad_up, tail) if long else lora_linear.up_backward(grad_y, low, tail)
         if not need_input:
             return None, g
@@ -163,18 +214,19 @@ class Projection:
     ) -> None:
         """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
         if g is not None or isinstance(self.frozen, Trained):
-            reads = [grad, x, *(normed or ()), *([] if g is None else [g])]
-            run.do_aside(lambda: self._learn(grad, g, x, run, normed), *reads)
+            whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
+            reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
+            run.do_aside(lambda: self._learn(whole, g, x, run, normed), *reads)
 
     def _learn(
-        self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None
+        self, grad: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None
     ) -> None:
-        if isinstance(self.frozen, Trained):
-            self.frozen.learn(grad[:, : self.width_out], x if normed is None else normed.of(x))
+        if isinstance(self.frozen, Trained) and grad is not None:
+            self.frozen.learn(grad, x if normed is None else normed.of(x))
         if g is None or self.lora is None:
             return
         if run.dropout is not None:
-            read = run.dropout.apply(x if normed is None else normed.of(x), self.place)
+            read = self._dropped(x if normed is None else normed.of(x), run)
             lora_linear.down_backward(g, read, self.lora.grad_down)
         else:
             rstd, weight = normed or (None, None)

@@ -90,6 +90,11 @@ class Aside:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.held.clear()
 
+    def forget(self) -> None:
+        """What a pass that failed has left queued is nobody's."""
+        self.queued.clear()
+        self.join()
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -2,7 +2,7 @@
 
     none        all that a half's backward wants: nothing but norms, rope and SwiGLU is computed twice
     selective   not the gate_up product, 60% of the whole: one product of eight is computed twice
-    full        only each block's input: the block's forward is computed twice
+    full        only each block's input: the block's forward is computed twice, but for its last product
     offload     as full, and the inputs wait in pinned host memory; copies run on a stream of their own, an input ahead
 
 The tape is explicit instead of autograd's: it says what is kept, lets go of it as soon as it is used, and is the one
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from graftune.model.block import Attended, Block, Mlped, attention_half, gate_up_again, mlp_half
+from graftune.model.block import Attended, Block, Mlped, attention_half, gate_up_again, mlp_half_again
 from graftune.model.run import Pass
 
 
@@ -64,7 +64,7 @@ def again(block: Block, x: torch.Tensor, run: Pass, rows: torch.Tensor | None) -
     x, y, attended = attention_half(block, x, None, run)
     if rows is not None:
         x, y = x.index_select(0, rows), y.index_select(0, rows)
-    return attended, mlp_half(block, x, y, run)[2]
+    return attended, mlp_half_again(block, x, y, run)
 
 
 class Offloaded:

@@ -220,6 +220,8 @@ class DeviceLoop:
         if slot is not None and slot.used:
             slot.arrived.synchronize()  # its pinned memory is still being read until then
         if slot is None or len(slot.host) != shape.size:
+            if slot is not None:
+                self.copies.wait_event(slot.taken)  # its memory on the device goes to the next that asks on this stream
             host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=True)
             with torch.cuda.stream(self.copies):  # from that stream's memory: no work of another may still be on it
                 device = torch.empty(shape.size, dtype=torch.int64, device=self.device)

@@ -20,7 +20,8 @@ import torch
 from graftune.batch import PackedBatch
 from graftune.kernels import adamw, attention, grad_norm, matmul
 from graftune.kernels.blocks import BlockTable, spans_of
-from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.model.decoder import Decoder, PackedDocuments, Stream
+from graftune.model.frozen import apart
 from graftune.model.lora import Arena
 from graftune.model.run import Aside, Dropout
 from graftune.model.tape import Tapes
@@ -64,7 +65,8 @@ class Step:
         self.report = torch.zeros(3, device=device)  # mean loss, gradient norm before clipping, skipped
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
-        self.aside = Aside() if device.type == "cuda" else None
+        # What is queued for a second stream stays in memory until it has run: not where memory is what counts.
+        self.aside = Aside() if device.type == "cuda" and recompute in ("none", "selective") else None
         self.partials = torch.empty(len(self.table), device=device)
         self.scaler = LossScaler(device) if arena.compute_dtype == torch.float16 else None
         self.unit = FP16_UNIT if self.scaler else 1.0
@@ -84,6 +86,8 @@ class Step:
     def micro_step(self, batch: PackedBatch) -> None:
         """Adds the batch's loss and gradients to what is there."""
         decoder = self.decoder
+        if self.aside is not None:
+            self.aside.forget()
         dropout = Dropout(self.dropout, self.draw) if self.dropout else None
         documents = attention.Documents(batch.cu_seqlens, batch.lengths, self.longest or max(batch.lengths))
         if self.other_backends:
@@ -93,19 +97,31 @@ class Step:
         tape = self.tapes.new(len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute)
 
         with matmul.tuned(self.tuned):
-            stream = decoder.forward(batch.tokens, run, batch.rows, tape)
-            loss, grad = decoder.loss(
-                stream, batch.labels, scale=self.scaler.scale * self.unit if self.scaler else None
+            # Handed on, not named: a name here would hold the stream, then its gradient, through the whole backward.
+            decoder.backward(
+                self._grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch.labels),
+                batch.tokens,
+                run,
+                batch.rows,
+                tape,
             )
-            assert grad is not None
-            self.loss_sum.add_(loss, alpha=self.unit)
-            decoder.backward(grad, batch.tokens, run, batch.rows, tape)
+
+    def _grad_of_loss(self, stream: Stream, labels: torch.Tensor) -> torch.Tensor:
+        """Adds the loss to the sum."""
+        scale = self.scaler.scale * self.unit if self.scaler else None
+        loss, grad = self.decoder.loss(stream, labels, scale=scale)
+        assert grad is not None
+        self.loss_sum.add_(loss, alpha=self.unit)
+        return grad
 
     def _choose_attention(self, documents: attention.Documents, tokens: int) -> None:
+        """Timed with a block's own scale and distances of rows: the plans that are built for it are the step's."""
         from graftune.kernels.attention import timing
 
-        heads, names = self.decoder.blocks[0].heads, (self.backend, *self.other_backends)
-        self.backend = timing.fastest(names, documents, tokens, heads, self.decoder.compute, heads[2] ** -0.5)
+        block, names = self.decoder.blocks[0], (self.backend, *self.other_backends)
+        rows = timing.Apart(apart(block.o.width_in, block.o.room), apart(block.qkv.width_out, block.qkv.room))
+        how = block.heads, self.decoder.compute, block.score_scale, rows
+        self.backend = timing.fastest(names, documents, tokens, *how)
         self.other_backends = ()
 
     def update_step(self) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 cuDNN leads from a few thousand tokens on; on a few hundred in short documents its helper kernels cost more than the
 attention itself, and ours takes half the time. Each candidate's forward and backward are captured and replayed, as in a
-run: launched one by one they would be timed by the host.
+run: launched one by one they would be timed by the host. The buffers lie as the run's do: cuDNN's plans are built for
+the distances of rows, at half a second each, and those built here are then the run's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,31 +20,53 @@ LARGE = 4096  # tokens from which cuDNN, where it is, needs no comparison
 CALLS, ROUNDS = 4, 5
 
 
+class Apart(NamedTuple):
+    """How far apart the rows of buffers with room lie; those of qkv and of the output's gradient have none."""
+
+    out: int
+    grads: int  # of qkv's gradient, where the backend has no buffers of its own
+
+
 def fastest(
-    names: Sequence[str], docs: Documents, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, scale: float
+    names: Sequence[str],
+    docs: Documents,
+    tokens: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    scale: float,
+    apart: Apart,
 ) -> str:
     """The name of the fastest backend on random values in these documents. It waits for the device."""
     if len(names) == 1 or (tokens >= LARGE and "cudnn" in names):
         return names[0]
-    times = {name: _time(_pass(name, docs, tokens, heads, dtype, scale)) for name in names}
+    times = {name: _time(_pass(name, docs, tokens, heads, dtype, scale, apart)) for name in names}
     return min(times, key=times.__getitem__)
 
 
 def _pass(
-    name: str, docs: Documents, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, scale: float
+    name: str,
+    docs: Documents,
+    tokens: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    scale: float,
+    apart: Apart,
 ) -> Callable[[], None]:
     n, k, h = heads
     device = docs.cu_seqlens.device
 
-    def packed() -> attention.Grads:
-        q, keys, values = torch.randn(tokens, n + 2 * k, h, device=device, dtype=dtype).split([n, k, k], 1)
-        return q, keys, values
+    def random(count: int, distance: int) -> torch.Tensor:
+        rows = torch.randn(tokens, distance, device=device, dtype=dtype)
+        return rows[:, : count * h].unflatten(1, (count, h))
 
-    (q, keys, values), grad, spare = packed(), torch.randn(tokens, n, h, device=device, dtype=dtype), packed()
+    q, keys, values = random(n + 2 * k, (n + 2 * k) * h).split([n, k, k], 1)
+    place, grad = random(n, apart.out), random(n, n * h)
+    first, second, third = random(n + 2 * k, apart.grads).split([n, k, k], 1)
+    spare = first, second, third
 
     def run() -> None:
         mine = Documents(docs.cu_seqlens, None, docs.longest)
-        out, stats = attention.forward(q, keys, values, mine, scale, 0, name)
+        out, stats = attention.forward(q, keys, values, mine, scale, 0, name, place)
         grads = attention.grad_buffers(q, keys, name) or spare
         attention.backward(grad, q, keys, values, out, stats, mine, scale, 0, grads, name)
 

@@ -173,13 +173,14 @@ def norm_backward(
     rstd: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor,
+    out: torch.Tensor,
     codes: torch.Tensor,
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The stream's gradient into `residual`, and times `factor` into `codes`; returns the scale."""
-    rms_norm.add_backward(grad_y, x, rstd, weight, residual, None)
-    return quantise(residual, codes, factor, reach)
+    """The stream's gradient into `out`, and times `factor` into `codes`; returns the scale."""
+    rms_norm.add_backward(grad_y, x, rstd, weight, residual, None, out)
+    return quantise(out, codes, factor, reach)
 
 
 def act(gate_up: torch.Tensor, out: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:

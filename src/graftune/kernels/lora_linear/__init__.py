@@ -58,9 +58,9 @@ def up_backward(
 def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
     """Adds dB = s dY' h into `grad_up` [sum of outs, R] (fp32)."""
     if launch.fused(grad_y) and low.rank <= THIN:
-        from graftune.kernels.lora_linear import kernel
+        from graftune.kernels.lora_linear import sums
 
-        kernel.sum_columns_(grad_up, grad_y, low.h, low.columns, rank=low.rank, scale=low.scale)
+        sums.sum_columns_(grad_up, grad_y, low.h, low.columns, rank=low.rank, scale=low.scale)
     else:
         reference.up_grad(grad_y, low, grad_up)
 
@@ -68,9 +68,9 @@ def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
 def up_both(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
     """`up_backward` and `up_grad`, in one pass over dY where that is ours to do."""
     if launch.fused(grad_y) and low.rank <= THIN:
-        from graftune.kernels.lora_linear import kernel
+        from graftune.kernels.lora_linear import sums
 
-        return kernel.both(grad_up, grad_y, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, tail=tail)
+        return sums.both(grad_up, grad_y, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, tail=tail)
     up_grad(grad_y, low, grad_up)
     return up_backward(grad_y, low, tail)
 
@@ -85,9 +85,9 @@ def _filled(tail: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
 def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor]) -> None:
     """target = scale * source, for each; one launch on a GPU, whose table is made at the first call."""
     if copies and launch.fused(copies[0].source):
-        from graftune.kernels.lora_linear import kernel
+        from graftune.kernels.lora_linear import copies as ours
 
-        kernel.spread(copies, tables)
+        ours.spread(copies, tables)
     else:
         reference.spread(copies)
 
@@ -104,9 +104,9 @@ def down_backward(
     the norm read and n = x * rstd * weight what the adapter read: dA = (g * rstd)' x * weight, so n need not exist."""
     assert (rstd is None) == (weight is None)
     if launch.fused(x) and len(grad_down) <= THIN:
-        from graftune.kernels.lora_linear import kernel
+        from graftune.kernels.lora_linear import sums
 
-        kernel.sum_columns_(
+        sums.sum_columns_(
             grad_down, x, g, ((0, x.shape[1]),), rank=len(grad_down), transposed=True, row_scale=rstd, col_scale=weight
         )
         return

@@ -1,79 +1,60 @@
 """The thin products of adapters: one side is a few dozen wide, so they cost what reading the other side costs.
 
-`rows` reads a wide [T, C] once and leaves [T, R] a member; `columns` sums over tokens and adds into the fp32 arena.
-Where the grid would be too small for the chip, tokens (or columns) are split, the parts are written aside in fp32 and
-added in a fixed order: the same bits every time, which atomics would not give.
+`rows` reads a wide [T, C] once and leaves [T, R] a member; what is summed over tokens instead is in sums.py. Where the
+grid would be too small for the chip, the sum is split, the parts are written aside in fp32 and added in a fixed order
+(`add_up`): the same bits every time, which atomics would not give.
+
+Beside a weight in fp8 the same kernels fill the 8-bit rows that the product reads (`Codes`): whoever has the values
+writes their codes. The switches are constants of the compilation; without codes, nothing of it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from graftune.kernels.launch import power_of_two
-from graftune.kernels.lora_linear.reference import Copy
+
+PIECES = 3  # columns of codes that one of a thin product takes
+
+
+class Codes(NamedTuple):
+    """8-bit rows to be filled, as kernels/fp8/reference.py has them."""
+
+    rows: torch.Tensor  # [T, width + room]: what the product leaves goes behind the first `width` columns
+    width: int
+    scale: torch.Tensor  # [T] fp32, by which a row is divided
+    shift: torch.Tensor  # 0-dim fp32, by which the thin product is multiplied besides
+    factor: torch.Tensor | None = None  # [width] fp32: then the wide side, times this, goes before it
+
+    @property
+    def tail(self) -> torch.Tensor:
+        return self.rows[:, self.width :]
 
 
 @triton.jit
-def _member(pid, n0, n1, n2):
-    """Which member a block belongs to, and its number there."""
-    member = tl.where(pid < n0, 0, tl.where(pid < n0 + n1, 1, 2))
-    return member, pid - tl.where(member == 0, 0, tl.where(member == 1, n0, n0 + n1))
-
-
-@triton.jit
-def _columns(
-    y_ptr, h_ptr, row_scale_ptr, col_scale_ptr, out_ptr,
-    tokens, per_split, y_stride, h_stride, split_stride, out_c, out_r, scale,
-    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2,
-    R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_COLS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[c, r] (+)= scale * cs[c] * sum over t of rs[t] y[t, c] h[t, r], for the columns of one member."""
-    member, block = _member(tl.program_id(0), n0, n1, n2)
-    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
-    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
-    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
-    split = tl.program_id(1)
-    local = block * BC + tl.arange(0, BC)
-    cols = start + local
-    inside = cols < stop
-    ranks = tl.arange(0, RP)
-    acc = tl.zeros([BC, RP], tl.float32)
-    first = split * per_split
-    for t in range(first, min(first + per_split, tokens), BT):
-        at = t + tl.arange(0, BT)
-        alive = at < tokens
-        y = tl.load(
-            y_ptr + at[:, None].to(tl.int64) * y_stride + cols[None, :], alive[:, None] & inside[None, :], other=0.0
-        )
-        h = tl.load(
-            h_ptr + at[:, None].to(tl.int64) * h_stride + member * R + ranks[None, :],
-            alive[:, None] & (ranks < R)[None, :], other=0.0,
-        )  # fmt: skip
-        if HAS_ROWS:
-            h = (h.to(tl.float32) * tl.load(row_scale_ptr + at, alive, other=0.0)[:, None]).to(h.dtype)
-        acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
-    acc *= scale
-    if HAS_COLS:
-        acc *= tl.load(col_scale_ptr + cols, inside, other=0.0)[:, None]
-    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * out_c + ranks[None, :] * out_r
-    mask = inside[:, None] & (ranks < R)[None, :]
-    if ADD:
-        acc += tl.load(where, mask, other=0.0)
-    tl.store(where, acc, mask)
+def lay_pieces(value, place, distance, mask, kind: tl.constexpr):
+    """hi, hi and lo of values that are divided by their row's scale already."""
+    hi = value.to(kind)
+    lo = (value - hi.to(tl.float32)).to(kind)
+    tl.store(place, hi, mask)
+    tl.store(place + distance, hi, mask)
+    tl.store(place + 2 * distance, lo, mask)
 
 
 @triton.jit
 def _rows(
-    y_ptr, w_ptr, out_ptr, tail_ptr, tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride,
-    scale, c0, c1, c2, s0, s1, s2, o0, o1, o2, R: tl.constexpr, RP: tl.constexpr,
-    TAIL: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    y_ptr, w_ptr, out_ptr, tail_ptr, rstd_ptr, norm_ptr, codes_ptr, factor_ptr, code_scale_ptr, shift_ptr,
+    tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride, scale,
+    c0, c1, c2, s0, s1, s2, o0, o1, o2, R: tl.constexpr, RP: tl.constexpr,
+    NORM: tl.constexpr, TAIL: tl.constexpr, CODES: tl.constexpr, LAY: tl.constexpr, ENCODE: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]."""
+    """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]. NORM: of what a norm makes
+    of y. With codes, LAY: the result goes to the tail as such; ENCODE: and y before it."""
     member = tl.program_id(1)
     start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
     stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
@@ -83,6 +64,8 @@ def _rows(
     alive = at < tokens
     ranks = tl.arange(0, RP)
     acc = tl.zeros([BT, RP], tl.float32)
+    if CODES:
+        inverse = tl.div_rn(1.0, tl.load(code_scale_ptr + at, alive, other=1.0))
     first = split * per_split
     for c in range(first, min(first + per_split, stop - start), BC):
         local = c + tl.arange(0, BC)
@@ -95,58 +78,32 @@ def _rows(
             w_ptr + (row + local)[:, None].to(tl.int64) * w_c + ranks[None, :] * w_r,
             inside[:, None] & (ranks < R)[None, :], other=0.0,
         )  # fmt: skip
+        if NORM:
+            w = (w.to(tl.float32) * tl.load(norm_ptr + local, inside, other=0.0)[:, None]).to(w.dtype)
         acc = tl.dot(y, w, acc, input_precision=PRECISION)
+        if ENCODE:
+            z = y.to(tl.float32) * tl.load(factor_ptr + start + local, inside, other=0.0)[None, :] * inverse[:, None]
+            place = codes_ptr + at[:, None].to(tl.int64) * tail_stride + (start + local)[None, :]
+            tl.store(place, z.to(codes_ptr.dtype.element_ty), alive[:, None] & inside[None, :])
+    acc *= scale
+    if NORM:
+        acc *= tl.load(rstd_ptr + at, alive, other=0.0)[:, None]
     where = out_ptr + split * split_stride + at[:, None].to(tl.int64) * out_stride + member * R + ranks[None, :]
-    value = (acc * scale).to(out_ptr.dtype.element_ty)
+    value = acc.to(out_ptr.dtype.element_ty)
     mask = alive[:, None] & (ranks < R)[None, :]
     tl.store(where, value, mask)
     if TAIL:
         tl.store(tail_ptr + at[:, None].to(tl.int64) * tail_stride + member * R + ranks[None, :], value, mask)
-
-
-@triton.jit
-def _both(
-    y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
-    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`_columns` and `_rows` of one y in one pass over it: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and
-    for this block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
-    member, block = _member(tl.program_id(0), n0, n1, n2)
-    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
-    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
-    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
-    split = tl.program_id(1)
-    local = block * BC + tl.arange(0, BC)
-    cols = start + local
-    inside = cols < stop
-    ranks = tl.arange(0, RP)
-    real = (ranks < R)[None, :]
-    w = tl.load(
-        w_ptr + (row + local)[:, None].to(tl.int64) * w_stride + ranks[None, :], inside[:, None] & real, other=0.0
-    )
-    acc = tl.zeros([BC, RP], tl.float32)
-    first = split * per_split
-    part = g_ptr + block.to(tl.int64) * g_stride + member * R + ranks[None, :]
-    for t in range(first, min(first + per_split, tokens), BT):
-        at = t + tl.arange(0, BT)
-        alive = (at < tokens)[:, None]
-        there = at[:, None].to(tl.int64)
-        y = tl.load(y_ptr + there * y_stride + cols[None, :], alive & inside[None, :], other=0.0)
-        h = tl.load(h_ptr + there * h_stride + member * R + ranks[None, :], alive & real, other=0.0)
-        acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
-        tl.store(part + there * WIDTH, tl.dot(y, w, input_precision=PRECISION) * scale, alive & real)
-    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * R + ranks[None, :]
-    acc *= scale
-    if ADD:
-        acc += tl.load(where, inside[:, None] & real, other=0.0)
-    tl.store(where, acc, inside[:, None] & real)
+    if LAY:
+        place = tail_ptr + at[:, None].to(tl.int64) * tail_stride + member * R + ranks[None, :]
+        share = value.to(tl.float32) * (inverse * tl.load(shift_ptr))[:, None]
+        lay_pieces(share, place, out_stride, mask, tail_ptr.dtype.element_ty)
 
 
 @triton.jit
 def _add(
-    parts_ptr, out_ptr, tail_ptr, n, width, rank, p0, p1, p2, tail_stride, ADD: tl.constexpr, TAIL: tl.constexpr,
-    MEMBERS: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    parts_ptr, out_ptr, tail_ptr, code_scale_ptr, shift_ptr, n, width, rank, p0, p1, p2, tail_stride,
+    ADD: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr, MEMBERS: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """out (+)= the sum of the parts, always in the same order: p0 of them, or each member's own number."""
     at = tl.program_id(0) * B + tl.arange(0, B)  # 32 bits: dividing is what this costs
@@ -162,79 +119,17 @@ def _add(
     tl.store(out_ptr + at, total, at < n)
     if TAIL:
         tl.store(tail_ptr + (at // width).to(tl.int64) * tail_stride + at % width, total, at < n)
+    if LAY:
+        inverse = tl.div_rn(1.0, tl.load(code_scale_ptr + at // width, at < n, other=1.0)) * tl.load(shift_ptr)
+        place = tail_ptr + (at // width).to(tl.int64) * tail_stride + at % width
+        lay_pieces(total.to(tl.float32) * inverse, place, width, at < n, tail_ptr.dtype.element_ty)
 
 
-@triton.jit
-def _spread(source_ptr, table_ptr, scale_ptr, B: tl.constexpr):
-    """One piece of one copy: [offset in the source, target's address, width, distance of rows, first, size]."""
-    row = table_ptr + tl.program_id(0) * 6
-    offset, target = tl.load(row), tl.load(row + 1).to(tl.pointer_type(source_ptr.dtype.element_ty))
-    width, stride = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
-    first, size = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
-    at = first + tl.arange(0, B)  # 32 bits: dividing is what this costs
-    value = tl.load(source_ptr + offset + at, at < size, other=0.0).to(tl.float32)
-    value = (value * tl.load(scale_ptr + tl.program_id(0))).to(source_ptr.dtype.element_ty)
-    tl.store(target + (at // width).to(tl.int64) * stride + at % width, value, at < size)
-
-
-def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor], block: int = 2048) -> None:
-    flat = copies[0].source
-    if "places" not in tables:
-        rows, scales = [], []
-        for source, target, scale in copies:
-            assert source.is_contiguous() and source.dtype == target.dtype == flat.dtype and target.stride(1) == 1
-            for first in range(0, source.numel(), block):
-                place = (source.storage_offset(), target.data_ptr(), source.shape[1], target.stride(0), first)
-                rows.append((*place, source.numel()))
-                scales.append(scale)
-        tables["places"] = torch.tensor(rows, dtype=torch.int64).to(flat.device)
-        tables["scales"] = torch.tensor(scales, dtype=torch.float32).to(flat.device)
-    whole = flat.as_strided((1,), (1,), 0)  # the arena's own beginning: offsets count from there
-    _spread[(len(tables["places"]),)](whole, tables["places"], tables["scales"], B=block, num_warps=4)
-
-
-def _columns_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
-    """Columns and tokens of a tile, warps, stages, programs wanted."""
-    return (64, 128, 4, 3, 256) if tokens < 4096 or rank > 32 else (128, 64, 4, 3, 256)
-
-
-def _rows_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
+def _rows_tile(tokens: int, codes: bool) -> tuple[int, int, int, int, int]:
     """Tokens and columns of a tile, warps, stages, programs wanted."""
-    return (64, 128, 8, 4, 128) if tokens >= 4096 else (64, 64, 4, 4, 256)
-
-
-def sum_columns_(
-    total: torch.Tensor,
-    y: torch.Tensor,
-    h: torch.Tensor,
-    columns: tuple[tuple[int, int], ...],
-    *,
-    rank: int,
-    scale: float = 1.0,
-    transposed: bool = False,
-    row_scale: torch.Tensor | None = None,
-    col_scale: torch.Tensor | None = None,
-) -> None:
-    """Contiguous total [sum of widths, rank] (or, transposed, [rank, width] of a lone member) += scale * y' h, fp32."""
-    assert total.is_contiguous()
-    tokens = len(y)
-    rp = power_of_two(rank, 16)
-    bc, bt, warps, stages, programs = _columns_tile(rp, tokens)
-    starts, stops, offsets, counts = _places(columns, bc)
-    blocks = sum(counts)
-    splits = 1 if blocks >= programs // 2 else min(triton.cdiv(tokens, 4 * bt), triton.cdiv(programs, blocks))
-    per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
-    splits = triton.cdiv(tokens, per_split)
-    out = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
-    strides = (1, total.shape[1]) if transposed else (total.shape[1], 1)
-    _columns[(blocks, splits)](
-        y, h, row_scale, col_scale, out, tokens, per_split, y.stride(0), h.stride(0), total.numel(), *strides, scale,
-        *starts, *stops, *offsets, *counts, R=rank, RP=rp, BT=bt, BC=bc, HAS_ROWS=row_scale is not None,
-        HAS_COLS=col_scale is not None, ADD=splits == 1, PRECISION=_precision(y), num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
-    if splits > 1:
-        _add_up(out, total, add=True)
+    if tokens < 4096:
+        return 64, 64, 4, 4, 256
+    return (64, 128, 4, 3, 128) if codes else (64, 128, 8, 4, 128)
 
 
 def rows(
@@ -247,12 +142,17 @@ def rows(
     transposed: bool = False,
     tail: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    codes: Codes | None = None,
+    rstd: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, rank * members] = scale * y[:, columns] weight; weight [sum of widths, rank] (transposed: [rank, width])."""
+    """[T, rank * members] = scale * y[:, columns] weight; weight [sum of widths, rank] (transposed: [rank, width]).
+    With a norm's `rstd` [T] and weight `norm` [width], of y * rstd * norm."""
+    assert tail is None or codes is None
     tokens = len(y)
     rp = power_of_two(rank, 16)
-    bt, bc, warps, stages, wanted = _rows_tile(rp, tokens)
-    starts, stops, offsets, _ = _places(columns, bc)
+    bt, bc, warps, stages, wanted = _rows_tile(tokens, codes is not None)
+    starts, stops, offsets, _ = places(columns, bc)
     widest = max(stop - start for start, stop in columns)
     programs = triton.cdiv(tokens, bt) * len(columns)
     splits = max(1, min(triton.cdiv(widest, 4 * bc), triton.cdiv(wanted, programs)))
@@ -263,68 +163,28 @@ def rows(
     assert out.is_contiguous()
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=y.device)
     strides = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
+    laid, factor, code_scale, shift = given(codes)
+    behind = tail if codes is None else codes.tail
     _rows[(triton.cdiv(tokens, bt), len(columns), splits)](
-        y, weight, parts, tail, tokens, per_split, y.stride(0), *strides, out.numel(), out.stride(0),
-        tail.stride(0) if tail is not None else 0, scale, *starts, *stops, *offsets, R=rank, RP=rp,
-        TAIL=tail is not None and splits == 1, BT=bt, BC=bc, PRECISION=_precision(y), num_warps=warps,
-        num_stages=stages,
+        y, weight, parts, behind, rstd, norm, laid, factor, code_scale, shift, tokens, per_split, y.stride(0), *strides,
+        out.numel(), out.stride(0), behind.stride(0) if behind is not None else 0, scale, *starts, *stops, *offsets,
+        R=rank, RP=rp, NORM=rstd is not None, TAIL=tail is not None and splits == 1, CODES=codes is not None,
+        LAY=codes is not None and splits == 1, ENCODE=factor is not None, BT=bt, BC=bc, PRECISION=precision(y),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        _add_up(parts, out, add=False, tail=tail)
-    if tail is not None and tail.shape[1] > out.shape[1]:
-        tail[:, out.shape[1] :].zero_()
+        add_up(parts, out, add=False, tail=tail, codes=codes)
+    clear(out.shape[1], tail, codes)
     return out
 
 
-def both(
-    total: torch.Tensor,
-    y: torch.Tensor,
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    columns: tuple[tuple[int, int], ...],
-    *,
-    rank: int,
-    scale: float,
-    tail: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`sum_columns_` into total and `rows` of the same y, read once."""
-    assert total.is_contiguous() and weight.stride(1) == 1
-    tokens, rp = len(y), power_of_two(rank, 16)
-    bc, bt, warps, stages, programs = _both_tile(rp, tokens)
-    starts, stops, offsets, counts = _places(columns, bc)
-    blocks, members = sum(counts), counts[: len(columns)]
-    splits = max(1, min(triton.cdiv(tokens, 4 * bt), triton.cdiv(programs, blocks)))
-    per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
-    splits = triton.cdiv(tokens, per_split)
-    sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
-    parts = torch.empty(max(members), tokens, rank * len(columns), dtype=torch.float32, device=y.device)
-    g = torch.empty(parts.shape[1:], dtype=y.dtype, device=y.device)
-    _both[(blocks, splits)](
-        y, h, weight, parts, sums, tokens, per_split, y.stride(0), h.stride(0), weight.stride(0), g.numel(),
-        total.numel(), scale, *starts, *stops, *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc,
-        ADD=splits == 1, PRECISION=_precision(y), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    _add_up(parts, g, add=False, tail=tail, counts=members)
-    if splits > 1:
-        _add_up(sums, total, add=True)
-    if tail is not None and tail.shape[1] > g.shape[1]:
-        tail[:, g.shape[1] :].zero_()
-    return g
-
-
-def _both_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
-    """Columns and tokens of a tile, warps, stages, programs wanted."""
-    if rank > 32:
-        return 128, 64, 4, 3, 264
-    return (256, 64, 4, 3, 264) if tokens >= 2048 else (128, 128, 4, 3, 264)
-
-
-def _add_up(
+def add_up(
     parts: torch.Tensor,
     out: torch.Tensor,
     add: bool,
     tail: torch.Tensor | None = None,
     counts: list[int] | None = None,
+    codes: Codes | None = None,
 ) -> None:
     """out (contiguous) (+)= the sum over the first dimension of `parts`; written to `tail`'s columns as well. `counts`:
     members, whose columns lie side by side, have that many parts and the rest of theirs was never written. A last
@@ -332,18 +192,34 @@ def _add_up(
     n, many, width = out.numel(), power_of_two(parts.shape[0]), out.shape[-1]
     block = min(1024, max(32, 4096 // many), max(32, power_of_two(n // 256)))  # enough programs for the chip
     each = [*counts, 0, 0][:3] if counts else [len(parts)] * 3
+    _, _, scale, shift = given(codes)
+    behind = tail if codes is None else codes.tail
     _add[(triton.cdiv(n, block),)](
-        parts, out, tail, n, width, width // len(counts or [1]), *each, tail.stride(0) if tail is not None else 0,
-        ADD=add, TAIL=tail is not None, MEMBERS=counts is not None and len(set(counts)) > 1, P=many, B=block,
+        parts, out, behind, scale, shift, n, width, width // len(counts or [1]), *each,
+        behind.stride(0) if behind is not None else 0, ADD=add, TAIL=tail is not None, LAY=codes is not None,
+        MEMBERS=counts is not None and len(set(counts)) > 1, P=many, B=block,
         num_warps=4 if many * block >= 1024 else 1,
     )  # fmt: skip
 
 
-def _precision(x: torch.Tensor) -> str:
+def given(codes: Codes | None) -> tuple[torch.Tensor | None, ...]:
+    """(rows, factor, scale, shift) for a kernel, none of them where there are no codes."""
+    return (None,) * 4 if codes is None else (codes.rows, codes.factor, codes.scale, codes.shift)
+
+
+def clear(thin: int, tail: torch.Tensor | None, codes: Codes | None) -> None:
+    """What is behind the thin product becomes zero."""
+    if codes is not None:
+        tail, thin = codes.tail.view(torch.uint8), PIECES * thin
+    if tail is not None and tail.shape[1] > thin:
+        tail[:, thin:].zero_()
+
+
+def precision(x: torch.Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _places(columns: tuple[tuple[int, int], ...], block: int) -> tuple[list[int], list[int], list[int], list[int]]:
+def places(columns: tuple[tuple[int, int], ...], block: int) -> tuple[list[int], list[int], list[int], list[int]]:
     """Starts, stops, rows of the stacked weight and numbers of blocks, for three members whatever there are."""
     starts, stops, offsets, counts, row = [], [], [], [], 0
     for start, stop in columns:

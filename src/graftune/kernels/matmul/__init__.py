@@ -27,10 +27,10 @@ def tuned(on: bool = True) -> Iterator[None]:
         _tuning = before
 
 
-def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K], b [K, N] -> a fresh [M, N]; rows (or, transposed, columns) of each may lie apart."""
+def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a [M, K], b [K, N] -> [M, N], fresh or `out`; rows (or, of a and b transposed, columns) may lie apart."""
     if _tuning and a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         from graftune.kernels.matmul import cublaslt
 
-        return cublaslt.mm(a, b)
-    return a @ b
+        return cublaslt.mm(a, b, out)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)

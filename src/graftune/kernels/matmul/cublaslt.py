@@ -48,8 +48,9 @@ class Shape(NamedTuple):
     k: int
     a_across: bool  # whether a's (b's) columns, not rows, lie together
     b_across: bool
-    a_apart: int  # distance of a's rows (or columns)
+    a_apart: int  # distance of a's rows (or columns); likewise b's, and the result's rows
     b_apart: int
+    out_apart: int
     aligned: int  # bytes
 
 
@@ -65,9 +66,9 @@ _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 ONE, ZERO = c_float(1.0), c_float(0.0)
 
 
-def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    shape = _shape(a, b)
+def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
+    shape = _shape(a, b, out)
     plan = _plans.get((a.device.index or 0, shape))
     if plan is None:
         assert not torch.cuda.is_current_stream_capturing(), f"{shape} was not seen before the capture"
@@ -76,25 +77,30 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _shape(a: torch.Tensor, b: torch.Tensor) -> Shape:
+def _shape(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Shape:
     (m, k), n = a.shape, b.shape[1]
+    assert out.shape == (m, n) and out.stride(1) == 1 and out.dtype == a.dtype, (out.shape, out.stride(), out.dtype)
     a_across, b_across = a.stride(1) != 1, b.stride(1) != 1
     assert a.stride(0 if a_across else 1) == 1 and b.stride(0 if b_across else 1) == 1, (a.stride(), b.stride())
-    aligned = min(256, *(1 << ((x.data_ptr() & -x.data_ptr()).bit_length() - 1) for x in (a, b)))
-    return Shape(
-        a.dtype, m, n, k, a_across, b_across, a.stride(1 if a_across else 0), b.stride(1 if b_across else 0), aligned
-    )
+    aligned = min(256, *(1 << ((x.data_ptr() & -x.data_ptr()).bit_length() - 1) for x in (a, b, out)))
+    a_apart, b_apart = a.stride(1 if a_across else 0), b.stride(1 if b_across else 0)
+    return Shape(a.dtype, m, n, k, a_across, b_across, a_apart, b_apart, out.stride(0), aligned)
 
 
 def _fastest(shape: Shape, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Plan:
     """Ask, time, choose. It waits for the device: this is for the first call of a shape."""
     desc, layouts, results = _candidates(shape, a.device)
     plans = [Plan(desc, layouts, result) for result in results]
-    flush = torch.empty(128 << 20, dtype=torch.uint8, device=a.device)
+    flush = torch.empty(flush_bytes(a.device), dtype=torch.uint8, device=a.device)
     times = [_time(plan, a, b, out, flush) + (CLEARING if plan.algorithm.workspace else 0.0) for plan in plans]
     if min(times) == float("inf"):
         raise _no_algorithm(shape)
     return plans[times.index(min(times))]
+
+
+def flush_bytes(device: torch.device) -> int:
+    """What has to be written to empty the cache. It lies beside all that the first step has saved, so not more."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _time(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, flush: torch.Tensor) -> float:
@@ -127,7 +133,7 @@ def _candidates(
         _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(value), ctypes.sizeof(value)))
     first = _layout(kind, *((shape.k, shape.n) if shape.b_across else (shape.n, shape.k)), shape.b_apart)
     second = _layout(kind, *((shape.m, shape.k) if shape.a_across else (shape.k, shape.m)), shape.a_apart)
-    result = _layout(kind, shape.n, shape.m, shape.n)
+    result = _layout(kind, shape.n, shape.m, shape.out_apart)
     _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)))
     size = c_uint64(WORKSPACE)
     _check(lib.cublasLtMatmulPreferenceSetAttribute(preference, PREF_WORKSPACE, byref(size), ctypes.sizeof(size)))

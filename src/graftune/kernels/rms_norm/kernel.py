@@ -16,13 +16,10 @@ PROGRAMS = 528  # that share the rows where a weight's gradient is summed: four 
 
 
 @triton.jit
-def _forward(
-    x_ptr, y_ptr, w_ptr, sum_ptr, out_ptr, rstd_ptr, eps, x_stride, out_stride,
-    D: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, B)
-    inside = cols < D
+def normed_row(
+    x_ptr, y_ptr, w_ptr, sum_ptr, rstd_ptr, eps, x_stride, row, cols, inside, D: tl.constexpr, ADD: tl.constexpr
+):
+    """norm(x + y) of a row in fp32; the sum and rstd are stored."""
     v = tl.load(x_ptr + row * x_stride + cols, inside, other=0.0).to(tl.float32)
     if ADD:
         v = (v + tl.load(y_ptr + row * D + cols, inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
@@ -30,7 +27,25 @@ def _forward(
         v = v.to(tl.float32)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(v * v, 0) / D + eps)
     tl.store(rstd_ptr + row, rstd)
-    n = v * rstd * tl.load(w_ptr + cols, inside, other=0.0)
+    return v * rstd * tl.load(w_ptr + cols, inside, other=0.0)
+
+
+@triton.jit
+def through_norm(grad, n, w, rstd, D: tl.constexpr):
+    """What the gradient of a row, in fp32, is before the norm; n = x * rstd."""
+    grad *= w
+    return (grad - n * (tl.sum(grad * n, 0) / D)) * rstd
+
+
+@triton.jit
+def _forward(
+    x_ptr, y_ptr, w_ptr, sum_ptr, out_ptr, rstd_ptr, eps, x_stride, out_stride,
+    D: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, B)
+    inside = cols < D
+    n = normed_row(x_ptr, y_ptr, w_ptr, sum_ptr, rstd_ptr, eps, x_stride, row, cols, inside, D, ADD)
     tl.store(out_ptr + row * out_stride + cols, n.to(out_ptr.dtype.element_ty), inside)
 
 
@@ -62,8 +77,7 @@ def _backward(
         n = tl.load(x_ptr + at * x_stride + cols, inside, other=0.0).to(tl.float32) * rstd
         if WEIGHT:
             part += grad * n
-        grad *= w
-        out = (grad - n * (tl.sum(grad * n, 0) / D)) * rstd
+        out = through_norm(grad, n, w, rstd, D)
         if RESIDUAL:
             out += tl.load(residual_ptr + at * residual_stride + cols, inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at * out_stride + cols, out.to(out_ptr.dtype.element_ty), inside)

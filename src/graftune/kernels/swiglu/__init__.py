@@ -1,6 +1,6 @@
 """Gated linear units on a fused gate/up product: act(gate) * up, with silu (SwiGLU) or tanh's gelu (GeGLU).
 
-gate_up [T, 2F] -> [T, F]; fp32 inside. Rows of what is written may lie apart."""
+gate_up [T, 2F] -> [T, F]; fp32 inside. Rows may lie apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("silu", "gelu")
 
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> None:
     """Writes the activation [T, F] to `act`."""
-    assert gate_up.is_contiguous() and gate_up.shape == (len(act), 2 * act.shape[1]) and act.stride(1) == 1
+    assert gate_up.shape == (len(act), 2 * act.shape[1]) and gate_up.stride(1) == act.stride(1) == 1
     assert kind in KINDS, kind
     if launch.fused(gate_up):
         from graftune.kernels.swiglu import kernel
@@ -29,12 +29,15 @@ def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> Non
 def backward(
     grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
 ) -> None:
-    """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
-    assert gate_up.is_contiguous() and gate_up.shape == out.shape and grad.shape == act.shape
-    assert grad.stride(1) == out.stride(1) == act.stride(1) == 1 and kind in KINDS
+    """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`.
+
+    Our kernel goes value by value: there `out` may be gate_up itself, and `act` the gradient that came."""
+    assert gate_up.shape == out.shape and grad.shape == act.shape and kind in KINDS
+    assert grad.stride(1) == gate_up.stride(1) == out.stride(1) == act.stride(1) == 1
     if launch.fused(grad):
         from graftune.kernels.swiglu import kernel
 
         kernel.backward(grad, gate_up, out, act, kind)
     else:
+        assert not grad.numel() or (out.data_ptr() != gate_up.data_ptr() and act.data_ptr() != grad.data_ptr())
         reference.backward(grad, gate_up, out, act, kind)

@@ -29,26 +29,27 @@ def _act(x, GELU: tl.constexpr):
 
 
 @triton.jit
-def _forward(gate_up_ptr, act_ptr, F, act_stride, GELU: tl.constexpr, BF: tl.constexpr):
+def _forward(gate_up_ptr, act_ptr, F, gate_up_stride, act_stride, GELU: tl.constexpr, BF: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BF + tl.arange(0, BF)
     inside = cols < F
-    gate = tl.load(gate_up_ptr + row * (2 * F) + cols, inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * (2 * F) + F + cols, inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + row * gate_up_stride + cols, inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * gate_up_stride + F + cols, inside, other=0.0).to(tl.float32)
     value, _ = _act(gate, GELU)
     tl.store(act_ptr + row * act_stride + cols, (value * up).to(act_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
 def _backward(
-    grad_ptr, gate_up_ptr, out_ptr, act_ptr, F, grad_stride, out_stride, act_stride,
+    grad_ptr, gate_up_ptr, out_ptr, act_ptr, F, grad_stride, gate_up_stride, out_stride, act_stride,
     GELU: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
+    """All that a program writes lies where it, and nobody else, has read before: it may be in place."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BF + tl.arange(0, BF)
     inside = cols < F
-    gate = tl.load(gate_up_ptr + row * (2 * F) + cols, inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * (2 * F) + F + cols, inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + row * gate_up_stride + cols, inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * gate_up_stride + F + cols, inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * grad_stride + cols, inside, other=0.0).to(tl.float32)
     value, slope = _act(gate, GELU)
     kind = out_ptr.dtype.element_ty
@@ -60,13 +61,13 @@ def _backward(
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     tokens, width = act.shape
     _forward[(tokens, triton.cdiv(width, 4096))](
-        gate_up, act, width, act.stride(0), GELU=kind == "gelu", BF=4096, num_warps=8
+        gate_up, act, width, gate_up.stride(0), act.stride(0), GELU=kind == "gelu", BF=4096, num_warps=8
     )
 
 
 def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     tokens, width = grad.shape
     _backward[(tokens, triton.cdiv(width, 2048))](
-        grad, gate_up, out, act, width, grad.stride(0), out.stride(0), act.stride(0), GELU=kind == "gelu", BF=2048,
-        num_warps=4,
+        grad, gate_up, out, act, width, grad.stride(0), gate_up.stride(0), out.stride(0), act.stride(0),
+        GELU=kind == "gelu", BF=2048, num_warps=4,
     )  # fmt: skip

@@ -137,12 +137,13 @@ class Fp8(Roomy):
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return self._way_back(self._rows(grad, self.scale, None), self.out_features)
 
-    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
+    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] -> x W' + s h B'."""
         width, share = self.in_features, self._share
         rows = self._rows(x[:, :width], None, share.there.reach, self.slack)
         fp8.lay(x[:, width : width + len(share.down)], rows, width, share.there.shift)
-        return self._product(rows)
+        product = self._product(rows)
+        return product if out is None else out.copy_(product)
 
     def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
         """[dY | g] -> dY W + g A."""
@@ -188,6 +189,21 @@ class Fp8(Roomy):
         """SwiGLU's way back into `out`, our dY, and `act` (kernels/swiglu); returns the scale for `backward`."""
         return fp8.act_backward(grad_act, gate_up, out, act, self.scale, reach=self._share.back.reach)
 
+    def norm_backward(
+        self,
+        grad_y: torch.Tensor,
+        x: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Rows:
+        """The norm's way back into `out`, the gradient of the stream that we wrote, so our dY: its codes for
+        `backward`."""
+        codes, reach = self._buffer(len(x), self.out_features), self._share.back.reach
+        inner = codes[:, : self.out_features]
+        return Rows(codes, fp8.norm_backward(grad_y, x, rstd, weight, residual, out, inner, self.scale, reach=reach))
+
     def backward(
         self,
         grad: torch.Tensor,
@@ -197,28 +213,18 @@ class Fp8(Roomy):
         scale: torch.Tensor | None = None,
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left the
-        scale that its codes shall have, or the codes."""
+        """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left its
+        codes, with room for g's, or the scale that they shall have: the kernel of g then writes them."""
         shift, factor = self._share.back.shift, None
         if scale is not None:
             rows, factor = Rows(self._buffer(len(grad), self.out_features), scale), self.scale
-        rows = rows if rows is not None else self._rows(grad, self.scale, self._share.back.reach)
+        elif rows is None:
+            rows = self._rows(grad, self.scale, self._share.back.reach)
         if grad_up is None:
             g = fp8.up_backward(grad, low, rows, shift, factor)
         else:
             g = fp8.up_both(grad, low, grad_up, rows, shift, factor)
         return self._way_back(rows), g
-
-    def after_norm_backward(
-        self, grad_y: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
-    ) -> Rows:
-        """The norm's way back into `residual`, the gradient of the stream that we wrote: its codes, for `backward`."""
-        share = self._share
-        codes = self._buffer(len(x), self.out_features)
-        scale = fp8.norm_backward(
-            grad_y, x, rstd, weight, residual, codes[:, : self.out_features], self.scale, reach=share.back.reach
-        )
-        return Rows(codes, scale)
 
     @property
     def _share(self) -> Share:

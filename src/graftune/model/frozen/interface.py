@@ -110,8 +110,8 @@ class Roomy(ABC):
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor: ...
     @abstractmethod
-    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
-        """[x | h] [W | sB]'."""
+    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[x | h] [W | sB]', written to `out` [T, out] if given, whose rows may lie apart."""
 
     @abstractmethod
     def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:

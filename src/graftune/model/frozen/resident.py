@@ -66,8 +66,8 @@ class Dense(Roomy):
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return matmul.mm(grad, self._as(grad.dtype))
 
-    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul.mm(x, self.storage[: self.out_features].t())
+    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return matmul.mm(x, self.storage[: self.out_features].t(), out)
 
     def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
         return matmul.mm(grad, self.storage[:, : self.in_features])

@@ -77,11 +77,11 @@ class Unpacked(Roomy):
         self.unpack()
         return matmul.mm(grad, self.weight)
 
-    def matmul_with_room(self, x: torch.Tensor) -> torch.Tensor:
+    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self.adapters is not None
         self.unpack()
         room.beside(self.beside, self.adapters)
-        return matmul.mm(x, self.storage[: self.out_features].t())
+        return matmul.mm(x, self.storage[: self.out_features].t(), out)
 
     def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
         assert self.adapters is not None

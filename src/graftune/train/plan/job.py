@@ -26,7 +26,9 @@ from graftune.weights.load import Placement, choose_placement, nothing_frozen
 
 CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the card is elsewhere
 CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
-FEW_LAYERS = 3  # a first, a last and one between: from so many on, each further layer adds the same
+# A first, a last and two between, since what is offloaded comes one ahead: from so many on, each further layer adds the
+# same. By two of them, since the arena's buffers are rounded up to whole 2 MiB, which one layer reaches or does not.
+FEW_LAYERS, MORE_LAYERS = 4, 6
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,9 @@ class Job:
                 placement = self.place(base_dtype)
         setup = self.setup(recompute, self.shapes(capacity), placement)
         layers = self.base.spec.layers
-        if not whole and layers > FEW_LAYERS + 1:
-            few, more = (self._bytes(setup.with_layers(n), capacity) for n in (FEW_LAYERS, FEW_LAYERS + 1))
-            found = few.extended(more, layers - FEW_LAYERS)
+        if not whole and layers > MORE_LAYERS:
+            few, more = (self._bytes(setup.with_layers(n), capacity) for n in (FEW_LAYERS, MORE_LAYERS))
+            found = few.extended(more, MORE_LAYERS - FEW_LAYERS, layers - FEW_LAYERS)
         else:
             found = self._bytes(setup, capacity)
         settings = {
@@ -146,6 +148,7 @@ class Job:
             method=config.train.method,
             clip_mode=config.optim.clip_mode,
             backend=self.attention.backend,
+            others=self.attention.others,
             graph=kind == "cuda" and config.train.graph,
             evaluates=self.evaluates,
             copies=kind == "cpu" and standins.copies_operand(self.runtime.compute),
@@ -203,7 +206,9 @@ def card_here(device: torch.device, memory: int = 0) -> standins.Card:
         free, total = max(0, memory - taken), memory
     about = torch.cuda.get_device_properties(device)
     capability = (about.major, about.minor)
-    return standins.Card(about.name, free, total, capability, about.multi_processor_count, here=True)
+    return standins.Card(
+        about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True
+    )
 
 
 def any_data(longest: int) -> Callable[[int], Capacities]:

@@ -49,6 +49,7 @@ class Setup:
     method: str = "lora"
     clip_mode: str = "global"
     backend: str = "cpu"
+    others: tuple[str, ...] = ()  # backends that the first step times beside it
     graph: bool = True
     evaluates: bool = True
     copies: bool = False  # whether the CPU's products copy weights (standins.copies_operand)
@@ -85,11 +86,11 @@ class Bytes:
         """What is needed beyond the peak because a graph's pool serves nobody else."""
         return max(0, self.after + self.captured + self.eager - self.peak) if self.captured else 0
 
-    def extended(self, more: Bytes, by: int) -> Bytes:
-        """What `by` further layers take, `more` being what one takes."""
+    def extended(self, more: Bytes, step: int, by: int) -> Bytes:
+        """What it comes to with `by` further layers, `more` being what it comes to with `step` of them."""
 
         def far(few: int, more: int) -> int:
-            return max(0, more + (more - few) * (by - 1))
+            return max(0, few + (more - few) * by // step)
 
         phases = {
             phase: {name: far(few.get(name, 0), many.get(name, 0)) for name in {**few, **many}}
@@ -131,6 +132,7 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
         attention_backend=setup.backend,
         longest=setup.shape.longest,
         tuned=gpu is not None and not setup.runtime.deterministic,
+        other_backends=setup.others,
     )
     _tell_owners(step, ledger)
     batch = _batch(setup.shape, setup.runtime.device)
@@ -147,7 +149,7 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
                 step.update_step()
         if gpu is not None and setup.graph:
             before = holder.total
-            with phases.phase("capture"), aside(stream()):
+            with phases.phase("capture"), gpu.capture():
                 step.micro_step(batch)
             captured = phases.peak("capture") - before
     return Bytes(phases.owners, holder.total, captured, eager, 0 if gpu is None else ledger.of("cpu").peak)

@@ -5,7 +5,7 @@ their results themselves; cuDNN's and cuBLASLt's plans are not built, but their 
 code would: the memory of libraries is part of the plan. The rest of the step is the step's own code.
 
 Memory inside libraries is a formula here. `workspace_bytes` is what cuDNN asks for attention; `cublas_bytes` what torch
-gives cuBLAS for each stream that ever multiplied; `FLUSH_BYTES` what timing an algorithm takes for a moment.
+gives cuBLAS for each stream that ever multiplied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from graftune.train.plan.ledger import MIB, Ledger
 from graftune.train.plan.pretend import META, wrap
 
 WORKSPACES = "workspaces"
-FLUSH_BYTES = 128 * MIB
 HOPPER = (9, 0)
 ENOUGH_ROWS = 16  # of x, from which on the copy of a weight pays
 
@@ -49,6 +48,7 @@ class Card:
     total: int
     capability: tuple[int, int] = HOPPER
     processors: int = 132  # some kernels divide their work, and allocate, by these
+    cache: int = 60 * MIB  # emptied where algorithms are timed
     here: bool = False
 
 
@@ -133,6 +133,7 @@ class Device:
     def __init__(self, card: Card, device: torch.device, ledger: Ledger):
         self.card, self.device, self.ledger = card, device, ledger
         self.current: Any = Stream()
+        self.capturing = False
         self.spaces: dict[Any, torch.Tensor] = {}
         self.flash = torch.ops.aten._flash_attention_backward.default
 
@@ -141,7 +142,7 @@ class Device:
         moment, to be held until it is made."""
         if func is self.flash:
             return self._hold(flash_bytes(args))
-        if func.overloadpacket in PRODUCTS and args[0].is_cuda and self.current not in self.spaces:
+        if func.overloadpacket in GPU_PRODUCTS and args[0].is_cuda and self.current not in self.spaces:
             with self.ledger.owner(WORKSPACES):
                 self.spaces[self.current] = self._hold(cublas_bytes(self.card.capability))
         return None
@@ -156,6 +157,15 @@ class Device:
             yield
         finally:
             self.current = before
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.capturing = True
+        try:
+            with self.stream(Stream()):
+                yield
+        finally:
+            self.capturing = False
 
 
 @contextmanager
@@ -177,7 +187,7 @@ def _answers(put: Callable[[Any, str, Any], object], card: Card) -> None:
     put(torch.cuda, "get_device_capability", lambda device=None: card.capability)
     put(torch.cuda, "get_device_name", lambda device=None: card.name)
     about = SimpleNamespace(multi_processor_count=card.processors, total_memory=card.total, name=card.name)
-    about.major, about.minor = card.capability
+    about.major, about.minor, about.L2_cache_size = *card.capability, card.cache
     put(torch.cuda, "get_device_properties", lambda device=None: about)
     put(torch.cuda, "mem_get_info", lambda device=None: (card.free, card.total))
     if not card.here:  # as graftune is installed beside a GPU
@@ -187,6 +197,7 @@ def _answers(put: Callable[[Any, str, Any], object], card: Card) -> None:
 
 
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.addmm_}
+GPU_PRODUCTS = {*PRODUCTS, torch.ops.aten._scaled_mm}
 
 
 @contextmanager
@@ -210,7 +221,7 @@ def on(gpu: Device) -> Iterator[None]:
         put(torch.cuda, "device", lambda device: nullcontext())
         put(torch.cuda, "current_stream", lambda device=None: gpu.current)
         put(torch.cuda, "current_device", lambda: 0)
-        put(torch.cuda, "is_current_stream_capturing", lambda: False)
+        put(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
         _answers(put, card)
         if not torch.cuda.is_available():  # or torch would look for a driver at the first tensor
             put(torch.cuda, "_lazy_init", lambda: None)
@@ -236,12 +247,16 @@ def _launch_nothing(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _libraries(put: Callable[[Any, str, Any], None], gpu: Device) -> None:
-    from graftune.kernels.attention import cudnn_frontend
+    from graftune.kernels.attention import cudnn_frontend, timing
     from graftune.kernels.matmul import cublaslt
 
     def build(device: torch.device, shape: Any) -> Any:
+        return cudnn_frontend.Plan(None, workspace_bytes(shape))
+
+    def attend(plan: Any, device: torch.device, tensors: Any, docs: Any) -> None:
+        cudnn_frontend._lengths(docs)
         with gpu.ledger.owner(WORKSPACES):
-            return cudnn_frontend.Plan(None, cudnn_frontend._workspace(device, workspace_bytes(shape)))
+            cudnn_frontend._workspace(device, plan.workspace)
 
     def space(a: torch.Tensor) -> None:
         with gpu.ledger.owner(WORKSPACES):
@@ -249,15 +264,15 @@ def _libraries(put: Callable[[Any, str, Any], None], gpu: Device) -> None:
 
     def fastest(shape: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Any:
         with gpu.ledger.owner(WORKSPACES):
-            flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=a.device)
+            flush = torch.empty(cublaslt.flush_bytes(a.device), dtype=torch.uint8, device=a.device)
         space(a)
         del flush
         return cublaslt.Plan(None, None, None)  # type: ignore[arg-type]
 
     put(cudnn_frontend, "_plans", {})
-    put(cudnn_frontend, "_workspaces", {})
     put(cudnn_frontend, "_build", build)
-    put(cudnn_frontend, "_run", lambda *_: None)
+    put(cudnn_frontend, "_run", attend)
+    put(timing, "_time", lambda work: work() or 0.0)
     put(cublaslt, "_plans", {})
     put(cublaslt, "_workspaces", {})
     put(cublaslt, "_fastest", fastest)

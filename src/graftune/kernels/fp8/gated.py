@@ -1,0 +1,124 @@
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+"""SwiGLU beside fp8 products: forward it writes the codes that `down` reads, and on the way back it leaves the scale of
+gate_up's.
+
+Bytes a token (F = 14336 at 8B; 2 a value, 1 a code), apart and here:
+
+    forward     reads 4 F, writes the activation 2 F (h reads it). Apart 2 F are read again and codes written, 1 F.
+                Here only the codes: 1 F.
+    way back    reads 6 F, writes 4 F + 2 F. Apart dY is read again for g and again for the codes, 4 F each, and these
+                are written, 2 F. Here the row's scale comes of writing dY, and whoever reads dY for g (lora_linear)
+                writes the codes at that scale: 4 F + 2 F.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels.fp8.kernel import encode_row, scale_of, warps
+from graftune.kernels.fp8.reference import LARGEST, SMALLEST
+from graftune.kernels.launch import power_of_two
+from graftune.kernels.swiglu.kernel import _act as unit
+
+ONE_ACT = 1 << 14  # values of a SwiGLU row that one program holds
+ACT_BLOCK = 2048
+
+
+@triton.jit
+def _silu_up(gate_ptr, up_ptr, cols, F, kind: tl.constexpr):
+    """silu(gate) * up, rounded to what is stored."""
+    gate = tl.load(gate_ptr + cols, cols < F, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + cols, cols < F, other=0.0).to(tl.float32)
+    silu, _ = unit(gate, False)
+    return (silu * up).to(kind)
+
+
+@triton.jit
+def _act(
+    gate_up_ptr, reach_ptr, act_ptr, codes_ptr, scale_ptr, F, act_stride, codes_stride,
+    REACH: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, B)
+    gate_ptr = gate_up_ptr + row * (2 * F)
+    act_ptr += row * act_stride
+    codes_ptr += row * codes_stride
+    scale_ptr += row
+    if WHOLE:
+        act = _silu_up(gate_ptr, gate_ptr + F, cols, F, act_ptr.dtype.element_ty)
+        tl.store(act_ptr + cols, act, cols < F)
+        wide = act.to(tl.float32)
+        encode_row(wide, codes_ptr, scale_ptr, cols, cols < F, reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
+    else:
+        most, total = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
+        for start in range(0, F, B):
+            act = _silu_up(gate_ptr, gate_ptr + F, start + cols, F, act_ptr.dtype.element_ty)
+            tl.store(act_ptr + start + cols, act, start + cols < F)
+            wide = act.to(tl.float32)
+            most = tl.maximum(most, tl.abs(wide))
+            total += wide * wide
+        scale = scale_of(tl.max(most, 0), tl.sum(total, 0), reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
+        tl.store(scale_ptr, scale)
+        inverse = tl.div_rn(1.0, scale)
+        for start in range(0, F, B):
+            act = _silu_up(gate_ptr, gate_ptr + F, start + cols, F, act_ptr.dtype.element_ty)
+            codes = (act.to(tl.float32) * inverse).to(codes_ptr.dtype.element_ty)
+            tl.store(codes_ptr + start + cols, codes, start + cols < F)
+
+
+@triton.jit
+def _act_backward(
+    grad_ptr, gate_up_ptr, factor_ptr, reach_ptr, out_ptr, act_ptr, scale_ptr, F, grad_stride, out_stride, act_stride,
+    REACH: tl.constexpr, B: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kind = out_ptr.dtype.element_ty
+    most, total = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
+    for start in range(0, F, B):
+        cols = start + tl.arange(0, B)
+        inside = cols < F
+        gate = tl.load(gate_up_ptr + row * (2 * F) + cols, inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + row * (2 * F) + F + cols, inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * grad_stride + cols, inside, other=0.0).to(tl.float32)
+        silu, slope = unit(gate, False)
+        of_gate = (grad * up * slope).to(kind)
+        of_up = (grad * silu).to(kind)
+        tl.store(out_ptr + row * out_stride + cols, of_gate, inside)
+        tl.store(out_ptr + row * out_stride + F + cols, of_up, inside)
+        tl.store(act_ptr + row * act_stride + cols, (silu * up).to(kind), inside)
+        a = of_gate.to(tl.float32) * tl.load(factor_ptr + cols, inside, other=0.0)
+        b = of_up.to(tl.float32) * tl.load(factor_ptr + F + cols, inside, other=0.0)
+        most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
+        total += a * a + b * b
+    scale = scale_of(tl.max(most, 0), tl.sum(total, 0), reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
+    tl.store(scale_ptr + row, scale)
+
+
+def act(gate_up: torch.Tensor, out: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
+    tokens, width = out.shape
+    scale = torch.empty(tokens, dtype=torch.float32, device=out.device)
+    block = min(ONE_ACT, power_of_two(width))
+    _act[(tokens,)](
+        gate_up, reach, out, codes, scale, width, out.stride(0), codes.stride(0), REACH=reach is not None,
+        WHOLE=width <= block, B=block, LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=min(16, warps(block)),
+    )  # fmt: skip
+    return scale
+
+
+def act_backward(
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    act: torch.Tensor,
+    factor: torch.Tensor,
+    reach: torch.Tensor | None,
+) -> torch.Tensor:
+    tokens, width = grad.shape
+    scale = torch.empty(tokens, dtype=torch.float32, device=grad.device)
+    _act_backward[(tokens,)](
+        grad, gate_up, factor, reach, out, act, scale, width, grad.stride(0), out.stride(0), act.stride(0),
+        REACH=reach is not None, B=min(ACT_BLOCK, power_of_two(width)), LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=4,
+    )  # fmt: skip
+    return scale

@@ -1,0 +1,41 @@
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+"""Adapters copied to where products read them: every B beside its weight and every A below, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels.lora_linear.reference import Copy
+
+
+@triton.jit
+def _spread(source_ptr, table_ptr, scale_ptr, B: tl.constexpr):
+    """One piece of one copy: [offset in the source, target's address, width, distance of rows, first, size]."""
+    row = table_ptr + tl.program_id(0) * 6
+    offset, target = tl.load(row), tl.load(row + 1).to(tl.pointer_type(source_ptr.dtype.element_ty))
+    width, stride = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
+    first, size = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
+    at = first + tl.arange(0, B)  # 32 bits: dividing is what this costs
+    value = tl.load(source_ptr + offset + at, at < size, other=0.0).to(tl.float32)
+    value = (value * tl.load(scale_ptr + tl.program_id(0))).to(source_ptr.dtype.element_ty)
+    tl.store(target + (at // width).to(tl.int64) * stride + at % width, value, at < size)
+
+
+def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor], block: int = 2048) -> None:
+    flat = copies[0].source
+    if "places" not in tables:
+        rows, scales = [], []
+        for source, target, scale in copies:
+            assert source.is_contiguous() and source.dtype == target.dtype == flat.dtype and target.stride(1) == 1
+            for first in range(0, source.numel(), block):
+                place = (source.storage_offset(), target.data_ptr(), source.shape[1], target.stride(0), first)
+                rows.append((*place, source.numel()))
+                scales.append(scale)
+        tables["places"] = torch.tensor(rows, dtype=torch.int64).to(flat.device)
+        tables["scales"] = torch.tensor(scales, dtype=torch.float32).to(flat.device)
+    whole = flat.as_strided((1,), (1,), 0)  # the arena's own beginning: offsets count from there
+    _spread[(len(tables["places"]),)](whole, tables["places"], tables["scales"], B=block, num_warps=4)

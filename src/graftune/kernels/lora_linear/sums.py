@@ -1,0 +1,196 @@
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+"""Gradients of adapters: thin products that are summed over tokens, added into the fp32 arena.
+
+`both` makes g = s dY B besides dB = s dY' h, of the same dY, which is then read once: a block of columns has all of
+their sum over tokens, and of g a part, which `kernel.add_up` adds to the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graftune.kernels.launch import power_of_two
+from graftune.kernels.lora_linear import kernel
+
+
+@triton.jit
+def _member(pid, n0, n1, n2):
+    """Which member a block belongs to, and its number there."""
+    member = tl.where(pid < n0, 0, tl.where(pid < n0 + n1, 1, 2))
+    return member, pid - tl.where(member == 0, 0, tl.where(member == 1, n0, n0 + n1))
+
+
+@triton.jit
+def _columns(
+    y_ptr, h_ptr, row_scale_ptr, col_scale_ptr, out_ptr,
+    tokens, per_split, y_stride, h_stride, split_stride, out_c, out_r, scale,
+    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2,
+    R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_COLS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[c, r] (+)= scale * cs[c] * sum over t of rs[t] y[t, c] h[t, r], for the columns of one member."""
+    member, block = _member(tl.program_id(0), n0, n1, n2)
+    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
+    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
+    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    split = tl.program_id(1)
+    local = block * BC + tl.arange(0, BC)
+    cols = start + local
+    inside = cols < stop
+    ranks = tl.arange(0, RP)
+    acc = tl.zeros([BC, RP], tl.float32)
+    first = split * per_split
+    for t in range(first, min(first + per_split, tokens), BT):
+        at = t + tl.arange(0, BT)
+        alive = at < tokens
+        y = tl.load(
+            y_ptr + at[:, None].to(tl.int64) * y_stride + cols[None, :], alive[:, None] & inside[None, :], other=0.0
+        )
+        h = tl.load(
+            h_ptr + at[:, None].to(tl.int64) * h_stride + member * R + ranks[None, :],
+            alive[:, None] & (ranks < R)[None, :], other=0.0,
+        )  # fmt: skip
+        if HAS_ROWS:
+            h = (h.to(tl.float32) * tl.load(row_scale_ptr + at, alive, other=0.0)[:, None]).to(h.dtype)
+        acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
+    acc *= scale
+    if HAS_COLS:
+        acc *= tl.load(col_scale_ptr + cols, inside, other=0.0)[:, None]
+    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * out_c + ranks[None, :] * out_r
+    mask = inside[:, None] & (ranks < R)[None, :]
+    if ADD:
+        acc += tl.load(where, mask, other=0.0)
+    tl.store(where, acc, mask)
+
+
+@triton.jit
+def _both(
+    y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, codes_ptr, factor_ptr, code_scale_ptr,
+    tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, codes_stride, scale,
+    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_columns` and `_rows` of one y in one pass over it: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and
+    for this block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
+    member, block = _member(tl.program_id(0), n0, n1, n2)
+    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
+    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
+    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    split = tl.program_id(1)
+    local = block * BC + tl.arange(0, BC)
+    cols = start + local
+    inside = cols < stop
+    ranks = tl.arange(0, RP)
+    real = (ranks < R)[None, :]
+    w = tl.load(
+        w_ptr + (row + local)[:, None].to(tl.int64) * w_stride + ranks[None, :], inside[:, None] & real, other=0.0
+    )
+    if ENCODE:
+        factor = tl.load(factor_ptr + cols, inside, other=0.0)
+    acc = tl.zeros([BC, RP], tl.float32)
+    first = split * per_split
+    part = g_ptr + block.to(tl.int64) * g_stride + member * R + ranks[None, :]
+    for t in range(first, min(first + per_split, tokens), BT):
+        at = t + tl.arange(0, BT)
+        alive = (at < tokens)[:, None]
+        there = at[:, None].to(tl.int64)
+        y = tl.load(y_ptr + there * y_stride + cols[None, :], alive & inside[None, :], other=0.0)
+        h = tl.load(h_ptr + there * h_stride + member * R + ranks[None, :], alive & real, other=0.0)
+        acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
+        tl.store(part + there * WIDTH, tl.dot(y, w, input_precision=PRECISION) * scale, alive & real)
+        if ENCODE:
+            inverse = tl.div_rn(1.0, tl.load(code_scale_ptr + at, at < tokens, other=1.0))
+            z = y.to(tl.float32) * factor[None, :] * inverse[:, None]
+            place = codes_ptr + there * codes_stride + cols[None, :]
+            tl.store(place, z.to(codes_ptr.dtype.element_ty), alive & inside[None, :])
+    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * R + ranks[None, :]
+    acc *= scale
+    if ADD:
+        acc += tl.load(where, inside[:, None] & real, other=0.0)
+    tl.store(where, acc, inside[:, None] & real)
+
+
+def _columns_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
+    """Columns and tokens of a tile, warps, stages, programs wanted."""
+    return (64, 128, 4, 3, 256) if tokens < 4096 or rank > 32 else (128, 64, 4, 3, 256)
+
+
+def sum_columns_(
+    total: torch.Tensor,
+    y: torch.Tensor,
+    h: torch.Tensor,
+    columns: tuple[tuple[int, int], ...],
+    *,
+    rank: int,
+    scale: float = 1.0,
+    transposed: bool = False,
+    row_scale: torch.Tensor | None = None,
+    col_scale: torch.Tensor | None = None,
+) -> None:
+    """Contiguous total [sum of widths, rank] (or, transposed, [rank, width] of a lone member) += scale * y' h, fp32."""
+    assert total.is_contiguous()
+    tokens = len(y)
+    rp = power_of_two(rank, 16)
+    bc, bt, warps, stages, programs = _columns_tile(rp, tokens)
+    starts, stops, offsets, counts = kernel.places(columns, bc)
+    blocks = sum(counts)
+    splits = 1 if blocks >= programs // 2 else min(triton.cdiv(tokens, 4 * bt), triton.cdiv(programs, blocks))
+    per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
+    splits = triton.cdiv(tokens, per_split)
+    out = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
+    strides = (1, total.shape[1]) if transposed else (total.shape[1], 1)
+    _columns[(blocks, splits)](
+        y, h, row_scale, col_scale, out, tokens, per_split, y.stride(0), h.stride(0), total.numel(), *strides, scale,
+        *starts, *stops, *offsets, *counts, R=rank, RP=rp, BT=bt, BC=bc, HAS_ROWS=row_scale is not None,
+        HAS_COLS=col_scale is not None, ADD=splits == 1, PRECISION=kernel.precision(y), num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        kernel.add_up(out, total, add=True)
+
+
+def both(
+    total: torch.Tensor,
+    y: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    columns: tuple[tuple[int, int], ...],
+    *,
+    rank: int,
+    scale: float,
+    tail: torch.Tensor | None = None,
+    codes: kernel.Codes | None = None,
+) -> torch.Tensor:
+    """`sum_columns_` into total and `rows` of the same y, read once."""
+    assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or codes is None)
+    tokens, rp = len(y), power_of_two(rank, 16)
+    bc, bt, warps, stages, programs = _both_tile(rp, tokens, codes is not None)
+    starts, stops, offsets, counts = kernel.places(columns, bc)
+    blocks, members = sum(counts), counts[: len(columns)]
+    splits = max(1, min(triton.cdiv(tokens, 4 * bt), triton.cdiv(programs, blocks)))
+    per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
+    splits = triton.cdiv(tokens, per_split)
+    sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
+    parts = torch.empty(max(members), tokens, rank * len(columns), dtype=torch.float32, device=y.device)
+    g = torch.empty(parts.shape[1:], dtype=y.dtype, device=y.device)
+    laid, factor, code_scale, _ = kernel.given(codes)
+    _both[(blocks, splits)](
+        y, h, weight, parts, sums, laid, factor, code_scale, tokens, per_split, y.stride(0), h.stride(0),
+        weight.stride(0), g.numel(), total.numel(), laid.stride(0) if laid is not None else 0, scale, *starts, *stops,
+        *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc, ADD=splits == 1, ENCODE=factor is not None,
+        PRECISION=kernel.precision(y), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    kernel.add_up(parts, g, add=False, tail=tail, counts=members, codes=codes)
+    if splits > 1:
+        kernel.add_up(sums, total, add=True)
+    kernel.clear(g.shape[1], tail, codes)
+    return g
+
+
+def _both_tile(rank: int, tokens: int, codes: bool) -> tuple[int, int, int, int, int]:
+    """Columns and tokens of a tile, warps, stages, programs wanted."""
+    if rank > 32:
+        return 128, 64, 4, 3, 264
+    return (256, 64, 4, 3, 264) if codes or tokens >= 2048 else (128, 128, 4, 3, 264)

@@ -1,0 +1,66 @@
+"""What takes the place of what it was computed from is bit for bit what it is elsewhere; and what a recomputed block
+does not make again. (Whole steps in test_whole_step.py and test_fp8_kernel.py have their gradients in such places.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.kernels import fp8, swiglu
+from graftune.model import projection
+from graftune.model.projection import with_room
+from tests import oracle
+from tests.kernels.test_swiglu_kernel import inputs
+from tests.kernels.test_whole_step import batch, stepped
+
+ALL = LoraConfig(rank=4, alpha=10.0)
+
+
+def wide(x: torch.Tensor, room: int) -> torch.Tensor:
+    """x in a buffer with room, which is full of NaN."""
+    buffer = with_room(x, len(x), x.shape[1], room).fill_(float("nan"))
+    return buffer[:, : x.shape[1]].copy_(x)
+
+
+@pytest.mark.parametrize("kind", swiglu.KINDS)
+@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (37, 30), (2, 2049)])
+def test_gated_units(kernels_on, device, tokens, width, room, kind):
+    gate_up, grad = inputs(tokens, width, torch.bfloat16, device)
+    out, act, forward = torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(grad)
+    swiglu.backward(grad, gate_up, out, act, kind)
+    place, coming = wide(gate_up, room), wide(grad, room)
+    swiglu.forward(place, forward, kind)
+    swiglu.backward(coming, place, place, coming, kind)
+    assert torch.equal(place, out) and torch.equal(coming, act) and torch.equal(forward, act)
+
+
+def test_the_references_refuse_it():
+    gate_up, grad = inputs(3, 4, torch.float32, "cpu")
+    for places in ((gate_up, torch.empty_like(grad)), (torch.empty_like(gate_up), grad)):
+        with pytest.raises(AssertionError):
+            swiglu.backward(grad, gate_up, *places)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 48), (3, 4112)])
+def test_gated_units_beside_codes(kernels_on, device, tokens, width):
+    gate_up, grad = inputs(tokens, width, torch.bfloat16, device)
+    factor, reach = torch.rand(2 * width, device=device) + 0.5, torch.tensor(0.3, device=device)
+    out, act = torch.empty_like(gate_up), torch.empty_like(grad)
+    scale = fp8.act_backward(grad, gate_up, out, act, factor, reach=reach)
+    scale_ = fp8.act_backward(grad, gate_up, gate_up, grad, factor, reach=reach)
+    assert torch.equal(gate_up, out) and torch.equal(grad, act) and torch.equal(scale, scale_)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+def test_the_last_product_is_made_once(variant, tiny_folder, monkeypatch):
+    """Under full recompute, unless a norm behind it reads it."""
+    ours, made = oracle.ours(tiny_folder(variant), ALL), []
+    plain = projection.Projection.after_act
+    monkeypatch.setattr(
+        projection.Projection, "after_act", lambda self, *args: made.append(self.place) or plain(self, *args)
+    )
+    stepped(ours, "cpu", "cpu", batch(), 0.0, "full")
+    layers = len(ours.decoder.blocks)
+    assert len(made) == (2 * layers if variant == "gemma2" else layers)
