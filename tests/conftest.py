@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
+os.environ["GRAFTUNE_CACHE"] = tempfile.mkdtemp(prefix="graftune-")  # not the user's own
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -13,6 +17,7 @@ import torch
 
 from tests import tiny
 
+atexit.register(shutil.rmtree, os.environ["GRAFTUNE_CACHE"], ignore_errors=True)
 if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels then. Read when a kernel is defined, so before any kernel.py is imported.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -41,7 +41,11 @@ def opt(
 
 @dataclass(frozen=True)
 class BaseConfig:
-    base: str = opt("", "Hugging Face name or folder, or a .gguf file; empty: the bundled SmolLM2-135M-Instruct")
+    base: str = opt(
+        "",
+        "Hugging Face name (owner/name; of a GGUF owner/name:Q4_K_M or owner/name/x.gguf) or folder, or a .gguf file; "
+        "empty: the bundled SmolLM2-135M-Instruct",
+    )
     revision: str = opt("", "Hub revision of the base")
     base_dtype: Literal["auto", "keep", "bf16", "fp16", "fp32", "nf4", "fp8"] = opt(
         "auto",

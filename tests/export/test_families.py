@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from graftune.api import export
 from graftune.errors import GraftuneError
@@ -20,7 +22,7 @@ from tests.export import models
 from tests.export.judges import LlamaCpp, gap, opened, ours
 from tests.parity.test_full import examples, named, relative, transformers_logits, whole
 
-FAMILIES = [f for f in tiny.FAMILIES if f not in ("llama", "qwen2")] + ["llama-untied", "phi3-far", "olmo3-yarn"]
+FAMILIES = [*tiny.FAMILIES, "llama-untied", "phi3-far", "olmo3-yarn"]  # mixtures: tests/export/test_moe.py
 PROMPT = [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90]
 
 
@@ -29,6 +31,11 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """(variant, folder, GGUF)."""
     root = tmp_path_factory.mktemp("family")
     folder = models.make_folder(request.param, root / "model")
+    if request.param in ("llama", "qwen2"):  # tied: a head that says its own input again and again shows little
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.norm.weight"][::2] *= -1
+        save_file(tensors, file, {"format": "pt"})
     return request.param, folder, export(str(folder), "gguf", kind="F32", out=str(root / "m.gguf")).path
 
 
@@ -39,8 +46,10 @@ def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
     engine, sampling = oracle.ours(gguf, random_b=False), Sampling(max_new_tokens=50)
     prompts = [[*PROMPT[:4], start] for start in range(30, 60)]
     answers = generate(engine.decoder, prompts, sampling, ())
-    # A text without the tokens that end one there.
-    prompt, want = next((p, a) for p, a in zip(prompts, answers, strict=True) if not {0, 2} & set(a))
+    # The liveliest text without the tokens that end one there.
+    ends = {0, 2, engine.base.tokenizer.backend.token_to_id("</s>")}
+    endless = [(p, a) for p, a in zip(prompts, answers, strict=True) if not ends & set(a)]
+    prompt, want = max(endless, key=lambda one: len(set(one[1])))
     assert [want] == generate(oracle.ours(folder, random_b=False).decoder, [prompt], sampling, ())
     got = [int(t) for t in LlamaCpp(gguf).ask(prompt, n_predict=50, return_tokens=True)["tokens"]]
     same = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), 50)
@@ -48,7 +57,7 @@ def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
         logits = engine.logits([prompt + want[:same]])[-1]
         close = float(logits[want[same]] - logits[got[same]])
         assert variant.startswith("gemma") and close < 0.02, (same, close, got, want)
-    assert same > 5 and len(set(want)) > 3, (got, want)
+    assert same > 5 and len(set(want)) > 6, (got, want)
     print(f"{variant}: {same} of 50 tokens equal, {len(set(want))} different ones")
 
 
@@ -66,10 +75,10 @@ def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
 
 
 def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tmp_path: Path) -> None:
-    variant, _, gguf = both
+    _, folder, gguf = both
     side = whole(gguf)
     loss, grads = side.gradients(examples(20, 33))
-    model = tiny.hf_model(variant)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     total = oracle.loss_sum(model, examples(20, 33))
     total.backward()
     assert loss == pytest.approx(float(total.detach()), rel=1e-5)
@@ -88,9 +97,12 @@ def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tm
 )
 def test_what_a_gguf_cannot_say_is_refused(variant: str, what: str, tmp_path: Path) -> None:
     folder = models.make_folder(variant, tmp_path / "model")
-    with pytest.raises(GraftuneError, match=what):
-        export(str(folder), "gguf", kind="F32", out=str(tmp_path / "m.gguf"))
-    assert not (tmp_path / "m.gguf").exists()
+    (tmp_path / "here").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for place in ("m.gguf", "new/m.gguf", "here/a/b/c/m.gguf"):
+        with pytest.raises(GraftuneError, match=what):
+            export(str(folder), "gguf", kind="F32", out=str(tmp_path / place))
+    assert sorted(tmp_path.rglob("*")) == before, "no file, and no folder that was made for it"
 
 
 def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
@@ -101,8 +113,6 @@ def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(1)), alpha=0.1)
     arena.publish()
     adapter = run.save(tmp_path / "adapter")
-    from safetensors.torch import load_file
-
     stored = load_file(adapter / "adapter_model.safetensors")
     name = "layers.1.pre_feedforward_layernorm.weight"
     want = arena.view(name, arena.weights) - 1

@@ -17,18 +17,19 @@ import torch
 from graftune.api import Run, export, train
 from graftune.config import Config
 from graftune.data import sample
+from graftune.infer.generate import generate
+from graftune.infer.sample import Sampling
+from graftune.model.decoder import PackedDocuments
 from graftune.observe.console import Console
 from tests import oracle
-from tests.export.judges import LlamaCpp, opened, ours
+from tests.export.judges import LlamaCpp, opened
 
-QUESTIONS = (
-    "My parcel has not arrived.",
-    "How do I change my password?",
-    "What is the capital of France?",
-    "I was charged twice this month.",
-)
-STEPS, ANSWER = 4, 10
-LIMITS = {"PEFT": 2e-3, "llama.cpp, adapter on Q4_1": 0.6, "llama.cpp, merged F16": 0.15}
+QUESTIONS = ("My parcel has not arrived.", "I was charged twice this month.")
+STEPS, ANSWER = 2, 16
+# Of log-probabilities; measured: 2e-5, 0.2 and 5e-3 at most.
+LIMITS = {"PEFT": 1e-4, "llama.cpp, adapter on Q4_1": 0.4, "llama.cpp, merged F16": 0.015}
+
+Texts = list[tuple[list[int], list[int]]]  # (prompt, answer) in tokens
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("smollm2") / "run"
     settings: dict[str, Any] = {"base": str(smollm2), "out": str(out)}
     settings |= {"max_steps": STEPS, "samples": 0, "score": False, "device": "cpu", "compute_dtype": "fp32"}
-    settings |= {"lr": 2e-3, "warmup": 0.0, "val_split": 0.0, "tokens_per_step": 256}
+    settings |= {"lr": 4e-3, "warmup": 0.0, "val_split": 0.0, "tokens_per_step": 64}
     config = Config.load(Path(sample.__file__).with_name("support.yaml"), settings)
     return train(config, console=Console(quiet=True)).folder
 
@@ -48,53 +49,72 @@ def tuned(run: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def texts(tuned: Run) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) in tokens."""
-    found = []
-    for question in QUESTIONS:
-        shown = tuned.tokenizer.template.render([{"role": "user", "content": question}], add_generation_prompt=True)
-        prompt = tuned.tokenizer.encode(shown)
-        answer = tuned.generate(shown, max_new_tokens=ANSWER)[0]
-        found.append((prompt, tuned.tokenizer.encode(answer)[:ANSWER]))
-    return found
+def texts(tuned: Run) -> Texts:
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    template = tuned.tokenizer.template
+    prompts = [tuned.tokenizer.encode(template.render(turn, add_generation_prompt=True)) for turn in asked]
+    answers = generate(tuned.engine.decoder, prompts, Sampling(max_new_tokens=ANSWER), ())
+    return list(zip(prompts, answers, strict=True))
 
 
-def along(of: Any, texts: list[tuple[list[int], list[int]]]) -> torch.Tensor:
-    """Log-probability of every answer's tokens, by whoever gives [T, V] over a text."""
-    parts = []
+def chosen(table: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Of log-probabilities [T, V] over a text, those of its answer's tokens."""
+    return table[len(prompt) - 1 : len(prompt) + len(answer) - 1].gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def by_us(run: Run, texts: Texts, adapted: bool) -> torch.Tensor:
+    """All texts as one pack."""
+    lengths = tuple(len(prompt) + len(answer) for prompt, answer in texts)
+    decoder = run.engine.decoder
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    state = decoder.begin(positions, PackedDocuments.of(lengths), adapted=adapted)
+    with torch.no_grad():
+        tokens = torch.tensor([token for prompt, answer in texts for token in (*prompt, *answer)])
+        logits = decoder.logits(decoder.hidden(tokens, state), adapted=adapted)
+    tables = torch.log_softmax(logits.float(), -1).split(lengths)
+    return torch.cat([chosen(table, *text) for table, text in zip(tables, texts, strict=True)])
+
+
+def by_peft(model: Any, texts: Texts) -> torch.Tensor:
+    """One batch; what pads a text at its end is seen by nothing before it."""
+    wholes = [torch.tensor([*prompt, *answer]) for prompt, answer in texts]
+    with torch.no_grad():
+        logits = model(torch.nn.utils.rnn.pad_sequence(wholes, batch_first=True)).logits
+    tables = torch.log_softmax(logits.float(), -1)
+    return torch.cat([chosen(table, *text) for table, text in zip(tables, texts, strict=True)])
+
+
+def by_llama_cpp(server: LlamaCpp, texts: Texts) -> torch.Tensor:
+    """It says its own greedy text; where that leaves ours, it is asked again behind our token."""
+    found: list[float] = []
     for prompt, answer in texts:
-        table = of([*prompt, *answer])[len(prompt) - 1 : -1]
-        parts.append(table.gather(1, torch.tensor(answer)[:, None])[:, 0])
-    return torch.cat(parts)
-
-
-def by_llama_cpp(server: LlamaCpp, texts: list[tuple[list[int], list[int]]]) -> torch.Tensor:
-    found = []
-    for prompt, answer in texts:
-        for place, token in enumerate(answer):
-            found.append(float(server.after([*prompt, *answer[:place]], 49152, shown=2000)[token]))
+        done = 0
+        while done < len(answer):
+            asked = {"n_predict": len(answer) - done, "n_probs": 50}
+            for step in server.ask([*prompt, *answer[:done]], **asked)["completion_probabilities"]:
+                shown = {one["id"]: one["logprob"] for one in step["top_logprobs"]}
+                found.append(shown[answer[done]])
+                done += 1
+                if step["id"] != answer[done - 1]:
+                    break
     return torch.tensor(found)
 
 
-def test_four_ways(run: Path, tuned: Run, texts: Any, smollm2: Path, tmp_path: Path) -> None:
+def test_four_ways(run: Path, tuned: Run, texts: Texts, smollm2: Path, tmp_path: Path) -> None:
     import peft
 
-    own = along(lambda tokens: ours(tuned, tokens), texts)
-    base = along(lambda tokens: ours(tuned, tokens, adapted=False), texts)
-    moved = (own - base).abs()
+    own = by_us(tuned, texts, adapted=True)
+    plain = by_us(tuned, texts[:1], adapted=False)
+    moved = (own[: len(plain)] - plain).abs()
     model = peft.PeftModel.from_pretrained(
         oracle.smollm2_in_transformers(tuned.engine.base), str(export(str(run), "peft", out=str(tmp_path / "p")).path)
     ).eval()
-
-    def theirs(tokens: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), -1)
 
     lora = export(str(run), "gguf-lora", out=str(tmp_path / "l.gguf")).path
     merged = export(str(run), "gguf", kind="F16", out=str(tmp_path / "m.gguf"))
     assert merged.facts["survives"] > 0.99
     ways = {
-        "PEFT": along(theirs, texts),
+        "PEFT": by_peft(model, texts),
         "llama.cpp, adapter on Q4_1": by_llama_cpp(LlamaCpp(smollm2, [lora]), texts),
         "llama.cpp, merged F16": by_llama_cpp(LlamaCpp(merged.path), texts),
     }

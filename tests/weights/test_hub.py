@@ -1,8 +1,9 @@
 """A Hub name as the base, against a Hub of our own on loopback: found, unknown, of an unknown revision, unreachable,
-broken off in the middle and taken up again, and found in the cache when there is no Hub at all.
+broken off in the middle and taken up again, and found in the cache when there is no Hub at all. Of a repository only
+what is read is fetched; one of GGUF files gives the one that is named.
 
 The server speaks the few addresses that huggingface_hub's snapshot_download asks for. The client reads its settings
-when it is imported, so it runs in a process of its own, one for all questions.
+when it is imported, so it runs in a process of its own, one for all questions of a test.
 """
 
 from __future__ import annotations
@@ -12,25 +13,35 @@ import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import gguf
 import pytest
+from safetensors.torch import load_file, save_file
 
+from graftune.weights.base import open_base
 from tests.train.runs import ROOT, write_data
+from tests.weights import tiny_gguf
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+def files_of(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves `folder` as the model me/tiny at one commit."""
+    """Serves `folder` as the model me/tiny at one commit, and `ggufs` as me/files."""
 
     folder: Path
+    ggufs: Path
     patience = 10**9  # bytes of weights it sends before it hangs up
     asked: ClassVar[list[tuple[str, str, str]]]  # (method, path, range) of each question
     protocol_version = "HTTP/1.1"
@@ -44,34 +55,42 @@ class Hub(http.server.BaseHTTPRequestHandler):
             type(self).patience = int(path.rpartition("/")[2])
             self.asked.append(("MARK", "", ""))
             return self._send(b"")
+        if path == "/stop":  # from then on nobody listens here
+            self._send(b"")
+            return threading.Thread(target=self._stop).start()
         path = path.replace("/me/mini", "/me/tiny")  # the same model twice
         self.asked.append((self.command, path, self.headers.get("Range", "")))
         if path.startswith("/api/models/me/broken"):
             self.close_connection = True  # hangs up without a word
             return
-        if path.startswith("/api/models/me/tiny"):
-            if path == f"/api/models/me/tiny/tree/{COMMIT}":  # what newer clients ask instead of `siblings`
-                return self._send(json.dumps(self._tree()).encode())
-            revision = path.removeprefix("/api/models/me/tiny").removeprefix("/revision/")
-            if revision in ("", "main", COMMIT):
-                return self._send(json.dumps(self._described()).encode())
+        if asked := re.fullmatch(r"/api/models/me/(tiny|files)(.*)", path):
+            folder = self.folder if asked[1] == "tiny" else self.ggufs
+            if asked[2] == f"/tree/{COMMIT}":  # what newer clients ask instead of `siblings`
+                return self._send(json.dumps(self._tree(folder)).encode())
+            if asked[2].removeprefix("/revision/") in ("", "main", COMMIT):
+                return self._send(json.dumps(self._described(folder)).encode())
             return self._refuse("RevisionNotFound")
-        if path.startswith("/me/tiny/resolve/"):
-            file = self.folder / path.split("/", 5)[5]
+        if asked := re.fullmatch(r"/me/(tiny|files)/resolve/[^/]+/(.+)", path):
+            file = (self.folder if asked[1] == "tiny" else self.ggufs) / asked[2]
             if file.is_file():
                 return self._send(file.read_bytes())
             return self._refuse("EntryNotFound")
         self._refuse("RepoNotFound")
 
-    def _described(self) -> dict[str, object]:
-        names = [{"rfilename": f.name} for f in sorted(self.folder.iterdir())]
+    def _stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def _described(self, folder: Path) -> dict[str, object]:
+        names = [{"rfilename": str(f.relative_to(folder))} for f in files_of(folder)]
         return {"_id": "1", "id": "me/tiny", "modelId": "me/tiny", "sha": COMMIT, "siblings": names, "private": False,
                 "tags": [], "downloads": 0, "likes": 0}  # fmt: skip
 
-    def _tree(self) -> list[dict[str, object]]:
+    def _tree(self, folder: Path) -> list[dict[str, object]]:
+        held = [(str(f.relative_to(folder)), f.read_bytes()) for f in files_of(folder)]
         return [
-            {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": hashlib.sha1(f.read_bytes()).hexdigest()}
-            for f in sorted(self.folder.iterdir())
+            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in held
         ]
 
     def _send(self, body: bytes) -> None:
@@ -124,13 +143,23 @@ def endpoint(handler: type[Hub]) -> Iterator[str]:
 
 
 ASK = """
-import contextlib, io, json, os, sys, urllib.request
+import contextlib, io, json, os, sys, time, urllib.request
 import huggingface_hub.constants
 from graftune.cli import main
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 10_000  # what is kept of a file that breaks off is whole pieces
+wait = time.sleep
+time.sleep = lambda seconds: wait(seconds / 100)  # between two tries
 for line in json.load(sys.stdin):
     if line[0] == "patience":
         urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/patience/" + line[1]).read()
+        continue
+    if line[0] == "stop":
+        with contextlib.suppress(OSError):
+            while True:
+                urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop").read()
+        continue
+    if line[0] == "offline":
+        huggingface_hub.constants.HF_HUB_OFFLINE = line[1] == "1"
         continue
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -156,8 +185,8 @@ def fetched(handler: type[Hub]) -> list[dict[str, list[str]]]:
     for method, path, wanted in handler.asked:
         if method == "MARK":
             found.append({})
-        elif method == "GET" and path.startswith("/me/tiny/resolve/"):
-            found[-1].setdefault(path.rpartition("/")[2], []).append(wanted)
+        elif method == "GET" and (file := re.fullmatch(r"/me/\w+/resolve/[^/]+/(.+)", path)):
+            found[-1].setdefault(file[1], []).append(wanted)
     return found
 
 
@@ -170,8 +199,10 @@ def test_broken_off_taken_up_and_offline(handler: type[Hub], tmp_path: Path) -> 
     patience = [["patience", str(n)] for n in (90_000, 0, 10**9, 10**9)]
     names = ["me/tiny", "me/mini", "me/mini", "me/mini"]
     questions = [line for before, name in zip(patience, names, strict=True) for line in (before, [*ask, name])]
+    gone = [[*ask, "me/mini"], [*ask, "me/other"]]
+    questions += [["stop"], ["offline", "1"], *gone, ["offline", "0"], *gone]
     with serving(handler) as address:
-        patient, impatient, again, cached = asking(address, cache, questions)
+        patient, impatient, again, cached, *later = asking(address, cache, questions)
     hung_up, refused, missing, nothing = fetched(handler)
     assert patient[0] == 0 and json.loads(patient[1])["examples"] == 16, patient
     assert hung_up["model.safetensors"] == ["", "bytes=90000-", "bytes=180000-"]
@@ -184,11 +215,110 @@ def test_broken_off_taken_up_and_offline(handler: type[Hub], tmp_path: Path) -> 
     assert again[0] == cached[0] == 0 and "downloaded" not in cached[2]
     files = [file.read_bytes() for file in cache.rglob("*.safetensors")]
     assert files == [whole, whole], "no half file under the name of a whole one"
-    # Nobody listens there any more.
-    for environment in ({"HF_HUB_OFFLINE": "1"}, {}):
-        found, other = asking(address, cache, [[*ask, "me/mini"], [*ask, "me/other"]], **environment)
+    for found, other in (later[:2], later[2:]):  # nobody listens there any more
         assert found[0] == 0 and json.loads(found[1])["examples"] == 16, found
         assert other[0] == 2 and "me/other" in other[2] and other[2].count("\n") == 1
+
+
+def marked(questions: list[list[str]]) -> list[list[str]]:
+    """With a mark before each."""
+    return [line for question in questions for line in (["patience", str(10**9)], question)]
+
+
+def test_only_what_is_read_is_fetched(tiny_folder: Any, tmp_path: Path) -> None:
+    """Weights that lie there a second time under another name stay there, whether there is an index or not; and the
+    base is the same whether they lie beside the others or not."""
+    whole = tmp_path / "whole"
+    shutil.copytree(tiny_folder("llama"), whole)
+    for name in ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "model.gguf"):
+        (whole / name).parent.mkdir(exist_ok=True)
+        shutil.copy(whole / "model.safetensors", whole / name)
+    parted = tmp_path / "parted"
+    shutil.copytree(whole, parted)
+    tensors = load_file(parted / "model.safetensors")
+    shards = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in sorted(set(shards.values())):
+        save_file({n: t for n, t in tensors.items() if shards[n] == file}, parted / file, {"format": "pt"})
+    (parted / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    handler: Any = type("Folders", (Hub,), {"folder": whole, "ggufs": parted, "asked": []})
+    with serving(handler) as address:
+        questions = marked([["doctor", name, "--json"] for name in ("me/tiny", "me/files")])
+        answers = asking(address, tmp_path / "hf", questions)
+    own = ({"model.safetensors"}, {"part-0.safetensors", "part-1.safetensors"})
+    for folder, files, (code, out, err), got in zip((whole, parted), own, answers, fetched(handler), strict=True):
+        assert code == 0 and json.loads(out)["files"] == len(files), (out, err)
+        assert {name for name in got if not name.endswith((".json", ".jinja"))} == files
+        alone = tmp_path / f"alone-{folder.name}"
+        shutil.copytree(folder, alone, ignore=shutil.ignore_patterns("consolidated*", "original"))
+        assert open_base(str(alone)).sha256 == open_base(str(folder)).sha256
+
+
+@pytest.fixture(scope="module")
+def ggufs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two types of one model, one of them twice, once in parts; and what lies beside models."""
+    folder = tmp_path_factory.mktemp("ggufs")
+    (folder / ".gitattributes").write_text("*.gguf filter=lfs\n")
+    (folder / "README.md").write_text("A model.\n")
+    tiny_gguf.write(folder / "tiny-Q8_0.gguf")
+    tiny_gguf.write(folder / "tiny-F32.gguf", metadata={"general.name": "other"})
+    (folder / "mmproj-tiny-F32.gguf").write_bytes(b"not a model")
+    real = gguf.GGUFWriter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_gguf.gguf, "GGUFWriter", lambda path, arch: real(path, arch, split_max_tensors=9))
+        (folder / "split").mkdir()
+        tiny_gguf.write(folder / "split" / "tiny-Q8_0-L.gguf")
+    return folder
+
+
+def test_repositories_of_gguf_files(ggufs: Path, tiny_folder: Any, tmp_path: Path) -> None:
+    data = str(write_data(tmp_path / "d.jsonl"))
+    parts = [f"split/tiny-Q8_0-L-0000{n}-of-00004.gguf" for n in (1, 2, 3, 4)]
+    wanted = {
+        "me/files:f32": ["tiny-F32.gguf"],
+        "me/files/tiny-Q8_0.gguf": ["tiny-Q8_0.gguf"],
+        "me/files:Q8_0-L": parts,
+        f"me/files/{parts[2]}": parts,
+    }
+    refused = {
+        "me/files": "holds 3 GGUF models: " + ", ".join((parts[0], "tiny-F32.gguf", "tiny-Q8_0.gguf")),
+        "me/files:Q8_0": "holds 2 GGUF models: ",
+        "me/files:Q8": "holds no GGUF file of the type Q8 (but ",
+        "me/files/none.gguf": "holds no none.gguf",
+        "me/tiny:Q8_0": "holds no GGUF file of the type Q8_0 (but none at all)",
+    }
+    questions = [["doctor", name, "--json"] for name in (*wanted, *refused)]
+    train = ["train", "me/files:F32", data, "--max-steps", "1", "--samples", "0", "--quiet", "--device", "cpu"]
+    questions.append([*train, "--out", str(tmp_path / "run")])
+    questions.append(["chat", str(tmp_path / "run"), "--prompt", "hi", "--max-new-tokens", "2", "--device", "cpu"])
+    later = [["stop"], ["offline", "1"], *questions[:4]]
+    made: Any = type("Files", (Hub,), {"ggufs": ggufs, "folder": tiny_folder("llama"), "asked": []})
+    with serving(made) as address:
+        *answers, trained, chatted, a, b, c, d = asking(address, tmp_path / "hf", [*marked(questions), *later])
+    got = fetched(made)
+    for (name, files), (code, out, err), asked in zip(wanted.items(), answers, got, strict=False):
+        assert code == 0 and json.loads(out)["trainable"] and json.loads(out)["kind"] == "gguf", (name, out, err)
+        assert json.loads(out)["files"] == len(files)
+        fresh = set(files) if name != f"me/files/{parts[2]}" else set()  # those are here by then
+        assert {file for file in asked if file.endswith(".gguf")} == fresh
+    for (name, said), (code, out, err) in zip(refused.items(), answers[len(wanted) :], strict=True):
+        told = json.loads(out) if out else {"why_not": err}
+        assert code == 2 and said in told["why_not"] and told["why_not"].count("\n") < 2, (name, out, err)
+    assert trained[0] == 0 and chatted[0] == 0, (trained, chatted)
+    config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "me/files:F32"
+    assert [code for code, *_ in (a, b, c, d)] == [0, 0, 0, 0], "nobody listens any more: found here, by type too"
+
+
+def test_a_repository_of_one_gguf_file(ggufs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    for name in (".gitattributes", "tiny-Q8_0.gguf", "mmproj-tiny-F32.gguf"):
+        shutil.copy(ggufs / name, folder)
+    made: Any = type("One", (Hub,), {"ggufs": folder, "asked": []})
+    with serving(made) as address:
+        ask = ["doctor", "me/files", "--json"]
+        for code, out, err in asking(address, tmp_path / "hf", [ask, ["stop"], ["offline", "1"], ask]):
+            assert code == 0 and json.loads(out)["kind"] == "gguf", (out, err)
 
 
 def test_a_hub_name(endpoint: str, tmp_path: Path) -> None:

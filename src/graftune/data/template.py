@@ -22,6 +22,7 @@ from graftune.data.record import Message
 from graftune.data.source import Refusal
 from graftune.errors import GraftuneError
 from graftune.tokenizer import ChatTemplate, Tokenizer
+from graftune.tokenizer.template import Unbounded
 
 # The probes differ in their first and in their last character, so that what two renderings share stops at the content.
 ANSWERS = ("Ax", "By")
@@ -83,6 +84,8 @@ class ChatFormat:
             messages = _merged(messages)
         try:
             return self.renderer.render(messages, tools=tools, add_generation_prompt=generate)
+        except Unbounded:
+            raise  # not of this row: each of the others would take as long
         except GraftuneError as error:
             raise Refusal("refused by the chat template", error.what) from None
 
@@ -132,6 +135,8 @@ def probe(renderer: Renderer, name: str, tokenizer: Tokenizer, *, append_eos: bo
     system = [{"role": "system", "content": _SYSTEM}]
     try:
         first, second = (answered(answer, []) for answer in ANSWERS)
+    except Unbounded:
+        raise
     except GraftuneError as error:
         try:
             first, second = (answered(answer, system) for answer in ANSWERS)
@@ -198,6 +203,8 @@ def _takes_system(renderer: Renderer) -> bool:
         shown = renderer.render(
             [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _ASK}], add_generation_prompt=True
         )
+    except Unbounded:
+        raise
     except GraftuneError:
         return False
     return _SYSTEM in shown

@@ -46,6 +46,7 @@ def vocabulary(tokenizer: Tokenizer, rows: int, end_of_turn: int | None) -> dict
     values: dict[str, Any] = {"tokens": _tokens(tokenizer, rows), "token_type": _kinds(tokenizer, rows, spm)}
     if spm:
         values |= {"model": "llama", "pre": "default", "scores": _scores(model, values["tokens"])}
+        values["tokens"] = _with_blanks(values["tokens"], values["token_type"])
         values["add_space_prefix"] = _space_prefix(tokenizer)
         if model.get("unk_token") is not None:
             values["unknown_token_id"] = tokenizer.backend.token_to_id(model["unk_token"])
@@ -91,6 +92,14 @@ def _kinds(tokenizer: Tokenizer, rows: int, spm: bool) -> list[int]:
     return kinds
 
 
+def _with_blanks(tokens: list[str], kinds: list[int]) -> list[str]:
+    """Runs of blanks that are always kept whole (Gemma's) are written as blanks: llama.cpp looks for them in the text
+    as it was typed, and says them as they stand in the file."""
+    shown = [t.replace("\u2581", " ") if k == USER_DEFINED else t for t, k in zip(tokens, kinds, strict=True)]
+    known = set(tokens)
+    return [old if new in known else new for old, new in zip(tokens, shown, strict=True)]
+
+
 def _merge(pair: Any) -> str:
     return pair if isinstance(pair, str) else " ".join(pair)
 
@@ -125,7 +134,8 @@ def _rule(tokenizer: Tokenizer, ignore_merges: bool) -> str:
 
 def _check(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     back = from_gguf(metadata)
-    for text in (PROBE, " leading", "trailing ", "a  b", "".join(sorted(set(PROBE)))):
+    runs = ("a" + " " * count + "b" for count in (2, 3, 8, 17))
+    for text in (PROBE, " leading", "trailing ", *runs, "".join(sorted(set(PROBE)))):
         if back.encode(text, add_special=True) != tokenizer.encode(text, add_special=True):
             raise _unknown("a tokenizer")
     if not set(tokenizer.stop_ids) <= set(back.stop_ids):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ def export(
     place = _place(source, to, kind, out)
     _check_place(place, to, source, force)
     writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    done: Exported = writers[to](source, place, kind, console)
+    with _folder_of(place):
+        done: Exported = writers[to](source, place, kind, console)
     done.facts = {"to": to, "path": str(place), "bytes": _size(place)} | done.facts
     return done
 
@@ -116,6 +117,20 @@ def _check_place(place: Path, to: str, source: Source, force: bool) -> None:
     ours = place.is_file() if to in SUFFIX else is_adapter(place) if to == "peft" else is_model(place)
     if not ours and (place.is_file() or any(place.iterdir())):
         raise GraftuneError("is in use for something else", where=str(place), mend="give another place with --out")
+
+
+@contextmanager
+def _folder_of(place: Path) -> Iterator[None]:
+    """Makes the folders that the place lies in. What was made goes again where nothing comes of the export."""
+    made = [folder for folder in place.parents if not folder.exists()]  # the innermost first
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # not there, or somebody else put something into it
+                folder.rmdir()
+        raise
 
 
 def _room(place: Path, need: int) -> None:

@@ -18,10 +18,14 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import jinja2.utils
 
 from graftune.errors import GraftuneError
+from graftune.tokenizer.sandbox import Endless, Sandbox
+
+
+class Unbounded(GraftuneError):
+    """A rendering that had no end: the template's fault, whatever the conversation."""
 
 
 class _Refusal(Exception):
@@ -98,15 +102,15 @@ class ChatTemplate:
         self.source, self.bos_token, self.eos_token, self.name = source, bos_token, eos_token, name
         # Midnight: a date is what templates print, and two constructions on one day then agree to the byte.
         self.now = now or datetime.datetime.combine(datetime.date.today(), datetime.time())
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: self.now.strftime(form)
         environment.globals["namespace"] = _Namespace
         try:
-            self._compiled = environment.from_string(source)
+            self._sandbox, self._compiled = environment, environment.compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise GraftuneError(
                 f"the template does not parse: {_one_line(error.message)}",
@@ -130,7 +134,12 @@ class ChatTemplate:
         variables |= extra
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._compiled.render(variables)
+            with self._sandbox.bounded():
+                return self._compiled.render(variables)
+        except Endless as error:
+            raise Unbounded(
+                f"the template {error} over one conversation", where=self.name, mend="use another template"
+            ) from None
         except _Refusal as refusal:
             raise GraftuneError(
                 f"the template refuses this conversation: {_one_line(refusal)}",

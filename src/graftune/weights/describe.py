@@ -39,7 +39,7 @@ def describe(name: str, revision: str = "") -> tuple[Report, Base | None]:
 
 def _facts(base: Base) -> dict[str, Any]:
     spec, tokenizer = base.spec, base.tokenizer
-    files = list(base.parts) or sorted(base.path.glob("*.safetensors"))
+    files = base.files
     window = f", of which {len(spec.window_layers)} see {spec.window} tokens back" if spec.window_layers else ""
     return {
         "base": base.name,

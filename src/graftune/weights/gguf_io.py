@@ -25,7 +25,7 @@ from graftune.errors import GraftuneError
 
 MAGIC = b"GGUF"
 MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _AGAIN = "the parts belong to different models: download them again"
 _SCALARS = {
     GGUFValueType.UINT8: "<B",
@@ -102,14 +102,14 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
         return file, (path,)
-    match = _PART.fullmatch(path.name)
-    if match is None or int(match[3]) != count:
+    names = part_names(path.name)
+    if len(names) != count:
         raise GraftuneError(
-            f"is one of {count} parts of a split model, under another name than NAME-00001-of-{count:05}.gguf",
+            f"is one of {count!r} parts of a split model, under another name than NAME-00001-of-0000N.gguf",
             where=str(path),
             mend="give the parts their names back",
         )
-    paths = tuple(path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    paths = tuple(path.with_name(name) for name in names)
     missing = next((part for part in paths if not part.is_file()), None)
     if missing is not None:
         raise GraftuneError("this part of a split model is missing", where=str(missing), mend="download it too")
@@ -132,6 +132,14 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
             f"its parts hold {len(whole.tensors)} tensors of {told!r}", where=str(paths[0]), mend=_AGAIN
         )
     return whole, paths
+
+
+def part_names(name: str) -> list[str]:
+    """The files of the model that a file of this name is one of, by names alone: itself, or all parts of a split."""
+    match = PART.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
 
 
 def read_gguf(path: str | Path) -> GgufFile:

@@ -4,11 +4,17 @@ huggingface_hub does the work: files go to a cache that other programs share, a 
 where it ended, a later command fetches only the files that are not whole yet, and with HF_HUB_OFFLINE=1 or without a
 network the cache alone is asked. Here its errors become sentences, and its progress becomes lines where no terminal is:
 bars redrawn into a log file help nobody.
+
+Of a repository only what is read is fetched: what describes the model, then the files that its index names (some hold
+the same weights a second time in another layout). One that holds GGUF files is asked as llama.cpp is: OWNER/NAME:Q4_K_M
+names a file by its type, OWNER/NAME/FILE.gguf by itself, and OWNER/NAME alone will do where there is only one.
 """
 
 from __future__ import annotations
 
+import glob
 import io
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +23,95 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.observe.memory import human_bytes
+from graftune.weights import safetensors_io
 
 LINE_EVERY = 10.0  # seconds
+# Of a model, beside its weights. Every repository has the last one: patterns that match nothing are warned of.
+DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", ".gitattributes")
+MOST_NAMED = 20  # files in a sentence
+_NAME = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)")
+_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<kind>[\w.-]+)|/(?P<file>.+\.gguf))")
+
+
+def is_name(name: str) -> bool:
+    """Whether it may be a model on the Hub, by its looks."""
+    if name.startswith((".", "/", "~")) or ".." in name.split("/"):
+        return False
+    if _NAME.fullmatch(name):
+        return not name.endswith(".gguf")
+    return _GGUF.fullmatch(name) is not None
+
+
+def fetch(name: str, revision: str, weights: bool) -> Path:
+    """A folder with a model's files, or its GGUF file (of a split one the first, beside the others). Without
+    `weights` what describes the model is enough."""
+    match = _GGUF.fullmatch(name)
+    if match is not None and match["file"]:
+        return _gguf(name, match["repo"], revision, match["file"])
+    repo = match["repo"] if match is not None else name
+    folder = download(repo, revision, DESCRIPTION)
+    revision = folder.name  # the commit: what follows is of the same one
+    if match is None:
+        if not weights and (folder / "config.json").is_file():
+            return folder
+        files = safetensors_io.weight_files(folder)
+        download(repo, revision, (*DESCRIPTION, *map(glob.escape, files)))
+        if (folder / files[0]).is_file():
+            return folder
+    held = _models(_listed(repo, folder))
+    wanted = held if match is None else [file for file in held if _is_of(file, match["kind"])]
+    if len(wanted) == 1:
+        return _gguf(name, repo, revision, wanted[0])
+    if match is None and not held:
+        return folder  # what it lacks is said where it is opened
+    few = sorted(wanted or held)
+    shown = ", ".join(few[:MOST_NAMED]) + (f" and {len(few) - MOST_NAMED} more" if len(few) > MOST_NAMED else "")
+    if not wanted:
+        what = f"holds no GGUF file of the type {match['kind'] if match else ''} (but {shown or 'none at all'})"
+    else:
+        what = f"holds {len(wanted)} GGUF models: {shown}"
+    example = f", such as {repo}/{few[0]}" if few else ""
+    raise GraftuneError(what, where=name, mend=f"name one of them by its type, OWNER/NAME:Q4_K_M, or its file{example}")
+
+
+def _gguf(name: str, repo: str, revision: str, file: str) -> Path:
+    """The file, with the other parts of a split one."""
+    from graftune.weights.gguf_io import part_names
+
+    within, _, last = file.rpartition("/")
+    files = [f"{within}/{part}" if within else part for part in part_names(last)]
+    folder = download(repo, revision, (".gitattributes", *map(glob.escape, files)))
+    missing = next((part for part in files if not (folder / part).is_file()), None)
+    if missing is not None:
+        raise GraftuneError(f"holds no {missing}", where=repo, mend=f"check the name of the file in {name}")
+    return folder / files[0]
+
+
+def _listed(repo: str, folder: Path) -> list[str]:
+    """The names of the repository's files; where the Hub does not answer, of those in the cache."""
+    from huggingface_hub import HfApi
+
+    try:
+        return list(HfApi().list_repo_files(repo, revision=folder.name))
+    except Exception as error:  # as in `download`
+        cached = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+        if not cached:
+            raise _unreachable(repo, error, "") from None
+        return cached
+
+
+def _models(files: Sequence[str]) -> list[str]:
+    """The GGUF models among them, a split one by its first part; not the companions of vision models and quantisers."""
+    from graftune.weights.gguf_io import part_names
+
+    names = [(file, file.rpartition("/")[2]) for file in files if file.endswith(".gguf")]
+    aside = ("mmproj", "imatrix")
+    return [file for file, last in names if last == part_names(last)[0] and not last.lower().startswith(aside)]
+
+
+def _is_of(file: str, kind: str) -> bool:
+    """Q4_K names model-Q4_K.gguf and Q4_K/model.gguf, not model-Q4_K_M.gguf."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9_])", file, re.IGNORECASE) is not None
 
 
 def download(name: str, revision: str, wanted: Sequence[str]) -> Path:

@@ -48,10 +48,19 @@ class SafetensorsTensor:
         return self.shard.get_tensor(self.name)
 
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The files that hold the model, by what the folder says; other safetensors beside them (the weights once more in
+    another layout, say) are no part of it."""
+    return sorted(set(_weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [SINGLE]
+
+
 def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
     """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name; of any
     dtype: what is not READABLE is for bnb_io.py to make sense of, or to refuse."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / INDEX, folder / SINGLE
     if index.exists():
         return _open_shards(folder, index)
     if not single.exists():
@@ -63,11 +72,7 @@ def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
 
 def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
     """The tensors that the index names, each from the file it names."""
-    try:
-        where = json.loads(index.read_text())["weight_map"]
-        assert isinstance(where, dict) and all(_is_shard(file) for file in where.values())
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
-        raise GraftuneError("is not a shard index", where=str(index), mend="download the model again") from None
+    where = _weight_map(index)
     tensors: dict[str, SafetensorsTensor] = {}
     for file in sorted(set(where.values())):
         held = _tensors(folder / file)
@@ -78,6 +83,15 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
                 )
             tensors[name] = held[name]
     return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        where = json.loads(index.read_text())["weight_map"]
+        assert isinstance(where, dict) and all(_is_shard(file) for file in where.values())
+    except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+        raise GraftuneError("is not a shard index", where=str(index), mend="download the model again") from None
+    return where
 
 
 def _is_shard(name: Any) -> bool:

@@ -1,0 +1,213 @@
+"""A template may take only so much time and memory, and everything that real ones do comes out as in plain Jinja."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2.ext
+import jinja2.sandbox
+import pytest
+
+from graftune.config import DataConfig
+from graftune.data.template import chat_format
+from graftune.errors import GraftuneError
+from graftune.tokenizer import ChatTemplate, sandbox
+from graftune.tokenizer.template import Unbounded
+from tests import tiny
+
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHIPPED = sorted((Path(__file__).parents[1] / "fixtures" / "chat_templates").glob("*.jinja"))
+LOOP = "{% for a in range(99999) %}"
+SLOW = {
+    "nested loops": LOOP * 2 + "{% endfor %}{% endfor %}",
+    "loops with output": LOOP * 2 + "x{% endfor %}{% endfor %}",
+    "loops with a condition": "{% for a in range(99999) if a is odd %}{% for b in range(99999) if b == a %}{% endfor %}"
+    "{% endfor %}",
+    "loops that ask for their length": LOOP * 2 + "{% if loop.length == loop.revindex %}{% endif %}"
+    "{% endfor %}{% endfor %}",
+    "a loop in a macro": "{% macro f() %}" + LOOP * 2 + "{% endfor %}{% endfor %}{% endmacro %}{{ f() }}",
+    "a macro that calls itself": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "a loop that calls itself": "{% for x in [3] recursive %}{{ loop([3, 3]) if loop.depth < 60 }}{% endfor %}",
+    "loops in a set block": "{% set x %}" + LOOP * 2 + "{% endfor %}{% endfor %}{% endset %}",
+    "filters in a loop": LOOP + "{{ range(99999) | map('string') | sort | first }}{% endfor %}",
+    "loops in a generation tag": "{% generation %}" + LOOP * 2 + "{% endfor %}{% endfor %}{% endgeneration %}",
+}
+DOUBLING = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = NEXT %}{% endfor %}{{ ns.x }}"
+
+
+def doubling(start: str, then: str) -> str:
+    return DOUBLING.replace("START", start).replace("NEXT", then)
+
+
+LARGE = {
+    "joined": doubling("'ab'", "ns.x ~ ns.x"),
+    "added": doubling("'ab'", "ns.x + ns.x"),
+    "many terms": "{% set x = 'a' * 15000000 %}{{ X }}".replace("X", " + ".join("x" * 100)),
+    "many pieces": "{% set x = 'a' * 15000000 %}{{ X }}".replace("X", " ~ ".join("x" * 100)),
+    "multiplied": "{{ 'ab' * 10**9 }}",
+    "multiplied from the left": "{{ 1000000000 * [1] }}",
+    "lists": doubling("[1]", "ns.x + ns.x"),
+    "lists of lists": doubling("[1]", "[ns.x, ns.x]"),
+    "tuples of tuples": doubling("(1,)", "(ns.x, ns.x)"),
+    "tables of tables": doubling("'a'", "{'a': ns.x, 'b': ns.x}"),
+    "tables by call": doubling("'a'", "dict(a=ns.x, b=ns.x)"),
+    "powers": "{{ 10**(10**10) }}",
+    "powers of powers": doubling("7", "ns.x ** 60"),
+    "squares": doubling("7", "ns.x * ns.x"),
+    "padded": "{{ 'a' | center(10000000000) }}",
+    "padded by a method": "{{ 'a'.ljust(10000000000) }}",
+    "zeros": "{{ 'a'.zfill(10000000000) }}",
+    "batches": "{{ [1] | batch(1000000000, 'x') | list }}",
+    "slices": "{{ [1] | slice(1000000000) | list }}",
+    "indented": "{{ 'a\\nb' | indent(1000000000) }}",
+    "indented json": "{{ [[1]] | tojson(indent=1000000000) }}",
+    "tabs": "{{ 'a\\tb'.expandtabs(1000000000) }}",
+    "a format": "{{ '%1000000000d' % 1 }}",
+    "a format with a width": "{{ '%*d' % (1000000000, 1) }}",
+    "a format filter": "{{ '%1000000000d' | format(1) }}",
+    "a format method": "{{ '{:1000000000}'.format(1) }}",
+    "a format in a format": "{{ '{:{w}}'.format(1, w=1000000000) }}",
+    "joins": doubling("'ab'", "ns.x | join(ns.x)"),
+    "joins by a method": doubling("'ab'", "ns.x.join(ns.x)"),
+    "replaced": doubling("'ab'", "ns.x.replace('', ns.x)"),
+    "replaced by a filter": doubling("'ab'", "ns.x | replace('a', ns.x)"),
+    "digits": "{{ 1.5 | round(1000000000, 'ceil') }}",
+    "lorem ipsum": "{{ lipsum(n=1000000000) }}",
+    "output": "{% set x = 'a' * 15000000 %}{{ x }}{{ x }}",
+    "a macro's output": "{% macro f() %}{% set x = 'a' * 15000000 %}{{ x }}{{ x }}{% endmacro %}{{ f() }}",
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_template_without_an_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    template = ChatTemplate(SLOW[kind], name="my.jinja")
+    began = time.monotonic()
+    with pytest.raises(Unbounded, match=r"my\.jinja: the template takes longer than 0\.2 seconds") as error:
+        template.render(TALK)
+    assert time.monotonic() - began < 3 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_template_without_bounds(kind: str) -> None:
+    tracemalloc.start()
+    try:
+        began = time.monotonic()
+        with pytest.raises(GraftuneError, match=r"my\.jinja: ") as error:
+            ChatTemplate(LARGE[kind], name="my.jinja").render(TALK)
+        assert time.monotonic() - began < 30 and "\n" not in str(error.value) and len(str(error.value)) < 300
+        assert isinstance(error.value, Unbounded) or kind == "lorem ipsum"
+        assert tracemalloc.get_traced_memory()[1] < 400 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_clock_is_a_renderings_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts anew each time, in every thread, and none runs between two renderings."""
+    monkeypatch.setattr(sandbox, "SECONDS", 0.3)
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    slow = ChatTemplate(SLOW["nested loops"])
+    found: list[str] = []
+
+    def others() -> None:
+        for _ in range(5):
+            found.append(template.render(TALK))
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    with pytest.raises(Unbounded):
+        slow.render(TALK)
+    thread.join()
+    assert found == ["HiHello"] * 5
+
+
+def test_the_first_rendering_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not row after row: the sentence is the template's, from probing it or from a row that sets it off."""
+    monkeypatch.setattr(sandbox, "SECONDS", 0.1)
+    tokenizer = tiny.make_tokenizer()
+    source = tiny.TEMPLATE + "{% if messages[0].content == 'go' %}" + SLOW["nested loops"] + "{% endif %}"
+    template = ChatTemplate(source, eos_token=tiny.SPECIAL[2])
+    form = chat_format(dataclasses.replace(tokenizer, template=template), DataConfig())
+    assert form is not None and "Hello" in form.render(TALK, None)
+    with pytest.raises(Unbounded):
+        form.render([{"role": "user", "content": "go"}, TALK[1]], None)
+    template = ChatTemplate(tiny.TEMPLATE + SLOW["nested loops"])
+    began = time.monotonic()
+    with pytest.raises(Unbounded):
+        chat_format(dataclasses.replace(tokenizer, template=template), DataConfig())
+    assert time.monotonic() - began < 1, "once, not once a probe"
+
+
+def test_a_source_that_is_no_template() -> None:
+    with pytest.raises(GraftuneError, match="more than any template has"):
+        ChatTemplate("x" * (sandbox.LONGEST_SOURCE + 1))
+
+
+EQUAL = {
+    "loops": "{% for x in [3, 1, 2] %}{{ loop.index }}/{{ loop.length }}/{{ loop.revindex }}/{{ loop.last }}"
+    "/{{ loop.previtem }}/{{ loop.nextitem }}{{ loop.cycle('a', 'b') }}{% else %}none{% endfor %}",
+    "loops over what has no length": "{% for x in [3, 1, 2] | map('string') %}{{ loop.index }}/{{ loop.length }}{{ x }}"
+    "{% endfor %}",
+    "loops over nothing": "{% for x in nowhere %}{{ x }}{% else %}none{% endfor %}{% for x in [] %}{% else %}b"
+    "{% endfor %}",
+    "loops with a condition": "{% for k, v in {'a': 1, 'b': 2}.items() if v > 1 %}{{ k }}{{ loop.length }}{% endfor %}",
+    "loops over a text": "{% for c in 'abc' %}{{ c }}{{ loop.changed(c) }}{% endfor %}",
+    "loops that call themselves": "{% for x in [[1, [2]], 3] recursive %}{{ loop(x) if x is iterable else x }}"
+    "{{ loop.depth }}{% endfor %}",
+    "texts": "{{ 'a' ~ 1 ~ none ~ [1, 'b'] }}|{{ 'x' * 3 }}|{{ 2 ** 10 }}|{{ '%s-%05d' % ('a', 3) }}|{{ '%d' | "
+    "format(7) }}|{{ '{:>5}'.format('a') }}|{{ 'a,b'.replace(',', ';') }}|{{ ', '.join(['a', 'b']) }}|{{ ['a', 1] | "
+    "join('-') }}|{{ 'ab' | join('.') }}|{{ messages | map(attribute='role') | join(', ') }}|"
+    "{{ messages | join('+', 'role') }}",
+    "filters": "{{ 'a\nb' | indent(2) }}|{{ 'a' | center(5) }}|{{ [1, 2, 3] | batch(2, 'x') | list }}|"
+    "{{ [1, 2, 3] | slice(2) | list }}|{{ 1.256 | round(1) }}|{{ 'a b c' | wordwrap(2) }}|{{ 'abcdef' | truncate(4) }}|"
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}|{{ 'a' | replace('a', 'bb') }}",
+    "sums": "{{ " + " + ".join(f"'{i}'" for i in range(50)) + " ~ 'a' + ('b' + 'c') }}{{ 1 + 2 * 3 + 4 }}",
+    "pieces": "{{ " + " ~ ".join(str(i) for i in range(700)) + " }}",
+    "lists": "{{ [1] + [2] }}{{ (1, 2) + (3,) }}{{ {'a': [1, (2,)]} }}{{ [1, 2][::-1] }}{% set a, b = 1, 2 %}{{ a }}"
+    "{{ b }}",
+    "numbers behind a colon": "{{ '12:00:1700000000 ~ ' ~ 'a:99999999999'.replace('a', 'b') }}"
+    "{{ '{}'.format(1700000000) }}",
+    "macros": "{% macro f(x, y=2) %}<{{ x }}{{ y }}{{ caller() if caller }}>{% endmacro %}{{ f(1) }}"
+    "{% call f(3, y=4) %}in{% endcall %}",
+    "blocks": "{% set x %}a{{ 1 }}{% endset %}{{ x }}{% filter upper %}b{{ x }}{% endfilter %}{% with y = 3 %}{{ y }}"
+    "{% endwith %}",
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_equal_to_plain_jinja(kind: str) -> None:
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    want = plain.from_string(EQUAL[kind]).render(messages=TALK)
+    assert ChatTemplate(EQUAL[kind]).render(TALK) == want and want
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_it_costs_little(path: Path) -> None:
+    """A conversation of 200 turns takes less than five times plain Jinja's time (one to three measured)."""
+    talk: list[Any] = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i} " * 20} for i in range(200)]
+    text = path.read_text(encoding="utf-8")
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    plain.globals["raise_exception"] = plain.globals["strftime_now"] = str
+    theirs, ours = plain.from_string(text), ChatTemplate(text)
+    theirs_takes = min(timed(lambda: theirs.render(messages=talk, bos_token="", eos_token="")) for _ in range(7))
+    ours_takes = min(timed(lambda: ours.render(talk)) for _ in range(7))
+    print(f"{path.stem}: {1e3 * theirs_takes:.2f} ms plain, {1e3 * ours_takes:.2f} ms here")
+    assert ours_takes < 5 * theirs_takes + 1e-3
+
+
+def timed(render: Callable[[], str]) -> float:
+    began = time.perf_counter()
+    render()
+    return time.perf_counter() - began

@@ -1,0 +1,101 @@
+"""PEFT's patterns mean here what they mean there, and none of them takes for ever."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.errors import GraftuneError
+from graftune.weights import patterns
+from graftune.weights.adapter import _uniform, load_adapter
+from tests.export import judges
+
+NAMES = [
+    f"model.layers.{layer}.{module}"
+    for layer in (0, 1, 10, 11, 29)
+    for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")
+]
+NAMES += ["lm_head", "model.embed_tokens", "q_proj", "", "a" * 30]
+KEYS = [
+    "q_proj", "layers.1.self_attn.q_proj", r"layers\.1\.self_attn\.q_proj", "[qk]_proj", "[^q]_proj", ".*q_proj", ".*",
+    r"layers\.\d+\.self_attn\.(q|v)_proj", "^model.layers.(0|1).*", "^q_proj$", "^layers.0.*", r"\w+_proj", r"\W", "",
+    "(q|k)_pro(j|k)?", "layers.[0-9]{2}.*proj", "layers.(?:1|2)[0-9]?.mlp.+", ".+?_proj", "a{3,}", "a{30}", "a{31}",
+    "(a*)*", "(a|aa)+", "((a|b)*c)?a+", "[a-z_]+", "[]a-]+", r"[\d.]+.*", "x*y*z*", "(|q)_proj", "a{2,5}a{25}", "()*a+",
+    r"mlp\.(gate|up|down)_proj", "^$", "^", "$", "q_proj|k_proj", "^model|lm_head", r"\Amodel.*", r"down_proj\Z",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_as_re_has_it(key: str) -> None:
+    fits = patterns.ends_with(key, patterns.Steps())
+    for name in NAMES:
+        assert fits(name) == (re.match(rf"(.*\.)?({key})$", name) is not None), name
+
+
+def test_as_re_has_it_at_random() -> None:
+    rng, tried = random.Random(7), 0
+    pieces = ["a", "b", r"\.", ".", "[ab]", "[^a]", "(a|b)", "(ab|a)", "(b|)", r"\w", "^", "$"]
+    repeats = ["", "", "", "*", "+", "?", "{2}", "{1,3}", "*?", "+?"]
+    names = ["".join(rng.choice("ab.") for _ in range(rng.randrange(9))) for _ in range(40)]
+    while tried < 400:
+        parts = [rng.choice(pieces) + rng.choice(repeats) for _ in range(rng.randrange(1, 5))]
+        key = "".join(parts) if rng.random() < 0.7 else f"({''.join(parts)}){rng.choice(repeats)}{rng.choice(pieces)}"
+        try:
+            wanted = re.compile(rf"(.*\.)?({key})$")
+        except re.error:
+            continue
+        fits, tried = patterns.ends_with(key, patterns.Steps()), tried + 1
+        assert [fits(n) for n in names] == [wanted.match(n) is not None for n in names], key
+
+
+HOSTILE = [
+    r"(\w+)+!", r"(.*)*!", "(a|a)*b", r"(\w|\w\w)+$!", ".*" * 200 + "!", r"((((\w*)*)*)*)*!", "(x+x+)+y",
+    "(" * 300 + "a" + ")*" * 300, r"(?:\w{1,60000}){1,60000}!", "|".join(["a*"] * 300), r"(\w+\.)*(\w+\.)*(\w+\.)*!",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", HOSTILE)
+def test_no_pattern_takes_for_ever(key: str) -> None:
+    began = time.monotonic()
+    try:
+        assert _uniform({key: 3}, ["q_proj", "v_proj", "gate_proj"], 8) in (3.0, 8.0, None)
+    except patterns.Unmatched as error:
+        assert "take too long" in str(error) or "nested too deeply" in str(error) or "which is none" in str(error)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"(?i:Q)_proj": 2}, "more than letters"),
+        ({r"(q)\3?_proj": 2}, "more than letters"),
+        ({"(?=q)q_proj": 2}, "more than letters"),
+        ({r"q_proj\b": 2}, "more than letters"),
+        ({"(": 2}, "which is none"),
+        ({"a" * 1001: 2}, "of 1001 characters"),
+        ({f"m{i}": 2 for i in range(5000)}, "5000 patterns"),
+        ({".*" * 400: 2}, "take too long"),
+    ],
+)
+def test_refused_by_name(table: dict[str, int], said: str, tiny_folder: Any, tmp_path: Path) -> None:
+    folder = judges.opened(tiny_folder("llama"), rank=2).save(tmp_path / "a")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rank_pattern": table}))
+    with pytest.raises(GraftuneError, match=said) as error:
+        load_adapter(folder)
+    assert "\n" not in str(error.value) and "the adapter uses" in str(error.value)
+
+
+def test_a_name_for_every_module_is_quick() -> None:
+    """What PEFT writes when ranks were set one by one."""
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    table = {f"model.layers.{layer}.self_attn.{target}": 4 for layer in range(130) for target in targets}
+    began = time.monotonic()
+    assert _uniform(table, targets, 8) == 4.0
+    assert time.monotonic() - began < 5
