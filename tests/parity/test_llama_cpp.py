@@ -72,7 +72,7 @@ PLAIN = (
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
 LIMITS = {"open": (0.95, 8), "plain": (0.97, 15)}  # share of equal top tokens; answers equal over 16 tokens
-GREEDY, DRAWN = 30, 20
+GREEDY, DRAWN = 40, 30
 
 
 @dataclass
