@@ -36,6 +36,8 @@ SLOW = {
     "{{ f(60) }}",
     "a loop that calls itself": "{% for x in [3] recursive %}{{ loop([3, 3]) if loop.depth < 60 }}{% endfor %}",
     "loops in a set block": "{% set x %}" + LOOP * 2 + "{% endfor %}{% endfor %}{% endset %}",
+    "tests by a filter": "{{ range(99999) | reject('in', range(-99998, 1) | list) | list | length }}",
+    "tests that choose": "{{ range(99999) | select('in', range(-99998, 1) | list) | list | length }}",
     "filters in a loop": LOOP + "{{ range(99999) | map('string') | sort | first }}{% endfor %}",
     "loops in a generation tag": "{% generation %}" + LOOP * 2 + "{% endfor %}{% endfor %}{% endgeneration %}",
 }
@@ -48,6 +50,10 @@ def doubling(start: str, then: str) -> str:
 
 LARGE = {
     "joined": doubling("'ab'", "ns.x ~ ns.x"),
+    "kept in a block": "{% set x %}" + LOOP + "{{ 'a' * (16000000 + a % 7) }}{% endfor %}{% endset %}",
+    "kept in a macro": "{% macro f() %}" + LOOP + "{{ 'a' * (16000000 + a % 7) }}{% endfor %}{% endmacro %}{{ f() }}",
+    "kept in a list": "{{ range(99999) | map('string') | map('center', 16000000) | list | length }}",
+    "kept to be sorted": "{{ range(99999) | map('string') | map('center', 16000000) | sort | length }}",
     "added": doubling("'ab'", "ns.x + ns.x"),
     "many terms": "{% set x = 'a' * 15000000 %}{{ X }}".replace("X", " + ".join("x" * 100)),
     "many pieces": "{% set x = 'a' * 15000000 %}{{ X }}".replace("X", " ~ ".join("x" * 100)),

@@ -25,6 +25,7 @@ import jinja2.visitor
 
 SECONDS = 5.0  # a rendering; real ones take milliseconds
 LARGEST = 1 << 24  # characters of a text, or values of a list
+IN_ALL = 1 << 28  # characters of all texts and lists that one rendering makes: it may keep them
 LONGEST_SOURCE = 1 << 17  # characters; real ones have a quarter of that
 EACH = 64  # characters that any value counts as
 TERMS = 8  # of a sum between two looks at its size
@@ -111,7 +112,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._clock = threading.local()
         self.globals.pop("lipsum")  # paragraphs by the number, and in no template
         self.filters = {name: self._bounded(name, filter) for name, filter in self.filters.items()}
-        self.filters |= {"graftune.turns": self._turns, "graftune.sized": _sized}
+        self.filters |= {"graftune.turns": self._turns, "graftune.sized": self._sized}
+        self.tests = {name: self._watched(test) for name, test in self.tests.items()}
         self.concat = _joined  # type: ignore[method-assign]
 
     def compiled(self, source: str) -> jinja2.Template:
@@ -122,7 +124,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     @contextmanager
     def bounded(self) -> Iterator[None]:
         """Of one rendering, in this thread."""
-        self._clock.end = time.monotonic() + SECONDS
+        self._clock.end, self._clock.made = time.monotonic() + SECONDS, 0
         try:
             yield
         finally:
@@ -143,14 +145,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
             if isinstance(owner, str):
                 args = _checked(__obj.__name__, (owner, *args), named)[1:]
-        return _sized(super().call(__context, __obj, *args, **named))
+        return __self._sized(super().call(__context, __obj, *args, **named))
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
             _checked("format", (left, right), {})
         elif operator != "%":
             _check_product(operator, left, right)
-        return _sized(super().call_binop(context, operator, left, right))
+        return self._sized(super().call_binop(context, operator, left, right))
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         self.filters[name] = self._bounded(name, function)
@@ -162,9 +164,31 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if name in _GROWING:
                 handed = args[:1] if isinstance(args[0], _HANDED) else ()
                 args = (*handed, *_checked(name, args[len(handed) :], named))
-            return _sized(function(*args, **named))
+            return self._sized(function(*args, **named))
 
         return checked
+
+    def _watched(self, test: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(test)
+        def checked(*args: Any, **named: Any) -> Any:
+            self.look()
+            return test(*args, **named)
+
+        return checked
+
+    def _sized(self, value: Any) -> Any:
+        """The value, if what it comes to as text is not too large; the same list may stand in another many times."""
+        size = 0
+        if type(value) is str:
+            size = len(value)
+            if size > LARGEST:
+                raise _too_large()
+        elif isinstance(value, _HELD):
+            size = LARGEST - _weigh(value, LARGEST)
+        self._clock.made = made = getattr(self._clock, "made", 0) + size
+        if made > IN_ALL:
+            raise Endless(f"makes texts and lists of more than {IN_ALL} characters in all")
+        return value
 
 
 _HELD = (str, list, tuple, dict)
@@ -183,16 +207,6 @@ def _joined(pieces: Iterable[str]) -> str:
             raise _too_large()
         kept.append(piece)
     return "".join(kept)
-
-
-def _sized(value: Any) -> Any:
-    """The value, if what it comes to as text is not too large; the same list may stand in another many times."""
-    if type(value) is str:
-        if len(value) > LARGEST:
-            raise _too_large()
-    elif isinstance(value, _HELD):
-        _weigh(value, LARGEST)
-    return value
 
 
 def _weigh(value: Any, room: int) -> int:

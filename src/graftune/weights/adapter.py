@@ -197,6 +197,8 @@ def load_adapter(folder: Path) -> Adapter:
         raise GraftuneError("is not valid JSON", where=str(path), mend="copy the adapter again") from None
     try:
         lora = _lora_config(values, path)
+    except GraftuneError:
+        raise
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise GraftuneError(
             f"its settings make no sense ({error})", where=str(path), mend="copy the adapter again"
