@@ -150,7 +150,7 @@ def test_llama_cpps_mix() -> None:
         (["{base}", "--to", "gguf-lora"], "base has no adapter, and --to gguf-lora is of an adapter"),
         (["{base}", "--to", "merged", "--add", "{run}"], "base: is not an adapter or run folder"),
         (["{run}", "--to", "merged", "--add", "{run}=much"], "the weight 'much' of"),
-        (["{run}", "--to", "merged", "--add", "nowhere"], "nowhere: holds no adapter_config.json"),
+        (["{run}", "--to", "merged", "--add", "nowhere"], "nowhere: is not there"),
         (["no/such/thing", "--to", "merged"], "no/such/thing"),
         (["{run}", "--to", "merged", "--out", "{base}", "--force"], "is what is exported from"),
         (["{run}", "--to", "merged", "--out", "{run}", "--force"], "is what is exported from"),

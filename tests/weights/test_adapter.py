@@ -175,7 +175,7 @@ def test_what_it_cannot_do_is_refused_by_name(
     (folder / CONFIG).write_text(json.dumps(values | changes))
     with pytest.raises(GraftuneError, match=named) as error:
         opened(tiny_folder("llama"), folder)
-    assert CONFIG in str(error.value)
+    assert str(error.value).count(CONFIG) == 1 and "make no sense" not in str(error.value)
 
 
 def test_pefts_own_dora_is_refused(tiny_folder: Any, tmp_path: Path) -> None:

@@ -57,3 +57,26 @@ def test_doctor_explains_files_that_do_not_open(tmp_path: Path, capsys: Capture)
         assert main(["doctor", str(path)]) == 2
         said = capsys.readouterr()
         assert said.err.count("\n") == 1 and str(path) in said.err
+
+
+def test_doctor_of_an_adapter_names_its_base(tiny_folder: Any, tmp_path: Path, capsys: Capture) -> None:
+    from graftune import api
+
+    base = tiny_folder("llama")
+    adapter = api.open(str(base), device="cpu", rank=4).save(tmp_path / "run" / "adapter")
+    apr = api.export(str(adapter), "apr", out=str(tmp_path / "a.apr")).path
+    for name in (adapter, adapter.parent, apr):
+        assert main(["doctor", str(name)]) == 2
+        said = capsys.readouterr()
+        assert "is not a base but an adapter" in said.err and str(base) in said.err and "rank" in said.out
+
+
+def test_doctor_tries_the_template(tiny_folder: Any, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
+    from graftune.tokenizer import sandbox
+
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (base / "chat_template.jinja").write_text(loop)
+    assert main(["doctor", str(base), "--json"]) == 0
+    assert "takes longer than" in json.loads(capsys.readouterr().out)["template"]

@@ -72,6 +72,8 @@ def _explain(name: str, revision: str, console: Console) -> int:
     report, base = describe(name, revision)
     facts = dict(report.facts)
     if base is not None:
+        if base.tokenizer.template is not None:
+            facts["template"] = _template(base.tokenizer)
         placement = choose_placement(base, "auto", resolve())
         facts |= {"held": f"{placement.base_dtype} ({placement.why})"}
     console.result({**report.document, **facts})
@@ -83,6 +85,17 @@ def _explain(name: str, revision: str, console: Console) -> int:
     if report.error is not None:
         raise report.error
     return 0
+
+
+def _template(tokenizer: Any) -> str:
+    from graftune.config import DataConfig
+    from graftune.data.template import chat_format
+
+    try:
+        chat_format(tokenizer, DataConfig())
+    except GraftuneError as error:
+        return f"cannot be used as it is ({error.what}): give another with --template, or see the settings"
+    return "yes"
 
 
 def examine() -> tuple[dict[str, Any], list[Missing]]:

@@ -32,7 +32,7 @@ class Source:
         try:
             return chat_format(base.tokenizer, self.data), "the model has no chat template"
         except GraftuneError as error:
-            return None, f"the chat template cannot be used: it {error.what}"
+            return None, f"the chat template cannot be used ({error.what})"
 
     def adapter(self, to: str) -> Adapter:
         if not self.adapters:

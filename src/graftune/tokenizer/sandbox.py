@@ -168,7 +168,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         return checked
 
-    def _watched(self, test: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, test: Any) -> Callable[..., Any]:
         @functools.wraps(test)
         def checked(*args: Any, **named: Any) -> Any:
             self.look()

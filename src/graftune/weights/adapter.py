@@ -192,6 +192,8 @@ def load_adapter(folder: Path) -> Adapter:
         values = json.loads(path.read_text())
         assert isinstance(values, dict)
     except FileNotFoundError:
+        if not folder.exists():
+            raise GraftuneError("is not there", where=str(folder), mend="check the path") from None
         raise GraftuneError(f"holds no {CONFIG}", where=str(folder), mend="give an adapter or run folder") from None
     except (ValueError, AssertionError):
         raise GraftuneError("is not valid JSON", where=str(path), mend="copy the adapter again") from None

@@ -16,6 +16,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.observe.memory import human_bytes
 from graftune.weights import safetensors_io
+from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 
 
@@ -30,11 +31,26 @@ class Report:
 
 
 def describe(name: str, revision: str = "") -> tuple[Report, Base | None]:
+    path = Path(name or ".").expanduser()
+    for place in (path, path / "adapter"):  # of a run
+        if name and is_adapter(place):
+            return _of_adapter(name, place), None
     try:
         base = open_base(name, revision)
     except GraftuneError as error:
-        return Report({"base": name, **_from_headers(Path(name).expanduser())}, error), None
+        return Report({"base": name, **_from_headers(path)}, error), None
     return Report(_facts(base)), base
+
+
+def _of_adapter(name: str, place: Path) -> Report:
+    try:
+        adapter = load_adapter(place)
+    except GraftuneError as error:
+        return Report({"adapter": name}, error)
+    lora, base = adapter.lora, adapter.base_name or "a base it does not name"
+    facts = {"adapter": name, "of": base, "rank": lora.rank, "alpha": lora.alpha, "targets": ", ".join(lora.targets)}
+    mend = "ask the doctor about its base; chat, eval and export take it, and train with --adapter goes on from it"
+    return Report(facts, GraftuneError(f"is not a base but an adapter, of {base}", where=name, mend=mend))
 
 
 def _facts(base: Base) -> dict[str, Any]:
