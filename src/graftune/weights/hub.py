@@ -156,12 +156,20 @@ def _lines(name: str) -> Any:
         def __init__(self, *values: Any, **settings: Any) -> None:
             super().__init__(*values, **{**settings, "disable": False, "file": io.StringIO()})
 
+        def update(self, n: float | None = 1) -> bool | None:
+            shown: bool | None = super().update(n)  # it displays now and then, and not at all what is quick
+            self._note()
+            return shown
+
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            self._note()
+            if self.unit == "B" and time.monotonic() - Lines.shown > LINE_EVERY:
+                Lines.shown = time.monotonic()
+                sys.stderr.write(f"{name}: {human_bytes(Lines.received)} downloaded\n")
+
+        def _note(self) -> None:
             if self.unit == "B":
                 Lines.received = max(Lines.received, int(self.n))
-                if time.monotonic() - Lines.shown > LINE_EVERY:
-                    Lines.shown = time.monotonic()
-                    sys.stderr.write(f"{name}: {human_bytes(Lines.received)} downloaded\n")
 
         def close(self) -> None:
             if not self.disable and self.unit != "B" and Lines.received:
