@@ -15,7 +15,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.report import commit
 from tests.oracle import peft_name, smollm2_in_transformers
 from tests.tiny import make_tokenizer
 
@@ -206,9 +206,7 @@ def report(
         "machine": engine.runtime.describe(),
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": commit(),
     }
     print(f"\n{'':16}{'tok/s':>10}{'last loss':>12}{'last norm':>12}")
     for name, rows in times.items():

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests import oracle
 from tests.export.judges import LlamaCpp, opened, ours
 
+from benchmarks import report
 from graftune.api import export
 from graftune.data.sample import score_all
 from graftune.observe.console import Console
@@ -45,7 +46,7 @@ def main() -> None:
         apart = "" if "most" not in figures else f"log-probabilities apart by at most {figures['most']:.2e}"
         print(f"{name:32} {figures['right']:2d} of {args.prompts} right  {apart}")
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(found | {"commit": report.commit()}, indent=1) + "\n")
 
 
 def compare(run: Path, count: int, merged: str, folder: Path) -> dict[str, Any]:

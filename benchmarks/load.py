@@ -17,7 +17,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -155,13 +154,8 @@ def measure(gib: float, repeats: int) -> dict[str, Any]:
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "commit": _commit(),
+        "commit": report.commit(),
     }
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ from benchmarks.cases import GOALS, HOST_MS, PEERS
 Figures = Mapping[str, Any]
 FACTS = ("gpu", "driver", "torch", "triton", "cudnn", "python", "peers", "commit", "date", "run", "settings")
 OWN = {"peak_gib": "peak GiB", "start_s": "seconds to the first step", "ms": "ms a step"}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def commit() -> str:
+    """Of the code that was measured; empty where there is no repository."""
+    asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return asked.stdout.strip()
 
 
 def time_of(participants: Mapping[str, Figures], name: str) -> float | None:

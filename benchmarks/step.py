@@ -310,10 +310,6 @@ def roomy(default: Path, wanted: float) -> Path:
 
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
-    commit = options.commit
-    if not commit:
-        asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        commit = asked.stdout.strip()
     return {
         "gpu": "",
         "driver": driver(),
@@ -322,7 +318,7 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "cudnn": "",
         "python": platform.python_version(),
         "peers": {},
-        "commit": commit,
+        "commit": options.commit or report.commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "run": options.run or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
         "settings": {"steps": options.steps, "warm_up": "3 or more", "clock": "wall, synchronised around each step"}
