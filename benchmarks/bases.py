@@ -5,6 +5,7 @@ that give the same deviation (0.02), so that a step over them has gradients like
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -108,14 +109,10 @@ def _scale(raw: torch.Tensor, kind: str, by: float) -> None:
         raw[:, :, at : at + 2] = scale.to(raw.device)
 
 
-_DEVIATIONS: dict[str, float] = {}
-
-
+@functools.cache
 def _deviation(kind: str) -> float:
     """Of values under scales of one."""
-    if kind not in _DEVIATIONS:
-        drawn = torch.Generator().manual_seed(0)
-        raw = torch.randint(256, (64, 16, KINDS[kind].bytes), generator=drawn, dtype=torch.uint8)
-        _scale(raw, kind, 1.0)
-        _DEVIATIONS[kind] = float(values(raw.view(64, -1), kind).std())
-    return _DEVIATIONS[kind]
+    drawn = torch.Generator().manual_seed(0)
+    raw = torch.randint(256, (64, 16, KINDS[kind].bytes), generator=drawn, dtype=torch.uint8)
+    _scale(raw, kind, 1.0)
+    return float(values(raw.view(64, -1), kind).std())

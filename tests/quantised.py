@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from benchmarks.bases import SCALES
 
 from graftune.config import LoraConfig
 from graftune.kernels import nf4
@@ -19,22 +20,6 @@ from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.load import Placement, build_decoder
 from tests import oracle
-
-# Bytes of a block where its fp16 scales begin, and what the second is of the first for the values' mean to be zero.
-SCALES: dict[str, tuple[tuple[int, float], ...]] = {
-    "Q4_0": ((0, 1.0),),
-    "Q4_1": ((0, 1.0), (2, -7.5)),
-    "Q5_0": ((0, 1.0),),
-    "Q5_1": ((0, 1.0), (2, -15.5)),
-    "Q8_0": ((0, 1.0),),
-    "Q2_K": ((80, 1.0), (82, 1.5)),
-    "Q3_K": ((108, 1.0),),
-    "Q4_K": ((0, 1.0), (2, 7.5)),
-    "Q5_K": ((0, 1.0), (2, 15.5)),
-    "Q6_K": ((208, 1.0),),
-    "IQ4_NL": ((0, 1.0),),
-    "IQ4_XS": ((0, 1.0),),
-}
 
 
 def spec(width: int = 64, *, layers: int = 2, tied: bool = False) -> ModelSpec:

@@ -38,7 +38,8 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
     width, heads, layers = get.whole("embedding_length"), get.whole("attention.head_count"), get.whole("block_count")
     window = int(metadata.get(f"{arch}.attention.sliding_window", 0))
     name = "olmo3" if arch == "olmo2" and window else ARCHITECTURES.get(arch, arch)
-    name = "mixtral" if name == "llama" and experts else name
+    if name == "llama":  # as llama.cpp calls Mistral's models too
+        name = "mixtral" if experts else "mistral" if window else name
     family = FAMILIES[name]
     if experts != family.mixture:
         what = "is a mixture of experts" if experts else "has no experts"

@@ -25,7 +25,6 @@ from graftune.model.frozen import RowSource
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import HOMES, norm_names
-from graftune.model.reading import each
 from graftune.model.spec import ModelSpec
 from graftune.weights import bnb_io, digest, experts, fp8_io, hub, names, safetensors_io
 from graftune.weights import rows as rows_
@@ -254,8 +253,7 @@ def _open_gguf(name: str, path: Path) -> Base:
     file, parts = read_model(path)
     path = parts[0]
     with _sound(path):
-        spec = _with_window(from_gguf(file.metadata, file.tensors, str(path)), file.metadata)
-        spec = _checked_spec(spec, path)
+        spec = _checked_spec(from_gguf(file.metadata, file.tensors, str(path)), path)
     tensors: dict[str, RowSource] = {}
     arch = str(file.metadata["general.architecture"])
     for gguf_name, tensor in file.tensors.items():
@@ -288,14 +286,6 @@ def _open_gguf(name: str, path: Path) -> Base:
         factors.values() if factors is not None else None,
         parts,
     )
-
-
-def _with_window(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
-    """Mistral's models are llama in GGUF, an architecture without windows: a file with one is a Mistral."""
-    window = int(metadata.get("llama.attention.sliding_window") or 0)
-    if spec.family != "llama" or not window:
-        return spec
-    return dataclasses.replace(spec, family="mistral", window=window, window_layers=tuple(each(spec.layers)))
 
 
 def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, Any] | None:

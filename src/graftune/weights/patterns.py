@@ -3,7 +3,9 @@
 They come out of an adapter's file, and Python's `re` tries one way through an expression after the other: `(a+)+b` over
 forty letters outlasts everybody. Here a name is walked with the set of all places that can be reached so far, which no
 expression can make larger than the name. Plain names, dots and backslashes, which is nearly all there is in practice,
-have one way only and stay with `re`; whatever a set of places cannot tell (back references, looking ahead) is refused.
+have one way only and stay with `re`; the rest is read by the parser that `re` itself uses (private; under these names
+since Python 3.11), so that it means the same. Whatever a set of places cannot tell (back references, looking ahead) is
+refused.
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ _CATEGORIES = {
     codes.CATEGORY_DIGIT: r"\d", codes.CATEGORY_NOT_DIGIT: r"\D", codes.CATEGORY_SPACE: r"\s",
     codes.CATEGORY_NOT_SPACE: r"\S", codes.CATEGORY_WORD: r"\w", codes.CATEGORY_NOT_WORD: r"\W",
 }  # fmt: skip
-
-
 _MORE = "a pattern of more than letters, sets, choices and repeats"
 
 

@@ -54,7 +54,7 @@ class Over:
 
     @property
     def nbytes(self) -> int:
-        return self.source.nbytes * math.prod(self.shape) // math.prod(self.source.shape)
+        return self.source.nbytes * math.prod(self.shape) // max(1, math.prod(self.source.shape))
 
 
 @dataclass(frozen=True)
