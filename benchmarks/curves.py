@@ -192,9 +192,17 @@ def kinds(args: argparse.Namespace, asked: list[str]) -> dict[str, Any]:
 
 def usual(args: argparse.Namespace) -> dict[str, Any]:
     """The base as it is by default: clips, graphs, a model from scratch, and the reference."""
-    found: dict[str, Any] = {"first_norms": first_norms(args), "global": curve(args)}
+    found: dict[str, Any] = {"first_norms": first_norms(args)}
+
+    def add(name: str, **more: Any) -> None:
+        found[name] = made = curve(args, **more)
+        first, last = made["losses"][0], made["losses"][-1]
+        print(f"{name:8} first {first:.4f} last {last:.4f} validation {made['validation']}", flush=True)
+
+    add("global")
     if args.device != "cpu":
-        found |= {"layer": curve(args, clip_mode="layer"), "eager": curve(args, graph=False)}
+        add("layer", clip_mode="layer")
+        add("eager", graph=False)
         clips = abs(found["layer"]["losses"][-1] - found["global"]["losses"][-1])
         eager = losses_apart(found["global"]["losses"], found["eager"]["losses"])["loss_apart_most"]
         found["goals"] = [
@@ -202,15 +210,11 @@ def usual(args: argparse.Namespace) -> dict[str, Any]:
             report.goal("captured / eager: loss apart, most", "at most", NOISE["loss"], eager),
         ]
     if args.scratch:
-        more = {"base": args.scratch, "method": "scratch", "lr": 1e-3, "tokens_per_step": 4096}
-        found["scratch"] = curve(args, **more, tokens_per_micro_batch=4096)
+        size = {"tokens_per_step": 4096, "tokens_per_micro_batch": 4096}
+        add("scratch", base=args.scratch, method="scratch", lr=1e-3, **size)
     if args.reference:
         found["against"] = against(found, json.loads(Path(args.reference).read_text()))
         print(json.dumps({k: v for k, v in found["against"].items() if k != "goals"}, indent=1))
-    for name in ("global", "layer", "eager", "scratch"):
-        if name in found:
-            losses = found[name]["losses"]
-            print(f"{name:8} first {losses[0]:.4f} last {losses[-1]:.4f} validation {found[name]['validation']}")
     return found
 
 

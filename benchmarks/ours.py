@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -69,13 +70,14 @@ def ours(
     def staged(index: int) -> list[Any]:
         return [loop.stage(micro) for micro in batches[index % BATCHES]]
 
-    coming = staged(0)
+    loader = ThreadPoolExecutor(1)  # batches are staged a step ahead by a thread, as in a run
+    coming = loader.submit(staged, 0)
 
     def one(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal coming
-        loop.step(coming, hyper, [0] * len(coming))
+        now, coming = coming.result(), loader.submit(staged, index + 1)
+        loop.step(now, hyper, [0] * len(now))
         loss, norm, _ = step.report.clone().unbind()
-        coming = staged(index + 1)  # a step ahead, as the loader's thread does
         loop.finished()
         return loss, norm
 

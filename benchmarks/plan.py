@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -242,6 +243,7 @@ def apart(name: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
+        env={"OMP_NUM_THREADS": "1"} | os.environ,  # several at once would wait for each other's threads
     )
     if done.returncode:
         return {"name": name, "error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
@@ -283,21 +285,22 @@ def main() -> int:
     for name in arguments.names:
         parse(name)
 
-    def told(name: str) -> dict[str, Any]:
-        found = apart(name)
-        print(table([found]).splitlines()[-1], file=sys.stderr, flush=True)
-        return found
+    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    results: list[dict[str, Any]] = []
+
+    def document() -> dict[str, Any]:
+        return facts | {"within": WITHIN, "results": results, "goals": goals(results)}
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(told, arguments.names))
-    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    document = facts | {"within": WITHIN, "results": results, "goals": goals(results)}
+        for found in pool.map(apart, arguments.names):
+            results.append(found)
+            print(table([found]).splitlines()[-1], file=sys.stderr, flush=True)
+            if arguments.json not in ("", "-"):
+                report.write(Path(arguments.json), document())  # as it stands: a run that is cut short keeps it
     print(table(results))
-    print("\n".join(map(report.said, document["goals"])))
+    print("\n".join(map(report.said, document()["goals"])))
     if arguments.json == "-":
-        print(json.dumps(document))
-    elif arguments.json:
-        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+        print(json.dumps(document()))
     return 0 if all(abs(found.get("off", 1.0)) <= WITHIN for found in results) else 1
 
 

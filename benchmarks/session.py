@@ -130,7 +130,7 @@ class Session:
             handle.write(f"\n=== {command.name}: {' '.join(words[1:])}\n")
             handle.flush()
             begin = handle.tell()
-            done.exit = self._run(words, handle, limit)
+            done.exit = self._run(words, handle, limit, stage.at_once)
         done.seconds = round(time.monotonic() - start, 1)
         text = log.read_bytes()[begin:].decode(errors="replace")
         done.said = self._last(text, done.exit)
@@ -165,9 +165,11 @@ class Session:
             words += ["--commit", self.options.commit]
         return words
 
-    def _run(self, words: list[str], handle: Any, limit: float) -> int:
+    def _run(self, words: list[str], handle: Any, limit: float, at_once: int) -> int:
+        # Beside others one thread each: threads of several pools on the same cores wait for each other, spinning.
+        environment = self.environment if at_once == 1 else {"OMP_NUM_THREADS": "1"} | self.environment
         process = subprocess.Popen(
-            words, stdout=handle, stderr=subprocess.STDOUT, cwd=ROOT, env=self.environment, start_new_session=True
+            words, stdout=handle, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
         )
         try:
             return process.wait(timeout=limit)

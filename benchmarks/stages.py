@@ -159,6 +159,6 @@ STAGES = {
                 script("nf4 and blocks", "bases-quantised", 110, *CURVES, "--base-dtype", "nf4,keep", "--steps", "100"),
             ),
         ),
-        Stage("tests", "tests/gpu and tests/kernels on the device", _tests(), at_once=8),
+        Stage("tests", "tests/gpu and tests/kernels on the device", _tests(), at_once=12),
     )
 }  # fmt: skip
