@@ -201,12 +201,12 @@ def run(combination: Combination, device: torch.device) -> dict[str, Any]:
     examples = [Example(row, supervised) for row in rows]
     evaluate(decoder, examples, capacity=shape.capacity, backend=backend)
     loop, batch = hot_loop(step), pack(examples, **shape._asdict())
-    before = arena.weights.double().sum().item()
+    before = arena.weights.sum(dtype=torch.float64).item()  # not .double(): a copy would be in the peak
     for _ in range(STEPS):
         loop.step([loop.stage(batch)], HYPER | {"divisor": float(batch.response_tokens)}, [0])
     figures = loop.finished(wait=True)
     torch.cuda.synchronize()
-    moved = arena.weights.double().sum().item() != before
+    moved = arena.weights.sum(dtype=torch.float64).item() != before
     return {
         "measured": torch.cuda.max_memory_allocated(device),
         "reserved": torch.cuda.max_memory_reserved(device),

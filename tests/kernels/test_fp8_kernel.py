@@ -241,6 +241,17 @@ def test_lay(request, device, n, dtype):
     assert (got[:, :32].view(torch.uint8) == 0x7F).all()
 
 
+def test_both_codes_of_every_number(kernels_on, device):
+    """Sixteen to a row, so that codes are written by words: all that bf16 has, at exact scales."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = torch.where(every.isfinite(), every, 0).view(-1, 16)
+    codes, scale, shift = torch.empty(len(every), 48, dtype=E4M3), torch.ones(len(every)), torch.tensor(1.0)
+    reference.lay(every, scale, shift, codes)
+    got = torch.empty(len(every), 48, dtype=E4M3, device=device)
+    fp8.lay(every.to(device), Rows(got, scale.to(device)), 0, shift.to(device))
+    assert torch.equal(got.cpu().float(), codes.float())
+
+
 def low_of(given: Adapters, tokens: int, device: str) -> Low:
     return Low(torch.zeros(tokens, len(given.down), device=device), given.up, given.columns, given.scale)
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from graftune.kernels.fp8.reference import HEADROOM, LARGEST, MOST_Q, Share
+from graftune.kernels.lora_linear.kernel import beyond_code
 from graftune.kernels.lora_linear.reference import members
 
 PIECE = 2048  # values that one program lays
@@ -103,7 +104,7 @@ def _settle(a_type_ptr, code_type_ptr, table_ptr, alpha_ptr, B: tl.constexpr):
     hi = value.to(kind)
     place = target + line * stride + col * step
     tl.store(place, hi, mask)
-    tl.store(place + distance, (value - hi.to(tl.float32)).to(kind), mask)
+    tl.store(place + distance, beyond_code(value).to(kind), mask)
     tl.store(place + 2 * distance, hi, mask)
 
 

@@ -169,7 +169,7 @@ def both(
     bc, bt, warps, stages, programs = _both_tile(rp, tokens, codes is not None)
     starts, stops, offsets, counts = kernel.places(columns, bc)
     blocks, members = sum(counts), counts[: len(columns)]
-    splits = max(1, min(triton.cdiv(tokens, 4 * bt), triton.cdiv(programs, blocks)))
+    splits = max(1, min(triton.cdiv(tokens, 4 * bt), programs // blocks))  # all at once: a few more would wait for all
     per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
     splits = triton.cdiv(tokens, per_split)
     sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)

@@ -1,0 +1,106 @@
+"""How a product's algorithm is chosen, with a library that is not there: asked twice, timed, where long under load."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graftune.kernels.matmul import cublaslt
+
+NONE = 15
+
+
+class Library:
+    """Algorithms by the workspace they need; None: the library says that it has none of that kind."""
+
+    def __init__(self, with_space: list[int], without: list[int] | None):
+        self.offers, self.most = {cublaslt.WORKSPACE: with_space, 0: without}, -1
+
+    def cublasLtMatmulPreferenceSetAttribute(self, preference, attribute, value, size):
+        if attribute == cublaslt.PREF_WORKSPACE:
+            self.most = value._obj.value
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *words):
+        *_, found, count = words
+        offered = self.offers[self.most]
+        if offered is None:
+            return NONE
+        for place, number in zip(found, offered, strict=False):
+            place.algo[0], place.workspace, place.state = number, self.most, 0
+        count._obj.value = len(offered)
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *words: 0
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """asked(library, alone, loaded) -> the number of the algorithm chosen; times in milliseconds, by number."""
+
+    def ask(library: Library, alone: dict[int, float], loaded: dict[int, float] | None = None) -> int:
+        def under_load(plans, a, b, out, about):
+            assert loaded is not None, "timed under load, and should not be"
+            return [loaded[plan.algorithm.algo[0]] for plan in plans]
+
+        monkeypatch.setattr(cublaslt, "_library", lambda: library)
+        monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+        monkeypatch.setattr(cublaslt, "flush_bytes", lambda device: 1)
+        monkeypatch.setattr(cublaslt, "_time", lambda plan, *rest: alone[plan.algorithm.algo[0]])
+        monkeypatch.setattr(cublaslt, "_under_load", under_load)
+        a, b, out = torch.ones(4, 8).bfloat16(), torch.ones(8, 4).bfloat16(), torch.ones(4, 4).bfloat16()
+        plan = cublaslt._fastest(cublaslt._shape(a, b, out), a, b, out)
+        return int(plan.algorithm.algo[0])
+
+    return ask
+
+
+def test_the_fastest_of_both_kinds(asked):
+    assert asked(Library([1, 2], [3]), {1: 0.05, 2: 0.04, 3: 0.047}) == 3  # clearing costs 8 microseconds
+    assert asked(Library([1, 2], [3]), {1: 0.05, 2: 0.03, 3: 0.047}) == 2
+    assert asked(Library([1, 2], None), {1: 0.05, 2: 0.04}) == 2
+    assert asked(Library([1, 2], [2]), {1: 0.05, 2: 0.04}) == 2
+
+
+def test_those_that_refuse_are_left_out(asked):
+    assert asked(Library([1, 2], []), {1: float("inf"), 2: 0.04}) == 2
+    with pytest.raises(Exception, match="no algorithm"):
+        asked(Library([1], None), {1: float("inf")})
+    with pytest.raises(Exception, match="no algorithm"):
+        asked(Library([], None), {})
+
+
+def test_long_products_are_timed_under_load(asked):
+    alone = {1: 2.80, 2: 2.70, 3: 2.75, 4: 9.0}
+    assert asked(Library([1, 2, 3, 4], None), alone, {1: 2.9, 2: 3.1, 3: 2.8}) == 3
+    assert asked(Library([1, 4], None), alone) == 1  # nobody is near
+
+
+def test_turns(monkeypatch):
+    """Each finalist in turn, and the median of its turns by the product."""
+    clock, ran = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
+        def record(self):
+            self.at = clock[0]
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    def run(plan, a, b, out):
+        ran.append(plan.name)
+        clock[0] += plan.ms
+
+    monkeypatch.setattr(cublaslt, "_run", run)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    plans = [SimpleNamespace(name="a", ms=2.0), SimpleNamespace(name="b", ms=3.0)]
+    nothing = torch.empty(0)
+    assert cublaslt._under_load(plans, nothing, nothing, nothing, 2.0) == pytest.approx([2.0, 3.0])
+    assert ran[:25] == ["a"] * 25 and ran[25:33] == ["a"] * 4 + ["b"] * 4 and len(ran) == 25 + 3 * 8
