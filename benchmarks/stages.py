@@ -62,18 +62,22 @@ def script(name: str, result: str, seconds: int, *words: str) -> Command:
 
 
 def tested(path: str, seconds: int, *more: str) -> Command:
-    return Command(path, ("-m", "pytest", "-p", "no:cacheprovider", "--tb=short", path, *more), seconds, slack=4.0)
+    name = " ".join((path, *more[1:]))
+    return Command(name, ("-m", "pytest", "-p", "no:cacheprovider", "--tb=short", path, *more), seconds, slack=4.0)
 
 
 def _tests() -> tuple[Command, ...]:
     """The longest first; the plan has a stage of its own."""
     slow = {"test_attention.py": 150, "test_quantised.py": 200, "test_run.py": 120, "test_full.py": 120}
-    slow |= {"test_families.py": 120, "test_moe.py": 90}
+    slow |= {"test_families.py": 120, "test_moe.py": 90, "test_fp8_kernel.py": 120}
+    # Hundreds of variants of a kernel, each compiled: by parts.
+    parts = {"test_lora_linear_kernel.py": ("up_backward", "up_grad", "not up_backward and not up_grad")}
     files = [path for folder in ("gpu", "kernels") for path in (ROOT / "tests" / folder).glob("test_*.py")]
     found = [
-        tested(str(path.relative_to(ROOT)), slow.get(path.name, 60))
+        tested(str(path.relative_to(ROOT)), slow.get(path.name, 60), *(("-k", part) if part else ()))
         for path in files
         if path.relative_to(ROOT).as_posix() != "tests/gpu/test_plan.py"
+        for part in parts.get(path.name, ("",))
     ]
     return tuple(sorted(found, key=lambda command: (-command.seconds, command.name)))
 

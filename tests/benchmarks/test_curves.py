@@ -46,13 +46,14 @@ def test_the_usual_record_against_a_reference(asked, tmp_path, monkeypatch, caps
     assert run(monkeypatch, *asked, "--json", str(reference)) == 0
     assert run(monkeypatch, *asked, "--reference", str(reference), "--json", str(tmp_path / "again.json")) == 0
     found = json.loads((tmp_path / "again.json").read_text())
-    assert found["against"]["loss_apart_most"] == 0 and found["against"]["tensors_beyond_noise"] == 0
+    for kind in ("fp32", "bf16"):
+        assert found["against"][kind]["loss_apart_most"] == 0 and found["against"][kind]["tensors_beyond"] == 0
     record = json.loads(reference.read_text())
     record["global"]["losses"] = [loss * 1.01 for loss in record["global"]["losses"]]
     record["first_norms"] = {name: 1.05 * norm for name, norm in record["first_norms"].items()}
     reference.write_text(json.dumps(record))
     assert run(monkeypatch, *asked, "--reference", str(reference)) == 1
-    assert "NOT reached" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("NOT reached") == 3  # one percent is too much for fp32 and for bf16's mean
 
 
 def test_a_gradient_that_is_off_is_seen():
