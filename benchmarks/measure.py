@@ -74,6 +74,7 @@ def measure(runner: Runner, tokens: int, device: torch.device, steps: int, start
         "tok_s": round(tokens / seconds, 1),
         "peak_gib": None if peak is None else round(peak / 2**30, 2),
         "start_s": round(start_s, 1),
+        "first_step_s": round(walls[0], 1),
         "steps": steps,
     }
     return judged(figures, losses, norms, moved) | ({"note": runner.note} if runner.note else {})

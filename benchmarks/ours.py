@@ -75,9 +75,10 @@ def ours(
 
     def one(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal coming
-        now, coming = coming.result(), loader.submit(staged, index + 1)
+        now = coming.result()
         loop.step(now, hyper, [0] * len(now))
         loss, norm, _ = step.report.clone().unbind()
+        coming = loader.submit(staged, index + 1)  # behind the launch: the two share an interpreter
         loop.finished()
         return loss, norm
 

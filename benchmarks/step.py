@@ -365,7 +365,7 @@ def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> d
         from benchmarks.floor import measure_floor
 
         return measure_floor(case, device, options.steps, options.sustain, own=not options.swept)
-    folder = Path(options.folder) if options.folder else None
+    folder, imported_s = Path(options.folder) if options.folder else None, time.time() - started
     if options.worker == "folder":
         assert folder is not None
         peers.write_folder(case.shape, folder, device)
@@ -376,7 +376,8 @@ def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> d
         runner = ours(case, device)
     else:
         runner = peers.build(options.worker, case, peers.Place(device, folder))
-    return {options.worker: measure.measure(runner, case.tokens, device, options.steps, started)}
+    figures = measure.measure(runner, case.tokens, device, options.steps, started)
+    return {options.worker: figures | {"imports_s": round(imported_s, 1)}}
 
 
 def versions() -> dict[str, Any]:

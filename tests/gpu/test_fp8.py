@@ -151,4 +151,5 @@ def test_a_run_learns_as_bf16_does(tmp_path, monkeypatch):
         events = read_events(tmp_path / kind / "metrics.jsonl")
         losses[kind] = [e["loss"] for e in events if e["event"] == "step"]
     apart = [abs(a - b) / b for a, b in zip(losses["fp8"], losses["bf16"], strict=True)]
-    assert losses["fp8"][-1] < 0.9 * losses["fp8"][0] and sum(apart) / len(apart) < 0.02
+    # At the end, where next to nothing is left to learn, two runs part; not while the loss falls.
+    assert max(apart[:6]) < 0.02 and all(kind[-1] < 0.05 * kind[0] for kind in losses.values())

@@ -456,8 +456,8 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     with_, without = weight.matmul_with_room(wide).cpu(), weight.matmul(x.to(device)).cpu()
     rows = weight._rows(x.to(device), None, weight.share.there.reach)
     base = reference.mm(Rows(rows.codes[:, :into], rows.scale), Rows(weight.weight, weight.scale), torch.float32).cpu()
-    alive = want.norm(dim=1) > 0
-    assert ((with_ - base - want).norm(dim=1) <= 0.01 * want.norm(dim=1))[alive].all()
+    alive, sums = want.norm(dim=1) > 0, 2.0**-12 if device == "cuda" else 0.0  # of the units: 14 bits of each step
+    assert ((with_ - base - want).norm(dim=1) <= 0.01 * want.norm(dim=1) + sums * base.norm(dim=1))[alive].all()
     exact = x.float() @ values.t()
     for got in (without, base):  # widened scales cost the base no accuracy
         assert (got - exact).norm() <= 0.035 * exact.norm()
@@ -471,7 +471,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     with_ = weight.input_grad_with_room(wide).cpu()
     rows = weight._rows(grad.to(device), weight.scale, weight.share.back.reach)
     base = (rows.codes[:, :out].float() * rows.scale[:, None]).cpu() @ weight.weight.float().cpu()
-    assert ((with_ - base - want).norm(dim=1) <= 0.01 * want.norm(dim=1)).all()
+    assert ((with_ - base - want).norm(dim=1) <= 0.01 * want.norm(dim=1) + sums * base.norm(dim=1)).all()
     exact = grad.float() @ values
     for got in (weight.input_grad(grad.to(device)).cpu(), base):
         assert (got - exact).norm() <= 0.035 * exact.norm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,17 @@ NONE = 15
 class Library:
     """Algorithms by the workspace they need; None: the library says that it has none of that kind."""
 
-    def __init__(self, with_space: list[int], without: list[int] | None):
-        self.offers, self.most = {cublaslt.WORKSPACE: with_space, 0: without}, -1
+    def __init__(self, with_space: list[int], without: list[int] | None, version: int = 130000):
+        self.offers, self.most, self.version = {cublaslt.WORKSPACE: with_space, 0: without}, -1, version
+
+    def cublasLtGetVersion(self):
+        return self.version
+
+    def cublasLtMatmulAlgoCheck(self, *words):
+        *_, algo, found = words
+        known = algo._obj[0] in [number for offer in self.offers.values() for number in offer or ()]
+        found._obj.state, found._obj.workspace = 0, cublaslt.WORKSPACE
+        return 0 if known else NONE
 
     def cublasLtMatmulPreferenceSetAttribute(self, preference, attribute, value, size):
         if attribute == cublaslt.PREF_WORKSPACE:
@@ -38,14 +48,19 @@ class Library:
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def asked(monkeypatch, tmp_path):
     """asked(library, alone, loaded) -> the number of the algorithm chosen; times in milliseconds, by number."""
 
-    def ask(library: Library, alone: dict[int, float], loaded: dict[int, float] | None = None) -> int:
+    counter = itertools.count()
+
+    def ask(library: Library, alone: dict[int, float], loaded: dict[int, float] | None = None, cache: str = "") -> int:
+        monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / (cache or str(next(counter)))))
+
         def under_load(plans, a, b, out, about):
             assert loaded is not None, "timed under load, and should not be"
             return [loaded[plan.algorithm.algo[0]] for plan in plans]
 
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
         monkeypatch.setattr(cublaslt, "_library", lambda: library)
         monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
         monkeypatch.setattr(cublaslt, "flush_bytes", lambda device: 1)
@@ -77,6 +92,20 @@ def test_long_products_are_timed_under_load(asked):
     alone = {1: 2.80, 2: 2.70, 3: 2.75, 4: 9.0}
     assert asked(Library([1, 2, 3, 4], None), alone, {1: 2.9, 2: 3.1, 3: 2.8}) == 3
     assert asked(Library([1, 4], None), alone) == 1  # nobody is near
+
+
+def test_a_choice_is_remembered(asked, tmp_path):
+    assert asked(Library([1, 2], [3]), {1: 0.05, 2: 0.03, 3: 0.06}, cache="same") == 2
+    never: dict[int, float] = {}
+    assert asked(Library([1, 2], [3]), never, cache="same") == 2
+    # Not for another version of the library, nor where the library no longer takes it, nor from a damaged file.
+    assert asked(Library([1, 2], [3], version=130100), {1: 0.01, 2: 0.03, 3: 0.06}, cache="same") == 1
+    assert asked(Library([1], [3]), {1: 0.05, 3: 0.04}, cache="same") == 3
+    (tmp_path / "same" / "products.json").write_text('{"a card|130000": "no"}')
+    assert asked(Library([1, 2], [3]), {1: 0.05, 2: 0.03, 3: 0.06}, cache="same") == 2
+    stored = (tmp_path / "same" / "products.json").read_text()
+    (tmp_path / "same" / "products.json").write_text(stored.replace("0200", "zz00"))
+    assert asked(Library([1, 2], [3]), {1: 0.01, 2: 0.03, 3: 0.06}, cache="same") == 1
 
 
 def test_turns(monkeypatch):

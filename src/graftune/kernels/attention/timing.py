@@ -3,7 +3,7 @@
 cuDNN leads from a few thousand tokens on; on a few hundred in short documents its helper kernels cost more than the
 attention itself, and ours takes half the time. Each candidate's forward and backward are captured and replayed, as in a
 run: launched one by one they would be timed by the host. The buffers lie as the run's do: cuDNN's plans are built for
-the distances of rows, at half a second each, and those built here are then the run's.
+the distances of rows, at half a second each, and those built here are then the run's. What was found is remembered.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from graftune import remembered
 from graftune.kernels import attention
 from graftune.kernels.attention import Documents
 
+REMEMBERED, KEPT = "attention", 1000
 LARGE = 4096  # tokens from which cuDNN, where it is, needs no comparison
 CALLS, ROUNDS = 4, 5
 
@@ -39,8 +41,23 @@ def fastest(
     """The name of the fastest backend on random values in these documents. It waits for the device."""
     if len(names) == 1 or (tokens >= LARGE and "cudnn" in names):
         return names[0]
+    key = _key(names, docs, tokens, heads, dtype, apart)
+    known = remembered.recall(REMEMBERED).get(key)
+    if known in names:
+        return str(known)
     times = {name: _time(_pass(name, docs, tokens, heads, dtype, scale, apart)) for name in names}
-    return min(times, key=times.__getitem__)
+    best = min(times, key=times.__getitem__)
+    remembered.remember(REMEMBERED, key, best, KEPT)
+    return best
+
+
+def _key(
+    names: Sequence[str], docs: Documents, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, apart: Apart
+) -> str:
+    """All that the choice depends on."""
+    device, slots = docs.cu_seqlens.device, len(docs.cu_seqlens) - 1
+    card = torch.cuda.get_device_name(device), torch.__version__, torch.backends.cudnn.version()
+    return "|".join(map(str, (*card, *names, dtype, *heads, tokens, slots, docs.longest, *apart)))
 
 
 def _pass(

@@ -4,13 +4,15 @@ The library (the one torch has loaded) is asked for the algorithms it would cons
 and without; each is timed on the tensors at hand, with the cache emptied in between, since in a step every weight comes
 from memory. Of long products the best few are timed again, in turn and without a pause: a card under load lowers its
 clocks, and then the algorithm that draws less power wins. torch.mm's own choice is the first of the list as a rule, so
-the result is never slower but for noise.
+the result is never slower but for noise. The choice is remembered for this GPU and this version of the library: a
+second run starts without timing anything, and computes as the first did.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import statistics
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
@@ -18,13 +20,15 @@ from typing import NamedTuple
 
 import torch
 
+from graftune import remembered
 from graftune.errors import GraftuneError
 
-CANDIDATES, ROUNDS = 16, 3
+CANDIDATES, ROUNDS = 16, 7
 CLEARING = 0.008  # milliseconds that clearing a workspace costs more in a graph, where it is a node of its own
 WORKSPACE = 32 << 20
 LONG, NEAR, FINALISTS = 0.25, 1.06, 4  # milliseconds from which the clocks matter; who is timed again, and how many
-WARMING, GROUP = 50.0, 8.0  # milliseconds of load before that, and of one finalist's turn
+WARMING, GROUP, TURNS = 50.0, 8.0, 3  # milliseconds of load before that, and of one finalist's turn
+KEPT = 4000  # choices remembered
 # From the library's header.
 COMPUTE_32F, REAL_32F = 68, 0
 KINDS = {torch.bfloat16: 14, torch.float16: 2}
@@ -33,11 +37,14 @@ PREF_WORKSPACE, PREF_ALIGNMENTS = 1, (5, 6, 7, 8)
 NOT_SUPPORTED = 15
 
 
+_Algorithm = c_uint64 * 8
+
+
 class _Result(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
-        ("algo", c_uint64 * 8),
+        ("algo", _Algorithm),
         ("workspace", c_size_t),
         ("state", c_int),
         ("waves", c_float),
@@ -60,9 +67,12 @@ class Shape(NamedTuple):
     aligned: int  # bytes
 
 
+Layouts = tuple[c_void_p, c_void_p, c_void_p]  # of b, a and the result
+
+
 class Plan(NamedTuple):
     desc: c_void_p
-    layouts: tuple[c_void_p, c_void_p, c_void_p]  # of b, a and the result
+    layouts: Layouts
     algorithm: _Result
 
 
@@ -94,19 +104,43 @@ def _shape(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Shape:
 
 
 def _fastest(shape: Shape, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Plan:
-    """Ask, time, choose. It waits for the device: this is for the first call of a shape."""
-    desc, layouts, results = _candidates(shape, a.device)
-    plans = [Plan(desc, layouts, result) for result in results]
+    """Remembered, or asked for, timed and chosen. It waits for the device: this is for the first call of a shape."""
+    desc, layouts = _problem(shape)
+    key = "|".join(map(str, (torch.cuda.get_device_name(a.device), _library().cublasLtGetVersion(), *shape)))
+    known = _recalled(key, desc, layouts, a.device)
+    if known is not None:
+        return Plan(desc, layouts, known)
+    plans = [Plan(desc, layouts, result) for result in _candidates(shape, desc, layouts, a.device)]
     flush = torch.empty(flush_bytes(a.device), dtype=torch.uint8, device=a.device)
     times = {i: _time(plan, a, b, out, flush) + _clearing(plan) for i, plan in enumerate(plans)}
-    least = min(times.values())
+    least = min(times.values(), default=float("inf"))
     if least == float("inf"):
-        raise _no_algorithm(shape)
+        raise GraftuneError(
+            f"cuBLASLt has no algorithm for {shape}", mend="train with --deterministic, which needs none"
+        )
     best = sorted((i for i in times if times[i] <= NEAR * least), key=lambda i: times[i])[:FINALISTS]
     if least >= LONG and len(best) > 1:
         loaded = _under_load([plans[i] for i in best], a, b, out, least)
         times = {i: ms + _clearing(plans[i]) for i, ms in zip(best, loaded, strict=True)}
-    return plans[min(times, key=lambda i: times[i])]
+    chosen = plans[min(times, key=lambda i: times[i])]
+    remembered.remember("products", key, bytes(chosen.algorithm.algo).hex(), KEPT)
+    return chosen
+
+
+def _recalled(key: str, desc: c_void_p, layouts: Layouts, device: torch.device) -> _Result | None:
+    """An earlier choice, if the library still takes it for this product."""
+    text = remembered.recall("products").get(key)
+    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{128}", text):
+        return None
+    algo, found = _Algorithm.from_buffer_copy(bytes.fromhex(text)), _Result()
+    first, second, result = layouts
+    status = _library().cublasLtMatmulAlgoCheck(
+        _handle(device), desc, first, second, result, result, byref(algo), byref(found)
+    )
+    if status or found.state or found.workspace > WORKSPACE:
+        return None
+    found.algo = algo
+    return found
 
 
 def _clearing(plan: Plan) -> float:
@@ -120,7 +154,7 @@ def _under_load(plans: list[Plan], a: torch.Tensor, b: torch.Tensor, out: torch.
         _run(plans[0], a, b, out)
     many = max(1, round(GROUP / about))
     turns: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in plans]
-    for _ in range(ROUNDS):
+    for _ in range(TURNS):
         for plan, turn in zip(plans, turns, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -138,7 +172,7 @@ def flush_bytes(device: torch.device) -> int:
 
 
 def _time(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, flush: torch.Tensor) -> float:
-    """Milliseconds, the least of a few rounds; infinite for an algorithm that refuses these tensors after all."""
+    """Milliseconds, the median of a few rounds; infinite for an algorithm that refuses these tensors after all."""
     try:
         _run(plan, a, b, out)
     except Refused:
@@ -152,22 +186,24 @@ def _time(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, flush
         end.record()
         end.synchronize()
         rounds.append(begin.elapsed_time(end))
-    return min(rounds)
+    return statistics.median(rounds)
 
 
-def _candidates(
-    shape: Shape, device: torch.device
-) -> tuple[c_void_p, tuple[c_void_p, c_void_p, c_void_p], list[_Result]]:
+def _problem(shape: Shape) -> tuple[c_void_p, Layouts]:
     """Row-major a @ b is, column by column, b' a': b is the library's first operand."""
-    lib, kind = _library(), KINDS[shape.kind]
-    desc, preference = c_void_p(), c_void_p()
+    lib, kind, desc = _library(), KINDS[shape.kind], c_void_p()
     _check(lib.cublasLtMatmulDescCreate(byref(desc), COMPUTE_32F, REAL_32F))
     for attribute, turned in ((DESC_TRANSA, shape.b_across), (DESC_TRANSB, shape.a_across)):
         value = c_int(int(turned))
         _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(value), ctypes.sizeof(value)))
     first = _layout(kind, *((shape.k, shape.n) if shape.b_across else (shape.n, shape.k)), shape.b_apart)
     second = _layout(kind, *((shape.m, shape.k) if shape.a_across else (shape.k, shape.m)), shape.a_apart)
-    result = _layout(kind, shape.n, shape.m, shape.out_apart)
+    return desc, (first, second, _layout(kind, shape.n, shape.m, shape.out_apart))
+
+
+def _candidates(shape: Shape, desc: c_void_p, layouts: Layouts, device: torch.device) -> list[_Result]:
+    """What the library would consider, with a workspace and without."""
+    lib, preference, (first, second, result) = _library(), c_void_p(), layouts
     _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)))
     for attribute in PREF_ALIGNMENTS:
         border = c_uint32(shape.aligned)
@@ -183,11 +219,7 @@ def _candidates(
             _check(status)
             usable |= {bytes(one.algo): one for one in found[: count.value] if one.state == 0}
     lib.cublasLtMatmulPreferenceDestroy(preference)
-    if not usable:
-        raise GraftuneError(
-            f"cuBLASLt has no algorithm for {shape}", mend="train with --deterministic, which needs none"
-        )
-    return desc, (first, second, result), list(usable.values())
+    return list(usable.values())
 
 
 def _layout(kind: int, rows: int, columns: int, apart: int) -> c_void_p:
@@ -245,6 +277,8 @@ def _library() -> ctypes.CDLL:
     for name in ("cublasLtMatmulDescSetAttribute", "cublasLtMatmulPreferenceSetAttribute"):
         getattr(lib, name).argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulPreferenceDestroy.argtypes = [c_void_p]
+    lib.cublasLtMatmulAlgoCheck.argtypes = [c_void_p] * 8
+    lib.cublasLtGetVersion.restype = c_size_t
     return lib
 
 
@@ -255,7 +289,3 @@ class Refused(RuntimeError):
 def _check(status: int) -> None:
     if status:
         raise Refused(f"cuBLASLt answered with status {status}")
-
-
-def _no_algorithm(shape: Shape) -> GraftuneError:
-    return GraftuneError(f"cuBLASLt has no algorithm for {shape}", mend="train with --deterministic, which needs none")
