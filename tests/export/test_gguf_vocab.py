@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import urllib.request
@@ -14,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from graftune.api import export
+from graftune.errors import GraftuneError
 from graftune.export import gguf_vocab
 from graftune.tokenizer import Tokenizer, from_folder, from_gguf
 from graftune.weights.gguf_io import read_gguf
@@ -82,6 +84,20 @@ def test_runs_of_blanks_there_and_back(which: str, monkeypatch: pytest.MonkeyPat
         assert server.encode(text) == ids and back.encode(text) == ids, text
         assert said(server, ids) == text and back.decode(ids) == text
     assert tokenizer.token(tokenizer.encode("a  b")[1]) == MARK * 2, "a run is one token"
+
+
+@pytest.mark.parametrize("more", [1, 2, 3])
+def test_ends_of_an_answer_that_have_no_usual_name(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 ends its answers with <|assistant|> too. GGUF has two names for such tokens."""
+    tokenizer = gemma_like().with_tokens([f"<|speaker {i}|>" for i in range(more)])
+    ends = tuple(range(tokenizer.vocab_size - more, tokenizer.vocab_size))
+    tokenizer = dataclasses.replace(tokenizer, stop_ids=(2, *ends))
+    if more > 2:
+        with pytest.raises(GraftuneError, match=r"no room for '<\|speaker 2\|>' as one more"):
+            gguf_vocab.vocabulary(tokenizer, tokenizer.vocab_size, None)
+        return
+    keys = keys_of(tokenizer, monkeypatch)
+    assert from_gguf(keys).stop_ids == (2, *ends) and keys["tokenizer.ggml.eos_token_id"] == 2
 
 
 def test_a_split_base_goes_out_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from graftune.errors import GraftuneError
 from tests import tiny
 from tests.export import models
 from tests.export.judges import DOCUMENT, gap, in_transformers, opened, ours, shaken
+from tests.train.runs import write_data
 
 EXACT = 1e-4
 
@@ -55,20 +56,48 @@ def test_patterns_that_say_the_same_of_all_are_taken(settings: dict[str, Any], b
     assert gap(ours(opened(base, tmp_path / "a")), want) < EXACT
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"rank_pattern": {"q_proj": 2}}, "ranks that differ"),
-        ({"alpha_pattern": {"v_proj": 2}}, "alphas that differ"),
-        ({"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 2}}, "ranks that differ"),
-        ({"alpha_pattern": {r"layers\.0\.self_attn\.[qv]_proj": 30}}, "alphas that differ"),
-        ({"alpha_pattern": {r".*\.layers\.2\..*": 30}}, "alphas that differ"),
-    ],
-)
-def test_patterns_that_differ_are_refused(settings: dict[str, Any], named: str, base: Path, tmp_path: Path) -> None:
-    by_peft(base, tmp_path / "a", target_modules=["q_proj", "v_proj"], **settings)
-    with pytest.raises(GraftuneError, match=named):
-        opened(base, tmp_path / "a")
+UNEVEN = {
+    "ranks": {"rank_pattern": {"q_proj": 2}},
+    "alphas": {"alpha_pattern": {"v_proj": 2}},
+    "both": {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"v_proj": 5}},
+    "rslora": {"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 9}, "use_rslora": True},
+    "a layer's": {"alpha_pattern": {r"layers\.0\.self_attn\.[qv]_proj": 30}},
+    "any": {"alpha_pattern": {r".*\.layers\.2\..*": 30}},
+    "some layers": {"layers_to_transform": [0, 2]},
+    "left out": {"exclude_modules": ["layers.1.self_attn.q_proj"]},
+    "an expression": {"target_modules": r".*\.[02]\.self_attn\.(q_proj|v_proj)"},
+    "by their place": {"target_modules": ["self_attn.q_proj", "mlp.down_proj"]},
+    "all": {"target_modules": "all-linear"},
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_modules_that_differ_are_evened(kind: str, base: Path, tmp_path: Path) -> None:
+    """Loaded, merged and written again, by all of which PEFT's own log-probabilities come out; and trained on."""
+    want = by_peft(base, tmp_path / "a", **({"target_modules": ["q_proj", "v_proj"]} | UNEVEN[kind]))
+    model = opened(base, tmp_path / "a")
+    assert gap(ours(model), want) < EXACT
+    arena = model.engine.arena
+    before = {name: arena.view(name, arena.weights).clone() for name in arena.slots}
+    for to in ("merged", "peft", "gguf-lora", "apr"):
+        out = tmp_path / ("x.gguf" if to == "gguf-lora" else "x.apr" if to == "apr" else to)
+        path = export(str(tmp_path / "a"), to, base=str(base), out=str(out)).path
+        again = opened(path) if to == "merged" else opened(base, path)
+        assert gap(ours(again), want) < EXACT, to
+    judge = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    judge = peft.PeftModel.from_pretrained(judge, str(tmp_path / "peft")).eval()
+    with torch.no_grad():
+        assert gap(torch.log_softmax(judge(torch.tensor([DOCUMENT])).logits[0], -1), want) < EXACT
+    data = model.prepare(str(write_data(tmp_path / "data.jsonl", rows=12)))
+    for step in range(3):
+        for batch in model.batches(data, step):
+            model.micro_step(batch)
+        model.update_step(lr=1e-2)
+    for name, old in before.items():
+        new = arena.view(name, arena.weights)
+        across = 0 if "lora_A" in name else 1  # the ranks that no module of PEFT's had
+        empty = old.abs().amax(1 - across) == 0
+        assert ((new.abs().amax(1 - across)[empty] == 0).all() and not torch.equal(new, old)) or empty.all(), name
 
 
 @pytest.mark.parametrize("to", ["peft", "gguf-lora", "apr", "merged"])

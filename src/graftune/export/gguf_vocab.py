@@ -18,6 +18,7 @@ from gguf.constants import GGUFValueType
 from graftune.errors import GraftuneError
 from graftune.export import gguf_file
 from graftune.tokenizer import Tokenizer, from_gguf, pretokenize
+from graftune.tokenizer.core import find_stop_ids
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # The usual names first: several rules cut this text alike, and llama.cpp may treat their names differently elsewhere.
@@ -53,7 +54,16 @@ def vocabulary(tokenizer: Tokenizer, rows: int, end_of_turn: int | None) -> dict
     else:
         values |= {"model": "gpt2", "merges": [_merge(pair) for pair in model["merges"]]}
         values["pre"] = _rule(tokenizer, bool(model.get("ignore_merges")))
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id, "eot": end_of_turn}
+    ids = {
+        "bos": tokenizer.bos_id,
+        "eos": tokenizer.eos_id,
+        "padding": tokenizer.pad_id,
+        "eot": end_of_turn,
+        "eom": None,
+    }
+    # Ends of an answer that no reader knows by their text (Phi-3 names <|assistant|>) take the names that are left.
+    unknown = sorted({*tokenizer.stop_ids} - {*find_stop_ids(tokenizer.backend, [tokenizer.eos_id, end_of_turn])})
+    ids |= dict(zip([name for name in ("eom", "eot") if ids[name] is None], unknown, strict=False))
     values |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
     values |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
     _check(tokenizer, {f"tokenizer.ggml.{key}": value for key, value in values.items()})

@@ -23,7 +23,7 @@ from graftune.model.frozen import RowSource
 from graftune.model.lora import adapter_name, scaling, targets_of, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.weights import experts
-from graftune.weights.adapter import Adapter, check_tables, in_hf_order
+from graftune.weights.adapter import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.rows import Over, Reordered
 from graftune.weights.streamed import Held
@@ -95,7 +95,7 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
     """The base as the adapters change it. The base given is without their new tokens."""
     if not adapters:
         return base
-    adapters = [Weighted(in_hf_order(a, base.spec), w) for a, w in adapters]
+    adapters = [Weighted(fitted(a, base.spec), w) for a, w in adapters]
     base = _with_tables(base, [a for a, _ in adapters])
     tensors: dict[str, RowSource] = dict(base.tensors)
     products: dict[str, list[Product]] = {}

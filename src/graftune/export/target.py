@@ -14,7 +14,7 @@ from graftune.errors import GraftuneError
 from graftune.export.merge import Weighted
 from graftune.observe.events import read_events
 from graftune.train.engine import adapter_folder, check_base, find_base, is_run, trains_all, whole_run, with_template
-from graftune.weights.adapter import Adapter, in_hf_order, is_adapter, load_adapter
+from graftune.weights.adapter import Adapter, fitted, is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 
 
@@ -64,7 +64,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
     opened = with_template(opened, config, first)
     inside = folder.name == "adapter" and is_run(folder.parent)
     run = folder if is_run(folder) else folder.parent if inside else None
-    placed = tuple(Weighted(in_hf_order(a, opened.spec), w) for a, w in adapters)
+    placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
     name = run.resolve().name if run else folder.resolve().name.removesuffix(folder.suffix if folder.is_file() else "")
     return Source(opened, placed, config.data, name, run / "export" if run else Path.cwd(), run)
 

@@ -222,10 +222,12 @@ class Progress:
         self.done = step
 
 
-class LineProgress(Progress):
-    """Plain lines: the first step, the last, and between them one every 5% of the steps or every ten seconds.
+AT_LEAST = 1.0  # seconds between two lines
 
-    The ten seconds grow with the run, up to a minute, so that a day's log stays a log.
+
+class LineProgress(Progress):
+    """Plain lines: the first step, the last, and between them one every 5% of the steps or every ten seconds, but not
+    more than one a second. The ten seconds grow with the run, up to a minute, so that a day's log stays a log.
     """
 
     def __init__(
@@ -251,7 +253,8 @@ class LineProgress(Progress):
             self._pace_from = (now, step)
         if self._shown is not None and step < self.total:
             interval = min(60.0, max(10.0, (now - self._start) / 60))
-            if now - self._shown[0] < interval and step - self._shown[1] < max(1, self.total / 20):
+            passed, made = now - self._shown[0], step - self._shown[1]
+            if passed < AT_LEAST or (passed < interval and made < max(1, self.total / 20)):
                 return
         self._shown = (now, step)
         steps = step - since[1]

@@ -102,6 +102,7 @@ class Tokenizer:
     add_eos: bool = False
     template: ChatTemplate | None = None
     stop_ids: tuple[int, ...] = ()
+    rows: int = 0  # of the model's table, where the vocabulary has more: what lies beyond cannot be read. 0: no bound
 
     @property
     def bos_token(self) -> str | None:
@@ -162,6 +163,11 @@ class Tokenizer:
 
     def with_tokens(self, new: Sequence[str]) -> Tokenizer:
         """This tokenizer with special tokens added at the end of the vocabulary, in the order given."""
+        if new and self.rows:
+            raise GraftuneError(
+                f"the tokenizer has tokens already that the model has no row for, such as {self.token(self.rows)}",
+                mend="leave new_tokens out",
+            )
         backend = _copy(self.backend)
         for position, text in enumerate(new):
             _check_text(text, "a new token")
@@ -233,7 +239,19 @@ class Tokenizer:
         untrimmed.post_processor = None
         return untrimmed
 
-    @staticmethod
-    def _run(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    def special_beyond(self, rows: int) -> bool:
+        """Whether all ids from `rows` on are those of special tokens that were added to the vocabulary."""
+        added = self.backend.get_added_tokens_decoder()
+        beyond = [id for id in self.backend.get_vocab(with_added_tokens=True).values() if id >= rows]
+        return all(id in added and added[id].special for id in beyond)
+
+    def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         _check_text(text, "what is tokenised")
-        return backend.encode(text, add_special_tokens=False)
+        encoding = backend.encode(text, add_special_tokens=False)
+        if self.rows and max(encoding.ids, default=0) >= self.rows:
+            token = self.token(next(id for id in encoding.ids if id >= self.rows))
+            raise GraftuneError(
+                f"the text holds {token}, a special token that the model has no row for",
+                mend="take it out: this model was not made to read it",
+            )
+        return encoding

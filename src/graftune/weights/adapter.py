@@ -13,7 +13,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,20 +24,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from graftune.config import PROJECTIONS, TARGETS, LoraConfig, expand_targets
+from graftune.config import TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
 from graftune.model.lora import HOMES, Arena, targets_of
 from graftune.model.spec import NORMS, ModelSpec
 from graftune.weights import experts, names, patterns, rows, safetensors_io
 from graftune.weights.base import Base
+from graftune.weights.evened import evened, filled
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT options that change what the adapter computes and that this engine does not have.
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "adapter biases",
-    "layers_to_transform": "adapters on some layers only",
     "layer_replication": "replicated layers",
     "trainable_token_indices": "trainable token indices",
     "fan_in_fan_out": "transposed weights",
@@ -66,6 +67,7 @@ class Adapter:
     append_eos: bool
     revision: str  # of a base from the Hub
     interleaved: bool = False  # whether B's rows of Q and K lie as in a llama GGUF
+    partial: bool = False  # whether its targets may have no A and B in some layers
     hf_norms: bool = field(default=False, compare=False)  # as in Hugging Face's checkpoints: Gemma's less one
 
 
@@ -197,14 +199,8 @@ def load_adapter(folder: Path) -> Adapter:
         raise GraftuneError(f"holds no {CONFIG}", where=str(folder), mend="give an adapter or run folder") from None
     except (ValueError, AssertionError):
         raise GraftuneError("is not valid JSON", where=str(path), mend="copy the adapter again") from None
-    try:
-        lora = _lora_config(values, path)
-    except GraftuneError:
-        raise
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise GraftuneError(
-            f"its settings make no sense ({error})", where=str(path), mend="copy the adapter again"
-        ) from None
+    with _sensible(path):
+        _refuse_unknown(values, path)
     if not (folder / TENSORS).exists():
         raise GraftuneError(f"holds no {TENSORS}", where=str(folder), mend="copy the adapter again")
     try:
@@ -226,8 +222,8 @@ def load_adapter(folder: Path) -> Adapter:
             raise GraftuneError(
                 f"{name} holds values that are not finite", where=str(folder / TENSORS), mend="train it again"
             )
-    if values.get("target_parameters"):
-        tensors = experts.adapters_from_peft(tensors, lora.targets, lora.rank)
+    with _sensible(path):
+        lora, tensors, partial = _understood(values, tensors, path)
     return Adapter(
         folder,
         lora,
@@ -237,94 +233,96 @@ def load_adapter(folder: Path) -> Adapter:
         "none" if ours.get("template") == "none" else "auto",
         bool(ours.get("append_eos", False)),
         str(values.get("revision") or ""),
+        partial=partial,
         hf_norms=True,
     )
 
 
-def _lora_config(values: dict[str, Any], path: Path) -> LoraConfig:
-    def refuse(what: str) -> GraftuneError:
-        return GraftuneError(f"the adapter uses {what}", where=str(path), mend="this cannot be loaded here")
+@contextmanager
+def _sensible(path: Path) -> Iterator[None]:
+    """What values of a wrong kind raise is said in a sentence."""
+    try:
+        yield
+    except GraftuneError:
+        raise
+    except patterns.Unmatched as error:
+        raise _uses(str(error), path) from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise GraftuneError(
+            f"its settings make no sense ({error})", where=str(path), mend="copy the adapter again"
+        ) from None
 
+
+def _uses(what: str, path: Path) -> GraftuneError:
+    return GraftuneError(f"the adapter uses {what}", where=str(path), mend="this cannot be loaded here")
+
+
+def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
+    """Before anything large is read."""
     if values.get("peft_type") != "LORA":
-        raise refuse(f"the method {values.get('peft_type')!r}")
+        raise _uses(f"the method {values.get('peft_type')!r}", path)
     for key, what in _REFUSED.items():
         if values.get(key):
-            raise refuse(what)
+            raise _uses(what, path)
     if values.get("bias", "none") != "none":
-        raise refuse("trained biases")
+        raise _uses("trained biases", path)
     start = values.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
-        raise refuse(f"{start!r}, which changes the base's weights")
-    targets = values.get("target_modules")
-    if targets == "all-linear":
-        targets = list(PROJECTIONS)
-    if parameters := values.get("target_parameters"):
-        of_experts = experts.from_target_parameters(parameters) if isinstance(parameters, list) else None
-        if of_experts is None or set(targets or []) & set(of_experts):
-            raise refuse(f"adapters on the parameters {parameters!r}")
-        targets = [*(targets or []), *of_experts]
-    if not isinstance(targets, list) or not set(targets) <= set(TARGETS):
-        raise refuse(f"target modules {targets!r}")
+        raise _uses(f"{start!r}, which changes the base's weights", path)
     for key in ("r", "lora_alpha"):
         if not isinstance(values.get(key), int | float):
             raise GraftuneError(f"has no {key}", where=str(path), mend="copy the adapter again")
-    saved = [str(m).rpartition(".")[2] for m in values.get("modules_to_save") or []]
-    known = {*_NORMS, *_TABLES}
-    if not set(saved) <= known:
-        raise refuse(f"modules_to_save {sorted(set(saved) - known)}")
-    try:
-        rank = _uniform(values.get("rank_pattern"), targets, values["r"])
-        alpha = _uniform(values.get("alpha_pattern"), targets, values["lora_alpha"])
-    except patterns.Unmatched as error:
-        raise refuse(str(error)) from None
-    except ValueError:
-        raise GraftuneError(
-            "its rank_pattern or alpha_pattern is no table of numbers", where=str(path), mend="copy the adapter again"
-        ) from None
-    if rank is None:
-        raise refuse("ranks that differ between projections")
-    if alpha is None:
-        raise refuse("alphas that differ between projections")
+    targets = values.get("target_modules")
+    if not isinstance(targets, str | list | None) or not all(isinstance(target, str) for target in targets or ()):
+        raise _uses(f"target modules {targets!r}", path)
+    saved = {str(m).rpartition(".")[2] for m in values.get("modules_to_save") or []}
+    if alien := saved - _NORMS - {*_TABLES}:
+        raise _uses(f"modules_to_save {sorted(alien)}", path)
+
+
+def _understood(
+    values: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path
+) -> tuple[LoraConfig, dict[str, torch.Tensor], bool]:
+    """(settings, tensors by our names, whether modules may be missing)."""
+    rank, alpha, partial = values["r"], values["lora_alpha"], False
+    targets: Collection[str]
+    if parameters := values.get("target_parameters"):
+        of_experts = experts.from_target_parameters(parameters) if isinstance(parameters, list) else None
+        listed = values.get("target_modules") or []
+        targets = [*listed, *(of_experts or ())]
+        if of_experts is None or set(listed) & set(of_experts) or not set(targets) <= set(TARGETS):
+            raise _uses(f"adapters on the parameters {parameters!r}", path)
+        if values.get("rank_pattern") or values.get("alpha_pattern"):
+            raise _uses("ranks or alphas that differ, beside adapters on experts", path)
+    else:
+        where = str(path.with_name(TENSORS))
+        found = evened(tensors, values, lambda what: _uses(what, path), where)
+        tensors, rank, alpha, targets, partial = found
     dropout, added = float(values.get("lora_dropout") or 0.0), (values.get("graftune") or {}).get("new_tokens") or ()
     if not (1 <= rank <= 4096 and rank == int(rank) and math.isfinite(alpha) and 0 <= dropout < 1):
         raise ValueError(f"r {rank}, lora_alpha {alpha}, lora_dropout {dropout}")
     if not isinstance(added, list | tuple) or not all(isinstance(token, str) for token in added):
         raise ValueError("new_tokens is no list of texts")
-    return LoraConfig(
+    saved = {str(m).rpartition(".")[2] for m in values.get("modules_to_save") or []}
+    lora = LoraConfig(
         rank=int(rank),
         alpha=float(alpha),
         dropout=dropout,
         rslora=bool(values.get("use_rslora")),
         targets=tuple(p for p in TARGETS if p in targets),
-        train_norms=any(s in _NORMS for s in saved),
+        train_norms=bool(saved & _NORMS),
         new_tokens=tuple(added),
     )
+    if values.get("target_parameters"):
+        tensors = experts.adapters_from_peft(tensors, lora.targets, lora.rank)
+    return lora, tensors, partial
 
 
-LAYERS = 130  # more than models have
-MOST_PATTERNS = 4000  # one for each of their modules, and more
-
-
-def _uniform(pattern: Any, targets: list[str], default: float) -> float | None:
-    """The one value that PEFT's pattern gives to all targets, or None if it gives several.
-
-    A key is an expression that a module's name ends with, and the first that fits counts. It is tried on the names of
-    every target in more layers than models have: one that means some layers only gives several values."""
-    if not pattern:
-        return default
-    if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
-        raise ValueError
-    if len(pattern) > MOST_PATTERNS:
-        raise patterns.Unmatched(f"{len(pattern)} patterns")
-    steps = patterns.Steps()
-    keys = [(patterns.ends_with(key, steps), float(value)) for key, value in pattern.items()]
-    names = [f"model.layers.{layer}.{HOMES[target]}.{target}" for layer in range(LAYERS) for target in targets]
-    found = {next((value for fits, value in keys if fits(name)), float(default)) for name in names}
-    return found.pop() if len(found) == 1 else None
-
-
-def in_hf_order(adapter: Adapter, spec: ModelSpec) -> Adapter:
-    """The adapter with its B's in the row order that the engine computes with, and norms as what it multiplies by."""
+def fitted(adapter: Adapter, spec: ModelSpec) -> Adapter:
+    """The adapter as the engine has it: A and B for every layer, B's in the row order that it computes with, norms as
+    what it multiplies by."""
+    if adapter.partial:
+        adapter = dataclasses.replace(adapter, tensors=filled(adapter.tensors, spec, adapter.lora), partial=False)
     if adapter.hf_norms:
         shifted = {n: t + spec.norm_shift if rows.is_norm(n) else t for n, t in adapter.tensors.items()}
         adapter = dataclasses.replace(adapter, tensors=shifted, hf_norms=False)
@@ -371,7 +369,7 @@ def place_adapter(adapter: Adapter, arena: Arena, base: Base) -> None:
     """Copy the tensors into the arena, whose norms hold the base's values; whatever is missing, left over or of another
     shape is an error."""
     check_tables(adapter, base)
-    adapter, vocab = in_hf_order(adapter, base.spec), base.spec.vocab
+    adapter, vocab = fitted(adapter, base.spec), base.spec.vocab
     left = dict(adapter.tensors)
     if "embed_tokens.rows" in arena.slots and "lm_head.rows" not in arena.slots:  # tied: one table, stored twice
         head, table = left.get("lm_head.weight"), left.get("embed_tokens.weight")

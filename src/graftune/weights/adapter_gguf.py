@@ -2,7 +2,7 @@
 
 A and B have PEFT's shapes (GGUF states dimensions the other way round, the bytes are the same), the scale is alpha over
 the rank, and B's rows of Q and K lie as the base's do in a GGUF of that architecture. How many heads those rows are
-divided into, only the base knows: `in_hf_order` puts them right when the two come together.
+divided into, only the base knows: `fitted` puts them right when the two come together.
 """
 
 from __future__ import annotations

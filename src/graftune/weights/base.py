@@ -120,7 +120,10 @@ class FirstRows(rows_.Over):
 def open_base(name: str = "", revision: str = "", *, weights: bool = True) -> Base:
     """Without `weights` only the shape of the model and its tokenizer are taken, and no weights need to be there."""
     base = _open(name, revision, weights)
-    if base.tokenizer.vocab_size > base.spec.vocab:
+    if base.tokenizer.vocab_size > base.spec.vocab and weights and base.tokenizer.special_beyond(base.spec.vocab):
+        # Gemma 3's small models: the tokenizer is that of the large ones, which also read images.
+        base = dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, rows=base.spec.vocab))
+    elif base.tokenizer.vocab_size > base.spec.vocab:
         raise GraftuneError(
             f"the tokenizer has {base.tokenizer.vocab_size} tokens and the embedding {base.spec.vocab} rows",
             where=str(base.path),

@@ -137,6 +137,13 @@ def download(name: str, revision: str, wanted: Sequence[str]) -> Path:
 
 
 def _unreachable(name: str, error: Exception, also: str) -> GraftuneError:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return GraftuneError(
+            "is no file or folder here and not in the cache, and HF_HUB_OFFLINE forbids to ask the Hub", where=name,
+            mend="check the name, or download it once without HF_HUB_OFFLINE",
+        )  # fmt: skip
     reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return GraftuneError(
         f"is no file or folder here, {also or 'and '}the Hub could not be reached ({reason})",

@@ -1,0 +1,108 @@
+"""PEFT adapters whose modules differ, as the even ones that the engine trains: one rank and one scale everywhere.
+
+PEFT may give each module a rank and an alpha of its own (rank_pattern, alpha_pattern), choose modules by expressions
+and leave some out. What is there stands in the tensors; the settings say only how much each counts. Ranks are filled up
+with zeros in A and in B, which no gradient ever reaches: h and g of such a rank are zero, so both stay what they are. A
+scale that is not the usual one goes into B. A module that is left out of some layers is an adapter of zeros there, for
+the same reason a frozen one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from graftune.config import TARGETS
+from graftune.errors import GraftuneError
+from graftune.model.lora import HOMES, adapter_name, targets_of
+from graftune.model.spec import ModelSpec
+from graftune.weights import patterns
+
+MOST_PATTERNS = 4000  # one for each module of a model, and more
+
+
+class Even(NamedTuple):
+    tensors: dict[str, torch.Tensor]
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    partial: bool  # whether modules may be missing in some layers
+
+
+def evened(
+    tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], refuse: Callable[[str], GraftuneError], where: str
+) -> Even:
+    """`values`: PEFT's settings."""
+    downs = {n.removesuffix(".lora_A.weight"): t for n, t in tensors.items() if n.endswith(".lora_A.weight")}
+    for module in downs:
+        first, _, rest = module.partition(".")
+        number, _, inner = rest.partition(".")
+        home, _, target = inner.rpartition(".")
+        if first != "layers" or not number.isdecimal() or HOMES.get(target) != home or target not in TARGETS:
+            raise refuse(f"adapters on {module}")
+    if not downs:
+        raise GraftuneError("holds no A and B of any module", where=where, mend="copy the adapter again")
+    ranks = {module: len(down) for module, down in downs.items()}
+    said = _values(values.get("rank_pattern"), ranks, values["r"])
+    for module, rank in ranks.items():
+        if said[module] != rank:
+            raise GraftuneError(
+                f"{module} is of rank {rank} where the settings say {said[module]:g}", where=where,
+                mend="copy the adapter again",
+            )  # fmt: skip
+    alphas = _values(values.get("alpha_pattern"), ranks, values["lora_alpha"])
+    rank, found = max(ranks.values()), {module.rpartition(".")[2] for module in downs}
+    named = values.get("target_modules")
+    listed = set(named) & set(TARGETS) if isinstance(named, list) else set()
+    partial = bool(
+        values.get("exclude_modules")
+        or values.get("layers_to_transform") is not None
+        or (isinstance(named, str) and named != "all-linear")
+        or (isinstance(named, list) and set(named) - set(TARGETS))
+    )
+    targets = tuple(t for t in TARGETS if t in (found if partial else found | listed))
+    if len(set(ranks.values())) == len(set(alphas.values())) == 1:
+        return Even(dict(tensors), rank, next(iter(alphas.values())), targets, partial)
+
+    def per_rank(of: float) -> float:
+        return math.sqrt(of) if values.get("use_rslora") else of
+
+    scales = {module: alphas[module] / per_rank(ranks[module]) for module in downs}
+    ((usual, _),) = Counter(scales.values()).most_common(1)
+    made = dict(tensors)
+    for module, down in downs.items():
+        up = tensors.get(f"{module}.lora_B.weight")
+        if up is None or up.dim() != 2 or up.shape[1] != ranks[module]:
+            continue  # refused by its shape
+        more = rank - ranks[module]
+        made[f"{module}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, more))
+        made[f"{module}.lora_B.weight"] = torch.nn.functional.pad(up * (scales[module] / usual), (0, more))
+    return Even(made, rank, usual * per_rank(rank), targets, partial)
+
+
+def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> dict[str, torch.Tensor]:
+    """With zeros where an adapter leaves a module of its targets out."""
+    made = dict(tensors)
+    for layer in range(spec.layers):
+        for target in targets_of(spec, lora):
+            out, into = spec.projections[target]
+            for matrix, size in (("A", (lora.rank, into)), ("B", (out, lora.rank))):
+                made.setdefault(adapter_name(layer, target, matrix), torch.zeros(size))
+    return made
+
+
+def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[str, float]:
+    """By module: of the first expression that its name ends with."""
+    if not pattern:
+        return dict.fromkeys(modules, float(default))
+    if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
+        raise ValueError("rank_pattern or alpha_pattern is no table of numbers")
+    if len(pattern) > MOST_PATTERNS:
+        raise patterns.Unmatched(f"{len(pattern)} patterns")
+    steps = patterns.Steps()
+    keys = [(patterns.ends_with(key, steps), float(value)) for key, value in pattern.items()]
+    return {m: next((v for fits, v in keys if fits(f"model.{m}")), float(default)) for m in modules}
