@@ -116,7 +116,8 @@ def bars(result: Mapping[str, Any], target: Path) -> bool:
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.set_ylabel("time of one step, as a multiple of the floor")
-    axes.set_title(f"One optimizer step in milliseconds (lower is better). {heading(result)}", fontsize=10, loc="left")
+    title = f"One optimizer step in milliseconds (lower is better)\n{heading(result)}"
+    axes.set_title(title, fontsize=10, loc="left")
     figure.legend(frameon=False, fontsize=8.5, ncols=len(shown), loc="outside lower center")
     figure.savefig(target, dpi=160)
     plt.close(figure)
