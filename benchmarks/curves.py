@@ -202,10 +202,17 @@ def kinds(args: argparse.Namespace, asked: list[str]) -> dict[str, Any]:
             f"{kind:12} first {made['losses'][0]:.4f} last {made['losses'][-1]:.4f} {made['tok_s']:.0f} tok/s",
             flush=True,
         )
+        save(args, found)
     for kind in asked:
         if kind in BESIDE:
             found["compared"][kind] = compared(found, kind, grads)
     return found
+
+
+def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """As it stands: a run that is cut short keeps what it has."""
+    if args.json not in ("", "-"):
+        report.write(Path(args.json), found)
 
 
 def usual(args: argparse.Namespace) -> dict[str, Any]:
@@ -216,6 +223,7 @@ def usual(args: argparse.Namespace) -> dict[str, Any]:
         found[name] = made = curve(args, **more)
         first, last = made["losses"][0], made["losses"][-1]
         print(f"{name:8} first {first:.4f} last {last:.4f} validation {made['validation']}", flush=True)
+        save(args, found)
 
     add("global")
     if args.device != "cpu":
@@ -261,8 +269,7 @@ def main() -> int:
     print("\n".join(map(report.said, goals)) or "no goals here: a reference is made, or nothing was compared")
     if args.json == "-":
         print(json.dumps(found))
-    elif args.json:
-        report.write(Path(args.json), found)
+    save(args, found)
     return int(any(goal["met"] is False for goal in goals))
 
 

@@ -210,6 +210,7 @@ def run(combination: Combination, device: torch.device) -> dict[str, Any]:
     return {
         "measured": torch.cuda.max_memory_allocated(device),
         "reserved": torch.cuda.max_memory_reserved(device),
+        "held": torch.cuda.memory_reserved(device),  # from the capture on
         "loss": figures[-1].loss,
         "grad_norm": figures[-1].grad_norm,
         "moved": moved,

@@ -17,6 +17,12 @@ from graftune.errors import GraftuneError
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+# torch looks at this once, at the first product of the process, whoever makes it; without it there is no deterministic
+# mode later on. The size is that of torch's own workspace on Hopper.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+_switched_on = False
+
+
 @dataclass(frozen=True)
 class Runtime:
     """Device and compute dtype of a run; `why` says how each was chosen, for the start-up line and the run's record."""
@@ -39,11 +45,7 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
     chosen = _device(device)
     if threads:
         torch.set_num_threads(threads)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        # Nothing reads uninitialised memory, and filling it takes time (torch types the switch as missing).
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first cuBLAS handle is made
+    _set_deterministic(deterministic)
     if chosen.type == "cuda":
         if chosen.index is not None:
             torch.cuda.set_device(chosen)  # streams, events and launches belong to the current device
@@ -59,6 +61,20 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
         if dtype == torch.float16 and chosen.type == "cpu":
             warnings.warn("fp16 is for GPUs: on a CPU its products are far slower than fp32", stacklevel=2)
     return Runtime(chosen, dtype, why, deterministic)
+
+
+def _set_deterministic(wanted: bool) -> None:
+    """On where it is asked for, and off again for a later run of this process; what others switched on stays."""
+    global _switched_on
+    if wanted and not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True)
+        _switched_on = True
+    elif not wanted and _switched_on:
+        torch.use_deterministic_algorithms(False)
+        _switched_on = False
+    if wanted:
+        # Nothing reads uninitialised memory, and filling it takes time (torch types the switch as missing).
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def _device(asked: str) -> torch.device:

@@ -17,7 +17,8 @@ from graftune.kernels.room import Adapters
 from graftune.model.frozen.fp8 import Fp8, Turned
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from tests import tiny
+from tests import oracle, quantised, tiny
+from tests.gpu import test_quantised
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -131,6 +132,38 @@ def test_captured_is_eager_and_follows_the_adapters():
         graph.replay()
         got = [t.clone() for t in kept]
         assert all(torch.equal(a, b) for a, b in zip(got, both(), strict=True)), factor
+
+
+def in_fp8() -> oracle.Ours:
+    """Widths are multiples of 16."""
+    base, _ = test_quantised.base_of("nf4")  # values in floats, to be quantised here
+    ours = quantised.placed(base, test_quantised.LORA, "fp8", "cuda", torch.bfloat16)
+    assert all(isinstance(p.frozen, Fp8) for block in ours.decoder.blocks for p in block.projections)
+    return ours
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_captured_steps_are_the_eager_ones_bit_for_bit(dropout):
+    """With dropout the codes go another way. From its second step on nothing waits (`trained` sees to it)."""
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for graph in (True, False):
+            figures, weights, loop = test_quantised.trained(
+                in_fp8(), 6, graph=graph, deterministic=True, dropout=dropout
+            )
+            assert loop.captures == (1 if graph else 0)
+            found.append((figures, weights))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", "offload"])
+def test_what_is_computed_again_is_the_same(recompute):
+    want, got = (test_quantised.trained(in_fp8(), 8, graph=True, recompute=policy)[0] for policy in ("none", recompute))
+    assert [f[0] for f in got] == pytest.approx([f[0] for f in want], rel=1e-2)
+    assert got[0][1] == pytest.approx(want[0][1], rel=2e-2)
 
 
 def test_a_run_learns_as_bf16_does(tmp_path, monkeypatch):

@@ -615,6 +615,7 @@ def test_refused(monkeypatch):
     [
         ("llama", LoraConfig(rank=4, alpha=8.0), "none", False, 3),
         ("qwen2", LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "up_proj", "down_proj")), "full", True, 1),
+        ("llama", LoraConfig(rank=4, alpha=8.0, dropout=0.2), "none", False, 0),  # what adapters read is no code then
     ],
 )
 def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, long, coded):
@@ -638,7 +639,9 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         ours.arena.weights.copy_(start)
         ours.arena.publish()
         backend = "triton" if fused else "cpu"
-        step = Step(ours.decoder, ours.arena, attention_backend=backend, recompute=recompute)
+        step = Step(
+            ours.decoder, ours.arena, attention_backend=backend, recompute=recompute, dropout=lora.dropout, seed=3
+        )
         step.set_draw(11)
         step.micro_step(packed.to(torch.device(where)))
         found.append((float(step.loss_sum), ours.arena.grads.cpu().clone()))

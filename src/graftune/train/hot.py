@@ -222,8 +222,8 @@ class DeviceLoop:
         if slot is None or len(slot.host) != shape.size:
             if slot is not None:
                 self.copies.wait_event(slot.taken)  # its memory on the device goes to the next that asks on this stream
-            host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=True)
             with torch.cuda.stream(self.copies):  # from that stream's memory: no work of another may still be on it
+                host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=True)  # and of that device's context
                 device = torch.empty(shape.size, dtype=torch.int64, device=self.device)
             slot = Slot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
         slot.shape, slot.used = shape, True

@@ -330,6 +330,8 @@ class Run:
             console.warn("every update was skipped, because no gradient was finite: nothing was trained")
         elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
             console.warn("validation loss did not fall below where it started: training does not help on this data")
+        if self.hot.captures > 1:
+            console.warn(f"the step was captured {self.hot.captures} times, for batches of as many shapes")
         self.engine.save(self.folder / self.engine.product)
         summary: dict[str, Any] = {
             "best_step": p.best_step,

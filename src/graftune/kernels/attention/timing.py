@@ -9,6 +9,7 @@ the distances of rows, at half a second each, and those built here are then the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from graftune.kernels import attention
 from graftune.kernels.attention import Documents
 
 REMEMBERED, KEPT = "attention", 1000
+FORMAT = 1  # to be raised when our own kernels become faster
 LARGE = 4096  # tokens from which cuDNN, where it is, needs no comparison
 CALLS, ROUNDS = 4, 5
 
@@ -57,7 +59,15 @@ def _key(
     """All that the choice depends on."""
     device, slots = docs.cu_seqlens.device, len(docs.cu_seqlens) - 1
     card = torch.cuda.get_device_name(device), torch.__version__, torch.backends.cudnn.version()
-    return "|".join(map(str, (*card, *names, dtype, *heads, tokens, slots, docs.longest, *apart)))
+    packages = [_version(name) for name in ("graftune", "triton", "nvidia-cudnn-frontend")]
+    return "|".join(map(str, (FORMAT, *card, *packages, *names, dtype, *heads, tokens, slots, docs.longest, *apart)))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _pass(

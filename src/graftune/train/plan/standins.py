@@ -4,8 +4,8 @@ Streams and events do nothing but say which stream is current; Triton's launches
 their results themselves; cuDNN's and cuBLASLt's plans are not built, but their workspaces are allocated where the real
 code would: the memory of libraries is part of the plan. The rest of the step is the step's own code.
 
-Memory inside libraries is a formula here. `workspace_bytes` is what cuDNN asks for attention; `cublas_bytes` what torch
-gives cuBLAS for each stream that ever multiplied.
+Memory inside libraries is a formula here. `workspace_bytes` is what cuDNN asks for attention; `CUBLAS` what torch gives
+cuBLAS for each stream that ever multiplied (runtime.py says how much that shall be).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from graftune.train.plan.pretend import META, wrap
 
 WORKSPACES = "workspaces"
 HOPPER = (9, 0)
+CUBLAS = 32 * MIB
 ENOUGH_ROWS = 16  # of x, from which on the copy of a weight pays
 
 
@@ -71,11 +72,6 @@ def flash_bytes(args: tuple[Any, ...]) -> int:
     padded = tokens + 128 * (len(cu_seqlens) - 1)
     grouped = 2 * tokens * heads * width * q.element_size() if heads != k.shape[1] else 0
     return 4 * padded * heads * (width + 1) + grouped
-
-
-def cublas_bytes(capability: tuple[int, int]) -> int:
-    """torch's default for a stream."""
-    return 32 * MIB if capability >= HOPPER else 8 * MIB + 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ class Device:
             return self._hold(flash_bytes(args))
         if func.overloadpacket in GPU_PRODUCTS and args[0].is_cuda and self.current not in self.spaces:
             with self.ledger.owner(WORKSPACES):
-                self.spaces[self.current] = self._hold(cublas_bytes(self.card.capability))
+                self.spaces[self.current] = self._hold(CUBLAS)
         return None
 
     def _hold(self, size: int) -> torch.Tensor:
