@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,16 @@ def test_apr_has_no_place_for_experts(folder, tmp_path):
     with pytest.raises(GraftuneError, match="no place for adapters on experts"):
         export(str(adapter), "apr", out=str(tmp_path / "x.apr"))
     assert not (tmp_path / "x.apr").exists()
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"])
+def test_what_differs_beside_experts_is_refused_by_name(key, folder, tmp_path):
+    _, adapter = tuned(folder("qwen3_moe"), tmp_path / "adapter")
+    path = adapter / "adapter_config.json"
+    value = {"q_proj": 2} if key.endswith("pattern") else [1]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(GraftuneError, match=f"the adapter uses {key} beside adapters on experts"):
+        judges.opened(folder("qwen3_moe"), adapter)
 
 
 def test_two_adapters_on_experts_merge(folder, tmp_path):

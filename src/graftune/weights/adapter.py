@@ -275,9 +275,13 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     targets = values.get("target_modules")
     if not isinstance(targets, str | list | None) or not all(isinstance(target, str) for target in targets or ()):
         raise _uses(f"target modules {targets!r}", path)
-    saved = {str(m).rpartition(".")[2] for m in values.get("modules_to_save") or []}
-    if alien := saved - _NORMS - {*_TABLES}:
+    if alien := _saved(values) - _NORMS - {*_TABLES}:
         raise _uses(f"modules_to_save {sorted(alien)}", path)
+
+
+def _saved(values: Mapping[str, Any]) -> set[str]:
+    """The kinds of modules that were trained whole."""
+    return {str(module).rpartition(".")[2] for module in values.get("modules_to_save") or []}
 
 
 def _understood(
@@ -292,8 +296,9 @@ def _understood(
         targets = [*listed, *(of_experts or ())]
         if of_experts is None or set(listed) & set(of_experts) or not set(targets) <= set(TARGETS):
             raise _uses(f"adapters on the parameters {parameters!r}", path)
-        if values.get("rank_pattern") or values.get("alpha_pattern"):
-            raise _uses("ranks or alphas that differ, beside adapters on experts", path)
+        for key in ("rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"):
+            if values.get(key):
+                raise _uses(f"{key} beside adapters on experts", path)
     else:
         where = str(path.with_name(TENSORS))
         found = evened(tensors, values, lambda what: _uses(what, path), where)
@@ -303,14 +308,13 @@ def _understood(
         raise ValueError(f"r {rank}, lora_alpha {alpha}, lora_dropout {dropout}")
     if not isinstance(added, list | tuple) or not all(isinstance(token, str) for token in added):
         raise ValueError("new_tokens is no list of texts")
-    saved = {str(m).rpartition(".")[2] for m in values.get("modules_to_save") or []}
     lora = LoraConfig(
         rank=int(rank),
         alpha=float(alpha),
         dropout=dropout,
         rslora=bool(values.get("use_rslora")),
         targets=tuple(p for p in TARGETS if p in targets),
-        train_norms=bool(saved & _NORMS),
+        train_norms=bool(_saved(values) & _NORMS),
         new_tokens=tuple(added),
     )
     if values.get("target_parameters"):

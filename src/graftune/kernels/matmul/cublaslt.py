@@ -27,7 +27,7 @@ CANDIDATES, ROUNDS = 16, 7
 CLEARING = 0.008  # milliseconds that clearing a workspace costs more in a graph, where it is a node of its own
 WORKSPACE = 32 << 20
 LONG, NEAR, FINALISTS = 0.25, 1.06, 4  # milliseconds from which the clocks matter; who is timed again, and how many
-WARMING, GROUP, TURNS = 50.0, 8.0, 3  # milliseconds of load before that, and of one finalist's turn
+WARMING, GROUP, TURNS = 50.0, 8.0, 3  # milliseconds of load before that and of one finalist's turn; how many turns
 KEPT, FORMAT = 4000, 2  # choices remembered; to be raised whenever they come about in another way
 PAUSE = 200_000  # cycles: by then the host has sent what is to be timed
 # From the library's header.
