@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.cases import SHAPES, Shape
 from benchmarks.floor import sizes
 
-from graftune.kernels import fp8, lora_linear, rms_norm, swiglu
+from graftune.kernels import fp8, lora_linear, matmul, rms_norm, swiglu
 from graftune.kernels.fp8 import Rows, kernel, reference
 from graftune.kernels.lora_linear import Low
 from graftune.kernels.room import Adapters
@@ -145,6 +145,11 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
+def exact_sums(a: Rows, b: Rows) -> torch.Tensor:
+    scales = {"scale_a": a.scale.unsqueeze(1), "scale_b": b.scale.unsqueeze(0)}
+    return torch._scaled_mm(a.codes, b.codes.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
 def products(group: Group, tokens: int, quick: bool) -> dict[str, float]:
     """Of one projection: the products, and what comes before them."""
     n, into, out = group.turns, group.into, group.out
@@ -166,11 +171,13 @@ def products(group: Group, tokens: int, quick: bool) -> dict[str, float]:
         for name, more, exact in (("", 0, False), (" with room", room, False), (" with room, rows packed", room, True)):
             a = [Rows(codes(tokens, width + more, exact), t_scale) for _ in range(2)]
             b = [Rows(codes(height, width + more, exact), ones[:height]) for _ in range(n)]
-            found[f"fp8 {kind}{name}"] = timed(lambda i, a=a, b=b: fp8.mm(a[i % 2], b[i], torch.bfloat16), n)
+            for how, on in (("", False), (", tuned", True)):
+                with matmul.tuned(on):
+                    found[f"fp8 {kind}{name}{how}"] = timed(
+                        lambda i, a=a, b=b: fp8.mm(a[i % 2], b[i], torch.bfloat16), n
+                    )
             if not more and not quick:
-                fp8.FAST_SUMS = False
-                found[f"fp8 {kind}, exact sums"] = timed(lambda i, a=a, b=b: fp8.mm(a[i % 2], b[i], torch.bfloat16), n)
-                fp8.FAST_SUMS = True
+                found[f"fp8 {kind}, exact sums"] = timed(lambda i, a=a, b=b: exact_sums(a[i % 2], b[i]), n)
             del a, b
     x_codes, y_codes = fp8.buffer(tokens, into + room, device), fp8.buffer(tokens, out + room, device)
     reach, shift = torch.ones((), device=device), torch.ones((), device=device)

@@ -34,7 +34,6 @@ def ours(
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
     lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets, init="kaiming")  # as the peers start
     runtime = resolve(str(device), "bf16" if device.type == "cuda" else "auto", deterministic=deterministic)
-    torch.use_deterministic_algorithms(deterministic)
     if case.base == "fp8" and device.type == "cuda":
         fp8.require(runtime.device, runtime.compute)
     base = base_of(case, runtime.device)

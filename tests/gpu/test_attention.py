@@ -10,6 +10,7 @@ import torch
 
 from graftune.kernels import attention
 from graftune.kernels.attention import Documents, cudnn_frontend, flash
+from graftune.kernels.rope.reference import added_up
 from tests.kernels.test_attention_kernel import check, close, packed
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +59,9 @@ class Pass:
             views = made or layer.split([HEADS[0], HEADS[1], HEADS[1]], 1)
             attention.backward(self.grad, *self.inputs, out, stats, docs, self.scale, 0, views, self.backend)
             if made:
-                torch.cat(made, 1, out=layer)
+                counts = (HEADS[0], HEADS[1], HEADS[1])
+                added = [added_up(x, n).to(dtype=layer.dtype) for x, n in zip(made, counts, strict=True)]
+                torch.cat(added, 1, out=layer)
         return out
 
 

@@ -10,7 +10,7 @@ import torch
 
 from graftune import api
 from graftune.config import Config
-from graftune.kernels import fp8, lora_linear
+from graftune.kernels import fp8, lora_linear, matmul
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.lora_linear import Low
 from graftune.kernels.room import Adapters
@@ -52,16 +52,20 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
+@pytest.mark.parametrize("tuned", [False, True])
 @pytest.mark.parametrize("room", [0, 48, 144])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 16), (333, 576, 1536), (2048, 4096, 4096), (511, 6144, 4096)])
-def test_the_product_is_that_of_the_codes(m, n, k, room):
+def test_the_product_is_that_of_the_codes(m, n, k, room, tuned):
     """Rows of both operands lie apart, the number of tokens is any."""
     torch.manual_seed(m)
     a, b = fp8.buffer(m, k + room, GPU), fp8.buffer(n, k + room, GPU)
     for codes in (a, b):
         codes.copy_(torch.randn(codes.shape, device=GPU).mul_(60).clamp_(-448, 448).to(E4M3))
     x, w = Rows(a, torch.rand(m, device=GPU) + 0.1), Rows(b, torch.rand(n, device=GPU) + 0.1)
-    assert off(fp8.mm(x, w, torch.bfloat16), reference.mm(x, w, torch.float32)) < 0.01
+    with matmul.tuned(tuned):
+        for _ in range(2):  # other scales at every call
+            assert off(fp8.mm(x, w, torch.bfloat16), reference.mm(x, w, torch.float32)) < 0.01
+            x, w = Rows(a, x.scale + torch.rand(m, device=GPU)), Rows(b, w.scale + torch.rand(n, device=GPU))
 
 
 @pytest.mark.parametrize("both", [False, True])

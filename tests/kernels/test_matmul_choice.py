@@ -61,7 +61,7 @@ def asked(monkeypatch, tmp_path):
     def ask(library: Library, alone: dict[int, float], loaded: dict[int, float] | None = None, cache: str = "") -> int:
         monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / (cache or str(next(counter)))))
 
-        def under_load(plans, a, b, out, about):
+        def under_load(plans, operands, about):
             assert loaded is not None, "timed under load, and should not be"
             return [loaded[plan.algorithm.algo[0]] for plan in plans]
 
@@ -71,7 +71,8 @@ def asked(monkeypatch, tmp_path):
         monkeypatch.setattr(cublaslt, "flush_bytes", lambda device: 1)
         monkeypatch.setattr(cublaslt, "_time", lambda plan, *rest: alone[plan.algorithm.algo[0]])
         monkeypatch.setattr(cublaslt, "_under_load", under_load)
-        plan = cublaslt._fastest(cublaslt._shape(a, b, out), a, b, out)
+        operands = cublaslt.Operands(a, b, out)
+        plan = cublaslt._fastest(cublaslt._shape(operands), operands)
         return int(plan.algorithm.algo[0])
 
     return ask
@@ -105,7 +106,7 @@ def test_a_choice_is_remembered(asked, tmp_path):
     # Not for another version of the library, nor where the library no longer takes it, nor from a damaged file.
     assert asked(Library([1, 2], [3], version=130100), {1: 0.01, 2: 0.03, 3: 0.06}, cache="same") == 1
     assert asked(Library([1], [3]), {1: 0.05, 3: 0.04}, cache="same") == 3
-    (tmp_path / "same" / "products.json").write_text('{"2|a card|130000": "no"}')
+    (tmp_path / "same" / "products.json").write_text('{"3|a card|130000": "no"}')
     assert asked(Library([1, 2], [3]), {1: 0.05, 2: 0.03, 3: 0.06}, cache="same") == 2
     stored = (tmp_path / "same" / "products.json").read_text()
     (tmp_path / "same" / "products.json").write_text(stored.replace("0200", "zz00"))
@@ -126,7 +127,7 @@ def test_turns(monkeypatch):
         def elapsed_time(self, other):
             return other.at - self.at
 
-    def run(plan, a, b, out):
+    def run(plan, operands):
         ran.append(plan.name)
         clock[0] += plan.ms
 
@@ -134,6 +135,6 @@ def test_turns(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     plans = [SimpleNamespace(name="a", ms=2.0), SimpleNamespace(name="b", ms=3.0)]
-    nothing = torch.empty(0)
-    assert cublaslt._under_load(plans, nothing, nothing, nothing, 2.0) == pytest.approx([2.0, 3.0])
+    nothing = cublaslt.Operands(*[torch.empty(0)] * 3)
+    assert cublaslt._under_load(plans, nothing, 2.0) == pytest.approx([2.0, 3.0])
     assert ran[:25] == ["a"] * 25 and ran[25:33] == ["a"] * 4 + ["b"] * 4 and len(ran) == 25 + 3 * 8

@@ -92,6 +92,24 @@ def test_backward(kernels_on, device, tokens, heads, normed, dtype):
         close(total - 3, sums[1][name] - 3, dtype, slack=3)
 
 
+@pytest.mark.parametrize("turning", [16, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_query_heads_that_share_a_key_head_are_added_up(kernels_on, device, dtype, turning):
+    """dk and dv of every query head, fp32: as if their sums had come, and the sums are not rounded before."""
+    tokens, heads = 37, (6, 2, 16)
+    cos, sin = table(tokens, turning, device)
+    parts = torch.randn(2, tokens, 6, 16, device=device)
+    dq = torch.randn(tokens, 6, 16, device=device).to(dtype)
+    got, want = (torch.full((tokens, 10 * 16), float("nan"), dtype=d, device=device) for d in (dtype, torch.float32))
+    rope.finish_backward((dq, *parts), got, cos, sin, heads, got.new_empty(0))
+    sums = [part.unflatten(1, (2, 3)).sum(2) for part in parts]
+    reference.finish_backward((dq.float(), *sums), want, cos, sin, heads, want.new_empty(0))
+    close(got, want.to(dtype), dtype)
+    again = torch.full_like(got, float("nan"))
+    reference.finish_backward((dq, *parts), again, cos, sin, heads, got.new_empty(0))
+    close(again, want.to(dtype), dtype)
+
+
 def test_no_eps_is_harmless_beyond_the_last_token(kernels_on, device):
     tokens, heads = 17, (1, 1, 16)
     grad, _, q_norm, k_norm = inputs(tokens, heads, torch.float32, device, seed=0)

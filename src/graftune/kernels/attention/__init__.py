@@ -139,12 +139,14 @@ def backward(
     backend: str = "cpu",
     cap: float = 0.0,
 ) -> None:
-    """Writes dq, dk and dv into `grads`, which have the shapes of q, k and v; what was there does not matter."""
+    """Writes dq, dk and dv into `grads`, which have the shapes of q, k and v or are those of `grad_buffers`; what was
+    there does not matter."""
     _check(q, k, v)
     _check(*grads)
     _check(out, k, v)
     _check(grad_out, k, v)
-    assert grad_out.shape == out.shape == q.shape == grads[0].shape and k.shape == grads[1].shape, (out.shape, q.shape)
+    assert grad_out.shape == out.shape == q.shape == grads[0].shape, (grad_out.shape, out.shape, q.shape)
+    assert grads[1].shape == k.shape or backend == "triton", (grads[1].shape, k.shape)
     if backend == "cpu":
         lengths = _lengths(docs, q)
         short = q.dtype == torch.bfloat16 and len(q) < SHORT * sum(length > 0 for length in lengths)
@@ -168,12 +170,17 @@ def backward(
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None:
-    """Where the backend has to leave dq, dk and dv; None: wherever the caller likes."""
-    if backend != "cudnn":
-        return None
-    from graftune.kernels.attention import cudnn_frontend
+    """Where the backend wants to leave dq, dk and dv; None: wherever the caller likes. dk and dv may be [T, N, H] in
+    fp32: then those of the query heads that share a key head are still to be added up."""
+    if backend == "cudnn":
+        from graftune.kernels.attention import cudnn_frontend
 
-    return cudnn_frontend.grad_buffers(q, k)
+        return cudnn_frontend.grad_buffers(q, k)
+    if backend == "triton":
+        from graftune.kernels.attention import kernel
+
+        return kernel.grad_buffers(q, k)
+    return None
 
 
 def warm(

@@ -4,9 +4,11 @@ The flash scheme: scores live in tiles on the chip and are never written; the fo
 head, and the backward recomputes the probabilities from it. One program works on one tile of one document, so that no
 score across documents is ever computed. The grid covers every slot up to the longest document there may be, and
 programs beyond a document's end leave at once: its shape does not depend on the lengths, which is what a CUDA graph
-needs. The backward is two kernels, one for dk and dv (a key tile walks over the queries of all heads that share it),
-one for dq: a third more products than one kernel with atomic adds, but the sums come in a fixed order. Where that gives
-too few programs for the chip, each query head gets its own, and the heads that share a key head are added up after.
+needs. The backward has two kinds of programs, for dk and dv (a key tile walks over the queries of all heads that share
+it) and for dq: a third more products than one kind with atomic adds, but the sums come in a fixed order. Both run in
+one launch, the longest of either kind first, since a few hundred tokens are too few programs to fill the chip. Where
+that is so each query head gets dk and dv of its own (`grad_buffers`), and who reads them adds up those that share a
+key head.
 
 Legend: T tokens, N heads, K key heads, H head width, BH H up to a power of two, BM queries a tile, BN keys a tile.
 """
@@ -48,7 +50,9 @@ def forward_tile(width: int, dtype: torch.dtype) -> Tile:
 def backward_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 32, 4 if width <= 64 else 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    return Tile(64, 64, 4, 3) if width <= 128 else Tile(64, 32, 8, 1)
+    if width > 128:
+        return Tile(64, 32, 8, 1)
+    return Tile(64, 64, 4, 3 if width <= 64 else 2)  # two programs find room on a multiprocessor
 
 
 def programs_wanted(device: torch.device) -> int:
@@ -78,6 +82,16 @@ def forward(
     return stats
 
 
+def grad_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """dk and dv of every query head, in fp32, where a program a key head would leave the chip idle."""
+    (tokens, heads, width), key_heads = q.shape, k.shape[1]
+    tiles = triton.cdiv(tokens, backward_tile(width, q.dtype).keys)
+    if heads == key_heads or tiles * key_heads >= programs_wanted(q.device):
+        return None
+    dk, dv = q.new_empty((2, tokens, heads, width), dtype=torch.float32)
+    return q.new_empty((tokens, heads, width)), dk, dv
+
+
 def backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,
@@ -92,33 +106,21 @@ def backward(
     cap: float = 0.0,
 ) -> None:
     tokens, heads, width = q.shape
-    key_heads = k.shape[1]
+    dq, dk, dv = grads
     padded = launch.power_of_two(width, 16)
     delta = torch.empty_like(stats)
-    rows = 64
+    rows = 64 if tokens >= 4096 else 16
     _delta[(triton.cdiv(tokens, rows), heads)](
         grad_out, out, delta, tokens, grad_out.stride(0), out.stride(0), H=width, BH=padded, ROWS=rows, num_warps=4
     )
     tile = backward_tile(width, q.dtype)
-    inputs = (q, k, v, grad_out, stats, delta)
-    strides = (tokens, q.stride(0), k.stride(0), v.stride(0), grad_out.stride(0))
-    shape = {"GROUP": heads // key_heads, "H": width, "BH": padded, "BM": tile.queries, "BN": tile.keys}
-    options = {"WINDOW": window, "CAP": cap * LOG2E, "num_warps": tile.warps, "num_stages": tile.stages}
-    apart = heads > key_heads and triton.cdiv(tokens, tile.keys) * key_heads < programs_wanted(q.device)
-    parts = q.new_empty((2, tokens, heads, width), dtype=torch.float32) if apart else None
-    dk, dv = grads[1:] if parts is None else parts
-    _key_grads[(triton.cdiv(docs.longest, tile.keys), heads if apart else key_heads, _slots(docs))](
-        *inputs, dk, dv, docs.cu_seqlens, scale * LOG2E, scale, *strides, dk.stride(0), dv.stride(0), APART=apart,
-        **shape, **options,
+    tiles = triton.cdiv(docs.longest, min(tile.queries, tile.keys))
+    _grads[(heads, 2 * tiles, _slots(docs))](
+        q, k, v, grad_out, stats, delta, dq, dk, dv, docs.cu_seqlens, scale * LOG2E, scale, tokens, q.stride(0),
+        k.stride(0), v.stride(0), grad_out.stride(0), dq.stride(0), dk.stride(0), dv.stride(0),
+        GROUP=heads // k.shape[1], MEMBERS=heads // dk.shape[1], H=width, BH=padded, BM=tile.queries, BN=tile.keys,
+        WINDOW=window, CAP=cap * LOG2E, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if parts is not None:
-        _add_heads[(triton.cdiv(tokens, 16), key_heads, 2)](
-            parts, grads[1], grads[2], tokens, grads[1].stride(0), grads[2].stride(0), N=heads,
-            GROUP=heads // key_heads, H=width, BH=padded, ROWS=16, num_warps=4,
-        )  # fmt: skip
-    _query_grads[(triton.cdiv(docs.longest, tile.queries), heads, _slots(docs))](
-        *inputs, grads[0], docs.cu_seqlens, scale * LOG2E, scale, *strides, grads[0].stride(0), **shape, **options
-    )
 
 
 def _slots(docs: Documents) -> int:
@@ -227,21 +229,44 @@ def _delta(
 
 
 @triton.jit
-def _key_grads(
-    q, k, v, grad_out, stats, delta, grad_k, grad_v, cu_seqlens, scale2, scale, tokens,
-    q_stride, k_stride, v_stride, out_stride, grad_k_stride, grad_v_stride, APART: tl.constexpr,
-    GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+def _grads(
+    q, k, v, grad_out, stats, delta, grad_q, grad_k, grad_v, cu_seqlens, scale2, scale, tokens,
+    q_stride, k_stride, v_stride, out_stride, grad_q_stride, grad_k_stride, grad_v_stride,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """One program a key head and all query heads that share it, or (APART) one a query head, into its own place."""
-    place, slot = tl.program_id(1), tl.program_id(2)
-    key_head = place // GROUP if APART else place
-    MEMBERS: tl.constexpr = 1 if APART else GROUP
-    first = tl.program_id(0) * BN
+    """Programs in turn for a tile of keys, from the first on, and one of queries, from the last: the long ones begin.
+    GROUP query heads share a key head; MEMBERS of them, all or one, are added up into one dk and dv."""
+    place, slot = tl.program_id(0), tl.program_id(2)
+    number = tl.program_id(1) // 2
     start = tl.load(cu_seqlens + slot)
     length = tl.load(cu_seqlens + slot + 1) - start
-    if first >= length:
-        return
+    if tl.program_id(1) % 2 == 0:
+        first = number * BN
+        if (first < length) & (place % MEMBERS == 0):
+            _key_grads(
+                q, k, v, grad_out, stats, delta, grad_k, grad_v, first, length, start, place // MEMBERS, scale2, scale,
+                tokens, q_stride, k_stride, v_stride, out_stride, grad_k_stride, grad_v_stride, GROUP, MEMBERS, H, BH,
+                BM, BN, WINDOW, CAP,
+            )  # fmt: skip
+    else:
+        first = (tl.cdiv(length, BM) - 1 - number) * BM
+        if first >= 0:
+            _query_grads(
+                q, k, v, grad_out, stats, delta, grad_q, first, length, start, place, scale2, scale, tokens, q_stride,
+                k_stride, v_stride, out_stride, grad_q_stride, GROUP, H, BH, BM, BN, WINDOW, CAP,
+            )  # fmt: skip
+
+
+@triton.jit
+def _key_grads(
+    q, k, v, grad_out, stats, delta, grad_k, grad_v, first, length, start, place, scale2, scale, tokens,
+    q_stride, k_stride, v_stride, out_stride, grad_k_stride, grad_v_stride,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of keys [first, first + BN), the sums over the query heads from place * MEMBERS on."""
+    key_head = place * MEMBERS // GROUP
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)
     keys = _load(k, first, columns, length, start, k_stride, key_head, H, BH)
     values = _load(v, first, columns, length, start, v_stride, key_head, H, BH)
@@ -270,36 +295,12 @@ def _key_grads(
 
 
 @triton.jit
-def _add_heads(
-    parts, grad_k, grad_v, tokens, grad_k_stride, grad_v_stride, N: tl.constexpr, GROUP: tl.constexpr,
-    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """dk and dv [T, K, H]: the sums over the query heads of each key head, parts [2, T, N, H]."""
-    key_head, which = tl.program_id(1), tl.program_id(2)
-    first, rows = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
-    base = parts + which.to(tl.int64) * tokens * (N * H)
-    total = tl.zeros([ROWS, BH], tl.float32)
-    for member in range(GROUP):
-        total += _load(base, first, rows, tokens, 0, N * H, key_head * GROUP + member, H, BH)
-    if which == 0:
-        _store(grad_k, total, first, rows, tokens, 0, grad_k_stride, key_head, H, BH)
-    else:
-        _store(grad_v, total, first, rows, tokens, 0, grad_v_stride, key_head, H, BH)
-
-
-@triton.jit
 def _query_grads(
-    q, k, v, grad_out, stats, delta, grad_q, cu_seqlens, scale2, scale, tokens,
+    q, k, v, grad_out, stats, delta, grad_q, first, length, start, head, scale2, scale, tokens,
     q_stride, k_stride, v_stride, out_stride, grad_q_stride,
     GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    head, slot = tl.program_id(1), tl.program_id(2)
-    first = tl.program_id(0) * BM
-    start = tl.load(cu_seqlens + slot)
-    length = tl.load(cu_seqlens + slot + 1) - start
-    if first >= length:
-        return
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)
     key_head = head // GROUP
     queries = _load(q, first, rows, length, start, q_stride, head, H, BH)

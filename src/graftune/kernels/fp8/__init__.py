@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.kernels import launch, lora_linear, rms_norm
+from graftune.kernels import launch, lora_linear, matmul, rms_norm
 from graftune.kernels.fp8 import reference
 from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share
 from graftune.kernels.lora_linear import THIN, Low
@@ -27,7 +27,6 @@ __all__ = [
 ]  # fmt: skip
 
 LEAST = (8, 9)  # compute capability of the first cards with fp8 units
-FAST_SUMS = True  # the units' own sums (14 bits and more of each step): what they lose is far below what 3 bits lose
 LINE = 128
 
 
@@ -105,14 +104,7 @@ def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
     assert a.codes.shape[1] == b.codes.shape[1] and a.codes.shape[1] % 16 == 0 and len(b.codes) % 16 == 0
     if not a.codes.is_cuda:
         return reference.mm(a, b, dtype)
-    return torch._scaled_mm(
-        a.codes,
-        b.codes.t(),
-        scale_a=a.scale.unsqueeze(1),
-        scale_b=b.scale.unsqueeze(0),
-        out_dtype=dtype,
-        use_fast_accum=FAST_SUMS,
-    )
+    return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype)
 
 
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:

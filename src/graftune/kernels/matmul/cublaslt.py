@@ -6,6 +6,8 @@ from memory. Of long products the best few are timed again, in turn and without 
 clocks, and then the algorithm that draws less power wins. torch.mm's own choice is the first of the list as a rule, so
 the result is never slower but for noise. The choice is remembered for this GPU and this version of the library: a
 second run starts without timing anything, and computes as the first did.
+
+Products of 8-bit floats have a scale for each row of a and column of b, which the library applies to the result.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import ctypes
 import functools
 import re
 import statistics
-from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +30,15 @@ CLEARING = 0.008  # milliseconds that clearing a workspace costs more in a graph
 WORKSPACE = 32 << 20
 LONG, NEAR, FINALISTS = 0.25, 1.06, 4  # milliseconds from which the clocks matter; who is timed again, and how many
 WARMING, GROUP, TURNS = 50.0, 8.0, 3  # milliseconds of load before that and of one finalist's turn; how many turns
-KEPT, FORMAT = 4000, 2  # choices remembered; to be raised whenever they come about in another way
+KEPT, FORMAT = 4000, 3  # choices remembered; to be raised whenever they come about in another way
 PAUSE = 200_000  # cycles: by then the host has sent what is to be timed
 # From the library's header.
 COMPUTE_32F, REAL_32F = 68, 0
-KINDS = {torch.bfloat16: 14, torch.float16: 2}
+KINDS = {torch.bfloat16: 14, torch.float16: 2, torch.float8_e4m3fn: 28}
 DESC_TRANSA, DESC_TRANSB = 3, 4
+DESC_SCALES, DESC_SCALE_MODES, DESC_FAST_SUMS = (17, 18), (31, 32), 25  # of the library's first and second operand
+BY_ROW = 3  # a scale a row of the first operand, a column of the second
+SCALES_SINCE = 120900  # the library's version that knows them
 PREF_WORKSPACE, PREF_REDUCTION, PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 IN_FP32 = 1 | 2  # parts of a split sum are added in place or in the compute type, not in 16 bits
 NOT_SUPPORTED = 15
@@ -58,6 +63,7 @@ class Shape(NamedTuple):
     """All that the choice depends on. Sides are those of the operands as they lie in memory, column by column."""
 
     kind: torch.dtype
+    out_kind: torch.dtype
     m: int
     n: int
     k: int
@@ -70,6 +76,15 @@ class Shape(NamedTuple):
 
 
 Layouts = tuple[c_void_p, c_void_p, c_void_p]  # of b, a and the result
+
+
+class Operands(NamedTuple):
+    """Of a @ b -> out. `scales`: of a's rows and of b's columns, where those are codes."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Plan(NamedTuple):
@@ -86,37 +101,60 @@ ONE, ZERO = c_float(1.0), c_float(0.0)
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device) if out is None else out
-    shape = _shape(a, b, out)
-    plan = _plans.get((a.device.index or 0, shape))
+    return _multiply(Operands(a, b, out))
+
+
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """a [M, K], b [K, N], both in e4m3 with K contiguous, -> (a @ b) * scales[0] [M] * scales[1] [N]."""
+    assert all(scale.is_contiguous() and scale.dtype == torch.float32 for scale in scales)
+    assert scales[0].shape == a.shape[:1] and scales[1].shape == b.shape[1:], [scale.shape for scale in scales]
+    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    return _multiply(Operands(a, b, out, scales))
+
+
+def scales(device: torch.device) -> bool:
+    """Whether the library has products with scales for this card."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and _library().cublasLtGetVersion() >= SCALES_SINCE
+
+
+def _multiply(operands: Operands) -> torch.Tensor:
+    shape, index = _shape(operands), operands.a.device.index or 0
+    plan = _plans.get((index, shape))
     if plan is None:
         assert not torch.cuda.is_current_stream_capturing(), f"{shape} was not seen before the capture"
-        plan = _plans[a.device.index or 0, shape] = _fastest(shape, a, b, out)
-    _run(plan, a, b, out)
-    return out
+        plan = _plans[index, shape] = _fastest(shape, operands)
+    _run(plan, operands)
+    return operands.out
 
 
-def _shape(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Shape:
+def _shape(operands: Operands) -> Shape:
+    a, b, out, scales = operands
     (m, k), n = a.shape, b.shape[1]
-    assert out.shape == (m, n) and out.stride(1) == 1 and out.dtype == a.dtype, (out.shape, out.stride(), out.dtype)
+    assert out.shape == (m, n) and out.stride(1) == 1, (out.shape, out.stride())
+    assert (out.dtype == a.dtype) == (scales is None), (out.dtype, a.dtype)
     a_across, b_across = a.stride(1) != 1, b.stride(1) != 1
     assert a.stride(0 if a_across else 1) == 1 and b.stride(0 if b_across else 1) == 1, (a.stride(), b.stride())
     aligned = min(256, *(1 << ((x.data_ptr() & -x.data_ptr()).bit_length() - 1) for x in (a, b, out)))
     a_apart, b_apart = a.stride(1 if a_across else 0), b.stride(1 if b_across else 0)
-    return Shape(a.dtype, m, n, k, a_across, b_across, a_apart, b_apart, out.stride(0), aligned)
+    return Shape(a.dtype, out.dtype, m, n, k, a_across, b_across, a_apart, b_apart, out.stride(0), aligned)
 
 
-def _fastest(shape: Shape, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Plan:
+def _fastest(shape: Shape, operands: Operands) -> Plan:
     """Remembered, or asked for, timed and chosen. It waits for the device: this is for the first call of a shape."""
+    device = operands.a.device
     desc, layouts = _problem(shape)
+    _point(desc, operands)
     # Also where nothing is timed: a run takes the memory that its plan says, the first time and every other.
-    flush = torch.empty(flush_bytes(a.device), dtype=torch.uint8, device=a.device)
-    card = torch.cuda.get_device_name(a.device), _library().cublasLtGetVersion()
+    flush = torch.empty(flush_bytes(device), dtype=torch.uint8, device=device)
+    card = torch.cuda.get_device_name(device), _library().cublasLtGetVersion()
     key = "|".join(map(str, (FORMAT, *card, *shape)))
-    known = _recalled(key, desc, layouts, a.device)
+    known = _recalled(key, desc, layouts, device)
     if known is not None:
         return Plan(desc, layouts, known)
-    plans = [Plan(desc, layouts, result) for result in _candidates(shape, desc, layouts, a.device)]
-    times = {i: _time(plan, a, b, out, flush) + _clearing(plan) for i, plan in enumerate(plans)}
+    plans = [Plan(desc, layouts, result) for result in _candidates(shape, desc, layouts, device)]
+    times = {i: _time(plan, operands, flush) + _clearing(plan) for i, plan in enumerate(plans)}
     least = min(times.values(), default=float("inf"))
     if least == float("inf"):
         raise GraftuneError(
@@ -124,7 +162,7 @@ def _fastest(shape: Shape, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) 
         )
     best = sorted((i for i in times if times[i] <= NEAR * least), key=lambda i: times[i])[:FINALISTS]
     if least >= LONG and len(best) > 1:
-        loaded = _under_load([plans[i] for i in best], a, b, out, least)
+        loaded = _under_load([plans[i] for i in best], operands, least)
         times = {i: ms + _clearing(plans[i]) for i, ms in zip(best, loaded, strict=True)}
     chosen = plans[min(times, key=lambda i: times[i])]
     remembered.remember("products", key, bytes(chosen.algorithm.algo).hex(), KEPT)
@@ -151,11 +189,11 @@ def _clearing(plan: Plan) -> float:
     return CLEARING if plan.algorithm.workspace else 0.0
 
 
-def _under_load(plans: list[Plan], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, about: float) -> list[float]:
+def _under_load(plans: list[Plan], operands: Operands, about: float) -> list[float]:
     """Milliseconds of each, the median of its turns, with the device busy all the while. The operands of a long product
     do not fit the cache together."""
     for _ in range(round(WARMING / about)):
-        _run(plans[0], a, b, out)
+        _run(plans[0], operands)
     many = max(1, round(GROUP / about))
     turns: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in plans]
     for _ in range(TURNS):
@@ -163,7 +201,7 @@ def _under_load(plans: list[Plan], a: torch.Tensor, b: torch.Tensor, out: torch.
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(many):
-                _run(plan, a, b, out)
+                _run(plan, operands)
             end.record()
             turn.append((begin, end))
     torch.cuda.synchronize()
@@ -175,10 +213,10 @@ def flush_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _time(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, flush: torch.Tensor) -> float:
+def _time(plan: Plan, operands: Operands, flush: torch.Tensor) -> float:
     """Milliseconds, the median of a few rounds; infinite for an algorithm that refuses these tensors after all."""
     try:
-        _run(plan, a, b, out)
+        _run(plan, operands)
     except Refused:
         return float("inf")
     rounds = []
@@ -187,7 +225,7 @@ def _time(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, flush
         flush.zero_()
         torch.cuda._sleep(PAUSE)  # or a short product is timed by how fast the host sends it
         begin.record()
-        _run(plan, a, b, out)
+        _run(plan, operands)
         end.record()
         end.synchronize()
         rounds.append(begin.elapsed_time(end))
@@ -198,12 +236,25 @@ def _problem(shape: Shape) -> tuple[c_void_p, Layouts]:
     """Row-major a @ b is, column by column, b' a': b is the library's first operand."""
     lib, kind, desc = _library(), KINDS[shape.kind], c_void_p()
     _check(lib.cublasLtMatmulDescCreate(byref(desc), COMPUTE_32F, REAL_32F))
-    for attribute, turned in ((DESC_TRANSA, shape.b_across), (DESC_TRANSB, shape.a_across)):
-        value = c_int(int(turned))
-        _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(value), ctypes.sizeof(value)))
+    _set(desc, DESC_TRANSA, c_int(int(shape.b_across)))
+    _set(desc, DESC_TRANSB, c_int(int(shape.a_across)))
+    if shape.kind == torch.float8_e4m3fn:
+        _set(desc, DESC_FAST_SUMS, c_int8(1))
+        for attribute in DESC_SCALE_MODES:
+            _set(desc, attribute, c_int(BY_ROW))
     first = _layout(kind, *((shape.k, shape.n) if shape.b_across else (shape.n, shape.k)), shape.b_apart)
     second = _layout(kind, *((shape.m, shape.k) if shape.a_across else (shape.k, shape.m)), shape.a_apart)
-    return desc, (first, second, _layout(kind, shape.n, shape.m, shape.out_apart))
+    return desc, (first, second, _layout(KINDS[shape.out_kind], shape.n, shape.m, shape.out_apart))
+
+
+def _set(desc: c_void_p, attribute: int, value: Any) -> None:
+    _check(_library().cublasLtMatmulDescSetAttribute(desc, attribute, byref(value), ctypes.sizeof(value)))
+
+
+def _point(desc: c_void_p, operands: Operands) -> None:
+    """Scales belong to the description, and others come with every call."""
+    for attribute, scale in zip(DESC_SCALES, reversed(operands.scales or ()), strict=False):
+        _set(desc, attribute, c_void_p(scale.data_ptr()))
 
 
 def _candidates(shape: Shape, desc: c_void_p, layouts: Layouts, device: torch.device) -> list[_Result]:
@@ -235,7 +286,9 @@ def _layout(kind: int, rows: int, columns: int, apart: int) -> c_void_p:
     return layout
 
 
-def _run(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _run(plan: Plan, operands: Operands) -> None:
+    a, b, out, _ = operands
+    _point(plan.desc, operands)
     stream = torch.cuda.current_stream(a.device).cuda_stream
     space = _workspace(a.device, stream)
     first, second, result = plan.layouts

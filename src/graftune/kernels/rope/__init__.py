@@ -64,10 +64,13 @@ def finish_backward(
 ) -> None:
     """From the gradients of what attention took, dq [T, N, H], dk and dv [T, K, H], to that of the raw product:
     grad_qkv [T, (N + 2K) H]. Rows of all may lie apart; the former may be views of the latter, which is then changed in
-    place. The norm weights' gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
+    place. Or dk and dv are [T, N, H] in fp32, those of each query head, and are added up here. The norm weights'
+    gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
     _check(grad_qkv, cos, sin, heads, q_norm, k_norm)
-    for grad, count in zip(grads, (heads[0], heads[1], heads[1]), strict=True):
-        assert grad.shape == (len(grad_qkv), count, heads[2]) and grad.dtype == grad_qkv.dtype
+    parts = grads[2].shape[1] != heads[1]
+    for grad, count in zip(grads, (heads[0], *[heads[0] if parts else heads[1]] * 2), strict=True):
+        assert grad.shape == (len(grad_qkv), count, heads[2]), (grad.shape, heads)
+        assert grad.dtype == (torch.float32 if parts and grad is not grads[0] else grad_qkv.dtype), grad.dtype
         assert grad.stride(2) == 1 and (grad.stride(1) == heads[2] or count == 1)
     if q_norm is not None:
         assert raw.shape == (len(grad_qkv), heads[0] + heads[1], heads[2]) and raw.is_contiguous()

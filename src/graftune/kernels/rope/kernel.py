@@ -52,11 +52,12 @@ def _finish(
 def _finish_backward(
     dq_ptr, dk_ptr, dv_ptr, grad_ptr, cos_ptr, sin_ptr, raw_ptr, q_norm_ptr, k_norm_ptr, parts_ptr, tokens,
     dq_stride, dk_stride, dv_stride, grad_stride, eps, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, WORK: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WORK: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_PARTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """With n = x * rstd, g the unrotated gradient and w the norm's weight: dx = rstd (g w - n mean(g w n)), and the
-    sum of g n over this program's tokens goes to parts [blocks, WORK, H]."""
+    """dk and dv have K GROUP heads, of which GROUP are added up. With n = x * rstd, g the unrotated gradient and w the
+    norm's weight: dx = rstd (g w - n mean(g w n)), and the sum of g n over this program's tokens goes to parts
+    [blocks, WORK, H]."""
     head = tl.program_id(0) % WORK
     at = (tl.program_id(0) // WORK) * BT + tl.arange(0, BT)
     rows = at.to(tl.int64)[:, None]
@@ -64,24 +65,24 @@ def _finish_backward(
     inside = cols < HALF
     mask = (at < tokens)[:, None] & inside[None, :]
     target = grad_ptr + rows * grad_stride + head * H
+    place, kind = target + cols[None, :], grad_ptr.dtype.element_ty
     if head < N:
-        start = dq_ptr + rows * dq_stride + head * H
+        turned_a, turned_b = _added(
+            dq_ptr + rows * dq_stride + head * H, target, at < tokens, cols, kind, 1, H, HALF, REST
+        )
     elif head < N + K:
-        start = dk_ptr + rows * dk_stride + (head - N) * H
+        turned_a, turned_b = _added(
+            dk_ptr + rows * dk_stride + (head - N) * (GROUP * H), target, at < tokens, cols, kind, GROUP, H, HALF, REST
+        )
     else:
-        start = dv_ptr + rows * dv_stride + (head - N - K) * H
-    place, source = target + cols[None, :], start + cols[None, :]
-    if 2 * HALF < H:  # columns that are not turned are only moved
-        last = 2 * HALF + tl.arange(0, REST)[None, :]
-        moved = (at < tokens)[:, None] & (last < H)
-        tl.store(target + last, tl.load(start + last, moved, other=0.0), moved)
-    first = tl.load(source, mask, other=0.0)
-    second = tl.load(source + HALF, mask, other=0.0)
+        turned_a, turned_b = _added(
+            dv_ptr + rows * dv_stride + (head - N - K) * (GROUP * H), target, at < tokens, cols, kind, GROUP, H, HALF,
+            REST,
+        )  # fmt: skip
     if head >= N + K:
-        tl.store(place, first, mask)
-        tl.store(place + HALF, second, mask)
+        tl.store(place, turned_a.to(kind), mask)
+        tl.store(place + HALF, turned_b.to(kind), mask)
         return
-    turned_a, turned_b = first.to(tl.float32), second.to(tl.float32)
     cos = tl.load(cos_ptr + rows * HALF + cols[None, :], mask, other=0.0)
     sin = tl.load(sin_ptr + rows * HALF + cols[None, :], mask, other=0.0)
     a = turned_a * cos + turned_b * sin
@@ -104,6 +105,28 @@ def _finish_backward(
         b = (b - n_b * mean) * rstd
     tl.store(place, a.to(grad_ptr.dtype.element_ty), mask)
     tl.store(place + HALF, b.to(grad_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _added(
+    start, target, alive, cols, kind: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr,
+):  # fmt: skip
+    """The two halves that turn, fp32, of GROUP heads from `start` on, added up; columns behind them are only moved."""
+    mask = alive[:, None] & (cols < HALF)[None, :]
+    first = tl.load(start + cols[None, :], mask, other=0.0).to(tl.float32)
+    second = tl.load(start + HALF + cols[None, :], mask, other=0.0).to(tl.float32)
+    for member in tl.static_range(1, GROUP):
+        first += tl.load(start + member * H + cols[None, :], mask, other=0.0).to(tl.float32)
+        second += tl.load(start + member * H + HALF + cols[None, :], mask, other=0.0).to(tl.float32)
+    if 2 * HALF < H:
+        last = 2 * HALF + tl.arange(0, REST)[None, :]
+        moved = alive[:, None] & (last < H)
+        rest = tl.load(start + last, moved, other=0.0).to(tl.float32)
+        for member in tl.static_range(1, GROUP):
+            rest += tl.load(start + member * H + last, moved, other=0.0).to(tl.float32)
+        tl.store(target + last, rest.to(kind), moved)
+    return first, second
 
 
 @triton.jit
@@ -173,7 +196,7 @@ def finish_backward(
         parts = torch.empty(blocks, work, width, dtype=torch.float32, device=grad_qkv.device)
     _finish_backward[(blocks * work,)](
         *grads, grad_qkv, cos, sin, raw, q_norm, k_norm, parts, tokens, *(g.stride(0) for g in grads),
-        grad_qkv.stride(0), eps, N=queries, K=keys, H=width, HALF=cos.shape[1],
+        grad_qkv.stride(0), eps, N=queries, K=keys, H=width, GROUP=dv.shape[1] // keys, HALF=cos.shape[1],
         REST=power_of_two(max(1, width - 2 * cos.shape[1])), WORK=work, HAS_NORM=q_norm is not None,
         HAS_PARTS=parts is not None, BT=bt, BC=bc, num_warps=warps,
     )  # fmt: skip

@@ -80,13 +80,20 @@ def finish_backward(
     grad_k_norm: torch.Tensor | None = None,
 ) -> None:
     if grads[0].data_ptr() != grad_qkv.data_ptr():
-        torch.cat([grad.flatten(1) for grad in grads], 1, out=grad_qkv)
+        counts = (heads[0], heads[1], heads[1])
+        added = [added_up(grad, n).to(grad_qkv.dtype) for grad, n in zip(grads, counts, strict=True)]
+        torch.cat([grad.flatten(1) for grad in added], 1, out=grad_qkv)
     turned = unrotate_(_by_head(grad_qkv, heads), cos, sin)
     if q_norm is not None and k_norm is not None:
         sizes = [heads[0], heads[1]]
         (q, k), (raw_q, raw_k) = turned.split(sizes, 1), raw.split(sizes, 1)
         q.copy_(rms_norm.backward(q, raw_q, q_norm, eps, grad_q_norm))
         k.copy_(rms_norm.backward(k, raw_k, k_norm, eps, grad_k_norm))
+
+
+def added_up(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """[T, heads or a multiple, H] -> [T, heads, H]: the sums over neighbours."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
 def _by_head(qkv: torch.Tensor, heads: tuple[int, int, int]) -> torch.Tensor:

@@ -254,17 +254,19 @@ def _libraries(put: Callable[[Any, str, Any], None], gpu: Device) -> None:
         with gpu.ledger.owner(WORKSPACES):
             cudnn_frontend._workspace(device, plan.workspace)
 
-    def space(a: torch.Tensor) -> None:
+    def space(operands: Any) -> None:
         with gpu.ledger.owner(WORKSPACES):
-            cublaslt._workspace(a.device, gpu.current.cuda_stream)
+            cublaslt._workspace(operands.a.device, gpu.current.cuda_stream)
 
-    def fastest(shape: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Any:
+    def fastest(shape: Any, operands: Any) -> Any:
+        device = operands.a.device
         with gpu.ledger.owner(WORKSPACES):
-            flush = torch.empty(cublaslt.flush_bytes(a.device), dtype=torch.uint8, device=a.device)
-        space(a)
+            flush = torch.empty(cublaslt.flush_bytes(device), dtype=torch.uint8, device=device)
+        space(operands)
         del flush
         return cublaslt.Plan(None, None, None)  # type: ignore[arg-type]
 
+    card = gpu.card
     put(cudnn_frontend, "_plans", {})
     put(cudnn_frontend, "_build", build)
     put(cudnn_frontend, "_run", attend)
@@ -274,7 +276,8 @@ def _libraries(put: Callable[[Any, str, Any], None], gpu: Device) -> None:
     put(cublaslt, "_plans", {})
     put(cublaslt, "_workspaces", {})
     put(cublaslt, "_fastest", fastest)
-    put(cublaslt, "_run", lambda plan, a, b, out: space(a))
+    put(cublaslt, "_run", lambda plan, operands: space(operands))
+    put(cublaslt, "scales", lambda device: card.capability[0] == 9)
 
 
 @contextmanager
