@@ -182,7 +182,7 @@ def test_timing_attention_is_part_of_it_and_builds_the_plans_of_the_step(monkeyp
 def test_fp8_is_planned(policy: str) -> None:
     found, wide = rehearse(gpu(kind="fp8", recompute=policy)), rehearse(gpu(recompute=policy))
     assert 0.4 < found.owners["base"] / wide.owners["base"] < 1.0
-    assert found.phases["capture"]["workspaces"] >= 3 * 32 * MIB, "torch's products, three streams"
+    assert found.phases["capture"]["workspaces"] == wide.phases["capture"]["workspaces"], "the same libraries"
 
 
 def test_the_goals_of_8b_in_nf4() -> None:

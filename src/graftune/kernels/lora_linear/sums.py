@@ -166,7 +166,8 @@ def both(
     """`sum_columns_` into total and `rows` of the same y, read once."""
     assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or codes is None)
     tokens, rp = len(y), power_of_two(rank, 16)
-    bc, bt, warps, stages, programs = _both_tile(rp, tokens, codes is not None)
+    encodes = codes is not None and codes.factor is not None
+    bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], encodes)
     starts, stops, offsets, counts = kernel.places(columns, bc)
     blocks, members = sum(counts), counts[: len(columns)]
     splits = max(1, min(triton.cdiv(tokens, 4 * bt), programs // blocks))  # all at once: a few more would wait for all
@@ -179,7 +180,7 @@ def both(
     _both[(blocks, splits)](
         y, h, weight, parts, sums, laid, factor, code_scale, tokens, per_split, y.stride(0), h.stride(0),
         weight.stride(0), g.numel(), total.numel(), laid.stride(0) if laid is not None else 0, scale, *starts, *stops,
-        *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc, ADD=splits == 1, ENCODE=factor is not None,
+        *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc, ADD=splits == 1, ENCODE=encodes,
         PRECISION=kernel.precision(y), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     kernel.add_up(parts, g, add=False, tail=tail, counts=members, codes=codes)
@@ -189,8 +190,10 @@ def both(
     return g
 
 
-def _both_tile(rank: int, tokens: int, codes: bool) -> tuple[int, int, int, int, int]:
+def _both_tile(rank: int, tokens: int, width: int, encodes: bool) -> tuple[int, int, int, int, int]:
     """Columns and tokens of a tile, warps, stages, programs wanted."""
     if rank > 32:
         return 128, 64, 4, 3, 264
-    return (256, 64, 4, 3, 264) if codes or tokens >= 2048 else (128, 128, 4, 3, 264)
+    if tokens >= 2048:
+        return (128, 64, 8, 3, 264) if encodes else (256, 64, 4, 3, 264)
+    return 128, 64 if width > 128 * 132 else 128, 4, 3, 264

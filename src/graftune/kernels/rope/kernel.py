@@ -65,23 +65,20 @@ def _finish_backward(
     inside = cols < HALF
     mask = (at < tokens)[:, None] & inside[None, :]
     target = grad_ptr + rows * grad_stride + head * H
-    place, kind = target + cols[None, :], grad_ptr.dtype.element_ty
+    place = target + cols[None, :]
     if head < N:
-        turned_a, turned_b = _added(
-            dq_ptr + rows * dq_stride + head * H, target, at < tokens, cols, kind, 1, H, HALF, REST
-        )
+        turned_a, turned_b = _added(dq_ptr + rows * dq_stride + head * H, target, at < tokens, cols, 1, H, HALF, REST)
     elif head < N + K:
         turned_a, turned_b = _added(
-            dk_ptr + rows * dk_stride + (head - N) * (GROUP * H), target, at < tokens, cols, kind, GROUP, H, HALF, REST
+            dk_ptr + rows * dk_stride + (head - N) * (GROUP * H), target, at < tokens, cols, GROUP, H, HALF, REST
         )
     else:
         turned_a, turned_b = _added(
-            dv_ptr + rows * dv_stride + (head - N - K) * (GROUP * H), target, at < tokens, cols, kind, GROUP, H, HALF,
-            REST,
+            dv_ptr + rows * dv_stride + (head - N - K) * (GROUP * H), target, at < tokens, cols, GROUP, H, HALF, REST
         )  # fmt: skip
     if head >= N + K:
-        tl.store(place, turned_a.to(kind), mask)
-        tl.store(place + HALF, turned_b.to(kind), mask)
+        tl.store(place, turned_a.to(grad_ptr.dtype.element_ty), mask)
+        tl.store(place + HALF, turned_b.to(grad_ptr.dtype.element_ty), mask)
         return
     cos = tl.load(cos_ptr + rows * HALF + cols[None, :], mask, other=0.0)
     sin = tl.load(sin_ptr + rows * HALF + cols[None, :], mask, other=0.0)
@@ -108,10 +105,7 @@ def _finish_backward(
 
 
 @triton.jit
-def _added(
-    start, target, alive, cols, kind: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr,
-):  # fmt: skip
+def _added(start, target, alive, cols, GROUP: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
     """The two halves that turn, fp32, of GROUP heads from `start` on, added up; columns behind them are only moved."""
     mask = alive[:, None] & (cols < HALF)[None, :]
     first = tl.load(start + cols[None, :], mask, other=0.0).to(tl.float32)
@@ -125,7 +119,7 @@ def _added(
         rest = tl.load(start + last, moved, other=0.0).to(tl.float32)
         for member in tl.static_range(1, GROUP):
             rest += tl.load(start + member * H + last, moved, other=0.0).to(tl.float32)
-        tl.store(target + last, rest.to(kind), moved)
+        tl.store(target + last, rest.to(target.dtype.element_ty), moved)
     return first, second
 
 

@@ -1,0 +1,105 @@
+"""Every kernel that a step on a GPU launches, compiled for that GPU where there is none: `python -m
+tests.kernels.compiling [SETTING ...]`.
+
+Triton's interpreter runs what its compiler refuses. Steps are rehearsed as the memory plan does it, on tensors without
+memory, and what they would launch is compiled for Hopper, once a signature. Needs no GPU; not under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton import compile as compiled
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from graftune.config import LoraConfig
+from graftune.train.plan import rehearse, standins
+from tests.train.test_plan import gpu, spec
+
+HOPPER = GPUTarget("cuda", 90, 32)
+KINDS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+    torch.float64: "fp64",
+}  # fmt: skip
+SETTINGS = {
+    "bf16": lambda: gpu(),
+    "short": lambda: gpu(backend="triton"),
+    "dropout, norms, clipped by layer": lambda: gpu(
+        lora=LoraConfig(rank=4, dropout=0.1, train_norms=True), clip_mode="layer"
+    ),
+    "qk norm, bias": lambda: gpu(spec=spec(width=256, ffn=1024, vocab=4000, qk_norm=True, qkv_bias=True)),
+    "every weight": lambda: gpu(method="full"),
+    "nf4": lambda: gpu(kind="nf4", recompute="full"),
+    "fp8": lambda: gpu(kind="fp8"),
+}
+
+
+class Launches:
+    """What was launched, and what of it does not compile."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.failed: list[str] = []
+
+    def run(self, fn: Any, *args: Any, grid: Any = None, warmup: bool = False, **given: Any) -> None:
+        options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+        values = dict(zip(fn.arg_names, args, strict=False)) | given
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+        for index, name in enumerate(fn.arg_names):
+            value, plain = values[name], fn.params[index].do_not_specialize
+            if fn.params[index].is_constexpr or value is None or (isinstance(value, int) and value == 1 and not plain):
+                signature[name], constants[index,] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = "*" + KINDS[value.dtype]
+                if value.storage_offset() * value.element_size() % 16 == 0:
+                    attributes[index,] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32" if abs(value) < 2**31 else "i64"
+                if value % 16 == 0 and not plain:
+                    attributes[index,] = [["tt.divisibility", 16]]
+        key = f"{fn.__name__} {signature} {constants} {options} {attributes}"
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        try:
+            compiled(ASTSource(fn, signature, constants, attributes), target=HOPPER, options=options)
+        except Exception as error:  # whatever the compiler raises is what this is about
+            self.failed.append(f"{fn.__module__}.{fn.__name__}: {str(error)[-600:]}")
+
+
+@contextmanager
+def recorded(launches: Launches) -> Any:
+    plain = standins._launch_nothing
+
+    def launch(put: Any) -> None:
+        plain(put)
+        put(JITFunction, "run", lambda fn, *args, **given: launches.run(fn, *args, **given))
+
+    standins._launch_nothing = launch
+    try:
+        yield
+    finally:
+        standins._launch_nothing = plain
+
+
+def main(names: list[str]) -> int:
+    launches = Launches()
+    with recorded(launches):
+        for name in names or SETTINGS:
+            rehearse(SETTINGS[name]())
+    print(*launches.failed, f"{len(launches.seen)} compiled, {len(launches.failed)} failed", sep="\n")
+    return int(bool(launches.failed) or not launches.seen)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
