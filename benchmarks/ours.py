@@ -77,8 +77,8 @@ def ours(
         now = coming.result()
         loop.step(now, hyper, [0] * len(now))
         loss, norm, _ = step.report.clone().unbind()
-        coming = loader.submit(staged, index + 1)  # behind the launch: the two share an interpreter
         loop.finished()
+        coming = loader.submit(staged, index + 1)  # last: a thread that wakes takes the interpreter from us
         return loss, norm
 
     mode = "captured" if graph and device.type == "cuda" else "eager"

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from graftune import graph_nodes
+
 
 class Captured:
     """`work`, replayed from its second call on. With `enabled` false it simply runs."""
@@ -38,10 +40,13 @@ class Captured:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # what the eager call took would lie beside the graph's own memory for good
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         # What a callable forks off to another stream yields to what it does on its own.
         ahead = torch.cuda.Stream(priority=-1)
         # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls matter.
         with torch.cuda.graph(graph, pool=self.pool, stream=ahead, capture_error_mode="thread_local"):
             self.work()
+        if torch.version.hip is None:
+            graph_nodes.without_memsets(graph.raw_cuda_graph())
+        graph.instantiate()
         self.graph = graph  # only now: a capture that failed is none

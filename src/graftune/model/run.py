@@ -1,4 +1,4 @@
-"""What all blocks of one pass share: rotary tables, attention, adapters on or off, dropout, and the stream aside."""
+"""What all blocks of one pass share: rotary tables, attention, adapters on or off, dropout, and the streams aside."""
 
 from __future__ import annotations
 
@@ -62,32 +62,36 @@ class Dropout:
 
 
 class Aside:
-    """A second stream for what nothing waits for: sums of weight gradients run beside attention's way back, whose
-    kernels leave much of the chip idle; beside the products, which fill it, they would only delay them.
+    """Streams for what nothing waits for: sums of weight gradients run beside attention's way back, whose kernels leave
+    much of the chip idle; beside the products, which fill it, they would only delay them.
 
     Work is queued with what it reads, sent off together (`flush`) and waited for (`join`): only then may the allocator
-    give the memory to somebody else. It runs in order, so sums stay the same bit for bit."""
+    give the memory to somebody else. No two works write to one place, so sums stay the same bit for bit. Thin sums over
+    a few hundred tokens do not fill the chip either: they run side by side. Products have a stream of their own."""
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...]]] = []
+    def __init__(self, streams: int = 4) -> None:
+        self.streams = [torch.cuda.Stream() for _ in range(streams)]
+        self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...], bool]] = []
         self.held: list[tuple[torch.Tensor, ...]] = []
 
-    def do(self, work: Callable[[], object], *reads: torch.Tensor) -> None:
-        self.queued.append((work, reads))
+    def do(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
+        self.queued.append((work, reads, product))
 
     def flush(self) -> None:
-        if self.queued:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                for work, reads in self.queued:
-                    work()
-                    self.held.append(reads)
-            self.queued.clear()
+        if not self.queued:
+            return
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for number, (work, reads, product) in enumerate(self.queued):
+            with torch.cuda.stream(self.streams[0 if product else number % len(self.streams)]):
+                work()
+            self.held.append(reads)
+        self.queued.clear()
 
     def join(self) -> None:
         if self.held:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            for stream in self.streams:
+                torch.cuda.current_stream().wait_stream(stream)
             self.held.clear()
 
     def forget(self) -> None:
@@ -104,13 +108,13 @@ class Pass:
     dropout: Dropout | None = None
     aside: Aside | None = None
 
-    def do_aside(self, work: Callable[[], object], *reads: torch.Tensor) -> None:
-        """Now, or later on the second stream where there is one; `reads` are the tensors it uses, which stay as they
-        are until `join`."""
+    def do_aside(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
+        """Now, or later on another stream where there is one; `reads` are the tensors it uses, which stay as they are
+        until `join`. `product`: it fills the chip."""
         if self.aside is None:
             work()
         else:
-            self.aside.do(work, *reads)
+            self.aside.do(work, *reads, product=product)
 
     def flush(self) -> None:
         if self.aside is not None:

@@ -26,11 +26,10 @@ from graftune import remembered
 from graftune.errors import GraftuneError
 
 CANDIDATES, ROUNDS = 16, 7
-CLEARING = 0.008  # milliseconds that clearing a workspace costs more in a graph, where it is a node of its own
 WORKSPACE = 32 << 20
 LONG, NEAR, FINALISTS = 0.25, 1.06, 4  # milliseconds from which the clocks matter; who is timed again, and how many
 WARMING, GROUP, TURNS = 50.0, 8.0, 3  # milliseconds of load before that and of one finalist's turn; how many turns
-KEPT, FORMAT = 4000, 3  # choices remembered; to be raised whenever they come about in another way
+KEPT, FORMAT = 4000, 4  # choices remembered; to be raised whenever they come about in another way
 PAUSE = 200_000  # cycles: by then the host has sent what is to be timed
 # From the library's header.
 COMPUTE_32F, REAL_32F = 68, 0
@@ -154,7 +153,7 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
     if known is not None:
         return Plan(desc, layouts, known)
     plans = [Plan(desc, layouts, result) for result in _candidates(shape, desc, layouts, device)]
-    times = {i: _time(plan, operands, flush) + _clearing(plan) for i, plan in enumerate(plans)}
+    times = {i: _time(plan, operands, flush) for i, plan in enumerate(plans)}
     least = min(times.values(), default=float("inf"))
     if least == float("inf"):
         raise GraftuneError(
@@ -163,7 +162,7 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
     best = sorted((i for i in times if times[i] <= NEAR * least), key=lambda i: times[i])[:FINALISTS]
     if least >= LONG and len(best) > 1:
         loaded = _under_load([plans[i] for i in best], operands, least)
-        times = {i: ms + _clearing(plans[i]) for i, ms in zip(best, loaded, strict=True)}
+        times = dict(zip(best, loaded, strict=True))
     chosen = plans[min(times, key=lambda i: times[i])]
     remembered.remember("products", key, bytes(chosen.algorithm.algo).hex(), KEPT)
     return chosen
@@ -183,10 +182,6 @@ def _recalled(key: str, desc: c_void_p, layouts: Layouts, device: torch.device) 
         return None
     found.algo = algo
     return found
-
-
-def _clearing(plan: Plan) -> float:
-    return CLEARING if plan.algorithm.workspace else 0.0
 
 
 def _under_load(plans: list[Plan], operands: Operands, about: float) -> list[float]:

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from graftune.kernels.launch import power_of_two
+from graftune.kernels.lora_linear.kernel import add_up
 
-PROGRAMS = 528  # that share the rows where a weight's gradient is summed: four to a multiprocessor of a large chip
+PROGRAMS = 512  # that share the rows where a weight's gradient is summed: four to a multiprocessor, nearly
 
 
 @triton.jit
@@ -131,5 +132,5 @@ def add_backward(
         RESIDUAL=residual is not None, WEIGHT=grad_weight is not None, B=power_of_two(width), num_warps=_warps(width),
     )  # fmt: skip
     if grad_weight is not None and parts is not None:
-        grad_weight.add_(parts.sum(0))
+        add_up(parts, grad_weight, add=True)
     return out
