@@ -14,14 +14,14 @@ from graftune.kernels.rope.reference import added_up
 from tests.kernels.test_attention_kernel import check, close, packed
 
 pytestmark = pytest.mark.gpu
-BACKENDS = ["cudnn", "flash", "triton"]
+BACKENDS = ["cudnn", "mixed", "flash", "triton"]
 HALVES = [torch.bfloat16, torch.float16]
 HEADS, TOKENS, SLOTS, LONGEST = (8, 2, 64), 512, 6, 256
 MIXES = [(200, 56, 255, 1, 0, 0), (1, 130, 256, 60, 65, 0), (256, 256, 0, 0, 0, 0)]
 
 
 def need(backend: str, dtype: torch.dtype, width: int) -> None:
-    lacks = {"cudnn": cudnn_frontend.lacks, "flash": flash.lacks}.get(backend)
+    lacks = {"cudnn": cudnn_frontend.lacks, "mixed": cudnn_frontend.lacks, "flash": flash.lacks}.get(backend)
     reason = lacks(torch.device("cuda"), dtype, width) if lacks else None
     if reason:
         pytest.skip(reason)

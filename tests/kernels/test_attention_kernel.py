@@ -188,3 +188,21 @@ def test_a_soft_cap_of_the_reference_equals_autograds():
     assert (out - want).abs().max() < 1e-5
     for got, x in zip(grads, (q, k, v), strict=True):
         assert (got - x.grad).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 16), (1, 1, 32)])
+def test_stats_of_another_forward(heads, device, small_tiles):
+    """[T, N] in natural logarithms, as cuDNN leaves them: the same gradients but for how logarithms are rounded."""
+    from graftune.kernels.attention import kernel
+
+    lengths = (5, 0, 40, 1)
+    docs = documents(lengths, 64, device)
+    q, k, v = packed(sum(lengths), heads, torch.float32, device)
+    out, grad = torch.empty_like(q), torch.randn(q.shape, device=device)
+    stats = kernel.forward(q, k, v, docs, 0.3, 0, out)
+    got, want = ([torch.full(x.shape, float("nan"), device=device) for x in (q, k, v)] for _ in range(2))
+    kernel.backward(grad, q, k, v, out, stats, docs, 0.3, 0, tuple(want))
+    theirs = stats.t().contiguous() / kernel.LOG2E
+    kernel.backward(grad, q, k, v, out, theirs, docs, 0.3, 0, tuple(got), by_token=True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -1,9 +1,9 @@
 """Packed causal attention with grouped heads. q [T, N, H], k and v [T, K, H]; documents given by `Documents`.
 
 Which kernels run is chosen once, at the start (`choose`), and given back at every call: cuDNN on GPUs that have it,
-torch's flash kernels where it is missing or everything must be bit-identical, our own for fp32, sliding windows,
-soft caps and odd head widths, and on the CPU torch's fused kernel or the reference ("cpu" runs the reference on any
-other device).
+or its forward with our backward ("mixed"), torch's flash kernels where it is missing or everything must be the same bit
+for bit, our own for fp32, sliding windows, soft caps and odd head widths, and on the CPU torch's fused kernel or the
+reference ("cpu" runs the reference on any other device).
 q, k and v may be column ranges of one packed buffer, [T, (N + 2K) H] or wider, and so may their gradients unless the
 backend has its own wishes (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for
 the backward: the log-sum-exp of the scores in the backend's own layout, empty where it is recomputed.
@@ -68,7 +68,7 @@ def choose(
     cudnnless = cudnn_frontend.lacks(device, dtype, head_width)
     others = ("triton",) if head_width <= 128 and importlib.util.find_spec("triton") else ()
     if not deterministic and not cudnnless:
-        return Choice("cudnn", "cuDNN's packed attention is the fastest", others)
+        return Choice("cudnn", "cuDNN's packed attention is the fastest", ("mixed", *others) if others else ())
     if not flashless:
         others = () if deterministic else others
         return Choice("flash", f"{cudnnless}; torch's flash kernels are the next fastest", others)
@@ -114,7 +114,7 @@ def forward(
         if _fused(q, window, cap):
             return out, flash_cpu.forward(q, k, v, lengths, scale, out)
         return reference.forward(q, k, v, lengths, scale, window, out, cap), q.new_empty(0)
-    if backend == "cudnn":
+    if backend in ("cudnn", "mixed"):
         from graftune.kernels.attention import cudnn_frontend
 
         assert not window and not cap, "cuDNN's plans know no window and no soft cap"
@@ -146,7 +146,7 @@ def backward(
     _check(out, k, v)
     _check(grad_out, k, v)
     assert grad_out.shape == out.shape == q.shape == grads[0].shape, (grad_out.shape, out.shape, q.shape)
-    assert grads[1].shape == k.shape or backend == "triton", (grads[1].shape, k.shape)
+    assert grads[1].shape == k.shape or backend in ("triton", "mixed"), (grads[1].shape, k.shape)
     if backend == "cpu":
         lengths = _lengths(docs, q)
         short = q.dtype == torch.bfloat16 and len(q) < SHORT * sum(length > 0 for length in lengths)
@@ -165,8 +165,9 @@ def backward(
         return flash.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads)
     from graftune.kernels.attention import kernel
 
-    assert backend == "triton", backend
-    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap)
+    assert backend in ("triton", "mixed"), backend
+    theirs = backend == "mixed"
+    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap, by_token=theirs)
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None:
@@ -176,7 +177,7 @@ def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None
         from graftune.kernels.attention import cudnn_frontend
 
         return cudnn_frontend.grad_buffers(q, k)
-    if backend == "triton":
+    if backend in ("triton", "mixed"):
         from graftune.kernels.attention import kernel
 
         return kernel.grad_buffers(q, k)

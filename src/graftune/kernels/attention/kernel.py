@@ -104,15 +104,20 @@ def backward(
     window: int,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cap: float = 0.0,
+    *,
+    by_token: bool = False,
 ) -> None:
+    """`by_token`: stats are another forward's, [T, N] and in natural logarithms."""
     tokens, heads, width = q.shape
     dq, dk, dv = grads
     padded = launch.power_of_two(width, 16)
-    delta = torch.empty_like(stats)
+    delta = stats.new_empty((heads, tokens))
+    theirs, stats = (stats, torch.empty_like(delta)) if by_token else (None, stats)
     rows = 64 if tokens >= 4096 else 16
     _delta[(triton.cdiv(tokens, rows), heads)](
-        grad_out, out, delta, tokens, grad_out.stride(0), out.stride(0), H=width, BH=padded, ROWS=rows, num_warps=4
-    )
+        grad_out, out, delta, theirs, stats, tokens, grad_out.stride(0), out.stride(0), N=heads, H=width, BH=padded,
+        ROWS=rows, BY_TOKEN=by_token, num_warps=4,
+    )  # fmt: skip
     tile = backward_tile(width, q.dtype)
     tiles = triton.cdiv(docs.longest, min(tile.queries, tile.keys))
     _grads[(heads, 2 * tiles, _slots(docs))](
@@ -217,15 +222,19 @@ def _forward(
 
 @triton.jit
 def _delta(
-    grad_out, out, delta, tokens, grad_stride, out_stride, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr
-):
-    """rowsum(dO * O), fp32 [N, T]."""
+    grad_out, out, delta, theirs, stats, tokens, grad_stride, out_stride, N: tl.constexpr, H: tl.constexpr,
+    BH: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """rowsum(dO * O), fp32 [N, T]; with BY_TOKEN also our stats of `theirs` [T, N]."""
     head = tl.program_id(1)
     first, rows = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
     grad = _load(grad_out, first, rows, tokens, 0, grad_stride, head, H, BH).to(tl.float32)
     value = _load(out, first, rows, tokens, 0, out_stride, head, H, BH).to(tl.float32)
-    line = delta + head.to(tl.int64) * tokens + first + rows
-    tl.store(line, tl.sum(grad * value, 1), mask=first + rows < tokens)
+    line, real = head.to(tl.int64) * tokens + first + rows, first + rows < tokens
+    tl.store(delta + line, tl.sum(grad * value, 1), mask=real)
+    if BY_TOKEN:
+        natural = tl.load(theirs + (first + rows).to(tl.int64) * N + head, mask=real, other=0.0)
+        tl.store(stats + line, natural * 1.4426950408889634, mask=real)
 
 
 @triton.jit
