@@ -8,8 +8,6 @@ import torch
 from graftune import remembered
 from graftune.kernels.attention import Documents, timing
 
-APART = timing.Apart(64, 96)
-
 
 @pytest.fixture
 def choose(monkeypatch, tmp_path):
@@ -27,7 +25,8 @@ def choose(monkeypatch, tmp_path):
 
         monkeypatch.setattr(timing, "_time", time)
         docs = Documents(torch.tensor([0, tokens], dtype=torch.int32), None, longest)
-        found = timing.fastest(("cudnn", "triton"), docs, tokens, heads, torch.bfloat16, 0.25, APART)
+        case = timing.Case(tokens, heads, torch.bfloat16, 0.25, 64, 96)
+        found = timing.fastest(("cudnn", "triton"), docs, case)
         return found, timed
 
     return chosen

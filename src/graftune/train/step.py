@@ -119,9 +119,9 @@ class Step:
         from graftune.kernels.attention import timing
 
         block, names = self.decoder.blocks[0], (self.backend, *self.other_backends)
-        rows = timing.Apart(apart(block.o.width_in, block.o.room), apart(block.qkv.width_out, block.qkv.room))
-        how = block.heads, self.decoder.compute, block.score_scale, rows
-        self.backend = timing.fastest(names, documents, tokens, *how)
+        rows = apart(block.o.width_in, block.o.room), apart(block.qkv.width_out, block.qkv.room)
+        case = timing.Case(tokens, block.heads, self.decoder.compute, block.score_scale, *rows)
+        self.backend = timing.fastest(names, documents, case)
         self.other_backends = ()
 
     def update_step(self) -> torch.Tensor:

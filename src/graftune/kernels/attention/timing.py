@@ -24,43 +24,38 @@ LARGE = 4096  # tokens from which cuDNN, where it is, needs no comparison
 CALLS, ROUNDS = 4, 5
 
 
-class Apart(NamedTuple):
-    """How far apart the rows of buffers with room lie; those of qkv and of the output's gradient have none."""
+class Case(NamedTuple):
+    """What is timed. Rows of buffers with room lie apart; those of qkv and of the output's gradient have none."""
 
-    out: int
-    grads: int  # of qkv's gradient, where the backend has no buffers of its own
+    tokens: int
+    heads: tuple[int, int, int]  # N, K, H
+    dtype: torch.dtype
+    scale: float
+    out_apart: int
+    grads_apart: int  # of qkv's gradient, where the backend has no buffers of its own
 
 
-def fastest(
-    names: Sequence[str],
-    docs: Documents,
-    tokens: int,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    scale: float,
-    apart: Apart,
-) -> str:
+def fastest(names: Sequence[str], docs: Documents, case: Case) -> str:
     """The name of the fastest backend on random values in these documents. It waits for the device."""
-    if len(names) == 1 or (tokens >= LARGE and "cudnn" in names):
+    if len(names) == 1 or (case.tokens >= LARGE and "cudnn" in names):
         return names[0]
-    key = _key(names, docs, tokens, heads, dtype, apart)
+    key = _key(names, docs, case)
     known = remembered.recall(REMEMBERED).get(key)
     if known in names:
         return str(known)
-    times = {name: _time(_pass(name, docs, tokens, heads, dtype, scale, apart)) for name in names}
+    times = {name: _time(_pass(name, docs, case)) for name in names}
     best = min(times, key=times.__getitem__)
     remembered.remember(REMEMBERED, key, best, KEPT)
     return best
 
 
-def _key(
-    names: Sequence[str], docs: Documents, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, apart: Apart
-) -> str:
+def _key(names: Sequence[str], docs: Documents, case: Case) -> str:
     """All that the choice depends on."""
     device, slots = docs.cu_seqlens.device, len(docs.cu_seqlens) - 1
     card = torch.cuda.get_device_name(device), torch.__version__, torch.backends.cudnn.version()
     packages = [_version(name) for name in ("graftune", "triton", "nvidia-cudnn-frontend")]
-    return "|".join(map(str, (FORMAT, *card, *packages, *names, dtype, *heads, tokens, slots, docs.longest, *apart)))
+    shape = case._replace(scale=0.0)  # which costs nothing
+    return "|".join(map(str, (FORMAT, *card, *packages, *names, *shape, slots, docs.longest)))
 
 
 def _version(package: str) -> str:
@@ -70,16 +65,8 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _pass(
-    name: str,
-    docs: Documents,
-    tokens: int,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    scale: float,
-    apart: Apart,
-) -> Callable[[], None]:
-    n, k, h = heads
+def _pass(name: str, docs: Documents, case: Case) -> Callable[[], None]:
+    tokens, (n, k, h), dtype, scale, out_apart, grads_apart = case
     device = docs.cu_seqlens.device
 
     def random(count: int, distance: int) -> torch.Tensor:
@@ -87,8 +74,8 @@ def _pass(
         return rows[:, : count * h].unflatten(1, (count, h))
 
     q, keys, values = random(n + 2 * k, (n + 2 * k) * h).split([n, k, k], 1)
-    place, grad = random(n, apart.out), random(n, n * h)
-    first, second, third = random(n + 2 * k, apart.grads).split([n, k, k], 1)
+    place, grad = random(n, out_apart), random(n, n * h)
+    first, second, third = random(n + 2 * k, grads_apart).split([n, k, k], 1)
     spare = first, second, third
 
     def run() -> None:
