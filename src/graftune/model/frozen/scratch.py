@@ -7,7 +7,7 @@ the room by placing the adapters behind it, since a product reads both. (Dequant
 at training's row counts a product does hundreds of operations for each value it reads, and a library's product at full
 speed behind a pass at the memory's speed loses a few percent; a product of our own would lose more.)
 
-Only the stream of the products may use it, one product after the other. model/run.py's second stream reads activations
+Only the stream of the products may use it, one product after the other. model/run.py's other streams read activations
 and adapters, never a weight, so nothing else has to wait. A second buffer, to dequantise the next weight beside the
 present product, would be another Scratch given to every other weight; it has not been needed.
 """
