@@ -190,15 +190,9 @@ def products(group: Group, tokens: int, quick: bool) -> dict[str, float]:
     x_rows, y_rows = Rows(x_codes, t_scale), Rows(y_codes, t_scale)
     found["h with codes"] = timed(lambda i: fp8.down(group.x[i], group.adapters[0][0], x_rows, shift), 2)
     found["g with codes"] = timed(lambda i: fp8.up_backward(group.grad[i], group.low(0), y_rows, shift), 2)
-    found["g quantising dY"] = timed(
-        lambda i: fp8.up_backward(group.grad[i], group.low(0), y_rows, shift, ones[:out]), 2
-    )
     grad_up = torch.zeros(out, RANK, device=device)
     found["g and dB"] = timed(lambda i: lora_linear.up_both(group.grad[i], group.low(0), grad_up), 2)
-    for name, factor in (("with codes", None), ("quantising dY", ones[:out])):
-        found[f"g and dB {name}"] = timed(
-            lambda i, f=factor: fp8.up_both(group.grad[i], group.low(0), grad_up, y_rows, shift, f), 2
-        )
+    found["g and dB with codes"] = timed(lambda i: fp8.up_both(group.grad[i], group.low(0), grad_up, y_rows, shift), 2)
     found["share y, addmm"] = timed(lambda i: lora_linear.add_(group.grad[i], group.low(0)), 2)
     found["share dX, addmm"] = timed(lambda i: group.x[i].addmm_(group.h, group.adapters[0][0]), 2)
     turned = fp8.buffer(into, len(group.weights[0].whole), device)
@@ -233,13 +227,13 @@ def swiglus(shape: Shape, tokens: int) -> dict[str, float]:
     gate_up, grad = [random(tokens, 2 * f) for _ in range(2)], [random(tokens, f) for _ in range(2)]
     out, act = torch.empty_like(gate_up[0]), torch.empty_like(grad[0])
     ones, reach = torch.ones(2 * f, device=device), torch.ones((), device=device)
-    codes = fp8.buffer(tokens, f, device)
+    codes, wide = fp8.buffer(tokens, f, device), fp8.buffer(tokens, 2 * f, device)
     return {
         "swiglu": timed(lambda i: swiglu.forward(gate_up[i], act), 2),
         "swiglu to codes": timed(lambda i: fp8.act(gate_up[i], act, codes, reach=reach), 2),
         "swiglu back": timed(lambda i: swiglu.backward(grad[i], gate_up[i], out, act), 2),
-        "swiglu back with scale": timed(
-            lambda i: fp8.act_backward(grad[i], gate_up[i], out, act, ones, reach=reach), 2
+        "swiglu back to codes": timed(
+            lambda i: fp8.act_backward(grad[i], gate_up[i], out, act, wide, ones, reach=reach), 2
         ),
     }
 
@@ -272,8 +266,7 @@ def layer(found: dict[str, dict[str, float]], pro: dict[str, float]) -> dict[str
     rooms = total("fp8 forward with room", "fp8 dX with room")
     fused = (
         2 * pro["norm to codes"] + 2 * pro["norm back to codes"] + pro["swiglu to codes"]
-        + pro["swiglu back with scale"] + total("h with codes") + found["gate_up"]["g and dB quantising dY"]
-        + sum(found[g]["g and dB with codes"] for g in ("qkv", "o", "down"))
+        + pro["swiglu back to codes"] + total("h with codes", "g and dB with codes")
         + found["o"]["quantise x"] + found["qkv"]["quantise dY"]
     )  # fmt: skip
     return {
@@ -330,7 +323,7 @@ def rate(what: str, us: float, group: Group, tokens: int) -> str:
     if what.startswith(("bf16", "fp8")):
         return f"  {2e-6 * tokens * group.out * group.into / us:7.0f} TFLOP/s"
     sides = {"quantise x": 3 * group.into, "quantise dY": 3 * group.out, "h": 2 * group.into, "g": 2 * group.out}
-    sides |= {"h with codes": 2 * group.into, "g with codes": 2 * group.out, "g quantising dY": 3 * group.out}
+    sides |= {"h with codes": 2 * group.into, "g with codes": 2 * group.out}
     if what.startswith("transpose"):
         return f"  {2e-6 * group.out * group.into / us:7.2f} TB/s"
     return f"  {1e-6 * tokens * sides[what] / us:7.2f} TB/s" if what in sides else ""

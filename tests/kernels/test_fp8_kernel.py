@@ -275,7 +275,6 @@ def test_down(kernels_on, device, tokens, width, n, dtype, normed):
 
 
 @pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("quantising", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "group", "dtype"),
     [
@@ -284,37 +283,32 @@ def test_down(kernels_on, device, tokens, width, n, dtype, normed):
         (260, GROUPS[3], DTYPES[1]),  # tokens are split
     ],
 )
-def test_up_backward(kernels_on, device, tokens, group, dtype, quantising, both):
+def test_up_backward(kernels_on, device, tokens, group, dtype, both):
     rank, columns, out, into = group
     given = adapters(out, into, rank, columns, dtype, size=1.0, device=device)
-    grad, factor = rows_of(tokens, out, dtype), torch.rand(out).add(0.1)
-    want = torch.empty(tokens, out, dtype=E4M3)
-    scale = reference.quantise(grad, want, factor, None)
+    grad = rows_of(tokens, out, dtype)
+    scale = reference.scale_of(grad.float())
     room, shift = fp8.room_of(len(given.down)), torch.tensor(0.5)
     wide, codes = poisoned(tokens, out + room, device)
-    more = factor.to(device) if quantising else None
     rows, low = Rows(codes, scale.to(device)), low_of(given, tokens, device)
     h = torch.randn(low.h.shape).to(dtype)
     low = low._replace(h=h.to(device))
     if both:
         total = torch.ones(given.up.shape, device=device)
-        g = fp8.up_both(grad.to(device), low, total, rows, shift.to(device), more)
+        g = fp8.up_both(grad.to(device), low, total, rows, shift.to(device))
         sums = [
             2.0 * grad.float()[:, c].t() @ h.float()[:, i] for c, _, i in lora_linear.members(columns, rank)
         ]  # fmt: skip
         close(total, 1 + torch.cat(sums), 1e-4)
     else:
-        g = fp8.up_backward(grad.to(device), low, rows, shift.to(device), more)
+        g = fp8.up_backward(grad.to(device), low, rows, shift.to(device))
     exact = [grad.float()[:, a:b] @ given.up.float().cpu()[r] for (a, b), r in _members(given)]
     close(g, 2.0 * torch.cat(exact, 1), CLOSE[dtype])
     tail = torch.zeros(tokens, room, dtype=torch.uint8).view(E4M3)
     reference.lay(g.cpu(), scale, shift, tail)
     neighbours(codes[:, out:], tail)
     assert untouched(wide, codes)
-    if quantising:
-        assert same(codes[:, :out], want)
-    else:
-        assert (codes[:, :out].view(torch.uint8) == 0x7F).all()
+    assert (codes[:, :out].view(torch.uint8) == 0x7F).all()
 
 
 def _members(given: Adapters) -> list[tuple[tuple[int, int], slice]]:
@@ -392,20 +386,27 @@ def test_act(kernels_on, device, tokens, width, one, dtype, reach, monkeypatch):
 
 @pytest.mark.parametrize("reach", [None, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 144), (3, 2064)])
-def test_act_backward(kernels_on, device, tokens, width, dtype, reach):
+@pytest.mark.parametrize(("tokens", "width", "block"), [(1, 16, 1 << 12), (5, 144, 64), (3, 2064, 1 << 12)])
+def test_act_backward(kernels_on, device, tokens, width, block, dtype, reach, monkeypatch):
+    from graftune.kernels.fp8 import gated
+
+    monkeypatch.setattr(gated, "ACT_BLOCK", block)
     gate_up, grad = rows_of(tokens, 2 * width, dtype).to(device), rows_of(tokens, width, dtype, seed=1).to(device)
     factor = torch.rand(2 * width).add(0.1).to(device)
     bound = None if reach is None else torch.tensor(reach).to(device)
     out, act = torch.full_like(gate_up, NAN), torch.full_like(grad, NAN)
-    scale = fp8.act_backward(grad, gate_up, out, act, factor, reach=bound)
+    wide, codes = poisoned(tokens, 2 * width, device)
+    scale = fp8.act_backward(grad, gate_up, out, act, codes, factor, reach=bound)
     want_out, want_act = (torch.empty(t.shape, device=device) for t in (out, act))
     swiglu.reference.backward(grad.float(), gate_up.float(), want_out, want_act)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     close(out, want_out, tolerance)
     close(act, want_act, tolerance)
-    wanted = reference.scale_of(out.float() * factor, bound)
+    want = torch.empty(codes.shape, dtype=E4M3, device=device)
+    wanted = reference.quantise(out, want, factor, bound)
     torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
+    neighbours(codes, want)
+    assert untouched(wide, codes)
 
 
 def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False):
@@ -525,8 +526,8 @@ def test_the_ways_agree(kernels_on, device):
     gate_up, grad_act = rows_of(tokens, out, torch.bfloat16), rows_of(tokens, out // 2, torch.bfloat16, 1)
     grad, act = torch.full((tokens, out), NAN), torch.full((tokens, out // 2), NAN)
     grad, act = grad.bfloat16().to(device), act.bfloat16().to(device)
-    scale = weight.act_backward(grad_act.to(device), gate_up.to(device), grad, act)
-    grad_x, g = weight.backward(grad, low, scale=scale)
+    rows = weight.act_backward(grad_act.to(device), gate_up.to(device), grad, act)
+    grad_x, g = weight.backward(grad, low, rows=rows)
     want_g = torch.cat(
         [2.0 * grad.cpu().float()[:, a:b] @ given.up.float().cpu()[r] for (a, b), r in _members(given)], 1
     )
@@ -537,7 +538,7 @@ def test_the_ways_agree(kernels_on, device):
     assert torch.equal(g_alone, g)
     sums = torch.zeros(given.up.shape, device=device)
     low = low._replace(h=torch.ones_like(low.h, dtype=torch.bfloat16))
-    again, g_again = weight.backward(grad, low, scale=scale, grad_up=sums)
+    again, g_again = weight.backward(grad, low, rows=rows, grad_up=sums)
     close(again, grad_x, 0.01)
     close(g_again, g, 8e-3)
     close(sums[:, 0], 2.0 * grad.float().sum(0), 1e-3)

@@ -48,9 +48,11 @@ def test_gated_units_beside_codes(kernels_on, device, tokens, width):
     gate_up, grad = inputs(tokens, width, torch.bfloat16, device)
     factor, reach = torch.rand(2 * width, device=device) + 0.5, torch.tensor(0.3, device=device)
     out, act = torch.empty_like(gate_up), torch.empty_like(grad)
-    scale = fp8.act_backward(grad, gate_up, out, act, factor, reach=reach)
-    scale_ = fp8.act_backward(grad, gate_up, gate_up, grad, factor, reach=reach)
+    codes, codes_ = (fp8.buffer(tokens, 2 * width, torch.device(device), zero=True) for _ in range(2))
+    scale = fp8.act_backward(grad, gate_up, out, act, codes, factor, reach=reach)
+    scale_ = fp8.act_backward(grad, gate_up, gate_up, grad, codes_, factor, reach=reach)
     assert torch.equal(gate_up, out) and torch.equal(grad, act) and torch.equal(scale, scale_)
+    assert torch.equal(codes.view(torch.uint8), codes_.view(torch.uint8)) and codes.float().abs().max() > 0
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2"])

@@ -236,13 +236,13 @@ def mlp_half_backward(
         first, second = block.plain_mlp
         grad_act, g = second.backward(grad_out, h_down, run, rows=codes)
         assert grad_act is not None
-        grad_gate_up, act, scale = first.act_backward(grad_act, gate_up, run, block.activation)
+        grad_gate_up, act, rows = first.act_backward(grad_act, gate_up, run, block.activation)
         del grad_act
         second.learn(grad_out, g, act, run)
         del act
-        grad_read, g = first.backward(grad_gate_up, h_gate_up, run, scale=scale)
+        grad_read, g = first.backward(grad_gate_up, h_gate_up, run, rows=rows)
         first.learn(grad_gate_up, g, x, run, norm)
-        del grad_gate_up
+        del grad_gate_up, rows
     assert grad_read is not None
     return _enter_backward(
         block.mlp_norm, grad_read, x, rstd, grad, run, _wrote(block, block.o, block.attention_out_norm)

@@ -15,8 +15,8 @@ way back) the share is added apart, and buffers are exact.
 Full-parameter training is the same class over a weight that trains: `learn` then adds dW instead of dA.
 
 A weight in fp8 reads codes, not these buffers: where it can, the kernel that writes x or dY writes its codes
-(`after_norm`, `after_act`, `norm_backward`) or leaves the scale at which the kernel of g writes them (`act_backward`),
-and the thin products of the adapters write theirs (frozen/fp8.py).
+(`after_norm`, `after_act`, `act_backward`, `norm_backward`), and the thin products of the adapters write theirs
+(frozen/fp8.py).
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Projection:
 
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """swiglu.backward -> (our gradient buffer, the activation, `scale` for `backward`). The kernels go value by
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows | None]:
+        """swiglu.backward -> (our gradient buffer, the activation, `rows` for `backward`). The kernels go value by
         value, so with them these lie where gate_up, a wide product of ours, and grad_act did."""
         if launch.fused(gate_up):
             grad, act = gate_up, grad_act
@@ -183,11 +183,10 @@ class Projection:
         h: torch.Tensor | None,
         run: Pass,
         need_input: bool = True,
-        scale: torch.Tensor | None = None,
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `scale` and `rows`: what `act_backward` or
-        `norm_backward` left."""
+        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `rows`: what `act_backward` or `norm_backward`
+        left."""
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
@@ -198,7 +197,7 @@ class Projection:
             wide = low.rank > lora_linear.THIN
             run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h, product=wide)
         if codes is not None and need_input:
-            return codes.backward(grad_y, low, scale=scale, rows=rows, grad_up=lora.grad_up if long else None)
+            return codes.backward(grad_y, low, rows=rows, grad_up=lora.grad_up if long else None)
         g = lora_linear.up_both(grad_y, low, lora.grad_up, tail) if long else lora_linear.up_backward(grad_y, low, tail)
         if not need_input:
             return None, g

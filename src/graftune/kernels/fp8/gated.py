@@ -1,14 +1,19 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""SwiGLU beside fp8 products: forward it writes the codes that `down` reads, and on the way back it leaves the scale of
-gate_up's.
+"""SwiGLU beside fp8 products: forward it writes the codes that `down` reads, and on the way back those of gate_up's
+gradient.
 
 Bytes a token (F = 14336 at 8B; 2 a value, 1 a code), apart and here:
 
     forward     reads 4 F, writes the activation 2 F (h reads it). Apart 2 F are read again and codes written, 1 F.
                 Here only the codes: 1 F.
-    way back    reads 6 F, writes 4 F + 2 F. Apart dY is read again for g and again for the codes, 4 F each, and these
-                are written, 2 F. Here the row's scale comes of writing dY, and whoever reads dY for g (lora_linear)
-                writes the codes at that scale: 4 F + 2 F.
+    way back    reads 6 F, writes 4 F + 2 F, and g reads dY, 4 F. Apart dY is read once more for the codes, 4 F, and
+                these are written, 2 F. Here a program reads back the row that it has just written: from memory only
+                the 2 F go.
+
+The row comes back from cache if few are under way: 2 to a multiprocessor with 16 warps each, of 115 kB with its
+activation and codes, are 30 MB, and a large chip's second level has 50. Small programs, 16 rows to a multiprocessor,
+would leave it. Rejected: the row in registers whole (spilled with 16 warps as with 32), and codes written by the kernel
+of g and dB, at a scale left here (255 registers there: 301 microseconds at 8B and 8192 tokens, 138 without codes).
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from graftune.kernels.launch import power_of_two
 from graftune.kernels.swiglu.kernel import _act as unit
 
 ONE_ACT = 1 << 14  # values of a SwiGLU row that one program holds
-ACT_BLOCK = 2048
+ACT_BLOCK = 4096  # values of each of gate, up and grad at a time, on the way back
+EACH = 8  # of them a thread: 16 bytes
 
 
 @triton.jit
@@ -70,30 +76,45 @@ def _act(
 
 @triton.jit
 def _act_backward(
-    grad_ptr, gate_up_ptr, factor_ptr, reach_ptr, out_ptr, act_ptr, scale_ptr, F, grad_stride, out_stride, act_stride,
-    REACH: tl.constexpr, B: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    grad_ptr, gate_up_ptr, factor_ptr, reach_ptr, out_ptr, act_ptr, codes_ptr, scale_ptr, F, grad_stride, out_stride,
+    act_stride, codes_stride, REACH: tl.constexpr, B: tl.constexpr, EACH: tl.constexpr, LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kind = out_ptr.dtype.element_ty
-    most, total = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
+    gate_up_ptr += row * (2 * F)
+    grad_ptr += row * grad_stride
+    out_ptr += row * out_stride
+    act_ptr += row * act_stride
+    codes_ptr += row * codes_stride
+    # Reduced within threads at once: a number for each value would be 16 registers a thread.
+    most, total = tl.zeros([B // EACH], tl.float32), tl.zeros([B // EACH], tl.float32)
     for start in range(0, F, B):
         cols = start + tl.arange(0, B)
         inside = cols < F
-        gate = tl.load(gate_up_ptr + row * (2 * F) + cols, inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + row * (2 * F) + F + cols, inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row * grad_stride + cols, inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up_ptr + cols, inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + F + cols, inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + cols, inside, other=0.0).to(tl.float32)
         silu, slope = unit(gate, False)
         of_gate = (grad * up * slope).to(kind)
         of_up = (grad * silu).to(kind)
-        tl.store(out_ptr + row * out_stride + cols, of_gate, inside)
-        tl.store(out_ptr + row * out_stride + F + cols, of_up, inside)
-        tl.store(act_ptr + row * act_stride + cols, (silu * up).to(kind), inside)
+        tl.store(out_ptr + cols, of_gate, inside)
+        tl.store(out_ptr + F + cols, of_up, inside)
+        tl.store(act_ptr + cols, (silu * up).to(kind), inside)
         a = of_gate.to(tl.float32) * tl.load(factor_ptr + cols, inside, other=0.0)
         b = of_up.to(tl.float32) * tl.load(factor_ptr + F + cols, inside, other=0.0)
-        most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
-        total += a * a + b * b
+        most = tl.maximum(most, tl.max(tl.reshape(tl.maximum(tl.abs(a), tl.abs(b)), [B // EACH, EACH]), 1))
+        total += tl.sum(tl.reshape(a * a + b * b, [B // EACH, EACH]), 1)
     scale = scale_of(tl.max(most, 0), tl.sum(total, 0), reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
     tl.store(scale_ptr + row, scale)
+    inverse = tl.div_rn(1.0, scale)
+    tl.debug_barrier()  # what is read now, other threads may have written
+    for start in range(0, 2 * F, B):
+        cols = start + tl.arange(0, B)
+        inside = cols < 2 * F
+        z = tl.load(out_ptr + cols, inside, other=0.0).to(tl.float32)
+        z *= tl.load(factor_ptr + cols, inside, other=0.0)
+        tl.store(codes_ptr + cols, (z * inverse).to(codes_ptr.dtype.element_ty), inside)
 
 
 def act(gate_up: torch.Tensor, out: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
@@ -112,13 +133,16 @@ def act_backward(
     gate_up: torch.Tensor,
     out: torch.Tensor,
     act: torch.Tensor,
+    codes: torch.Tensor,
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, width = grad.shape
     scale = torch.empty(tokens, dtype=torch.float32, device=grad.device)
+    block = min(ACT_BLOCK, power_of_two(width, EACH))
     _act_backward[(tokens,)](
-        grad, gate_up, factor, reach, out, act, scale, width, grad.stride(0), out.stride(0), act.stride(0),
-        REACH=reach is not None, B=min(ACT_BLOCK, power_of_two(width)), LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=4,
+        grad, gate_up, factor, reach, out, act, codes, scale, width, grad.stride(0), out.stride(0), act.stride(0),
+        codes.stride(0), REACH=reach is not None, B=block, EACH=EACH, LARGEST=LARGEST, SMALLEST=SMALLEST,
+        num_warps=max(1, block // (32 * EACH)),
     )  # fmt: skip
     return scale

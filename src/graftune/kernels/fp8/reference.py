@@ -194,9 +194,10 @@ def act_backward(
     gate_up: torch.Tensor,
     out: torch.Tensor,
     act: torch.Tensor,
+    codes: torch.Tensor,
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
-    """SwiGLU's way back, and the scale that dY * factor has."""
+    """SwiGLU's way back into `out` and `act`, and out times `factor` into `codes`; returns the scale."""
     swiglu.backward(grad, gate_up, out, act)
-    return scale_of(out.float() * factor, reach)
+    return quantise(out, codes, factor, reach)

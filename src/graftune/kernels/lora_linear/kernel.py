@@ -4,8 +4,8 @@
 grid would be too small for the chip, the sum is split, the parts are written aside in fp32 and added in a fixed order
 (`add_up`): the same bits every time, which atomics would not give.
 
-Beside a weight in fp8 the same kernels fill the 8-bit rows that the product reads (`Codes`): whoever has the values
-writes their codes. The switches are constants of the compilation; without codes, nothing of it is there.
+Beside a weight in fp8 the thin products also go behind the 8-bit rows that the product reads (`Codes`). The switch is a
+constant of the compilation; without codes, nothing of it is there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Codes(NamedTuple):
     width: int
     scale: torch.Tensor  # [T] fp32, by which a row is divided
     shift: torch.Tensor  # 0-dim fp32, by which the thin product is multiplied besides
-    factor: torch.Tensor | None = None  # [width] fp32: then the wide side, times this, goes before it
 
     @property
     def tail(self) -> torch.Tensor:
@@ -58,14 +57,14 @@ def lay_pieces(value, place, distance, mask, kind: tl.constexpr):
 
 @triton.jit
 def _rows(
-    y_ptr, w_ptr, out_ptr, tail_ptr, rstd_ptr, norm_ptr, codes_ptr, factor_ptr, code_scale_ptr, shift_ptr,
+    y_ptr, w_ptr, out_ptr, tail_ptr, rstd_ptr, norm_ptr, code_scale_ptr, shift_ptr,
     tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride, scale,
     c0, c1, c2, s0, s1, s2, o0, o1, o2, R: tl.constexpr, RP: tl.constexpr,
-    NORM: tl.constexpr, TAIL: tl.constexpr, CODES: tl.constexpr, LAY: tl.constexpr, ENCODE: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]. NORM: of what a norm makes
-    of y. With codes, LAY: the result goes to the tail as such; ENCODE: and y before it."""
+    of y. LAY: the result goes to the tail as codes."""
     member = tl.program_id(1)
     start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
     stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
@@ -75,8 +74,6 @@ def _rows(
     alive = at < tokens
     ranks = tl.arange(0, RP)
     acc = tl.zeros([BT, RP], tl.float32)
-    if CODES:
-        inverse = tl.div_rn(1.0, tl.load(code_scale_ptr + at, alive, other=1.0))
     first = split * per_split
     for c in range(first, min(first + per_split, stop - start), BC):
         local = c + tl.arange(0, BC)
@@ -92,10 +89,6 @@ def _rows(
         if NORM:
             w = (w.to(tl.float32) * tl.load(norm_ptr + local, inside, other=0.0)[:, None]).to(w.dtype)
         acc = tl.dot(y, w, acc, input_precision=PRECISION)
-        if ENCODE:
-            z = y.to(tl.float32) * tl.load(factor_ptr + start + local, inside, other=0.0)[None, :] * inverse[:, None]
-            place = codes_ptr + at[:, None].to(tl.int64) * tail_stride + (start + local)[None, :]
-            tl.store(place, z.to(codes_ptr.dtype.element_ty), alive[:, None] & inside[None, :])
     acc *= scale
     if NORM:
         acc *= tl.load(rstd_ptr + at, alive, other=0.0)[:, None]
@@ -107,6 +100,7 @@ def _rows(
         tl.store(tail_ptr + at[:, None].to(tl.int64) * tail_stride + member * R + ranks[None, :], value, mask)
     if LAY:
         place = tail_ptr + at[:, None].to(tl.int64) * tail_stride + member * R + ranks[None, :]
+        inverse = tl.div_rn(1.0, tl.load(code_scale_ptr + at, alive, other=1.0))
         share = value.to(tl.float32) * (inverse * tl.load(shift_ptr))[:, None]
         lay_pieces(share, place, out_stride, mask, tail_ptr.dtype.element_ty)
 
@@ -174,14 +168,13 @@ def rows(
     assert out.is_contiguous()
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=y.device)
     strides = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
-    laid, factor, code_scale, shift = given(codes)
+    code_scale, shift = given(codes)
     behind = tail if codes is None else codes.tail
     _rows[(triton.cdiv(tokens, bt), len(columns), splits)](
-        y, weight, parts, behind, rstd, norm, laid, factor, code_scale, shift, tokens, per_split, y.stride(0), *strides,
-        out.numel(), out.stride(0), behind.stride(0) if behind is not None else 0, scale, *starts, *stops, *offsets,
-        R=rank, RP=rp, NORM=rstd is not None, TAIL=tail is not None and splits == 1, CODES=codes is not None,
-        LAY=codes is not None and splits == 1, ENCODE=factor is not None, BT=bt, BC=bc, PRECISION=precision(y),
-        num_warps=warps, num_stages=stages,
+        y, weight, parts, behind, rstd, norm, code_scale, shift, tokens, per_split, y.stride(0), *strides, out.numel(),
+        out.stride(0), behind.stride(0) if behind is not None else 0, scale, *starts, *stops, *offsets, R=rank, RP=rp,
+        NORM=rstd is not None, TAIL=tail is not None and splits == 1, LAY=codes is not None and splits == 1, BT=bt,
+        BC=bc, PRECISION=precision(y), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         add_up(parts, out, add=False, tail=tail, codes=codes)
@@ -203,7 +196,7 @@ def add_up(
     n, many, width = out.numel(), power_of_two(parts.shape[0]), out.shape[-1]
     block = min(1024, max(32, 4096 // many), max(32, power_of_two(n // 256)))  # enough programs for the chip
     each = [*counts, 0, 0][:3] if counts else [len(parts)] * 3
-    _, _, scale, shift = given(codes)
+    scale, shift = given(codes)
     behind = tail if codes is None else codes.tail
     _add[(triton.cdiv(n, block),)](
         parts, out, behind, scale, shift, n, width, width // len(counts or [1]), *each,
@@ -214,8 +207,8 @@ def add_up(
 
 
 def given(codes: Codes | None) -> tuple[torch.Tensor | None, ...]:
-    """(rows, factor, scale, shift) for a kernel, none of them where there are no codes."""
-    return (None,) * 4 if codes is None else (codes.rows, codes.factor, codes.scale, codes.shift)
+    """(scale, shift) for a kernel, neither where there are no codes."""
+    return (None, None) if codes is None else (codes.scale, codes.shift)
 
 
 def clear(thin: int, tail: torch.Tensor | None, codes: Codes | None) -> None:

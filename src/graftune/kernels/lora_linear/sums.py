@@ -67,10 +67,9 @@ def _columns(
 
 @triton.jit
 def _both(
-    y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, codes_ptr, factor_ptr, code_scale_ptr,
-    tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, codes_stride, scale,
+    y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
     c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_columns` and `_rows` of one y in one pass over it: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and
     for this block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
@@ -87,8 +86,6 @@ def _both(
     w = tl.load(
         w_ptr + (row + local)[:, None].to(tl.int64) * w_stride + ranks[None, :], inside[:, None] & real, other=0.0
     )
-    if ENCODE:
-        factor = tl.load(factor_ptr + cols, inside, other=0.0)
     acc = tl.zeros([BC, RP], tl.float32)
     first = split * per_split
     part = g_ptr + block.to(tl.int64) * g_stride + member * R + ranks[None, :]
@@ -100,11 +97,6 @@ def _both(
         h = tl.load(h_ptr + there * h_stride + member * R + ranks[None, :], alive & real, other=0.0)
         acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
         tl.store(part + there * WIDTH, tl.dot(y, w, input_precision=PRECISION) * scale, alive & real)
-        if ENCODE:
-            inverse = tl.div_rn(1.0, tl.load(code_scale_ptr + at, at < tokens, other=1.0))
-            z = y.to(tl.float32) * factor[None, :] * inverse[:, None]
-            place = codes_ptr + there * codes_stride + cols[None, :]
-            tl.store(place, z.to(codes_ptr.dtype.element_ty), alive & inside[None, :])
     where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * R + ranks[None, :]
     acc *= scale
     if ADD:
@@ -166,8 +158,7 @@ def both(
     """`sum_columns_` into total and `rows` of the same y, read once."""
     assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or codes is None)
     tokens, rp = len(y), power_of_two(rank, 16)
-    encodes = codes is not None and codes.factor is not None
-    bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], encodes)
+    bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0])
     starts, stops, offsets, counts = kernel.places(columns, bc)
     blocks, members = sum(counts), counts[: len(columns)]
     splits = max(1, min(triton.cdiv(tokens, 4 * bt), programs // blocks))  # all at once: a few more would wait for all
@@ -176,12 +167,10 @@ def both(
     sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
     parts = torch.empty(max(members), tokens, rank * len(columns), dtype=torch.float32, device=y.device)
     g = torch.empty(parts.shape[1:], dtype=y.dtype, device=y.device)
-    laid, factor, code_scale, _ = kernel.given(codes)
     _both[(blocks, splits)](
-        y, h, weight, parts, sums, laid, factor, code_scale, tokens, per_split, y.stride(0), h.stride(0),
-        weight.stride(0), g.numel(), total.numel(), laid.stride(0) if laid is not None else 0, scale, *starts, *stops,
-        *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc, ADD=splits == 1, ENCODE=encodes,
-        PRECISION=kernel.precision(y), num_warps=warps, num_stages=stages,
+        y, h, weight, parts, sums, tokens, per_split, y.stride(0), h.stride(0), weight.stride(0), g.numel(),
+        total.numel(), scale, *starts, *stops, *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc,
+        ADD=splits == 1, PRECISION=kernel.precision(y), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     kernel.add_up(parts, g, add=False, tail=tail, counts=members, codes=codes)
     if splits > 1:
@@ -190,10 +179,10 @@ def both(
     return g
 
 
-def _both_tile(rank: int, tokens: int, width: int, encodes: bool) -> tuple[int, int, int, int, int]:
+def _both_tile(rank: int, tokens: int, width: int) -> tuple[int, int, int, int, int]:
     """Columns and tokens of a tile, warps, stages, programs wanted."""
     if rank > 32:
         return 128, 64, 4, 3, 264
     if tokens >= 2048:
-        return (128, 64, 8, 3, 264) if encodes else (256, 64, 4, 3, 264)
+        return 256, 64, 4, 3, 264
     return 128, 64 if width > 128 * 132 else 128, 4, 3, 264

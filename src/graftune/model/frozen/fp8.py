@@ -185,11 +185,11 @@ class Fp8(Roomy):
         h = fp8.down(x, share.down, rows, share.there.shift)
         return self._product(rows), h
 
-    def act_backward(
-        self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor
-    ) -> torch.Tensor:
-        """SwiGLU's way back into `out`, our dY, and `act` (kernels/swiglu); returns the scale for `backward`."""
-        return fp8.act_backward(grad_act, gate_up, out, act, self.scale, reach=self._share.back.reach)
+    def act_backward(self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> Rows:
+        """SwiGLU's way back into `out`, our dY, and `act` (kernels/swiglu); returns dY's codes for `backward`."""
+        codes, reach = self._buffer(len(out), self.out_features), self._share.back.reach
+        inner = codes[:, : self.out_features]
+        return Rows(codes, fp8.act_backward(grad_act, gate_up, out, act, inner, self.scale, reach=reach))
 
     def norm_backward(
         self,
@@ -212,20 +212,14 @@ class Fp8(Roomy):
         low: Low,
         *,
         grad_up: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left its
-        codes, with room for g's, or the scale that they shall have: the kernel of g then writes them."""
-        shift, factor = self._share.back.shift, None
-        if scale is not None:
-            rows, factor = Rows(self._buffer(len(grad), self.out_features), scale), self.scale
-        elif rows is None:
-            rows = self._rows(grad, self.scale, self._share.back.reach)
-        if grad_up is None:
-            g = fp8.up_backward(grad, low, rows, shift, factor)
-        else:
-            g = fp8.up_both(grad, low, grad_up, rows, shift, factor)
+        codes, with room for g's."""
+        reach, shift = self._share.back
+        if rows is None:
+            rows = self._rows(grad, self.scale, reach)
+        g = fp8.up_backward(grad, low, rows, shift) if grad_up is None else fp8.up_both(grad, low, grad_up, rows, shift)
         return self._way_back(rows), g
 
     def turn(self) -> None:
