@@ -9,7 +9,7 @@ import torch
 
 from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
-from graftune.kernels import fp8, launch, lora_linear, rms_norm, swiglu
+from graftune.kernels import fp8, launch, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.fp8 import E4M3, Rows, Share, reference
 from graftune.kernels.lora_linear import Low
 from graftune.kernels.room import Adapters
@@ -409,6 +409,65 @@ def test_act_backward(kernels_on, device, tokens, width, block, dtype, reach, mo
     assert untouched(wide, codes)
 
 
+HEADS = [
+    (1, (1, 1, 16)),
+    (5, (4, 2, 16)),
+    (3, (3, 1, 80)),  # neither heads nor halves are powers of two
+    (2, (16, 4, 128)),  # several warps, fewer of k and v than threads
+]
+
+
+def parts_of(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+    return qkv.unflatten(1, (-1, heads[2])).split([heads[0], heads[1], heads[1]], 1)
+
+
+@pytest.mark.parametrize("reach", [None, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads"), HEADS)
+def test_rope_backward(kernels_on, device, tokens, heads, dtype, reach, monkeypatch):
+    """Elsewhere and, to the same bit, in place; the codes are those of what was stored."""
+    width = (heads[0] + 2 * heads[1]) * heads[2]
+    angles = rows_of(tokens, heads[2] // 2)
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    given, factor = rows_of(tokens, width, dtype).to(device), torch.rand(width).add(0.1).to(device)
+    exact = torch.empty_like(given)
+    apart = tuple(part.contiguous() for part in parts_of(given, heads))
+    rope.finish_backward(apart, exact, cos, sin, heads, exact.new_empty(0))
+    bound = None if reach is None else torch.tensor(reach).to(device)
+    monkeypatch.setattr(rope, "finish_backward", None)  # one kernel does it all
+    here, elsewhere = (torch.full((tokens, width + 8), NAN, dtype=dtype, device=device) for _ in range(2))
+    here[:, :width] = given
+    for grads, out in ((apart, elsewhere), (parts_of(here[:, :width], heads), here)):
+        wide, codes = poisoned(tokens, width, device)
+        scale = fp8.rope_backward(grads, out[:, :width], cos, sin, heads, codes, factor, reach=bound)
+        close(out[:, :width], exact, CLOSE[dtype])
+        assert torch.equal(out[:, :width], elsewhere[:, :width]) and out[:, width:].isnan().all()
+        want = torch.empty(tokens, width, dtype=E4M3, device=device)
+        wanted = reference.quantise(out[:, :width], want, factor, bound)
+        torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
+        neighbours(codes, want)
+        assert untouched(wide, codes)
+
+
+@pytest.mark.parametrize(("turning", "added"), [(8, False), (16, True), (8, True)])
+def test_rope_backward_of_what_one_program_does_not_hold(kernels_on, device, turning, added):
+    """Heads that turn in part; dk and dv of every query head."""
+    tokens, heads, width = 5, (4, 2, 16), 8 * 16
+    angles = rows_of(tokens, turning // 2)
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    factor, bound = torch.rand(width).add(0.1).to(device), torch.tensor(0.3).to(device)
+    dq, dk, dv = (rows_of(tokens, n * 16, seed=n).view(tokens, n, 16).to(device) for n in (4, *[4 if added else 2] * 2))
+    grads = dq.bfloat16(), *((dk, dv) if added else (dk.bfloat16(), dv.bfloat16()))
+    out, exact = (torch.full((tokens, width), NAN, dtype=torch.bfloat16, device=device) for _ in range(2))
+    rope.finish_backward(grads, exact, cos, sin, heads, exact.new_empty(0))
+    want, (wide, codes) = torch.empty(tokens, width, dtype=E4M3, device=device), poisoned(tokens, width, device)
+    wanted = reference.quantise(exact, want, factor, bound)
+    scale = fp8.rope_backward(grads, out, cos, sin, heads, codes, factor, reach=bound)
+    assert torch.equal(out, exact) and untouched(wide, codes)
+    torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
+    neighbours(codes, want)
+
+
 def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False):
     """A weight with adapters settled, its values and the adapters'."""
     torch.manual_seed(out * into)
@@ -622,10 +681,12 @@ def test_refused(monkeypatch):
 )
 def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, long, coded):
     """Loss and gradients of a whole model: by the references as by the kernels, and near those of the fp32 base.
-    `coded`: how many gradients of the stream come with their codes, for o and down that have adapters."""
+    `coded`: how many gradients of the stream come with their codes, for o and down that have adapters; those of the
+    second block's qkv do so where these do."""
     folder, packed, calls = shallow_folder(variant, intermediate_size=96), batch(), []
-    plain = Fp8.norm_backward
-    monkeypatch.setattr(Fp8, "norm_backward", lambda self, *a: calls.append(1) or plain(self, *a))
+    for name in ("norm_backward", "rope_backward"):
+        plain = getattr(Fp8, name)
+        monkeypatch.setattr(Fp8, name, lambda self, *a, n=name, f=plain: calls.append(n) or f(self, *a))
     if long:
         monkeypatch.setattr("graftune.model.projection.LONG", 8)
     found, start = [], torch.empty(0)
@@ -648,7 +709,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         step.micro_step(packed.to(torch.device(where)))
         found.append((float(step.loss_sum), ours.arena.grads.cpu().clone()))
     (loss, grads), (by_reference, its), (by_kernels, theirs) = found
-    assert len(calls) == 2 * coded
+    assert calls.count("norm_backward") == 2 * coded and calls.count("rope_backward") == 2 * min(1, coded)
     assert by_kernels == pytest.approx(by_reference, rel=0.01) and by_reference == pytest.approx(loss, rel=0.05)
     cosine = torch.nn.functional.cosine_similarity
     assert cosine(its, theirs, 0) > 0.99 and cosine(its, grads, 0) > 0.95, (

@@ -158,19 +158,24 @@ def attention_half_backward(
     del grad_mixed
     if grad_qkv is None:  # only now: it need not lie beside attention's own memory
         grad_qkv = block.qkv.grad_buffer(x, len(x))
-    rope.finish_backward(
-        grads, grad_qkv[:, : block.qkv.width_out], *run.tables[block.rope], block.heads, raw,
-        q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
-        grad_q_norm=block.q_norm.grad if block.q_norm else None,
-        grad_k_norm=block.k_norm.grad if block.k_norm else None,
-    )  # fmt: skip
+    rows, tables = None, run.tables[block.rope]
+    if need_input and block.q_norm is None:
+        rows = block.qkv.rope_backward(grads, grad_qkv, tables, block.heads, run)
+    else:
+        rope.finish_backward(
+            grads, grad_qkv[:, : block.qkv.width_out], *tables, block.heads, raw,
+            q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
+            grad_q_norm=block.q_norm.grad if block.q_norm else None,
+            grad_k_norm=block.k_norm.grad if block.k_norm else None,
+        )  # fmt: skip
     del grads
     if block.qkv_bias is not None and block.qkv_bias.grad is not None:
         block.qkv_bias.grad.add_(grad_qkv[:, : block.qkv.width_out].sum(0, dtype=torch.float32))
 
     if any(prepared):
         run.join()
-    grad_read, g = block.qkv.backward(grad_qkv, h_qkv, run, need_input)
+    grad_read, g = block.qkv.backward(grad_qkv, h_qkv, run, need_input, rows)
+    del rows
     block.qkv.learn(grad_qkv, g, x, run, _normed(norm, rstd, run))
     after, codes = None, None
     if grad_read is not None:

@@ -15,8 +15,8 @@ way back) the share is added apart, and buffers are exact.
 Full-parameter training is the same class over a weight that trains: `learn` then adds dW instead of dA.
 
 A weight in fp8 reads codes, not these buffers: where it can, the kernel that writes x or dY writes its codes
-(`after_norm`, `after_act`, `act_backward`, `norm_backward`), and the thin products of the adapters write theirs
-(frozen/fp8.py).
+(`after_norm`, `after_act`, `act_backward`, `norm_backward`, `rope_backward`), and the thin products of the adapters
+write theirs (frozen/fp8.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from graftune.kernels import launch, lora_linear, rms_norm, swiglu
+from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.fp8 import Rows
 from graftune.model.frozen import Fp8, Frozen, Roomy, Trained, apart
 from graftune.model.lora import LoraGroup
@@ -148,6 +148,22 @@ class Projection:
         rms_norm.add_backward(grad_y, x, *normed, residual, None, out)
         return None
 
+    def rope_backward(
+        self,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        heads: tuple[int, int, int],
+        run: Pass,
+    ) -> Rows | None:
+        """rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; what it returns is for
+        `backward`."""
+        codes, out = self._in_codes(run), out[:, : self.width_out]
+        if codes is not None:
+            return codes.rope_backward(grads, out, *tables, heads)
+        rope.finish_backward(grads, out, *tables, heads, out.new_empty(0))
+        return None
+
     def forward(
         self, x: torch.Tensor, run: Pass, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -185,8 +201,8 @@ class Projection:
         need_input: bool = True,
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `rows`: what `act_backward` or `norm_backward`
-        left."""
+        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `rows`: what `act_backward`, `norm_backward`
+        or `rope_backward` left."""
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None

@@ -1,9 +1,8 @@
 """Frozen products in 8-bit floats: e4m3 codes with a scale a row, through the GPU's fp8 units. reference.py has the
 formulas and says how the adapters' share goes along; kernel.py quantises and transposes, settling.py lays adapters
-beside weights. No pass of its own for quantising where we write what is quantised: norms.py and gated.py are norm and
-SwiGLU with codes, and the adapters' thin products (lora_linear) write codes of what they leave.
-At 8B and 8192 tokens that is 0.13 ms a layer instead of 0.43; what attention writes (o's input, qkv's gradient) is
-quantised apart, since its kernels are not ours.
+beside weights. No pass of its own for quantising where we write what is quantised: norms.py, gated.py and rotary.py are
+norm, SwiGLU and rope with codes, and the adapters' thin products (lora_linear) write codes of what they leave. What
+attention writes, o's input, is quantised apart, since its kernels are not ours.
 
 Codes are [T, K] with rows that may lie apart, `aligned` bytes as a rule; K and N of a product are multiples of 16.
 """
@@ -15,15 +14,15 @@ from collections.abc import Sequence
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.kernels import launch, lora_linear, matmul, rms_norm
+from graftune.kernels import launch, lora_linear, matmul, rms_norm, rope
 from graftune.kernels.fp8 import reference
 from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share
 from graftune.kernels.lora_linear import THIN, Low
 
 __all__ = [
     "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "aligned", "buffer", "down", "lay", "mm",
-    "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "settle", "transpose", "up_backward",
-    "up_both",
+    "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "rope_backward", "settle", "transpose",
+    "up_backward", "up_both",
 ]  # fmt: skip
 
 LEAST = (8, 9)  # compute capability of the first cards with fp8 units
@@ -256,6 +255,29 @@ def act_backward(
 
         return gated.act_backward(grad, gate_up, out, act, codes, factor, reach)
     return reference.act_backward(grad, gate_up, out, act, codes, factor, reach)
+
+
+def rope_backward(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad_qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int, int],
+    codes: torch.Tensor,
+    factor: torch.Tensor,
+    *,
+    reach: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """rope.finish_backward without norms; grad_qkv times `factor` [(N + 2K) H] goes to codes [T, (N + 2K) H]. Returns
+    their scale [T]."""
+    assert codes.shape == grad_qkv.shape and codes.stride(1) == 1 and factor.shape == codes.shape[1:]
+    if launch.fused(grad_qkv):
+        from graftune.kernels.fp8 import rotary
+
+        if rotary.fits(grads[2], cos, heads):
+            return rotary.rope_backward(grads, grad_qkv, cos, sin, heads, codes, factor, reach)
+    rope.finish_backward(grads, grad_qkv, cos, sin, heads, grad_qkv.new_empty(0))
+    return quantise(grad_qkv, codes, factor=factor, reach=reach)
 
 
 def _times(reach: torch.Tensor | None, slack: float) -> torch.Tensor | None:

@@ -206,6 +206,19 @@ class Fp8(Roomy):
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.norm_backward(grad_y, x, rstd, weight, residual, out, inner, self.scale, reach=reach))
 
+    def rope_backward(
+        self,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: tuple[int, int, int],
+    ) -> Rows:
+        """Rope's way back into `out`, our dY: its codes for `backward`."""
+        codes, reach = self._buffer(len(out), self.out_features), self._share.back.reach
+        inner = codes[:, : self.out_features]
+        return Rows(codes, fp8.rope_backward(grads, out, cos, sin, heads, inner, self.scale, reach=reach))
+
     def backward(
         self,
         grad: torch.Tensor,
