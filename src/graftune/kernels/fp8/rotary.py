@@ -103,7 +103,7 @@ def rope_backward(
     scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
     half = cos.shape[1]
     of_q, of_k, of_half = (power_of_two(n) for n in (heads[0], heads[1], half))
-    warps = min(16, max(1, of_q * of_half // 256))  # 8 values of either half a thread
+    warps = min(16, power_of_two(triton.cdiv((of_q + 2 * of_k) * of_half, 512)))  # at most 16 pairs a thread
     _rope_backward[(len(out),)](
         *grads, cos, sin, factor, reach, out, codes, scale, *(g.stride(0) for g in grads), out.stride(0),
         codes.stride(0), N=heads[0], K=heads[1], HALF=half, REACH=reach is not None, BN=of_q, BK=of_k, BC=of_half,

@@ -130,11 +130,9 @@ def _add(
         lay_pieces(total.to(tl.float32) * inverse, place, width, at < n, tail_ptr.dtype.element_ty)
 
 
-def _rows_tile(tokens: int, codes: bool) -> tuple[int, int, int, int, int]:
+def _rows_tile(tokens: int) -> tuple[int, int, int, int, int]:
     """Tokens and columns of a tile, warps, stages, programs wanted."""
-    if tokens < 4096:
-        return 64, 64, 4, 4, 256
-    return (64, 128, 4, 3, 128) if codes else (64, 128, 8, 4, 128)
+    return (64, 64, 4, 4, 256) if tokens < 4096 else (64, 128, 8, 4, 128)
 
 
 def rows(
@@ -156,7 +154,7 @@ def rows(
     assert tail is None or codes is None
     tokens = len(y)
     rp = power_of_two(rank, 16)
-    bt, bc, warps, stages, wanted = _rows_tile(tokens, codes is not None)
+    bt, bc, warps, stages, wanted = _rows_tile(tokens)
     starts, stops, offsets, _ = places(columns, bc)
     widest = max(stop - start for start, stop in columns)
     programs = triton.cdiv(tokens, bt) * len(columns)
