@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from graftune.config import LoraConfig
+from graftune.data.pack import Capacities
 from graftune.train.plan import rehearse, standins
 from tests.train.test_plan import gpu, spec
 
@@ -37,7 +38,11 @@ SETTINGS = {
     "every weight": lambda: gpu(method="full"),
     "nf4": lambda: gpu(kind="nf4", recompute="full"),
     "fp8": lambda: gpu(kind="fp8"),
-}
+    "fp8, 8B": lambda: gpu(
+        kind="fp8", lora=LoraConfig(rank=16), shape=Capacities(8192, 4, 2048, 8192),
+        spec=spec(layers=2, width=4096, ffn=14336, heads=32, kv_heads=8, head_width=128, vocab=128256),
+    ),  # many tokens are another choice of tiles, and of kernels
+}  # fmt: skip
 
 
 class Launches:

@@ -256,10 +256,11 @@ def low_of(given: Adapters, tokens: int, device: str) -> Low:
     return Low(torch.zeros(tokens, len(given.down), device=device), given.up, given.columns, given.scale)
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "before"), [(False, 1), (True, 1 << 12), (True, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width", "n"), [(5, 48, 48), (66, 320, 5), (3, 4112, 16)])
-def test_down(kernels_on, device, tokens, width, n, dtype, normed):
+def test_down(kernels_on, device, tokens, width, n, dtype, normed, before, monkeypatch):
+    monkeypatch.setattr(fp8, "BEFORE", before)
     x, weight = rows_of(tokens, width, dtype), (torch.randn(n, width) / 16).to(dtype)
     rstd, by = torch.rand(tokens).add(0.5), torch.rand(width).add(0.5)
     scale, shift = torch.rand(tokens).add(0.1), torch.tensor(0.125)

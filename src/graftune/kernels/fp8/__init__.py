@@ -26,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 LEAST = (8, 9)  # compute capability of the first cards with fp8 units
+BEFORE = 4096  # tokens from which A times a norm's weight is made before its product: every tile of that would make it
 LINE = 128
 
 
@@ -143,6 +144,8 @@ def down(
         from graftune.kernels.lora_linear import kernel
 
         codes = kernel.Codes(rows.codes, width, rows.scale, shift)
+        if norm_weight is not None and len(x) >= BEFORE:
+            weight, norm_weight = torch.mul(weight, norm_weight, out=torch.empty_like(weight)), None
         return kernel.rows(
             x, weight, ((0, width),), rank=len(weight), transposed=True, codes=codes, rstd=rstd, norm=norm_weight
         )

@@ -60,11 +60,11 @@ def _rows(
     y_ptr, w_ptr, out_ptr, tail_ptr, rstd_ptr, norm_ptr, code_scale_ptr, shift_ptr,
     tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride, scale,
     c0, c1, c2, s0, s1, s2, o0, o1, o2, R: tl.constexpr, RP: tl.constexpr,
-    NORM: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RSTD: tl.constexpr, NORM: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]. NORM: of what a norm makes
-    of y. LAY: the result goes to the tail as codes."""
+    """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]. RSTD and NORM: of what a
+    norm makes of y, whose weight may be in w already. LAY: the result goes to the tail as codes."""
     member = tl.program_id(1)
     start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
     stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
@@ -90,7 +90,7 @@ def _rows(
             w = (w.to(tl.float32) * tl.load(norm_ptr + local, inside, other=0.0)[:, None]).to(w.dtype)
         acc = tl.dot(y, w, acc, input_precision=PRECISION)
     acc *= scale
-    if NORM:
+    if RSTD:
         acc *= tl.load(rstd_ptr + at, alive, other=0.0)[:, None]
     where = out_ptr + split * split_stride + at[:, None].to(tl.int64) * out_stride + member * R + ranks[None, :]
     value = acc.to(out_ptr.dtype.element_ty)
@@ -150,7 +150,7 @@ def rows(
     norm: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, rank * members] = scale * y[:, columns] weight; weight [sum of widths, rank] (transposed: [rank, width]).
-    With a norm's `rstd` [T] and weight `norm` [width], of y * rstd * norm."""
+    With a norm's `rstd` [T] and weight `norm` [width], either or both, of y * rstd * norm."""
     assert tail is None or codes is None
     tokens = len(y)
     rp = power_of_two(rank, 16)
@@ -171,8 +171,8 @@ def rows(
     _rows[(triton.cdiv(tokens, bt), len(columns), splits)](
         y, weight, parts, behind, rstd, norm, code_scale, shift, tokens, per_split, y.stride(0), *strides, out.numel(),
         out.stride(0), behind.stride(0) if behind is not None else 0, scale, *starts, *stops, *offsets, R=rank, RP=rp,
-        NORM=rstd is not None, TAIL=tail is not None and splits == 1, LAY=codes is not None and splits == 1, BT=bt,
-        BC=bc, PRECISION=precision(y), num_warps=warps, num_stages=stages,
+        RSTD=rstd is not None, NORM=norm is not None, TAIL=tail is not None and splits == 1,
+        LAY=codes is not None and splits == 1, BT=bt, BC=bc, PRECISION=precision(y), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         add_up(parts, out, add=False, tail=tail, codes=codes)
