@@ -150,9 +150,6 @@ def attention_half_backward(
     # In the first block nothing below learns, so the input's gradient is not computed.
     norm = block.attention_norm
     need_input = need_input or (norm is not None and norm.grad is not None)
-    coming = [block.qkv] if need_input else []
-    coming += [p for p in (below.down, below.gate_up, below.o) if p is not None] if below is not None else []
-    prepared = [projection.prepare(run) for projection in coming]
     run.flush()
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
@@ -172,8 +169,6 @@ def attention_half_backward(
     if block.qkv_bias is not None and block.qkv_bias.grad is not None:
         block.qkv_bias.grad.add_(grad_qkv[:, : block.qkv.width_out].sum(0, dtype=torch.float32))
 
-    if any(prepared):
-        run.join()
     grad_read, g = block.qkv.backward(grad_qkv, h_qkv, run, need_input, rows)
     del rows
     block.qkv.learn(grad_qkv, g, x, run, _normed(norm, rstd, run))

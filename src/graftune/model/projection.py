@@ -225,13 +225,6 @@ class Projection:
             return grad_x.addmm_(g, lora.down), g
         return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
 
-    def prepare(self, run: Pass) -> bool:
-        """What `backward` needs of the weight alone, queued beside; whether there is such."""
-        codes = self._in_codes(run)
-        if codes is not None:
-            run.do_aside(codes.turn)
-        return codes is not None
-
     def learn(
         self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None = None
     ) -> None:

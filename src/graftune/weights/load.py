@@ -138,7 +138,6 @@ class _Placer:
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
         self.on_gpu = launch.roomy(runtime.device)
         self.quantised = is_quantised(base.tensors)
-        self.turned: dict[tuple[int, int, int], Turned] = {}  # of fp8 weights of one size, shared by all layers
 
     def decoder(self) -> Decoder:
         spec = self.spec
@@ -247,12 +246,17 @@ class _Placer:
         if self.placement.base_dtype == "fp8":
             read = [self.in_memory(source) for source in sources]
             room, slack = room if self.lora.rank <= MOST_RANK else 0, 1 / (1 - self.lora.dropout)
-            out, width = sum(rows for rows, _ in shapes), shapes[0][1]
-            key = out, width, room
-            if key not in self.turned:
-                self.turned[key] = Turned(Turned.size(out, width, room), width, self.device)
-            return Fp8.of(read, self.device, self.compute, self.turned[key], room=room, slack=slack)
+            return Fp8.of(read, self.device, self.compute, self.turned, room=room, slack=slack)
         return self.frozen(sources, room)
+
+    @cached_property
+    def turned(self) -> Turned:
+        """Made for the first weight in fp8, and shared by all."""
+        size, spec = 0, self.spec
+        for group, members in spec.groups.items():
+            out, width = sum(spec.projections[p][0] for p in members), spec.projections[members[0]][1]
+            size = max(size, Turned.size(out, width, room_of(spec, self.lora, group)))
+        return Turned(size, max(width for _, width in spec.projections.values()), self.device)
 
     def table(self, name: str) -> Frozen:
         """An embedding or head. NF4 and FP8 have it in the compute dtype, unless the checkpoint's own is quantised."""

@@ -2,8 +2,7 @@
 
 The product wants both operands with the summed dimension contiguous. Forward that is how a weight lies; for dX it is
 not (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of traffic a
-value, 4 ms of a step at 8B, which pass beside attention's way back where the caller says ahead what comes (`turn`).
-`both` keeps the transposed codes instead, at the memory of a bf16 base. Scales of the
+value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base. Scales of the
 weight's rows serve both ways (kernels/fp8/reference.py), and adapters lie beside and below the codes as in any other
 roomy weight, in three columns of codes a rank instead of one of bf16: `share` says where, and whoever publishes the
 adapters calls `fp8.settle` with the shares.
@@ -30,12 +29,12 @@ MOST_RANK = 64  # from there on three columns a rank cost more than a pass over 
 
 
 class Turned:
-    """Where weights are transposed, one after the other: `ahead` is the one that lies there for its next product."""
+    """Where weights are transposed. Only the stream of the products may use it, one product after the other; doing it
+    ahead, beside attention's way back, was tried: cuDNN's kernel leaves no room for another on the chip."""
 
     def __init__(self, size: int, widest: int, device: torch.device):
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.ones = torch.ones(widest, dtype=torch.float32, device=device)
-        self.ahead: Fp8 | None = None
 
     @staticmethod
     def size(out: int, width: int, ranks: int) -> int:
@@ -235,18 +234,6 @@ class Fp8(Roomy):
         g = fp8.up_backward(grad, low, rows, shift) if grad_up is None else fp8.up_both(grad, low, grad_up, rows, shift)
         return self._way_back(rows), g
 
-    def turn(self) -> None:
-        """Transposes ahead of the next `backward`, whose stream has to wait for this one."""
-        if self.kept is None:
-            self._turn(len(self.storage))
-            self.turned.ahead = self
-
-    def _turn(self, height: int) -> torch.Tensor:
-        codes = self.whole[: _tiled(height), : self.in_features]
-        turned = self.turned.matrix(self.in_features, len(codes))
-        fp8.transpose(codes, turned)
-        return turned
-
     @property
     def _share(self) -> Share:
         assert self.share is not None, "no adapters were settled here"
@@ -273,9 +260,10 @@ class Fp8(Roomy):
         if self.kept is not None:
             turned = self.kept[:, :height]
         else:
-            ready, self.turned.ahead = self.turned.ahead is self and height is None, None
             height = height or len(self.storage)
-            turned = self.turned.matrix(self.in_features, len(self.whole)) if ready else self._turn(height)
+            codes = self.whole[: _tiled(height), : self.in_features]
+            turned = self.turned.matrix(self.in_features, len(codes))
+            fp8.transpose(codes, turned)
             turned = turned[:, :height]
         return fp8.mm(rows, Rows(turned, self.turned.ones[: self.in_features]), self.compute)
 
