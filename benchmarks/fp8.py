@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.cases import SHAPES, Shape
 from benchmarks.floor import sizes
 
-from graftune.kernels import fp8, lora_linear, matmul, rms_norm, swiglu
+from graftune.kernels import fp8, lora_linear, matmul, rms_norm, rope, swiglu
 from graftune.kernels.fp8 import Rows, kernel, reference
 from graftune.kernels.lora_linear import Low
 from graftune.kernels.room import Adapters
@@ -238,6 +238,23 @@ def swiglus(shape: Shape, tokens: int) -> dict[str, float]:
     }
 
 
+def ropes(shape: Shape, tokens: int) -> dict[str, float]:
+    """The way back, from where cuDNN leaves dq, dk and dv, with its quantising and without."""
+    device, heads = torch.device("cuda"), (shape.heads, shape.kv_heads, shape.head_width)
+    grads = [random(tokens, shape.qkv).unflatten(1, (-1, shape.head_width)) for _ in range(4)]
+    parts = [(g[:, : heads[0]], *(random(tokens, *heads[1:]) for _ in range(2))) for g in grads]
+    angles = torch.rand(tokens, shape.head_width // 2, device=device)
+    cos, sin, out = angles.cos(), angles.sin(), random(tokens, shape.qkv)
+    ones, reach = torch.ones(shape.qkv, device=device), torch.ones((), device=device)
+    codes = fp8.buffer(tokens, shape.qkv, device)
+    return {
+        "rope back": timed(lambda i: rope.finish_backward(parts[i], out, cos, sin, heads, out.new_empty(0)), 4),
+        "rope back to codes": timed(
+            lambda i: fp8.rope_backward(parts[i], out, cos, sin, heads, codes, ones, reach=reach), 4
+        ),
+    }
+
+
 def settling(shape: Shape) -> float:
     """All adapters of the model, once an update."""
     device, weights = torch.device("cuda"), []
@@ -256,23 +273,25 @@ def settling(shape: Shape) -> float:
 
 def layer(found: dict[str, dict[str, float]], pro: dict[str, float]) -> dict[str, float]:
     """Sums over a layer. `apart` quantises by itself and adds shares by addmm; `room` takes them along; `fused` also
-    has the producers write the codes. All count what the bf16 step has too: norms, SwiGLU, h, g and dB."""
+    has the producers write the codes. All count what the bf16 step has too: norms, SwiGLU, rope's way back, h, g and
+    dB."""
 
     def total(*names: str) -> float:
         return sum(found[g][n] for g in GROUPS for n in names)
 
-    kernels = total("h", "g and dB") + 2 * pro["norm"] + 2 * pro["norm back"] + pro["swiglu"] + pro["swiglu back"]
+    kernels = total("h", "g and dB") + 2 * pro["norm"] + 2 * pro["norm back"]
+    kernels += pro["swiglu"] + pro["swiglu back"] + pro["rope back"]
     quantising = total("quantise x", "quantise dY")
     rooms = total("fp8 forward with room", "fp8 dX with room")
     fused = (
         2 * pro["norm to codes"] + 2 * pro["norm back to codes"] + pro["swiglu to codes"]
         + pro["swiglu back to codes"] + total("h with codes", "g and dB with codes")
-        + found["o"]["quantise x"] + found["qkv"]["quantise dY"]
+        + found["o"]["quantise x"] + pro["rope back to codes"]
     )  # fmt: skip
     return {
         "bf16 products": total("bf16 forward", "bf16 dX"),
         "fp8 products": total("fp8 forward", "fp8 dX"),
-        "norms, swiglu, h, g, dB in bf16": kernels,
+        "norms, swiglu, rope, h, g, dB in bf16": kernels,
         "apart": total("fp8 forward", "fp8 dX", "share y, addmm", "share dX, addmm", "transpose")
         + quantising
         + kernels,
@@ -307,7 +326,7 @@ def main() -> None:
                     print(f"    {what:32} {us:9.1f}{rate(what, us, made, tokens)}", flush=True)
                 del made
                 torch.cuda.empty_cache()
-            pro = norms(shape, tokens) | swiglus(shape, tokens)
+            pro = norms(shape, tokens) | swiglus(shape, tokens) | ropes(shape, tokens)
             print("\n".join(f"    {what:32} {us:9.1f}" for what, us in pro.items()), flush=True)
             sums = layer(found, pro) | {"settle, whole model": settling(shape)}
             torch.cuda.empty_cache()
