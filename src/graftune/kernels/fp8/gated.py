@@ -11,9 +11,10 @@ Bytes a token (F = 14336 at 8B; 2 a value, 1 a code), apart and here:
                 the 2 F go.
 
 The row comes back from cache if few are under way: 2 to a multiprocessor with 16 warps each, of 115 kB with its
-activation and codes, are 30 MB, and a large chip's second level has 50. Small programs, 16 rows to a multiprocessor,
-would leave it. Rejected: the row in registers whole (spilled with 16 warps as with 32), and codes written by the kernel
-of g and dB, at a scale left here (255 registers there: 301 microseconds at 8B and 8192 tokens, 138 without codes).
+activation and codes, are 30 MB, and a large chip's second level has 50. With 4 warps there would be 6, and 91 MB.
+Rejected: the row in registers whole (spilled with 16 warps as with 32), and codes written by the kernel of g and dB at
+a scale left here: 301 microseconds at 8B and 8192 tokens for 138 without, since with codes its best tile needs 255
+registers and spills.
 """
 
 from __future__ import annotations
