@@ -172,6 +172,8 @@ class Projection:
         plain, codes = x[:, : self.width_in], self._in_codes(run)
         if codes is not None:
             return codes.forward(plain)
+        if run.watch is not None:
+            run.watch(plain, self.frozen)
         if self.lora is None or not run.adapted:
             return self.frozen.matmul(plain), None
         tail = x[:, self.width_in :] if self.room else None

@@ -51,13 +51,9 @@ class Engine:
 
     @property
     def eager_attention(self) -> str:
-        """The backend where shapes change from batch to batch: cuDNN would build a plan for every one of them."""
-        if self.attention.backend != "cudnn":
-            return self.attention.backend
-        from graftune.kernels.attention import flash
-
-        lacking = flash.lacks(self.runtime.device, self.runtime.compute, self.base.spec.head_width)
-        return "triton" if lacking else "flash"
+        """The backend where shapes change from batch to batch."""
+        runtime, width = self.runtime, self.base.spec.head_width
+        return attention.for_any_shape(self.attention.backend, runtime.device, runtime.compute, width)
 
     @property
     def tokenizer(self) -> Tokenizer:

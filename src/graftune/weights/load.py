@@ -130,6 +130,16 @@ def build_decoder(base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, 
     return _Placer(base, arena, lora, runtime, placement).decoder()
 
 
+def group_sources(base: Base, layer: int, group: str) -> list[RowSource]:
+    """The rows of a group's weight as the base has them, to be read once more."""
+    return [_in_memory(base.tensors[weight_name(layer, p)]) for p in base.spec.groups[group]]
+
+
+def _in_memory(source: RowSource) -> RowSource:
+    """A prequantised weight, which is read as a whole, is read once."""
+    return source.load(torch.device("cpu")) if isinstance(source, Nf4Tensor) else source
+
+
 class _Placer:
     """Takes tensors out of the base by name, checks their shapes and puts them where the placement says."""
 
@@ -244,7 +254,7 @@ class _Placer:
             quantised = [Nf4Rows.quantised(source, self.device) for source in sources]
             return self.unpacked(quantised, room) if self.on_gpu else Mapped(quantised, self.device, self.compute)
         if self.placement.base_dtype == "fp8":
-            read = [self.in_memory(source) for source in sources]
+            read = [_in_memory(source) for source in sources]
             room, slack = room if self.lora.rank <= MOST_RANK else 0, 1 / (1 - self.lora.dropout)
             return Fp8.of(read, self.device, self.compute, self.turned, room=room, slack=slack)
         return self.frozen(sources, room)
@@ -280,7 +290,7 @@ class _Placer:
         return self.kept(sources, room)  # nf4 too, of a checkpoint that is: what it left unquantised stays so
 
     def resident(self, sources: Sequence[RowSource], dtype: torch.dtype, room: int) -> Frozen:
-        sources = [self.in_memory(source) for source in sources]
+        sources = [_in_memory(source) for source in sources]
         if self.on_gpu and dtype != self.compute:
             return self.unpacked([FloatRows.loaded(source, dtype, self.device) for source in sources], room)
         return Dense.of(sources, self.device, dtype, self.compute, room)
@@ -288,7 +298,7 @@ class _Placer:
     def kept(self, sources: Sequence[RowSource], room: int) -> Frozen:
         """As the file has them."""
         if not self.on_gpu:
-            return Mapped([self.in_memory(source) for source in sources], self.device, self.compute)
+            return Mapped([_in_memory(source) for source in sources], self.device, self.compute)
         if all(self.float_of(source) == self.compute for source in sources):
             return self.resident(sources, self.compute, room)
         return self.unpacked([self.uploaded(source) for source in sources], room)
@@ -320,10 +330,6 @@ class _Placer:
         if isinstance(source, Nf4Tensor) or (self.base.kind == "gguf" and source.dtype_name not in STORED):
             return None
         return STORED.get(source.dtype_name, self.compute)
-
-    def in_memory(self, source: RowSource) -> RowSource:
-        """A prequantised weight, which is read as a whole, is read once."""
-        return source.load(torch.device("cpu")) if isinstance(source, Nf4Tensor) else source
 
     def start(self, name: str) -> None:
         """A weight that trains begins as the base has it; one without weights is filled by `start_from_scratch`."""

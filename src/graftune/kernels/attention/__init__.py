@@ -75,6 +75,15 @@ def choose(
     return _ours(head_width, f"{flashless}; {'deterministic mode' if deterministic else cudnnless}")
 
 
+def for_any_shape(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> str:
+    """The backend where shapes change from batch to batch: cuDNN would build a plan for every one of them."""
+    if backend != "cudnn":
+        return backend
+    from graftune.kernels.attention import flash
+
+    return "triton" if flash.lacks(device, dtype, head_width) else "flash"
+
+
 def _ours(head_width: int, reason: str) -> Choice:
     from graftune.errors import GraftuneError
 

@@ -16,13 +16,13 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear, matmul, rms_norm, rope
 from graftune.kernels.fp8 import reference
-from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share
+from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share, scale_of
 from graftune.kernels.lora_linear import THIN, Low
 
 __all__ = [
     "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "aligned", "buffer", "down", "lay", "mm",
-    "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "rope_backward", "settle", "transpose",
-    "up_backward", "up_both",
+    "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "rope_backward", "scale_of", "settle",
+    "transpose", "up_backward", "up_both",
 ]  # fmt: skip
 
 LEAST = (8, 9)  # compute capability of the first cards with fp8 units

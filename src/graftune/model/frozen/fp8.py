@@ -7,6 +7,9 @@ weight's rows serve both ways (kernels/fp8/reference.py), and adapters lie besid
 roomy weight, in three columns of codes a rank instead of one of bf16: `share` says where, and whoever publishes the
 adapters calls `fp8.settle` with the shares.
 
+Codes are the nearest while the weight is read, and can be chosen better once it is known what they multiply
+(`calibrate`).
+
 `matmul_with_room` and `input_grad_with_room` take bf16 buffers, as every kind does, and quantise them in a pass of
 their own. The methods behind them are for callers that know what wrote the buffer: the codes come of that kernel.
 """
@@ -22,8 +25,9 @@ from graftune.kernels import fp8
 from graftune.kernels.fp8 import Rows, Share
 from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
+from graftune.model.frozen import calibrate
 from graftune.model.frozen.interface import Roomy, RowSource
-from graftune.model.frozen.mapped import pieces
+from graftune.model.frozen.mapped import pieces, rows_of
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
 
@@ -112,6 +116,27 @@ class Fp8(Roomy):
         """Rows from `start` on."""
         place = slice(start, start + len(values))
         self.scale[place] = fp8.quantise(values.to(self.storage.device), self.weight[place])
+
+    def calibrate(self, sources: Sequence[RowSource], sample: calibrate.Sample) -> None:
+        """Codes and scales anew, of the same rows: by what they will be multiplied with. The adapters' share lies at
+        the old scales until it is settled again."""
+        factor = sample.factor()
+        size = max(1, calibrate.ROWS_BYTES // (4 * self.in_features))
+        for first in range(0, self.out_features, size):
+            last = min(first + size, self.out_features)
+            units = torch.empty(self.in_features, last - first, dtype=torch.float32, device=self.scale.device)
+            for at, values in rows_of(sources, first, last):
+                rows = values.to(units.device).float().index_select(1, factor.columns)
+                scale = calibrate.scales(rows, fp8.scale_of(rows), factor)
+                self.scale[at : at + len(rows)] = scale
+                units[:, at - first : at - first + len(rows)] = rows.mul_(scale.reciprocal().unsqueeze(1)).t()
+            calibrate.round_(units, factor, self.weight[first:last])
+        self.finish()
+
+    @property
+    def checksum(self) -> torch.Tensor:
+        """[2] int64, of the codes and of the scales: to see whether two weights are the same."""
+        return torch.stack((_checksum(self.weight), _checksum(self.scale.unsqueeze(1))))
 
     def finish(self) -> None:
         """To be called when all rows are there."""
@@ -266,6 +291,13 @@ class Fp8(Roomy):
             fp8.transpose(codes, turned)
             turned = turned[:, :height]
         return fp8.mm(rows, Rows(turned, self.turned.ones[: self.in_features]), self.compute)
+
+
+def _checksum(matrix: torch.Tensor) -> torch.Tensor:
+    """Of its bits and where they are; sums go round at 2^64."""
+    words = matrix.view(torch.int64) if matrix.dtype == fp8.E4M3 else matrix.view(torch.int32).to(torch.int64)
+    down, along = (torch.arange(n, device=words.device).mul_(2).add_(1) for n in words.shape)
+    return (words * along).sum(1).mul_(down).sum()
 
 
 def _tiled(rows: int) -> int:
