@@ -126,6 +126,11 @@ class TrainConfig:
     patience: int = opt(5, "evaluations without improvement before stopping; 0: never", min=0)
     seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0, max=2**63 - 1)
     deterministic: bool = opt(False, "bit-identical reruns on every device")
+    calibrate: bool = opt(
+        True,
+        "round an fp8 base by what its weights multiply, seen on the first 8192 tokens of the training data; false: "
+        "each value to its nearest code",
+    )
     graph: bool = opt(True, "on CUDA, replay steps from CUDA graphs")
     recompute: Literal["auto", "none", "selective", "full", "offload"] = opt(
         "auto",

@@ -78,6 +78,8 @@ CASES = {
     "norms and layer clip": setup(lora=LoraConfig(rank=4, train_norms=True), clip_mode="layer"),
     "every weight": setup(method="full"),
     "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
+    "fp8": setup(kind="fp8"),
+    "fp8, calibrated": setup(kind="fp8", calibrates=True),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
 }
 
@@ -183,6 +185,39 @@ def test_fp8_is_planned(policy: str) -> None:
     found, wide = rehearse(gpu(kind="fp8", recompute=policy)), rehearse(gpu(recompute=policy))
     assert 0.4 < found.owners["base"] / wide.owners["base"] < 1.0
     assert found.phases["capture"]["workspaces"] == wide.phases["capture"]["workspaces"], "the same libraries"
+
+
+def test_calibrating_is_planned() -> None:
+    """What a block's weights read is summed up in matrices of their width, and the widest has two while it is factored:
+    with a wide MLP and few tokens nothing takes more."""
+    narrow = Capacities(512, 8, 64, 64)
+
+    def of(layers: int = 3, ffn: int = 8192, **more: Any) -> Setup:
+        return gpu(kind="fp8", spec=spec(layers=layers, width=256, ffn=ffn, vocab=300), shape=narrow, **more)
+
+    found, without = rehearse(of(calibrates=True)), rehearse(of())
+    assert "calibrate" not in without.phases and found.after == without.after
+    sums = 4 * 8192**2
+    taken = found.phases["calibrate"]["scratch"] - found.phases["load"].get("scratch", 0)
+    assert 2 * sums < taken < 2.2 * sums and found.peak > without.peak + sums
+    small = rehearse(of(ffn=512, calibrates=True))
+    assert small.peak == rehearse(of(ffn=512)).peak, "elsewhere it fits into what a step takes"
+    whole = rehearse(of(12, calibrates=True))
+    assert told(lambda layers: of(layers, calibrates=True), 12).peak == pytest.approx(whole.peak, rel=1e-3)
+
+
+def test_a_job_plans_it_where_the_run_does_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from graftune.kernels import fp8
+
+    monkeypatch.setattr(fp8, "require", lambda device, compute: None)
+    for more, expected in (
+        ({"base_dtype": "fp8"}, True),
+        ({"base_dtype": "fp8", "calibrate": False}, False),
+        ({}, False),
+    ):
+        config = Config.of({"base": str(tiny_folder("llama")), "device": "cuda", "compute_dtype": "bf16"} | more)
+        asked = prepare.job_of(config, QUIET, memory=8 << 30)
+        assert asked.setup("none", asked.shapes(64), asked.placement).calibrates == expected
 
 
 def test_the_goals_of_8b_in_nf4() -> None:

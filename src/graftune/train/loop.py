@@ -89,7 +89,7 @@ class Run:
     def __init__(self, prepared: Prepared, console: Console):
         self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
         self.training, self.validation = training, validation = prepared.training, prepared.validation
-        self.plan = prepared.plan
+        self.plan, self.calibration = prepared.plan, prepared.calibration
         engine = prepared.engine
         self.config = config = engine.config
         self.progress = Progress()
@@ -137,6 +137,8 @@ class Run:
         engine = self.engine
         facts = {"graftune": __version__, "torch": torch.__version__, "device": engine.runtime.describe()}
         facts |= {"attention": engine.attention.backend}
+        if self.calibration is not None:
+            facts |= {"codes": self.calibration.digest}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
         if self.plan is not None:
             aside = self.folder / "plan.json.part"
@@ -159,6 +161,12 @@ class Run:
         starts = [event for event in events if event["event"] == "run_start"]
         if found is None and starts:
             checkpoint.check_identity(self.identity(), starts[-1], self.folder)
+        codes = "" if self.calibration is None else self.calibration.digest
+        if starts and starts[0].get("codes", "") != codes:
+            self.console.warn(
+                "the fp8 weights are not those that the run began with, bit for bit: this machine or its libraries add "
+                "up in another order; the run goes on with weights as good"
+            )
         for event in events:
             if event["event"] == "sample" and event.get("step") == 0 and "answers" in event:
                 self.base_answers = list(event["answers"])

@@ -22,6 +22,7 @@ from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_peak, human_bytes
+from graftune.train.calibrate import Calibration, calibrate, calibrates, sample
 from graftune.train.engine import (
     Engine,
     adapter_folder,
@@ -34,6 +35,7 @@ from graftune.train.engine import (
 from graftune.train.plan import Job, Plan, any_data, is_absent, runtime_for, settle
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
+from graftune.weights.load import group_sources
 
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 # What does not change what a run computes (the first three: but for the last bit) and may be different on a resume.
@@ -50,6 +52,7 @@ class Prepared:
     training: Dataset
     validation: Dataset
     plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
+    calibration: Calibration | None = None  # of an fp8 base
 
 
 def prepare_run(
@@ -70,7 +73,26 @@ def prepare_run(
     forget_peak()
     engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
-    return Prepared(folder, engine, training, validation, plan)
+    return Prepared(folder, engine, training, validation, plan, _calibrated(engine, training, console))
+
+
+def _calibrated(engine: Engine, training: Dataset, console: Console) -> Calibration | None:
+    """An fp8 base rounded by the run's data; other bases are what they are."""
+    settings, blocks = engine.config.train, engine.decoder.blocks
+    if not calibrates(engine.config, engine.placement):
+        return None
+    base, batches = engine.base, sample(training.examples, settings)
+    with console.progress(len(blocks), label="calibrating") as bar:
+        made = calibrate(
+            engine.decoder,
+            batches,
+            lambda layer, group: group_sources(base, layer, group),
+            backend=engine.eager_attention,
+            told=bar.update,
+        )
+    engine.arena.publish()
+    console.note(f"calibrated: fp8 weights rounded by {made.tokens} tokens of the data in {made.seconds:.1f} s")
+    return made
 
 
 def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:

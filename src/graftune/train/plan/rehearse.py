@@ -3,9 +3,10 @@
 So the plan cannot drift from the code: whoever saves a tensor more, or lets one go earlier, changes both. A formula
 from shapes, as others have it, is right on the day it is written.
 
-Phases, as a run has them: load; evaluate (eager); the first micro-step (eager, on a stream of its own, algorithms are
-timed); on CUDA the same once more, as it is captured; the update. The peak is that of the worst phase. What a captured
-step holds for a moment stays in its graph's pool for good, so what is eager after that needs memory beside it.
+Phases, as a run has them: load; calibrate, where it does; evaluate (eager); the first micro-step (eager, on a stream of
+its own, algorithms are timed); on CUDA the same once more, as it is captured; the update. The peak is that of the worst
+phase. What a captured step holds for a moment stays in its graph's pool for good, so what is eager after that needs
+memory beside it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
+from graftune.train.calibrate import TOKENS, Through, calibrate_block
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.train.plan.pretend import Pretend, without_compiler
 from graftune.train.step import Step
 from graftune.weights.base import Base
-from graftune.weights.load import Placement, build_decoder
+from graftune.weights.load import Placement, build_decoder, group_sources
 
 SAVED, LOGITS, POOLS = "saved activations", "logits", "graph pools"
 OWNERS = ("base", "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, standins.WORKSPACES)
@@ -52,6 +54,7 @@ class Setup:
     others: tuple[str, ...] = ()  # backends that the first step times beside it
     graph: bool = True
     evaluates: bool = True
+    calibrates: bool = False
     copies: bool = False  # whether the CPU's products copy weights (standins.copies_operand)
     card: standins.Card | None = None
 
@@ -122,7 +125,10 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
     aside = gpu.stream if gpu else nullcontext
     stream: Any = standins.Stream if gpu else lambda: None
     with phases.phase("load"), standins.fewer_pieces(whole=True):
-        arena, decoder = _load(setup, ledger)
+        arena, decoder, base = _load(setup, ledger)
+    if setup.calibrates:
+        with phases.phase("calibrate"), standins.fewer_pieces(whole=False):
+            _calibrate(decoder, base, setup)
     step = Step(
         decoder,
         arena,
@@ -155,7 +161,7 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
     return Bytes(phases.owners, holder.total, captured, eager, 0 if gpu is None else ledger.of("cpu").peak)
 
 
-def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
+def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder, Base]:
     spec, lora, runtime = setup.base.spec, setup.lora, setup.runtime
     with ledger.owner("adapters"):
         arena = build_arena(spec, lora, runtime.device, runtime.compute, full=setup.method != "lora")
@@ -170,7 +176,17 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
         decoder = build_decoder(base, arena, lora, runtime, setup.placement)
     with ledger.owner("adapters"):
         arena.publish()
-    return arena, decoder
+    return arena, decoder, base
+
+
+def _calibrate(decoder: Decoder, base: Base, setup: Setup) -> None:
+    """The first block, since every other takes the same, and one micro-batch through it: the others wait."""
+    runtime, capacity = setup.runtime, setup.shape.capacity
+    backend = attention.for_any_shape(setup.backend, runtime.device, runtime.compute, base.spec.head_width)
+    count = -(-TOKENS // capacity)
+    with torch.no_grad():
+        streams = [Through.of(decoder, _batch(setup.shape, runtime.device), backend) for _ in range(count)]
+        calibrate_block(decoder.blocks[0], streams[:1], lambda layer, group: group_sources(base, layer, group))
 
 
 def _batch(shape: Capacities, device: torch.device) -> PackedBatch:

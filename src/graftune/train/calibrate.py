@@ -1,0 +1,133 @@
+"""FP8 weights rounded anew by what they multiply, before the first step (model/frozen/calibrate.py has the formula).
+
+The sample is the beginning of the run's own data: the first micro-batches of its first epoch, about `TOKENS` tokens.
+It goes through the model block by block, adapters off. Each block is run once to see what its four weights read, they
+are rounded, and the block is run again: the next one sees what the rounded weights make of the data, and can answer for
+it. Of H there is one block's at a time, and one weight in fp32.
+
+Codes are a function of base, data, seed and settings, and adapters have no part in them: a resumed run makes them again
+instead of storing a copy of the base. `Calibration.digest` says whether it got the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graftune.batch import Example, PackedBatch
+from graftune.config import Config, TrainConfig
+from graftune.data.loader import Loader
+from graftune.data.pack import pack
+from graftune.kernels import attention
+from graftune.model.block import Block, attention_half, mlp_half
+from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.model.frozen import Fp8, Frozen, RowSource
+from graftune.model.frozen.calibrate import Sample
+from graftune.model.run import Pass
+from graftune.observe.marks import marked
+from graftune.weights.load import Placement
+
+TOKENS = 8192
+
+Sources = Callable[[int, str], Sequence[RowSource]]  # of a layer's group of projections
+
+
+@dataclass(frozen=True)
+class Calibration:
+    tokens: int
+    seconds: float
+    digest: str  # of all codes and scales
+
+
+def calibrates(config: Config, placement: Placement) -> bool:
+    """Whether a run begins with this."""
+    return placement.base_dtype == "fp8" and config.train.calibrate and config.train.method == "lora"
+
+
+def sample(examples: Sequence[Example], settings: TrainConfig) -> list[PackedBatch]:
+    """The run's first micro-batches, in exact shapes: padding is no data. As many as come near TOKENS, or all."""
+    capacity = settings.tokens_per_micro_batch
+    loader = Loader(
+        examples, tokens_per_step=settings.tokens_per_step, micro_capacity=capacity, seed=settings.seed, fixed=False
+    )
+    batches: list[PackedBatch] = []
+    tokens = 0
+    for held in (held for step in loader.plan(0) for held in step):
+        if batches and tokens + capacity // 2 > TOKENS:
+            break
+        batches.append(pack([examples[i] for i in held]))
+        tokens += len(batches[-1].tokens)
+    return batches
+
+
+def calibrate(
+    decoder: Decoder,
+    batches: Sequence[PackedBatch],
+    sources: Sources,
+    *,
+    backend: str = "cpu",
+    told: Callable[[int], None] = lambda done: None,
+) -> Calibration:
+    """`sources`: where the rows of a weight are read again; `told` is called with the blocks done. Adapters have to be
+    published afterwards, since they lie at the scales of the weights they are beside."""
+    began = time.perf_counter()
+    with torch.no_grad(), marked("calibrate"):
+        streams = [Through.of(decoder, batch, backend) for batch in batches]
+        for block in decoder.blocks:
+            calibrate_block(block, streams, sources)
+            told(block.index + 1)
+        digest = _digest(p.frozen for block in decoder.blocks for p in block.projections)
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()  # a graph's pool could not have it
+    return Calibration(sum(len(batch.tokens) for batch in batches), time.perf_counter() - began, digest)
+
+
+@dataclass
+class Through:
+    """A micro-batch on its way through the blocks."""
+
+    x: torch.Tensor  # [T, D]
+    run: Pass
+
+    @staticmethod
+    def of(decoder: Decoder, batch: PackedBatch, backend: str) -> Through:
+        batch = batch.to(decoder.device)
+        documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
+        run = decoder.begin(batch.positions, PackedDocuments(documents, backend), adapted=False)
+        return Through(decoder.embed(batch.tokens, adapted=False), run)
+
+    def behind(self, block: Block, watch: Callable[[torch.Tensor, Frozen], None] | None = None) -> torch.Tensor:
+        """The stream after the block; `x` stays as it is."""
+        run = dataclasses.replace(self.run, watch=watch)
+        x, y, _ = attention_half(block, self.x, None, run)
+        x, y, _ = mlp_half(block, x, y, run)
+        return y.add_(x)
+
+
+def calibrate_block(block: Block, streams: Sequence[Through], sources: Sources) -> None:
+    """Rounds a block's weights by what they read of the streams, and takes these to the next block."""
+    samples: dict[int, Sample] = {}
+
+    def watch(x: torch.Tensor, frozen: Frozen) -> None:
+        if id(frozen) not in samples:
+            samples[id(frozen)] = Sample(x.shape[1], x.device)
+        samples[id(frozen)].add(x)
+
+    for stream in streams:
+        stream.behind(block, watch)
+    for group in ("qkv", "o", "gate_up", "down"):
+        frozen = getattr(block, group).frozen
+        assert isinstance(frozen, Fp8), "experts are never in fp8"
+        frozen.calibrate(sources(block.index, group), samples.pop(id(frozen)))
+    for stream in streams:
+        stream.x = stream.behind(block)
+
+
+def _digest(weights: Iterable[Frozen]) -> str:
+    sums = torch.stack([weight.checksum for weight in weights if isinstance(weight, Fp8)])
+    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
