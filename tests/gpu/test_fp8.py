@@ -14,11 +14,13 @@ from graftune.kernels import fp8, lora_linear, matmul
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.lora_linear import Low
 from graftune.kernels.room import Adapters
+from graftune.model.frozen.calibrate import Sample
 from graftune.model.frozen.fp8 import Fp8, Turned
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from tests import oracle, quantised, tiny
 from tests.gpu import test_quantised
+from tests.model import test_calibrate as cpu_calibrate
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -168,6 +170,26 @@ def test_what_is_computed_again_is_the_same(recompute):
     want, got = (test_quantised.trained(in_fp8(), 8, graph=True, recompute=policy)[0] for policy in ("none", recompute))
     assert [f[0] for f in got] == pytest.approx([f[0] for f in want], rel=1e-2)
     assert got[0][1] == pytest.approx(want[0][1], rel=2e-2)
+
+
+def test_calibrated_as_on_the_cpu():
+    """The same weight and sample on both sides: sums in another order, so other codes where an aim is between two, but
+    the same error; and twice the same codes here."""
+    w, x, other = cpu_calibrate.values(), cpu_calibrate.tokens(2000, 1), cpu_calibrate.tokens(500, 2)
+    there = cpu_calibrate.calibrated(w, x)
+    made = []
+    for _ in range(2):
+        weight = Fp8(*w.shape, GPU, torch.bfloat16, Turned(Turned.size(*w.shape, 0), w.shape[1], GPU))
+        weight.fill(0, w)
+        sample = Sample(w.shape[1], GPU)
+        sample.add(x.to(GPU))
+        weight.calibrate([cpu_calibrate.Source(w)], sample)
+        made.append(weight)
+    assert torch.equal(made[0].checksum, made[1].checksum)
+    here = made[0].weight.float().cpu() * made[0].scale.cpu().unsqueeze(1)
+    found = (other @ (here - w).t()).norm() / (other @ w.t()).norm()
+    assert found == pytest.approx(cpu_calibrate.error(there, w, other), rel=0.05)
+    assert (made[0].weight.view(torch.uint8).cpu() == there.weight.view(torch.uint8)).float().mean() > 0.9
 
 
 def test_a_run_learns_as_bf16_does(tmp_path, monkeypatch):

@@ -338,6 +338,7 @@ def fewer_pieces(whole: bool) -> Iterator[None]:
     with ExitStack() as held:
         held.enter_context(replaced(cross_entropy, "to_gradient_", once))
         held.enter_context(replaced(calibrate, "blocks", lambda width: _few(blocks(width))))
+        held.enter_context(replaced(calibrate, "SCALES", calibrate.SCALES[:2]))
         held.enter_context(replaced(calibrate, "round_block_", lambda *_: None))  # which allocates nothing
         for name, module in list(sys.modules.items()):
             if name.startswith("graftune.model.frozen.") and getattr(module, "pieces", None) is pieces:
