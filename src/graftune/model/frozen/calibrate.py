@@ -99,12 +99,12 @@ def round_(units: torch.Tensor, factor: Factor, weight: torch.Tensor) -> None:
     """units [in, rows], in the factor's order, become what is left over; their codes go to weight [rows, in]."""
     width, rows = units.shape
     codes = torch.empty(min(BLOCK, width), rows, dtype=E4M3, device=units.device)
-    value = torch.empty(2, rows, dtype=torch.float32, device=units.device)
+    held = torch.empty(rows, dtype=torch.float32, device=units.device)
     for start, stop in blocks(width):
         own, left = units[start:stop], units[stop:]
         feedback = factor.feedback[:, start:stop]
         aim = torch.addmm(own, feedback[stop:].t(), left) if stop < width else own.clone()
-        round_block_(own, aim, feedback[start:stop], codes, value)
+        round_block_(own, aim, feedback[start:stop], codes, held)
         made = codes[: stop - start].view(torch.uint8).t()
         weight.view(torch.uint8).index_copy_(1, factor.columns[start:stop], made)
 
@@ -115,12 +115,10 @@ def blocks(width: int) -> list[tuple[int, int]]:
 
 
 def round_block_(
-    own: torch.Tensor, aim: torch.Tensor, feedback: torch.Tensor, codes: torch.Tensor, value: torch.Tensor
+    own: torch.Tensor, aim: torch.Tensor, feedback: torch.Tensor, codes: torch.Tensor, held: torch.Tensor
 ) -> None:
     """own [n, rows] become what is left over; aim: own, and what columns before the block left. Allocates nothing."""
-    meant, held = value
     for k in reversed(range(len(own))):
-        torch.addmv(aim[k], own[k + 1 :].t(), feedback[k + 1 :, k], out=meant)
+        meant = aim[k].addmv_(own[k + 1 :].t(), feedback[k + 1 :, k])
         codes[k].copy_(meant.clamp_(-LARGEST, LARGEST))
-        held.copy_(codes[k])
-        own[k].sub_(held)
+        own[k].sub_(held.copy_(codes[k]))
