@@ -77,7 +77,7 @@ def choose(
 
 def for_any_shape(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> str:
     """The backend where shapes change from batch to batch: cuDNN would build a plan for every one of them."""
-    if backend != "cudnn":
+    if backend not in ("cudnn", "mixed"):
         return backend
     from graftune.kernels.attention import flash
 
