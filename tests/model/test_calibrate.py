@@ -96,8 +96,12 @@ def test_the_factor_is_that_of_the_damped_sums() -> None:
     h.diagonal().add_(calibrate.DAMPING * h.diagonal().mean())
     columns, weight, feedback = sampled(x).factor()
     assert columns.sort().values.tolist() == list(range(32)) and (h.diagonal()[columns].diff() >= 0).all()
-    lower = feedback.double() * weight.double().sqrt()
-    torch.testing.assert_close(lower @ lower.t(), h[columns][:, columns], rtol=1e-4, atol=1e-4 * float(h.abs().max()))
+    ordered, unit = h[columns][:, columns], feedback.double()
+    torch.testing.assert_close(weight.double(), ordered.diagonal(), rtol=1e-4, atol=0)
+    assert (unit.diagonal() == 1).all() and not unit.triu(1).any()
+    within = torch.linalg.solve_triangular(unit, ordered, upper=False)
+    within = torch.linalg.solve_triangular(unit, within.t(), upper=False)
+    assert (within - torch.diag(within.diagonal())).norm() < 1e-4 * ordered.norm() and (within.diagonal() > 0).all()
 
 
 @pytest.mark.parametrize("apart", ["uncorrelated", "nothing but zeros"])

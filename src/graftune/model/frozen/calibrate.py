@@ -11,7 +11,8 @@ others can still answer for them. It is GPTQ's rule (Frantar et al., 2022), in t
 needs one factor of H and no inverse. Over a sample without correlations it is rounding to nearest.
 
 e4m3's steps double from octave to octave, so between a scale and its double lie other roundings of the same row. A few
-are tried: by the formula, columns count by L_kk^2 in that.
+are tried, each value to its nearest, with columns counting by H's diagonal. (By the formula they count by L_kk^2; that
+measured no better: docs/log.md.)
 
 H is damped by a share of its mean diagonal, which counts the error of every value for itself beside what the sample
 says of it: other tokens will come, and dX = dY W reads the weight across its rows. A tenth costs the sample's own error
@@ -43,7 +44,7 @@ class Factor(NamedTuple):
     """H as the rounding wants it: its columns in their order, the last of which is rounded first."""
 
     columns: torch.Tensor  # [in], which column of the weight is where
-    weight: torch.Tensor  # [in], L_kk^2
+    weight: torch.Tensor  # [in], H's diagonal
     feedback: torch.Tensor  # [in, in], L_jk / L_kk
 
 
@@ -71,6 +72,7 @@ class Sample:
         ordered = self.sums[columns.unsqueeze(1), columns]
         self.sums = None
         del diagonal
+        weight = ordered.diagonal().clone()
         factor, failed = torch.linalg.cholesky_ex(ordered)
         del ordered
         diagonal = factor.diagonal().clone()
@@ -79,7 +81,7 @@ class Sample:
                 "the base makes values of the training data that are not finite",
                 mend="check the base with `graftune eval`, or set calibrate to false",
             )
-        return Factor(columns, diagonal.square(), factor.div_(diagonal))
+        return Factor(columns, weight, factor.div_(diagonal))
 
 
 def scales(rows: torch.Tensor, least: torch.Tensor, factor: Factor) -> torch.Tensor:
