@@ -1,5 +1,5 @@
 """What takes the place of what it was computed from is bit for bit what it is elsewhere; and what a recomputed block
-does not make again. (Whole steps in test_whole_step.py and test_fp8_kernel.py have their gradients in such places.)"""
+does not make again. (Whole steps in test_whole_step.py and test_fp8_weight.py have their gradients in such places.)"""
 
 from __future__ import annotations
 

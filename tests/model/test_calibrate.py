@@ -12,7 +12,7 @@ from graftune.kernels.fp8 import E4M3, reference
 from graftune.model.frozen import calibrate, mapped
 from graftune.model.frozen.calibrate import Sample
 from graftune.model.frozen.fp8 import Fp8, Turned
-from tests.kernels.test_fp8_kernel import Source
+from tests.kernels.test_fp8_weight import Source
 
 CPU = torch.device("cpu")
 OUT, INTO = 48, 304  # columns: two whole blocks and a part
