@@ -94,10 +94,10 @@ def test_the_factor_is_that_of_the_damped_sums() -> None:
     x = tokens(300, 4, 32)
     h = x.double().t() @ x.double()
     h.diagonal().add_(calibrate.DAMPING * h.diagonal().mean())
-    columns, weight, feedback = sampled(x).factor()
+    columns, diagonal, feedback = sampled(x).factor()
     assert columns.sort().values.tolist() == list(range(32)) and (h.diagonal()[columns].diff() >= 0).all()
     ordered, unit = h[columns][:, columns], feedback.double()
-    torch.testing.assert_close(weight.double(), ordered.diagonal(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(diagonal.double(), ordered.diagonal(), rtol=1e-4, atol=0)
     assert (unit.diagonal() == 1).all() and not unit.triu(1).any()
     within = torch.linalg.solve_triangular(unit, ordered, upper=False)
     within = torch.linalg.solve_triangular(unit, within.t(), upper=False)
@@ -122,7 +122,7 @@ def test_scales_are_chosen_among_those_that_hold_the_row() -> None:
 
     def cost(scale: torch.Tensor) -> torch.Tensor:
         units = w[:, factor.columns] / scale.unsqueeze(1)
-        return (units - units.to(E4M3).float()).square() @ factor.weight * scale.square()
+        return (units - units.to(E4M3).float()).square() @ factor.diagonal * scale.square()
 
     assert (cost(made.scale) <= cost(least) * (1 + 1e-5)).all() and cost(made.scale).sum() < 0.95 * cost(least).sum()
 

@@ -147,14 +147,14 @@ def attention_half_backward(
     if grads is None:
         grad_qkv = block.qkv.grad_buffer(x, len(x))
         grads = _split(block, grad_qkv)
-    # In the first block nothing below learns, so the input's gradient is not computed.
-    norm = block.attention_norm
-    need_input = need_input or (norm is not None and norm.grad is not None)
     run.flush()
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
     if grad_qkv is None:  # only now: it need not lie beside attention's own memory
         grad_qkv = block.qkv.grad_buffer(x, len(x))
+    # In the first block nothing below learns, so the input's gradient is not computed.
+    norm = block.attention_norm
+    need_input = need_input or (norm is not None and norm.grad is not None)
     rows, tables = None, run.tables[block.rope]
     if need_input and block.q_norm is None:
         rows = block.qkv.rope_backward(grads, grad_qkv, tables, block.heads, run)

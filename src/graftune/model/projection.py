@@ -212,8 +212,8 @@ class Projection:
         tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
         codes, long = self._in_codes(run), len(grad) >= LONG or grad_y.numel() >= WIDE
         if not long:
-            wide = low.rank > lora_linear.THIN
-            run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h, product=wide)
+            product = low.rank > lora_linear.THIN
+            run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h, product=product)
         if codes is not None and need_input:
             return codes.backward(grad_y, low, rows=rows, grad_up=lora.grad_up if long else None)
         g = lora_linear.up_both(grad_y, low, lora.grad_up, tail) if long else lora_linear.up_backward(grad_y, low, tail)
@@ -234,8 +234,8 @@ class Projection:
         if g is not None or isinstance(self.frozen, Trained):
             whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
-            wide = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)
-            run.do_aside(lambda: self._learn(whole, g, x, run, normed), *reads, product=wide)
+            product = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)
+            run.do_aside(lambda: self._learn(whole, g, x, run, normed), *reads, product=product)
 
     def _learn(
         self, grad: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None

@@ -44,7 +44,7 @@ def scaled_mm(
     if _tuning:
         from graftune.kernels.matmul import cublaslt
 
-        if cublaslt.scales(a.device):
+        if cublaslt.multiplies_codes(a.device):
             return cublaslt.scaled_mm(a, b, scales, dtype)
     rows, columns = scales
     return torch._scaled_mm(

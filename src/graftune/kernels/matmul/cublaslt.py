@@ -113,7 +113,7 @@ def scaled_mm(
     return _multiply(Operands(a, b, out, scales))
 
 
-def scales(device: torch.device) -> bool:
+def multiplies_codes(device: torch.device) -> bool:
     """Whether the library has products with scales for this card."""
     return torch.cuda.get_device_capability(device)[0] == 9 and _library().cublasLtGetVersion() >= SCALES_SINCE
 

@@ -67,10 +67,10 @@ def finish_backward(
     place. Or dk and dv are [T, N, H] in fp32, those of each query head, and are added up here. The norm weights'
     gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
     _check(grad_qkv, cos, sin, heads, q_norm, k_norm)
-    parts = grads[2].shape[1] != heads[1]
-    for grad, count in zip(grads, (heads[0], *[heads[0] if parts else heads[1]] * 2), strict=True):
-        assert grad.shape == (len(grad_qkv), count, heads[2]), (grad.shape, heads)
-        assert grad.dtype == (torch.float32 if parts and grad is not grads[0] else grad_qkv.dtype), grad.dtype
+    shared, kind = (heads[1], grad_qkv.dtype) if grads[2].shape[1] == heads[1] else (heads[0], torch.float32)
+    wanted = (heads[0], grad_qkv.dtype), (shared, kind), (shared, kind)
+    for grad, (count, dtype) in zip(grads, wanted, strict=True):
+        assert grad.shape == (len(grad_qkv), count, heads[2]) and grad.dtype == dtype, (grad.shape, grad.dtype, heads)
         assert grad.stride(2) == 1 and (grad.stride(1) == heads[2] or count == 1)
     if q_norm is not None:
         assert raw.shape == (len(grad_qkv), heads[0] + heads[1], heads[2]) and raw.is_contiguous()

@@ -75,7 +75,7 @@ def _finish_backward(
     else:
         turned_a, turned_b = _added(
             dv_ptr + rows * dv_stride + (head - N - K) * (GROUP * H), target, at < tokens, cols, GROUP, H, HALF, REST
-        )  # fmt: skip
+        )
     if head >= N + K:
         tl.store(place, turned_a.to(grad_ptr.dtype.element_ty), mask)
         tl.store(place + HALF, turned_b.to(grad_ptr.dtype.element_ty), mask)

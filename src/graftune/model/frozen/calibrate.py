@@ -44,7 +44,7 @@ class Factor(NamedTuple):
     """H as the rounding wants it: its columns in their order, the last of which is rounded first."""
 
     columns: torch.Tensor  # [in], which column of the weight is where
-    weight: torch.Tensor  # [in], H's diagonal
+    diagonal: torch.Tensor  # [in], of H
     feedback: torch.Tensor  # [in, in], L_jk / L_kk
 
 
@@ -72,7 +72,7 @@ class Sample:
         ordered = self.sums[columns.unsqueeze(1), columns]
         self.sums = None
         del diagonal
-        weight = ordered.diagonal().clone()
+        damped = ordered.diagonal().clone()
         factor, failed = torch.linalg.cholesky_ex(ordered)
         del ordered
         diagonal = factor.diagonal().clone()
@@ -81,7 +81,7 @@ class Sample:
                 "the base makes values of the training data that are not finite",
                 mend="check the base with `graftune eval`, or set calibrate to false",
             )
-        return Factor(columns, weight, factor.div_(diagonal))
+        return Factor(columns, damped, factor.div_(diagonal))
 
 
 def scales(rows: torch.Tensor, least: torch.Tensor, factor: Factor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def scales(rows: torch.Tensor, least: torch.Tensor, factor: Factor) -> torch.Ten
     for times in SCALES:
         scale = least * times
         units = rows * scale.reciprocal().unsqueeze(1)
-        cost = units.sub_(units.to(E4M3).float()).square_() @ factor.weight * scale.square()
+        cost = units.sub_(units.to(E4M3).float()).square_() @ factor.diagonal * scale.square()
         found = torch.where(cost < best, scale, found)
         best = torch.minimum(cost, best)
     return found
