@@ -27,6 +27,7 @@ def ours(
     from graftune.kernels import attention, fp8
     from graftune.model.lora import build_arena, initialise
     from graftune.runtime import resolve
+    from graftune.train.calibrate import set_inputs
     from graftune.train.hot import hot_loop
     from graftune.train.step import Step
     from graftune.weights.load import Placement, build_decoder
@@ -42,6 +43,7 @@ def ours(
     held = {"bf16": runtime.compute_name} | dict.fromkeys(BLOCKS, "keep")
     placement = Placement(held.get(case.base, case.base), "the benchmark's")
     decoder = build_decoder(base, arena, lora, runtime, placement)
+    set_inputs(decoder, case.inputs)
     if case.method == "full":
         arena.publish()
     else:

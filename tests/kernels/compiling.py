@@ -38,6 +38,7 @@ SETTINGS = {
     "every weight": lambda: gpu(method="full"),
     "nf4": lambda: gpu(kind="nf4", recompute="full"),
     "fp8": lambda: gpu(kind="fp8"),
+    "fp8, two codes": lambda: gpu(kind="fp8", inputs=2),
     "fp8, 8B": lambda: gpu(
         kind="fp8", lora=LoraConfig(rank=16), shape=Capacities(8192, 4, 2048, 8192),
         spec=spec(layers=2, width=4096, ffn=14336, heads=32, kv_heads=8, head_width=128, vocab=128256),

@@ -194,6 +194,35 @@ def test_other_codes_on_a_resume_are_told(folder: Path, tmp_path: Path, on_any_d
     assert [text for text in said if "not those that the run began with" in text]
 
 
+def test_two_codes_where_one_costs_too_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one code costs is told apart from what two do, and the model behind the choice is the one that was meant."""
+    exact = oracle.ours(folder, LORA, base_dtype="fp32", random_b=False)
+    found, far = [], []
+    for limit, size in ((1.0, 64 << 20), (1e-9, 4 * tiny.VOCAB * 7)):  # all logits at once, or a few rows of them
+        monkeypatch.setattr(calibrate, "LIMIT", limit)
+        monkeypatch.setattr(calibrate, "LOGITS_BYTES", size)
+        ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
+        found.append(apply(ours))
+        weights = [p.frozen for block in ours.decoder.blocks for p in block.projections]
+        assert {weight.inputs for weight in weights} == {found[-1].inputs}  # type: ignore[union-attr]
+        far.append(divergence(ours, exact))
+    one, two = found
+    assert (one.inputs, two.inputs) == (1, 2) and one.digest != two.digest and far[1] < 0.5 * far[0]
+    assert one.cost == pytest.approx(two.cost, rel=1e-3)
+    # By the whole logits: every token but a text's last has one to foretell.
+    divergences, losses = [], []
+    for batch in batches(10):
+        said = []
+        for inputs in (1, 2):
+            calibrate.set_inputs(ours.decoder, inputs)
+            documents = [part.tolist() for part in batch.tokens.split(list(batch.lengths))]
+            said.append(ours.logits(documents, adapted=False)[batch.rows].log_softmax(-1))
+        divergences.append((said[1].exp() * (said[1] - said[0])).sum(-1))
+        losses.append(-said[1].gather(1, batch.labels.unsqueeze(1)).squeeze(1))
+    wanted = torch.cat(divergences).mean() / torch.cat(losses).mean()
+    assert one.cost == pytest.approx(float(wanted), rel=1e-3)
+
+
 def test_it_can_be_left_out_and_shows_before_the_first_step(folder: Path, tmp_path: Path, on_any_device) -> None:
     """The evaluation before step 1 sees the codes already."""
     first = {}

@@ -80,6 +80,7 @@ CASES = {
     "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
     "fp8": setup(kind="fp8"),
     "fp8, calibrated": setup(kind="fp8", calibrates=True),
+    "fp8, two codes": setup(kind="fp8", inputs=2),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
 }
 
@@ -210,14 +211,17 @@ def test_a_job_plans_it_where_the_run_does_it(tiny_folder, monkeypatch: pytest.M
     from graftune.kernels import fp8
 
     monkeypatch.setattr(fp8, "require", lambda device, compute: None)
-    for more, expected in (
-        ({"base_dtype": "fp8"}, True),
-        ({"base_dtype": "fp8", "calibrate": False}, False),
-        ({}, False),
+    for more, expected, inputs in (
+        ({"base_dtype": "fp8"}, True, 2),
+        ({"base_dtype": "fp8", "fp8_inputs": "one"}, True, 1),
+        ({"base_dtype": "fp8", "calibrate": False}, False, 1),
+        ({"base_dtype": "fp8", "calibrate": False, "fp8_inputs": "two"}, False, 2),
+        ({}, False, 1),
     ):
         config = Config.of({"base": str(tiny_folder("llama")), "device": "cuda", "compute_dtype": "bf16"} | more)
         asked = prepare.job_of(config, QUIET, memory=8 << 30)
-        assert asked.setup("none", asked.shapes(64), asked.placement).calibrates == expected
+        made = asked.setup("none", asked.shapes(64), asked.placement)
+        assert (made.calibrates, made.inputs) == (expected, inputs)
 
 
 def test_the_goals_of_8b_in_nf4() -> None:

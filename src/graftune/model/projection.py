@@ -74,9 +74,14 @@ class Projection:
         return with_room(like, rows, self.width_out, self.room)
 
     def _in_codes(self, run: Pass) -> Fp8 | None:
-        """The weight, if it is in fp8 and nothing but the product reads x as the adapters do."""
+        """The weight, if it is in fp8 and nothing but the product reads x or dY as the adapters do."""
         fits = isinstance(self.frozen, Fp8) and self.room and run.adapted and run.dropout is None
         return self.frozen if fits and isinstance(self.frozen, Fp8) else None
+
+    def _reads_codes(self, run: Pass) -> Fp8 | None:
+        """`_in_codes`, on the way forward: kernels before it write one code a value."""
+        codes = self._in_codes(run)
+        return codes if codes is not None and codes.inputs == 1 else None
 
     def after_norm(
         self,
@@ -90,7 +95,7 @@ class Projection:
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum. See `forward`."""
-        codes = self._in_codes(run)
+        codes = self._reads_codes(run)
         if codes is not None:
             return codes.after_norm(x, y, weight, eps)
         normed = self.input_buffer(x, len(x))
@@ -101,7 +106,7 @@ class Projection:
         self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The product of the gated unit of gate_up, and h. Only silu's is in one kernel with fp8's codes."""
-        codes = self._in_codes(run)
+        codes = self._reads_codes(run)
         if codes is not None and kind == "silu":
             return codes.after_act(gate_up)
         act = self.input_buffer(gate_up, len(gate_up))
@@ -169,7 +174,7 @@ class Projection:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward). A `wide` y comes with the room that its gradient will need; an
         `h` from an earlier forward is not made again."""
-        plain, codes = x[:, : self.width_in], self._in_codes(run)
+        plain, codes = x[:, : self.width_in], self._reads_codes(run)
         if codes is not None:
             return codes.forward(plain)
         if run.watch is not None:

@@ -1,4 +1,5 @@
-"""FP8 weights rounded anew by what they multiply, before the first step (model/frozen/calibrate.py has the formula).
+"""What a run over an fp8 base settles by its own data, before the first step: how the weights are rounded
+(model/frozen/calibrate.py has the formula), and how many codes their inputs take.
 
 The sample is the beginning of the run's own data: the first micro-batches of its first epoch, about `TOKENS` tokens.
 It goes through the model block by block, adapters off. Each block is run once to see what its four weights read, they
@@ -7,6 +8,11 @@ it. Of H there is one block's at a time, and one weight in fp32.
 
 Codes are a function of base, data, seed and settings, and adapters have no part in them: a resumed run makes them again
 instead of storing a copy of the base. `Calibration.digest` says whether it got the same.
+
+What is left then is the rounding of the inputs, every one within 2^-4. Whether that matters depends on the model: a
+large one does not notice, a small one loses a percent. So the sample goes through once more with one code a value and
+once with two, which is all but exact, and the divergence between what both foretell is what one code costs. Beyond
+`LIMIT` of the loss the run takes two.
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ from graftune.observe.marks import marked
 from graftune.weights.load import Placement
 
 TOKENS = 8192
+LIMIT = 0.0025  # of the loss: what one code a value may cost
+LOGITS_BYTES = 64 << 20  # of the logits that exist at once, of each of the two
 
 Sources = Callable[[int, str], Sequence[RowSource]]  # of a layer's group of projections
 
@@ -41,12 +49,20 @@ Sources = Callable[[int, str], Sequence[RowSource]]  # of a layer's group of pro
 class Calibration:
     tokens: int
     seconds: float
-    digest: str  # of all codes and scales
+    digest: str  # of all codes and scales, and of the inputs
+    inputs: int = 1  # codes a value
+    cost: float = 0.0  # of one code, as a share of the loss; 0: not measured
 
 
 def calibrates(config: Config, placement: Placement) -> bool:
     """Whether a run begins with this."""
     return placement.base_dtype == "fp8" and config.train.calibrate and config.train.method == "lora"
+
+
+def most_inputs(config: Config, placement: Placement) -> int:
+    """Codes a value that a run may come to read."""
+    asked = config.train.fp8_inputs
+    return 2 if asked == "two" or (asked == "auto" and calibrates(config, placement)) else 1
 
 
 def sample(examples: Sequence[Example], settings: TrainConfig) -> list[PackedBatch]:
@@ -71,20 +87,52 @@ def calibrate(
     sources: Sources,
     *,
     backend: str = "cpu",
+    inputs: str = "auto",
     told: Callable[[int], None] = lambda done: None,
 ) -> Calibration:
-    """`sources`: where the rows of a weight are read again; `told` is called with the blocks done. Adapters have to be
-    published afterwards, since they lie at the scales of the weights they are beside."""
+    """`sources`: where the rows of a weight are read again; `inputs`: as in the settings; `told` is called with the
+    blocks done. Adapters have to be published afterwards, since they lie at the scales of the weights they are
+    beside."""
     began = time.perf_counter()
     with torch.no_grad(), marked("calibrate"):
         streams = [Through.of(decoder, batch, backend) for batch in batches]
         for block in decoder.blocks:
             calibrate_block(block, streams, sources)
             told(block.index + 1)
-        digest = _digest(p.frozen for block in decoder.blocks for p in block.projections)
+        del streams
+        cost = cost_of_one_code(decoder, batches, backend) if inputs == "auto" else 0.0
+        codes = 2 if inputs == "two" or cost > LIMIT else 1
+        set_inputs(decoder, codes)
+        digest = _digest(_weights(decoder), codes)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # a graph's pool could not have it
-    return Calibration(sum(len(batch.tokens) for batch in batches), time.perf_counter() - began, digest)
+    tokens = sum(len(batch.tokens) for batch in batches)
+    return Calibration(tokens, time.perf_counter() - began, digest, codes, cost)
+
+
+def set_inputs(decoder: Decoder, codes: int) -> None:
+    """How many codes a value the way forward reads from here on."""
+    for weight in _weights(decoder):
+        weight.inputs = codes
+
+
+def cost_of_one_code(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> float:
+    """Mean KL divergence of the trained tokens' predictions from those with two codes a value, as a share of the loss
+    of the latter."""
+    divergence, loss = torch.zeros(2, dtype=torch.float64, device=decoder.device)
+    for batch in batches:
+        hidden = []
+        for codes in (1, 2):
+            set_inputs(decoder, codes)
+            through = Through.of(decoder, batch, backend)
+            hidden.append(decoder.hidden(batch.tokens.to(decoder.device), through.run, batch.rows.to(decoder.device)))
+        rows = max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))
+        parts = (part.split(rows) for part in (*hidden, batch.labels.to(decoder.device)))
+        for one, two, labels in zip(*parts, strict=True):
+            coarse, fine = (decoder.logits(x, adapted=False).log_softmax(-1) for x in (one, two))
+            loss -= fine.gather(1, labels.unsqueeze(1)).sum()
+            divergence += coarse.sub_(fine).mul_(fine.exp_()).sum().neg_()
+    return float(divergence / loss) if loss > 0 else 0.0
 
 
 @dataclass
@@ -128,6 +176,10 @@ def calibrate_block(block: Block, streams: Sequence[Through], sources: Sources) 
         stream.x = stream.behind(block)
 
 
-def _digest(weights: Iterable[Frozen]) -> str:
-    sums = torch.stack([weight.checksum for weight in weights if isinstance(weight, Fp8)])
-    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
+def _weights(decoder: Decoder) -> list[Fp8]:
+    return [p.frozen for block in decoder.blocks for p in block.projections if isinstance(p.frozen, Fp8)]
+
+
+def _digest(weights: Iterable[Fp8], inputs: int) -> str:
+    sums = torch.stack([weight.checksum for weight in weights])
+    return hashlib.sha256(sums.cpu().numpy().tobytes() + bytes([inputs])).hexdigest()

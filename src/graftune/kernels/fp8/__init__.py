@@ -75,16 +75,19 @@ def quantise(
     factor: torch.Tensor | None = None,
     reach: torch.Tensor | None = None,
     slack: float = 1.0,
+    rest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] (times `factor` [K], fp32) into codes [T, K]; returns the scale [T]. `reach` leaves room for what the
-    adapters lay beside (`Share`), times `slack`."""
+    adapters lay beside (`Share`), times `slack`. `rest` [T, K] takes codes of what the codes leave, at the same
+    scale: both together are good to 2^-8."""
     assert x.shape == codes.shape and x.stride(1) == codes.stride(1) == 1 and codes.dtype == E4M3
+    assert rest is None or (rest.shape == x.shape and rest.stride(1) == 1 and rest.dtype == E4M3)
     assert factor is None or (factor.shape == x.shape[1:] and factor.is_contiguous())
     if launch.fused(x):
         from graftune.kernels.fp8 import kernel
 
-        return kernel.quantise(x, codes, factor, reach, slack)
-    return reference.quantise(x, codes, factor, _times(reach, slack))
+        return kernel.quantise(x, codes, factor, reach, slack, rest)
+    return reference.quantise(x, codes, factor, _times(reach, slack), rest)
 
 
 def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:

@@ -183,6 +183,8 @@ def _both_tile(rank: int, tokens: int, width: int) -> tuple[int, int, int, int, 
     """Columns and tokens of a tile, warps, stages, programs wanted."""
     if rank > 32:
         return 128, 64, 4, 3, 264
+    if tokens >= 8192 and width >= 64 * 256:  # what gate and up make: fewer programs read g's sums again
+        return 512, 64, 8, 3, 132
     if tokens >= 2048:
         return 256, 64, 4, 3, 264
     return 128, 64 if width > 128 * 132 else 128, 4, 3, 264

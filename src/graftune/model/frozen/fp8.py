@@ -8,7 +8,9 @@ roomy weight, in three columns of codes a rank instead of one of bf16: `share` s
 adapters calls `fp8.settle` with the shares.
 
 Codes are the nearest while the weight is read, and can be chosen better once it is known what they multiply
-(`calibrate`).
+(`calibrate`). What the way forward reads can be two codes a value instead of one (`inputs`): the second product, of
+what the first codes left, is added to the first. Forward products then cost twice, and the input is as good as bf16's;
+the way back keeps to one, since noise in a gradient averages out over steps and noise in the loss does not.
 
 `matmul_with_room` and `input_grad_with_room` take bf16 buffers, as every kind does, and quantise them in a pass of
 their own. The methods behind them are for callers that know what wrote the buffer: the codes come of that kernel.
@@ -30,6 +32,7 @@ from graftune.model.frozen.interface import Roomy, RowSource
 from graftune.model.frozen.mapped import pieces, rows_of
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
+REST = 2048  # tokens of a second product, which is added to the first: what it takes besides
 
 
 class Turned:
@@ -89,6 +92,7 @@ class Fp8(Roomy):
         if both:
             self.kept = fp8.buffer(in_features, out_features + codes_room, device, zero=True)
         self.share: Share | None = None
+        self.inputs = 1  # codes a value of what the way forward reads
 
     @staticmethod
     def of(
@@ -158,7 +162,11 @@ class Fp8(Roomy):
         return []
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(self._rows(x, None, None), self.in_features)
+        if self.inputs == 1:
+            return self._product(self._rows(x, None, None), self.in_features)
+        rest = fp8.buffer(len(x), self.in_features, x.device)
+        rows = self._rows(x, None, None, rest=rest)
+        return self._add_rest(self._product(rows, self.in_features), rest, rows.scale)
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return self._way_back(self._rows(grad, self.scale, None), self.out_features)
@@ -166,9 +174,12 @@ class Fp8(Roomy):
     def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] -> x W' + s h B'."""
         width, share = self.in_features, self._share
-        rows = self._rows(x[:, :width], None, share.there.reach, self.slack)
+        rest = fp8.buffer(len(x), width, x.device) if self.inputs == 2 else None
+        rows = self._rows(x[:, :width], None, share.there.reach, self.slack, rest)
         fp8.lay(x[:, width : width + len(share.down)], rows, width, share.there.shift)
         product = self._product(rows)
+        if rest is not None:
+            self._add_rest(product, rest, rows.scale)
         return product if out is None else out.copy_(product)
 
     def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
@@ -269,12 +280,22 @@ class Fp8(Roomy):
         return fp8.buffer(tokens, width + room, self.storage.device)
 
     def _rows(
-        self, x: torch.Tensor, factor: torch.Tensor | None, reach: torch.Tensor | None, slack: float = 1.0
+        self,
+        x: torch.Tensor,
+        factor: torch.Tensor | None,
+        reach: torch.Tensor | None,
+        slack: float = 1.0,
+        rest: torch.Tensor | None = None,
     ) -> Rows:
         """x as codes, with room behind them where there is a reach."""
         width = x.shape[1]
         codes = self._buffer(len(x), width) if reach is not None else fp8.buffer(len(x), width, x.device)
-        return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack))
+        return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack, rest=rest))
+
+    def _add_rest(self, product: torch.Tensor, rest: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for y, codes, scales in zip(product.split(REST), rest.split(REST), scale.split(REST), strict=True):
+            y.add_(self._product(Rows(codes, scales), self.in_features))
+        return product
 
     def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:
         weight = Rows(self.storage[: self.out_features, :width], self.scale)

@@ -17,7 +17,7 @@ from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
 from graftune.observe.memory import free_bytes, human_bytes, resident_bytes
 from graftune.runtime import DTYPES, Runtime, resolve
-from graftune.train.calibrate import calibrates
+from graftune.train.calibrate import calibrates, most_inputs
 from graftune.train.engine import attention_for
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import MIB
@@ -153,6 +153,7 @@ class Job:
             graph=kind == "cuda" and config.train.graph,
             evaluates=self.evaluates,
             calibrates=calibrates(config, placement),
+            inputs=most_inputs(config, placement),
             copies=kind == "cpu" and standins.copies_operand(self.runtime.compute),
             card=self.card,
         )

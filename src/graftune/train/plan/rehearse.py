@@ -26,7 +26,7 @@ from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
-from graftune.train.calibrate import TOKENS, Through, calibrate_block
+from graftune.train.calibrate import TOKENS, Through, calibrate_block, set_inputs
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.train.plan.pretend import Pretend, without_compiler
@@ -55,6 +55,7 @@ class Setup:
     graph: bool = True
     evaluates: bool = True
     calibrates: bool = False
+    inputs: int = 1  # codes a value that an fp8 weight reads
     copies: bool = False  # whether the CPU's products copy weights (standins.copies_operand)
     card: standins.Card | None = None
 
@@ -129,6 +130,7 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
     if setup.calibrates:
         with phases.phase("calibrate"), standins.fewer_pieces(whole=False):
             _calibrate(decoder, base, setup)
+    set_inputs(decoder, setup.inputs)
     step = Step(
         decoder,
         arena,
