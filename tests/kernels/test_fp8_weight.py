@@ -296,7 +296,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
     assert sum(calls) == 2 * coded
     assert by_kernels == pytest.approx(by_reference, rel=0.01) and by_reference == pytest.approx(loss, rel=0.05)
     if inputs == 2:
-        assert by_kernels == pytest.approx(by_reference, rel=1e-4)
+        assert by_kernels == pytest.approx(by_reference, rel=1e-3)  # on a GPU products come back in bf16
     cosine = torch.nn.functional.cosine_similarity
     assert cosine(its, theirs, 0) > 0.99 and cosine(its, grads, 0) > 0.95, (
         cosine(its, theirs, 0),

@@ -102,12 +102,12 @@ def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
         reference.lay(h, rows.scale, shift, tail)
 
 
-def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
+def mm(a: Rows, b: Rows, dtype: torch.dtype, *, fast_sums: bool = True) -> torch.Tensor:
     """a [M, K], b [N, K] -> a b' [M, N], a fresh tensor. Where there are no fp8 units the same values, dequantised."""
     assert a.codes.shape[1] == b.codes.shape[1] and a.codes.shape[1] % 16 == 0 and len(b.codes) % 16 == 0
     if not a.codes.is_cuda:
         return reference.mm(a, b, dtype)
-    return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype)
+    return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype, fast_sums=fast_sums)
 
 
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:

@@ -37,16 +37,22 @@ def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> tor
 
 
 def scaled_mm(
-    a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    fast_sums: bool = True,
 ) -> torch.Tensor:
     """Codes a [M, K], b [K, N] in e4m3, K contiguous in both, -> (a @ b) * scales[0] [M] * scales[1] [N], on CUDA. By
-    the units' own sums (14 bits and more of each step): what they lose is far below what 3 bits of a code lose."""
-    if _tuning:
+    the units' own sums (14 bits and more of each step): what they lose is far below what 3 bits of a code lose. Or,
+    without `fast_sums`, by sums that go to fp32 every so often."""
+    if _tuning and fast_sums:
         from graftune.kernels.matmul import cublaslt
 
         if cublaslt.multiplies_codes(a.device):
             return cublaslt.scaled_mm(a, b, scales, dtype)
     rows, columns = scales
     return torch._scaled_mm(
-        a, b, scale_a=rows.unsqueeze(1), scale_b=columns.unsqueeze(0), out_dtype=dtype, use_fast_accum=True
+        a, b, scale_a=rows.unsqueeze(1), scale_b=columns.unsqueeze(0), out_dtype=dtype, use_fast_accum=fast_sums
     )
