@@ -36,6 +36,18 @@ PACKAGES = (
     "nvidia-cudnn-frontend",
 )
 SHARD = 4 << 30  # bytes of weights in one file
+# GiB of the card while it boots and steps, measured on an H200 or, of a 4-bit base, about what loading takes.
+GIB: dict[str, dict[str, float]] = {
+    "8b-4x2048": {"peft": 82, "liger": 60, "liger-bf16": 52, "unsloth": 48},
+    "8b-1x512": {"peft": 20, "liger": 20, "unsloth": 20},
+    "8b-nf4-4x2048-full": {"peft": 22, "liger": 22, "unsloth": 12},
+    "8b-nf4-4x2048-offload": {"unsloth": 12},
+    "1b-1x512": {"peft": 12, "liger": 12, "unsloth": 12},
+    "1b-4x2048": {"peft": 30, "liger": 16, "unsloth": 13},
+    "1.5b-nf4-qv-4x512": {"peft": 12, "liger": 12, "unsloth": 12},
+    "350m-full-4x512x4": {"hf": 12, "hf-compiled": 12},
+}
+FOLDER_GIB = 6.0  # of writing a folder: a file's weights and what the runtime takes
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,13 @@ def build(name: str, case: Case, place: Place) -> Runner:
 
 def needs_folder(name: str, case: Case) -> bool:
     return name == "unsloth" or (case.base == "nf4" and name in ("peft", "liger", "liger-bf16"))
+
+
+def gib(name: str, case: Case) -> float:
+    """About what it needs of the card; a high guess where nobody has measured it."""
+    known = GIB.get(case.name, {}).get(name)
+    held = 2 * case.shape.parameters + 80 * case.micro_tokens * case.shape.layers * case.shape.width
+    return known if known is not None else 8 + held / 2**30
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ from benchmarks.cases import GOALS, HOST_MS, PEERS
 
 Figures = Mapping[str, Any]
 FACTS = ("gpu", "driver", "torch", "triton", "cudnn", "python", "peers", "commit", "date", "run", "settings")
+ORDER = ("floor", "floor_own", "ours", *PEERS)  # of a case's participants, whoever ended first
 OWN = {"peak_gib": "peak GiB", "start_s": "seconds to the first step", "ms": "ms a step"}
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -116,7 +117,9 @@ def close(result: dict[str, Any]) -> None:
 
 def close_case(record: dict[str, Any], name: str, beside: Mapping[str, Mapping[str, Figures]] | None = None) -> None:
     """Bring what follows from the participants' figures up to date."""
-    found = record["participants"]
+    places = {who: place for place, who in enumerate(ORDER)}
+    found = dict(sorted(record["participants"].items(), key=lambda item: places.get(item[0], len(places))))
+    record["participants"] = found
     flops = found.get("floor", {}).get("flops")
     for figures in found.values():
         if flops and figures.get("ms"):

@@ -1,11 +1,14 @@
 """One optimizer step on a GPU: ours beside PEFT, PEFT with Liger, Unsloth and the floor, in one run.
 
-    python benchmarks/step.py [--cases 8b-4x2048,1b-1x512,...] [--who ours,peft,liger,unsloth,floor]
-                              [--sweep tokens|rank|layers|documents|all] [--json FILE] [--plot FILE]
+    python benchmarks/step.py [--cases 8b-4x2048,1b-1x512:liger+peft,...] [--who ours,peft,liger,unsloth,floor]
+                              [--sweep tokens|rank|layers|documents|all] [--at-once N] [--json FILE] [--plot FILE]
 
 Every participant runs in a process of its own, one after another, under a time limit: one that crashes or is not
 installed is reported with its last line, and the others go on. cases.py says what a case is, measure.py how it is timed
 and when a time is refused, peers.py how the others are set up, ours.py how we are, floor.py what nobody can beat.
+With --at-once N the peers boot beside each other, N at a time and as many as the card has room for, after ours and the
+floor, which are always alone; whoever is timed is timed alone: the others, and the process groups in --pause-file, are
+stopped meanwhile (crew.py, turns.py).
 
 The peers are found on PYTHONPATH or in --peers (a folder, or a .tar.xz that is unpacked first). Without --sweep the
 cases run; with it, the curves (ours beside the floor), and cases only where --cases names them. The record goes to
@@ -19,8 +22,8 @@ the goals came to is in the table and the record), 1 where someone failed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
-import gc
 import importlib.util
 import json
 import os
@@ -35,26 +38,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import cases, measure, peers, report  # peers: imports none of them before it is asked to
+from benchmarks import cases, crew, peers, report  # peers: imports none of them before it is asked to
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {"floor": 150, "ours": 240, "unsloth": 420, "hf-compiled": 420, "folder": 240}  # seconds; others: 300
-NOT_RUN = "not run: the run's time is up"
+ALONE = ("floor", "ours")  # for their whole life: ours chooses its products by timing them when it starts
+ROOM_GIB = 120.0  # of an H200's 139: the estimates are rough, and each process takes some for itself
 
 
 def main() -> int:
     options = arguments()
     if options.worker:
+        from benchmarks.worker import work
+
         work(options)
         return 0
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         run = Run(options, Path(folder))
-        for name in options.cases:
-            run.case(name)
+        run.pairs(options.pairs)
         for axis in options.sweep:
             run.sweep(axis)
         run.finish()
@@ -63,10 +66,14 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help=f"default, without --sweep: {','.join(cases.DEFAULT)}")
+    told = f"CASE or CASE:WHO+WHO, in this order; default, without --sweep: {','.join(cases.DEFAULT)}"
+    parser.add_argument("--cases", default="", help=told)
     parser.add_argument("--who", default="", help="participants, of those a case has: " + ", ".join(cases.PEERS))
     parser.add_argument("--steps", type=int, default=10, help="timed steps, after 3 or more that warm up")
     parser.add_argument("--sweep", default="", help=", ".join(cases.SWEEPS) + " or all")
+    parser.add_argument("--at-once", type=int, default=1, help="peers that boot beside each other")
+    parser.add_argument("--room", type=float, default=ROOM_GIB, help="GiB of the card that they may take together")
+    parser.add_argument("--pause-file", default="", help="process groups, one a line, stopped while somebody is timed")
     parser.add_argument("--json", default="", help="where the record goes")
     parser.add_argument("--merge", action="store_true", help="keep the other cases of the record that is there")
     parser.add_argument("--plot", default="", help="a .png; sweeps are drawn beside it, one file an axis")
@@ -85,19 +92,35 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--case", dest="cases", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.sweep = list(cases.SWEEPS) if options.sweep == "all" else [s for s in options.sweep.split(",") if s]
-    names = [name for name in options.cases.split(",") if name]
-    options.cases = names or ([] if options.sweep else list(cases.DEFAULT))
+    named = [name for name in options.cases.split(",") if name] or ([] if options.sweep else list(cases.DEFAULT))
+    options.cases = [name.partition(":")[0] for name in named]
     options.who = [name for name in options.who.split(",") if name]
+    asked = [[who for who in name.partition(":")[2].split("+") if who] or options.who for name in named]
     try:
-        for name in options.cases:
-            cases.parse(name)
+        pairs = [(n, w) for n, who in zip(options.cases, asked, strict=True) for w in _able(n, who)]
+        options.pairs = list(dict.fromkeys(pairs))
         for axis in options.sweep:
             cases.sweep(axis)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(options.who) - {"ours", "floor", *cases.PEERS}:
+    if unknown := {name for who in asked for name in who} - {*ALONE, *cases.PEERS}:
         parser.error(f"--who: unknown {', '.join(sorted(unknown))}")
+    if options.at_once > 1 and not Path("/proc/self/stat").exists():
+        parser.error("--at-once: only on Linux, where the processes of a worker can be found")
     return options
+
+
+def _able(name: str, asked: list[str]) -> list[str]:
+    return cases.participants(cases.parse(name), asked)
+
+
+@dataclasses.dataclass
+class Model:
+    """A folder of weights of one shape: made once, by a worker, and there as long as somebody is to read it."""
+
+    job: crew.Job
+    place: Path
+    users: int = 0
 
 
 class Run:
@@ -105,36 +128,70 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, folder: Path):
         self.options, self.folder = options, folder
-        self.began = time.monotonic()
+        deadline = time.monotonic() + options.total if options.total else float("inf")
+        pause_file = Path(options.pause_file) if options.pause_file else None
+        self.crew = crew.Crew(folder, options.at_once, options.room, pause_file, deadline)
         self.logs = Path(options.logs or folder / "logs").resolve()
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.models: dict[cases.Shape, Path] = {}
+        self.models: dict[cases.Shape, Model] = {}
         self.environment = environment(options, folder)
         self.result: dict[str, Any] = facts(options) | {"cases": {}, "sweeps": {}}
         self.old: dict[str, Any] | None = None
         self.failed = False
 
-    def case(self, name: str) -> None:
-        case = cases.parse(name)
-        record: dict[str, Any] = {
-            "tokens": case.tokens,
-            "rank": case.rank if case.method == "lora" else None,
-            "date": self.result["date"],
-            "run": self.result["run"],
-            "commit": self.result["commit"],
-            "participants": self.measured(name),
-        }
-        self.result["cases"][name] = record
-        for who in cases.participants(case, self.options.who):
-            if "ms" in record["participants"].get(who, {}):
+    def pairs(self, pairs: list[tuple[str, str]]) -> None:
+        """Everyone of every case, as they end; with several at once those that run alone come first."""
+        if self.options.at_once > 1:
+            pairs = sorted(pairs, key=lambda pair: pair[1] not in ALONE)
+        jobs: list[crew.Job] = []
+        asked: dict[crew.Job, tuple[str, str]] = {}
+        for name, who in pairs:
+            if "ms" in self.measured(name).get(who, {}):
+                self.record(name)
                 print(f"{name:24}{who:13}measured in this run already", flush=True)
                 continue
-            for part, figures in self.figures(who, [name])[name].items():
-                record["participants"][part] = figures
-                self.failed |= "ms" not in figures
-                print(f"{name:24}{part:13}{report.line(figures)}", flush=True)
-            self.save()
+            model = self.model(cases.parse(name), jobs) if peers.needs_folder(who, cases.parse(name)) else None
+            jobs.append(self.job(who, [name], model=model))
+            asked[jobs[-1]] = name, who
+        try:
+            for job in self.crew.run(jobs):
+                if job in asked:
+                    self.ended(job, *asked[job])
+                elif job.problem not in ("", crew.NOT_RUN):
+                    job.problem = f"its folder of weights could not be written: {job.problem}"
+        finally:
+            for model in self.models.values():
+                shutil.rmtree(model.place, ignore_errors=True)
+            self.models.clear()
         self.save()
+
+    def ended(self, job: crew.Job, name: str, who: str) -> None:
+        record = self.record(name)
+        for part, figures in self.left(job).get(name, {who: {"error": job.problem}}).items():
+            record["participants"][part] = figures
+            self.failed |= "ms" not in figures
+            print(f"{name:24}{part:13}{report.line(figures)}", flush=True)
+        model = self.models.get(cases.parse(name).shape)
+        if model is not None and job.after is model.job:
+            model.users -= 1
+            if not model.users:  # an 8B takes 16 GB
+                shutil.rmtree(model.place, ignore_errors=True)
+        self.save()
+
+    def record(self, name: str) -> dict[str, Any]:
+        """The case's, from when the first of it is known: an older one stays until then."""
+        case = cases.parse(name)
+        if self.result["cases"].get(name, {}).get("run") != self.result["run"]:
+            self.result["cases"][name] = {
+                "tokens": case.tokens,
+                "rank": case.rank if case.method == "lora" else None,
+                "date": self.result["date"],
+                "run": self.result["run"],
+                "commit": self.result["commit"],
+                "participants": self.measured(name),
+            }
+        found: dict[str, Any] = self.result["cases"][name]
+        return found
 
     def measured(self, name: str) -> dict[str, Any]:
         """What this run has of the case from an earlier call."""
@@ -167,59 +224,68 @@ class Run:
 
     def figures(self, who: str, names: list[str], sustain: float = 2.0, swept: bool = False) -> dict[str, Any]:
         """case -> participant -> figures; a case that was not reached has the error that ended the worker."""
-        problem = NOT_RUN
-        found: dict[str, Any] = {}
-        if not self.late():
-            arguments = ["--sustain", str(sustain), *(["--swept"] if swept else [])]
-            case = cases.parse(names[0])
-            problem = ""
-            if peers.needs_folder(who, case):
-                problem, model = self.model(case)
-                arguments += ["--folder", str(model)]
-            if not problem:
-                problem, found = self.start(who, names, arguments)
+        job = self.job(who, names, "--sustain", str(sustain), *(["--swept"] if swept else []))
+        list(self.crew.run([job]))
+        found, problem = self.left(job), job.problem
         for name in names:
             if name not in found:
                 found[name] = {who: {"error": problem}}
-                problem = "not reached" if problem != NOT_RUN else NOT_RUN
+                problem = "not reached" if problem != crew.NOT_RUN else problem
         return found
 
-    def model(self, case: cases.Case) -> tuple[str, Path]:
-        """The folder of the case's shape: one at a time, an 8B takes 16 GB."""
-        if case.shape not in self.models:
-            for old in self.models.values():
-                shutil.rmtree(old, ignore_errors=True)
-            self.models.clear()
-            place = roomy(self.folder, case.shape.parameters * 2.2) / f"step-model-{os.getpid()}"
-            self.models[case.shape] = place
-            problem, _ = self.start("folder", [case.name], ["--folder", str(place)])
-            if problem:
-                shutil.rmtree(self.models.pop(case.shape), ignore_errors=True)
-                return f"its folder of weights could not be written: {problem}", place
-        return "", self.models[case.shape]
+    def model(self, case: cases.Case, jobs: list[crew.Job]) -> Model:
+        """The folder of the case's shape; who writes it is put before the first who reads it."""
+        found = self.models.get(case.shape)
+        if found is None:
+            found = self.models[case.shape] = Model(self.job("folder", [case.name]), self.folder / "unmade")
+            number, words = len(self.models), found.job.words
 
-    def start(self, who: str, names: list[str], arguments: list[str]) -> tuple[str, dict[str, Any]]:
-        """(what went wrong, what it left)."""
-        out = self.folder / f"{who}.json"
-        out.unlink(missing_ok=True)
-        log = self.logs / f"{names[0]}-{who}.log"
+            def placed() -> list[str]:
+                found.place = roomy(self.folder, case.shape.parameters * 2.2) / f"step-model-{os.getpid()}-{number}"
+                return [*words(), "--folder", str(found.place)]
+
+            found.job.words = placed
+            jobs.append(found.job)
+        found.users += 1
+        return found
+
+    def job(self, who: str, names: list[str], *more: str, model: Model | None = None) -> crew.Job:
+        name = f"{names[0]}-{who}"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", who, "--case", ",".join(names)]
-        command += ["--out", str(out), "--steps", str(self.options.steps), "--device", self.options.device, *arguments]
-        limit = (self.options.limit or LIMITS.get(who, 300)) * (1 if len(names) == 1 else 3)
-        if self.options.total:
-            limit = max(1.0, min(limit, self.options.total - (time.monotonic() - self.began)))
-        problem = watched(command, log, limit, self.folder, self.environment | {measure.STARTED: str(time.time())})
-        left = json.loads(out.read_text()) if out.exists() else {}
+        command += ["--out", str(self.out(name)), "--steps", str(self.options.steps), "--device", self.options.device]
+        case = cases.parse(names[0])
+
+        def words() -> list[str]:
+            self.out(name).unlink(missing_ok=True)
+            return [*command, *more, *(["--folder", str(model.place)] if model else [])]
+
+        return crew.Job(
+            name,
+            words,
+            self.logs / f"{name}.log",
+            self.folder / name,  # of its own: Unsloth compiles into where it stands
+            self.environment,
+            (self.options.limit or LIMITS.get(who, 300)) * (1 if len(names) == 1 else 3),
+            alone=self.options.at_once <= 1 or who in ALONE,
+            gib=peers.FOLDER_GIB if who == "folder" else peers.gib(who, case),
+            after=model.job if model else None,
+        )
+
+    def out(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def left(self, job: crew.Job) -> dict[str, Any]:
+        """What a worker has written: case -> participant -> figures."""
+        path = self.out(job.name)
+        left = json.loads(path.read_text()) if path.exists() else {}
         self.learn(left.get("facts", {}))
-        return problem, left.get("cases", {})
+        found: dict[str, Any] = left.get("cases", {})
+        return found
 
     def learn(self, told: dict[str, Any]) -> None:
         """Versions and the GPU, as the workers saw them."""
         self.result["peers"] |= told.pop("peers", {})
         self.result |= told
-
-    def late(self) -> bool:
-        return bool(self.options.total) and time.monotonic() - self.began > self.options.total
 
     def path(self) -> Path | None:
         if self.options.json:
@@ -236,8 +302,6 @@ class Run:
             report.write(path, self.result)
 
     def finish(self) -> None:
-        for place in self.models.values():
-            shutil.rmtree(place, ignore_errors=True)
         if self.options.plot:
             self.plot(Path(self.options.plot))
         if self.options.json == "-":
@@ -254,28 +318,6 @@ class Run:
 
         for made in plots.draw(self.result, target):
             print(f"drawn: {made}")
-
-
-def watched(command: list[str], log: Path, limit: float, folder: Path, environment: dict[str, str]) -> str:
-    """Runs it to its end or its limit; "" or why it failed: the limit, or its last line."""
-    with log.open("w") as handle:
-        process = subprocess.Popen(
-            command, stdout=handle, stderr=subprocess.STDOUT, cwd=folder, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own: its children go with it
-            process.wait()
-            return f"stopped after {limit:.0f} s; last line: {last_line(log)}"
-    return "" if code == 0 else f"{last_line(log)} (exit {code})"
-
-
-def last_line(log: Path) -> str:
-    """The last line that is an error, or the last line."""
-    lines = [text.strip() for text in log.read_text(errors="replace").splitlines() if text.strip()]
-    errors = [text for text in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", text)]
-    return ((errors or lines or ["(it printed nothing)"])[-1])[:300]
 
 
 def environment(options: argparse.Namespace, folder: Path) -> dict[str, str]:
@@ -311,8 +353,8 @@ def roomy(default: Path, wanted: float) -> Path:
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "gpu": "",
-        "driver": driver(),
+        "gpu": "" if options.device == "cpu" else smi("name"),
+        "driver": smi("driver_version"),
         "torch": "",
         "triton": "",
         "cudnn": "",
@@ -326,10 +368,10 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def driver() -> str:
+def smi(what: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
 
 
@@ -343,53 +385,6 @@ def _point(found: dict[str, Any]) -> str:
     return shown + "".join(f"  {who}: {report.line(f)[:90]}" for who, f in found.items() if "ms" not in f)
 
 
-def work(options: argparse.Namespace) -> None:
-    """A worker: one participant, one or more cases; what it has goes to disk after each."""
-    out = Path(options.out)
-    started = measure.process_start()
-    left: dict[str, Any] = {"facts": {}, "cases": {}}
-    for name in options.cases:
-        found = one_case(options, cases.parse(name), started)
-        left["facts"] = versions()
-        left["cases"][name] = found
-        report.write(out, left)
-        gc.collect()
-        started = time.time()
-
-
-def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> dict[str, Any]:
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    if options.worker == "floor":
-        from benchmarks.floor import measure_floor
-
-        return measure_floor(case, device, options.steps, options.sustain, own=not options.swept)
-    folder, imported_s = Path(options.folder) if options.folder else None, time.time() - started
-    if options.worker == "folder":
-        assert folder is not None
-        peers.write_folder(case.shape, folder, device)
-        return {}
-    if options.worker == "ours":
-        from benchmarks.ours import ours
-
-        runner = ours(case, device)
-    else:
-        runner = peers.build(options.worker, case, peers.Place(device, folder))
-    figures = measure.measure(runner, case.tokens, device, options.steps, started)
-    return {options.worker: figures | {"imports_s": round(imported_s, 1)}}
-
-
-def versions() -> dict[str, Any]:
-    found: dict[str, Any] = {"torch": torch.__version__, "peers": peers.versions()}
-    if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": str(torch.backends.cudnn.version())}
-    if importlib.util.find_spec("triton") is not None:
-        import triton
-
-        found["triton"] = triton.__version__
-    return found
-
-
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not at once: whoever is stopped is to go on
     sys.exit(main())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from benchmarks.ours import ours
 
-from benchmarks import bases, cases, floor, measure, peers, plots, report, step
+from benchmarks import bases, cases, crew, floor, measure, peers, plots, report, step
 from graftune.kernels import nf4
 from graftune.model.frozen import MAPPED_ROWS_BYTES, Nf4Rows
 from graftune.weights.synthetic import RandomRows
@@ -275,9 +275,11 @@ def test_a_merged_record_replaces_whole_cases(tmp_path):
 
 
 def test_a_crash_and_a_hang_are_reported(tmp_path):
-    def run(code: str, limit: float) -> str:
-        command = [sys.executable, "-c", code]
-        return step.watched(command, tmp_path / "log", limit, tmp_path, dict(os.environ))
+    def run(code: str, limit: float) -> str | None:
+        words = [sys.executable, "-c", code]
+        job = crew.Job("job", lambda: words, tmp_path / "log", tmp_path, dict(os.environ), limit)
+        assert list(crew.Crew(tmp_path).run([job])) == [job]
+        return job.problem
 
     assert run("print('fine')", 60) == ""
     assert run("raise ValueError('no such kernel')", 60) == "ValueError: no such kernel (exit 1)"
@@ -303,7 +305,7 @@ def test_the_whole_benchmark_on_a_tiny_case(tmp_path):
     out = tmp_path / "record.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--device", "cpu", "--steps", "1"]
     command += ["--cases", "tiny-2x32", "--who", "floor,peft,liger", "--json", str(out), "--commit", "abc"]
-    command += ["--plot", str(tmp_path / "bars.png")]
+    command += ["--plot", str(tmp_path / "bars.png"), "--at-once", "2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     result = json.loads(out.read_text())
     failed = "error" in result["cases"]["tiny-2x32"]["participants"]["liger"]

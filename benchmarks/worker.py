@@ -1,0 +1,62 @@
+"""A worker of step.py: one participant of one or more cases, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import cases, measure, peers, report
+
+
+def work(options: argparse.Namespace) -> None:
+    """What it has goes to disk after each case."""
+    out = Path(options.out)
+    started = measure.process_start()
+    left: dict[str, Any] = {"facts": {}, "cases": {}}
+    for name in options.cases:
+        found = one_case(options, cases.parse(name), started)
+        left["facts"] = versions()
+        left["cases"][name] = found
+        report.write(out, left)
+        gc.collect()
+        started = time.time()
+
+
+def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> dict[str, Any]:
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if options.worker == "floor":
+        from benchmarks.floor import measure_floor
+
+        return measure_floor(case, device, options.steps, options.sustain, own=not options.swept)
+    folder, imported_s = Path(options.folder) if options.folder else None, time.time() - started
+    if options.worker == "folder":
+        assert folder is not None
+        peers.write_folder(case.shape, folder, device)
+        return {}
+    if options.worker == "ours":
+        from benchmarks.ours import ours
+
+        runner = ours(case, device)
+    else:
+        runner = peers.build(options.worker, case, peers.Place(device, folder))
+    figures = measure.measure(runner, case.tokens, device, options.steps, started)
+    return {options.worker: figures | {"imports_s": round(imported_s, 1)}}
+
+
+def versions() -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.__version__, "peers": peers.versions()}
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": str(torch.backends.cudnn.version())}
+    if importlib.util.find_spec("triton") is not None:
+        import triton
+
+        found["triton"] = triton.__version__
+    return found
