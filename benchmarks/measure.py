@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,11 @@ class Runner:
     note: str = ""
 
 
-def measure(runner: Runner, tokens: int, device: torch.device, steps: int, started: float) -> dict[str, Any]:
-    """`started` (time.time) is when the participant's process began, or, of several cases in one, its case."""
+def measure(
+    runner: Runner, tokens: int, device: torch.device, steps: int, started: float, watch_syncs: bool = False
+) -> dict[str, Any]:
+    """`started` (time.time) is when the participant's process began, or, of several cases in one, its case. With
+    `watch_syncs` the steps without a synchronisation between them are searched for some that they do themselves."""
     before = fingerprints(runner.trained())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -66,7 +70,7 @@ def measure(runner: Runner, tokens: int, device: torch.device, steps: int, start
         warm = len(walls)
         for _ in range(steps):
             timed()
-        device_ms = _back_to_back(runner, reports, device, steps)
+        device_ms, syncs = _back_to_back(runner, reports, device, steps, watch_syncs)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     after = fingerprints(runner.trained())
     losses, norms = ([float(report[i]) for report in reports] for i in (0, 1))
@@ -78,6 +82,7 @@ def measure(runner: Runner, tokens: int, device: torch.device, steps: int, start
         "ms_most": round(1e3 * max(walls[warm:]), 3),
         "device_ms": device_ms,
         "host_ms": round(1e3 * statistics.median(hosts[warm:]), 3),
+        "syncs": syncs,
         "tok_s": round(tokens / seconds, 1),
         "peak_gib": None if peak is None else round(peak / 2**30, 2),
         "start_s": None if shared else round(start_s, 1),
@@ -117,17 +122,40 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
 
 
 def _back_to_back(
-    runner: Runner, reports: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, steps: int
-) -> float | None:
+    runner: Runner,
+    reports: list[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    steps: int,
+    watch_syncs: bool,
+) -> tuple[float | None, int | None]:
+    """(ms a step by the device's clock, synchronisations of all steps where they are watched)"""
     if device.type != "cuda":
-        return None
+        return None, None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(steps):
-        reports.append(runner.step(len(reports)))
-    end.record()
+
+    def all_steps() -> None:
+        begin.record()
+        for _ in range(steps):
+            reports.append(runner.step(len(reports)))
+        end.record()
+
+    syncs = counted_syncs(all_steps) if watch_syncs else all_steps()
     torch.cuda.synchronize()
-    return round(begin.elapsed_time(end) / steps, 3)
+    return round(begin.elapsed_time(end) / steps, 3), syncs
+
+
+def counted_syncs(call: Callable[[], None]) -> int:
+    """How often torch waits for the device within the call, as far as torch says so: copies to the host, .item() and
+    their like. A wait for an event is not among them."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # or a place is told once
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def synchronise(device: torch.device) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import GOALS, HOST_MS, PEERS
+from benchmarks.cases import GOALS, HOST_MS, HOST_SYNCS, PEERS
 
 Figures = Mapping[str, Any]
 FACTS = ("gpu", "driver", "torch", "triton", "cudnn", "python", "peers", "commit", "date", "run", "settings")
@@ -66,12 +66,16 @@ def goals(
                 rows.append(goal(what, "at least", bound, round(theirs / ours, 3) if both else None))
         elif key == "floor":
             rows.append(goal("ours / floor", "at most", bound, known.get("ours_over_floor")))
+        elif key == "best_peer":
+            rows.append(goal("best peer / ours", "at least", bound, known.get("best_peer_over_ours")))
         elif key in OWN:
             rows.append(goal(OWN[key], "at most", bound, own.get(key)))
         else:
             rows.append(goal(f"{key} / ours", "at least", bound, known.get(f"{key}_over_ours")))
     if "ours" in participants:
         rows.append(goal("host ms a step", "at most", HOST_MS, own.get("host_ms")))
+        if "syncs" in own:  # older records do not have them
+            rows.append(goal("host syncs in the steps", "at most", HOST_SYNCS, own["syncs"]))
     return rows
 
 
@@ -179,12 +183,24 @@ def _cell(value: float | None, width: int, digits: int) -> str:
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new run's cases in place of the old run's of the same name. A case is whole: its ratios are of one run."""
-    return (
+    """The new record's cases beside the old one's. A case is of one run, or its ratios would compare two: one of the
+    same run gains participants, one of another run is replaced."""
+    whole = (
         old
         | {key: value for key, value in new.items() if key not in ("cases", "sweeps")}
         | {key: old.get(key, {}) | new.get(key, {}) for key in ("cases", "sweeps")}
     )
+    for name, case in new.get("cases", {}).items():
+        there = old.get("cases", {}).get(name)
+        if there and case.get("run") and there.get("run") == case["run"]:
+            found = dict(there["participants"])
+            for who, figures in case["participants"].items():
+                if "ms" in figures or "ms" not in found.get(who, {}):  # a time stays where a second try has none
+                    found[who] = figures
+            whole["cases"][name] = there | case | {"participants": found}
+    if "peers" in old or "peers" in new:
+        whole["peers"] = old.get("peers", {}) | new.get("peers", {})
+    return whole
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:

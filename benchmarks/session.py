@@ -9,8 +9,10 @@ the others go on. FOLDER gets a log and a JSON for each stage (STAGE.log, STAGE.
 while it runs the live record of the steps (step.json): at most eight files. The table printed last has each command's
 seconds and exit code and how many goals it reached and missed, and under it every goal that was missed.
 
-Stages of one call are one run: steps timed for one are not timed again for another, and ratios between their cases
-hold. With --total no command is begun that would not end in time. stages.py has the stages and their seconds.
+Stages of one call are one run, and those of several calls on one machine that say the same --run: steps timed for one
+are not timed again for another of the same --out, and ratios between their cases hold. With --total no command is begun
+that would not end in time. Two sessions may run side by side, one that times and one of tests, where they name the same
+--pause-file: the tests stand still while somebody is timed. stages.py has the stages and their seconds.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Session:
         self.out = Path(options.out).resolve()
         self.out.mkdir(parents=True, exist_ok=True)
         self.began, self.lock = time.monotonic(), threading.Lock()
-        self.run_name = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        now = datetime.datetime.now(datetime.UTC)
+        self.date = now.strftime("%Y-%m-%d %H:%M UTC")
+        self.run_name = options.run or now.strftime("%Y%m%d-%H%M%S")
         live = 2 * len(options.stages) + 1 <= MOST_FILES
         self.step_record = (self.out if live else work) / "step.json"
         self.peers = self._peers()
@@ -114,7 +118,7 @@ class Session:
         left = self.options.total - (time.monotonic() - self.began) if self.options.total else float("inf")
         if missing:
             done.said = f"not run: needs --{missing[0]}, a file that is there"
-        elif left < (expected := 5 if self._timed_already(command) else command.seconds):
+        elif left < (expected := 5 if self._timed_already(command) else command.least):
             done.said = f"not run: takes about {expected} s and {max(0.0, left):.0f} are left"
         if done.said:
             return done
@@ -142,13 +146,12 @@ class Session:
         return done
 
     def _timed_already(self, command: Command) -> bool:
-        """A case of which this session has everyone's time."""
-        if command.result != "step" or "--cases" not in command.words or not self.step_record.exists():
+        """Cases of which this session has everyone's time."""
+        if command.result != "step" or not command.timed or not self.step_record.exists():
             return False
-        case, who = (command.words[command.words.index(option) + 1] for option in ("--cases", "--who"))
-        found = json.loads(self.step_record.read_text())["cases"].get(case, {})
-        times = found.get("participants", {})
-        return found.get("run") == self.run_name and all("ms" in times.get(name, {}) for name in who.split(","))
+        found = json.loads(self.step_record.read_text())["cases"]
+        own = {name: case["participants"] for name, case in found.items() if case.get("run") == self.run_name}
+        return all("ms" in own.get(name, {}).get(who, {}) for name, who in command.timed)
 
     def _words(self, command: Command, record: Path, limit: float) -> list[str]:
         settings = ("data", "base", "scratch", "reference", "device")
@@ -159,6 +162,7 @@ class Session:
             path = self.step_record if command.result else record
             words += ["--json", str(path), "--merge", "--run", self.run_name, "--device", self.options.device]
             words += ["--peers", str(self.peers)] if self.peers else []
+            words += ["--pause-file", str(Path(self.options.pause_file).resolve())] if self.options.pause_file else []
             # It ends by itself in time: its participants have sessions of their own, and would outlive it.
             words += ["--total", f"{max(1.0, limit - 10):.0f}"]
         if self.options.commit and words[0] in ("benchmarks/step.py", "benchmarks/graph.py"):
@@ -171,6 +175,9 @@ class Session:
         process = subprocess.Popen(
             words, stdout=handle, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
         )
+        if self.options.pause_file and words[1] != "benchmarks/step.py":
+            with self.lock, Path(self.options.pause_file).open("a") as listed:
+                listed.write(f"{process.pid}\n")
         try:
             return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -193,9 +200,7 @@ class Session:
         if not command.result or not self.step_record.exists():
             return None
         record = json.loads(self.step_record.read_text())
-        words = list(command.words)
-        for key, option in (("cases", "--cases"), ("sweeps", "--sweep")):
-            asked = words[words.index(option) + 1].split(",") if option in words else []
+        for key, asked in (("cases", dict(command.timed)), ("sweeps", command.after("--sweep").split(","))):
             record[key] = {name: value for name, value in record.get(key, {}).items() if name in asked}
         return record
 
@@ -209,8 +214,9 @@ class Session:
         document = {
             "stage": stage.name,
             "run": self.run_name,
+            "date": self.date,
             "gpu": gpu_name(),
-            "commit": self.options.commit,
+            "commit": self.options.commit or report.commit(),
             "commands": [vars(one) for one in self.done[stage.name]],
         }
         report.write(self.out / f"{stage.name}.json", document)
@@ -243,7 +249,8 @@ def gpu_name() -> str:
 
 def keep(folder: Path, results: Path = RESULTS) -> list[Path]:
     """The records that a session left, under the names that the README and the plots read. Steps are merged into what
-    is there, case by case; everything else takes its place."""
+    is there, case by case; everything else takes its place, with the session's commit, date and run where the script
+    that made it has none."""
     from benchmarks.step import slug
 
     made: dict[Path, Any] = {}
@@ -259,6 +266,10 @@ def keep(folder: Path, results: Path = RESULTS) -> list[Path]:
             if result == "step":
                 old = made.get(target) or (json.loads(target.read_text()) if target.exists() else {})
                 record = report.merged(old, record) if old else record
+                report.close(record)
+            else:
+                told = {key: document[key] for key in ("commit", "date", "run") if document.get(key)}
+                record = record | {key: value for key, value in told.items() if not record.get(key)}
             made[target] = record
     for target, record in made.items():
         report.write(target, record)
@@ -289,6 +300,8 @@ def arguments(stages: dict[str, Stage], words: list[str] | None = None) -> argpa
     parser.add_argument("--scratch", default="", help="folder of the small model that is trained from scratch")
     parser.add_argument("--reference", default=str(RESULTS / "gsm8k-cpu.json"), help="the CPU's curve")
     parser.add_argument("--commit", default="", help="of the code that runs")
+    parser.add_argument("--run", default="", help="a name that several calls on one machine share, to be one run")
+    parser.add_argument("--pause-file", default="", help="a file that a session of tests and one that times share")
     parser.add_argument("--total", type=float, default=0.0, help="seconds that the session has; 0: no end")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args(words)

@@ -1,8 +1,8 @@
 """The stages of a session: which commands, and how long each takes.
 
 The seconds are those of an H200 with cold kernel caches: measured where docs/log.md and earlier records have them,
-estimated from those where not. A call may take nine minutes, so each stage takes less. Of a case one entry times those
-that its goals ask for; who else runs it is said by cases.py.
+estimated from those where not. A call may take nine minutes, so each stage takes less. One run has three calls, with
+the same --run and --out: `ours`, then `peers` twice, or until it has nobody left; the other stages are in any order.
 """
 
 from __future__ import annotations
@@ -24,10 +24,28 @@ class Command:
     seconds: int
     result: str = ""
     slack: float = 2.0  # times the seconds expected: when it is stopped
+    goes_on: bool = False  # a part of it is worth beginning: called again in the same run, it does the rest
 
     @property
     def limit(self) -> float:
         return max(60.0, self.slack * self.seconds)
+
+    @property
+    def least(self) -> int:
+        """Seconds that must be left to begin it."""
+        return min(60, self.seconds) if self.goes_on else self.seconds
+
+    def after(self, option: str) -> str:
+        return self.words[self.words.index(option) + 1] if option in self.words else ""
+
+    @property
+    def timed(self) -> list[tuple[str, str]]:
+        """(case, who) of step.py: who is named behind the case, or by --who for all."""
+        found = []
+        for named in self.after("--cases").split(","):
+            case, _, who = named.partition(":")
+            found += [(case, one) for one in (who.split("+") if who else self.after("--who").split(",")) if case]
+        return found
 
     @property
     def needs(self) -> list[str]:
@@ -82,33 +100,54 @@ def _tests() -> tuple[Command, ...]:
     return tuple(sorted(found, key=lambda command: (-command.seconds, command.name)))
 
 
+# Those that a goal asks for come first: a call that is cut short has them.
+PEERS = (
+    "8b-4x2048:unsloth", "350m-full-4x512x4:hf-compiled", "8b-4x2048:liger", "1b-4x2048:unsloth",
+    "8b-nf4-4x2048-offload:unsloth", "1.5b-nf4-qv-4x512:unsloth", "8b-1x512:peft", "1b-1x512:liger",
+    "8b-4x2048:peft", "8b-nf4-4x2048-full:liger", "1b-1x512:peft", "8b-1x512:unsloth",
+    "8b-4x2048:liger-bf16", "1b-4x2048:liger", "1b-1x512:unsloth", "1.5b-nf4-qv-4x512:peft",
+    "8b-1x512:liger", "1b-4x2048:peft", "1.5b-nf4-qv-4x512:liger",
+)  # fmt: skip
+
+
+def _peers(seconds: int) -> Command:
+    words = ("benchmarks/step.py", "--cases", ",".join(PEERS), "--at-once", "4")
+    return Command("peers", words, seconds, "step", goes_on=True)
+
+
 FP8_SIZE = ("--shapes", "8b", "--tokens", "8192", "--quick")
 CURVES = ("benchmarks/curves.py", "{data}", "--base", "{base}", "--device", "{device}")
 STAGES = {
     stage.name: stage
     for stage in (
         Stage(
-            "issue3-step",
-            "bf16 steps beside the floor and the peers",
+            "ours",
+            "ours and the floor, each alone, in every case",
             (
-                timed("8b-4x2048", "floor,ours,liger,unsloth", 230),
-                timed("8b-1x512", "floor,ours,peft", 70),
+                timed("8b-4x2048", "floor,ours", 40),
+                timed("8b-1x512", "floor,ours", 40),
                 Command(
                     "1b, kernels warmed",
                     ("benchmarks/step.py", "--cases", "1b-1x512,1b-4x2048", "--who", "ours", "--steps", "1"),
-                    45,
+                    30,
                 ),
-                timed("1b-1x512", "floor,ours,liger", 60),
-                timed("1b-4x2048", "floor,ours,unsloth", 112),
+                timed("1b-1x512", "floor,ours", 24),
+                timed("1b-4x2048", "floor,ours", 24),
+                timed("350m-full-4x512x4", "floor,ours", 24),
+                timed("8b-nf4-4x2048", "floor,ours", 40),
+                timed("8b-nf4-4x2048-full", "ours", 25),
+                timed("8b-nf4-4x2048-offload", "ours", 25),
+                timed("1.5b-nf4-qv-4x512", "floor,ours", 24),
+                timed("8b-fp8-4x2048", "floor,ours", 40),
+                timed("8b-fp8-two-4x2048", "floor,ours", 40),
+                timed("70b-nf4-1x2048-full", "ours", 95),
             ),
         ),
+        Stage("peers", "the others, four at once, each timed alone", (_peers(530),)),
         Stage(
             "issue3-graph",
-            "captured against eager, accumulation, every parameter",
-            (
-                script("graph", "graph", 60, "benchmarks/graph.py"),
-                timed("350m-full-4x512x4", "floor,ours,hf-compiled", 180),
-            ),
+            "captured against eager, accumulation",
+            (script("graph", "graph", 60, "benchmarks/graph.py"),),
         ),
         Stage(
             "issue3-curves",
@@ -123,27 +162,9 @@ STAGES = {
         Stage("issue3-tokens", "how a step grows with tokens, 512 to 65,536", (swept("tokens", 340),)),
         Stage(
             "issue4-kernels",
-            "dequantisation: bits, and share of the memory's speed",
-            (script("dequantisation", "kernels", 100, "-m", "benchmarks.quant_kernels"),),
-        ),
-        Stage(
-            "issue4-step",
-            "NF4 steps beside our bf16, the floor and Unsloth",
+            "dequantisation: bits, and share of the memory's speed; products of FP8 codes",
             (
-                timed("8b-4x2048", "ours", 40),
-                timed("8b-nf4-4x2048", "ours", 50),
-                timed("8b-nf4-4x2048-full", "ours", 50),
-                timed("8b-nf4-4x2048-offload", "ours,unsloth", 180),
-                timed("1.5b-nf4-qv-4x512", "floor,ours,unsloth", 110),
-            ),
-        ),
-        Stage("issue4-70b", "70B in NF4 takes optimizer steps", (timed("70b-nf4-1x2048-full", "ours", 95),)),
-        Stage(
-            "issue4-fp8",
-            "FP8 steps beside the fp8 floor and Unsloth's bf16, and the kernels",
-            (
-                timed("8b-4x2048", "ours,unsloth", 150),
-                timed("8b-fp8-4x2048", "floor,ours", 80),
+                script("dequantisation", "kernels", 100, "-m", "benchmarks.quant_kernels"),
                 script("fp8 kernels", "fp8", 80, "-m", "benchmarks.fp8", *FP8_SIZE),
             ),
         ),

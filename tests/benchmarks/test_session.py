@@ -11,12 +11,12 @@ import pytest
 from benchmarks.session import Done
 from benchmarks.stages import Command, Stage, timed
 
-from benchmarks import cases, session
+from benchmarks import cases, peers, session
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = {
-    "issue3-step", "issue3-graph", "issue3-curves", "issue3-sweep", "issue4-kernels", "issue4-step", "issue4-fp8",
-    "issue4-plan", "issue4-curves", "tests",
+    "ours", "peers", "issue3-graph", "issue3-curves", "issue3-sweep", "issue4-kernels", "issue4-plan", "issue4-curves",
+    "tests",
 }  # fmt: skip
 
 
@@ -25,10 +25,8 @@ def cases_of(stages: list[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for stage in stages:
         for command in session.STAGES[stage].commands:
-            words = list(command.words)
-            if "--cases" in words and command.result:
-                who = words[words.index("--who") + 1].split(",")
-                found.setdefault(words[words.index("--cases") + 1], set()).update(who)
+            for name, who in command.timed if command.result else ():
+                found.setdefault(name, set()).add(who)
     return found
 
 
@@ -47,24 +45,26 @@ def test_every_stage_fits_a_call_and_every_command_exists():
                     assert (ROOT / word).is_file()
 
 
-@pytest.mark.parametrize("issue", ["issue3", "issue4"])
-def test_each_goal_is_measured_by_a_stage_and_its_cases_name_real_participants(issue):
-    own = cases_of([name for name in session.STAGES if name.startswith(issue)])
-    everything = cases_of(list(session.STAGES))
-    for name, who in own.items():
+def test_each_goal_is_measured_by_a_stage_and_its_cases_name_real_participants():
+    everything = cases_of(["ours", "peers"])
+    assert set(cases.GOALS) <= set(everything)
+    for name, who in everything.items():
         assert who <= set(cases.participants(cases.parse(name), sorted(who))), name
-    for name in own:
         for key in cases.GOALS.get(name, {}):
             needed, _, other = key.partition("@")
-            if needed in ("peak_gib", "ms", "start_s"):
-                needed = "ours"
-            within = [s for s in session.STAGES if name in cases_of([s])]
-            if other:  # within one stage, so that one call has both
-                assert any(needed in cases_of([s]).get(other, ()) for s in within), (name, key)
+            if key == "best_peer":
+                assert {"peft", "liger", "unsloth"} <= who, name
             else:
-                assert needed in everything[name], (name, key)
-    if issue == "issue4":
-        assert set(cases.GOALS) <= set(everything)
+                needed = "ours" if needed in ("peak_gib", "ms", "start_s") else needed
+                assert needed in everything[other or name], (name, key)
+    assert all(who <= {"ours", "floor"} for who in cases_of(["ours"]).values())
+    assert not any({"ours", "floor"} & who for who in cases_of(["peers"]).values())
+
+
+def test_everyone_of_the_peers_has_an_estimate_of_its_memory():
+    (command,) = session.STAGES["peers"].commands
+    assert all(who in peers.GIB[case] for case, who in command.timed) and len(set(command.timed)) == 19
+    assert command.least < command.seconds, "a second call does the rest"
 
 
 def test_the_plans_slow_tests_are_left_to_the_benchmark():
@@ -151,15 +151,50 @@ def test_steps_of_one_session_are_timed_once(tmp_path):
         Stage("first", "", (timed("tiny-1x32", "ours", 20, "--steps", "1"),)),
         Stage("second", "", (timed("tiny-1x32", "ours", 20, "--steps", "1"),)),
     )
-    assert session.main(["first", "second", "--out", str(tmp_path), "--device", "cpu", "--commit", "abc"], made) == 0
+    words = ["--out", str(tmp_path), "--device", "cpu", "--commit", "abc", "--run", "mine"]
+    assert session.main(["first", *words], made) == 0
+    assert session.main(["second", *words], made) == 0
     first, second = (json.loads((tmp_path / f"{s}.json").read_text())["commands"][0] for s in made)
     assert "measured in this run already" in (tmp_path / "second.log").read_text()
     own = [c["record"]["cases"]["tiny-1x32"] for c in (first, second)]
     assert own[0]["participants"]["ours"] == own[1]["participants"]["ours"] and own[0]["run"] == own[1]["run"]
-    assert own[0]["commit"] == "abc" and [g["what"] for g in second["goals"]] == ["host ms a step"]
+    assert own[0]["commit"] == "abc" and own[0]["run"] == "mine"
+    assert [g["what"] for g in second["goals"]] == ["host ms a step", "host syncs in the steps"]
     assert (tmp_path / "step.json").exists()
     kept = session.keep(tmp_path, tmp_path / "results")
     assert [p.name for p in kept] == ["step-cpu.json"] and "tiny-1x32" in json.loads(kept[0].read_text())["cases"]
+
+
+def test_records_of_one_run_are_kept_together_and_all_say_where_they_are_from(tmp_path):
+    def step(who: str, run: str) -> dict:
+        return {"gpu": "NVIDIA H9", "cases": {"8b-1x512": {"run": run, "participants": {who: {"ms": 2.0}}}}}
+
+    def stage(name: str, result: str, record: dict) -> None:
+        command = {"result": result, "record": record}
+        told = {"stage": name, "commit": "abc", "date": "today", "run": "1", "gpu": "NVIDIA H9", "commands": [command]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(told))
+
+    stage("a", "step", step("ours", "1"))
+    stage("b", "step", step("peft", "1"))
+    stage("c", "plan", {"goals": []})
+    stage("d", "graph", {"commit": "own", "date": "", "1b-4x512": {}})
+    kept = {path.name: json.loads(path.read_text()) for path in session.keep(tmp_path, tmp_path / "results")}
+    case = kept["step-h9.json"]["cases"]["8b-1x512"]
+    assert set(case["participants"]) == {"ours", "peft"} and case["ratios"]["peft_over_ours"] == 1.0
+    assert kept["plan-h9.json"] == {"goals": [], "commit": "abc", "date": "today", "run": "1"}
+    assert kept["graph-h9.json"] == {"commit": "own", "date": "today", "run": "1", "1b-4x512": {}}
+    stage("a", "step", step("liger", "2"))
+    (tmp_path / "b.json").unlink()
+    session.keep(tmp_path, tmp_path / "results")
+    found = json.loads((tmp_path / "results" / "step-h9.json").read_text())["cases"]["8b-1x512"]
+    assert list(found["participants"]) == ["liger"] and "best_peer_over_ours" not in found["ratios"]
+
+
+def test_what_is_not_timed_is_listed_to_be_paused(tmp_path):
+    pause = tmp_path / "pause"
+    made = stages(Stage("one", "", (plain("p", "import os; print('group', os.getpgid(0))"),)))
+    assert session.main(["one", "--out", str(tmp_path / "out"), "--pause-file", str(pause)], made) == 0
+    assert f"group {pause.read_text().strip()}\n" in (tmp_path / "out" / "one.log").read_text()
 
 
 def test_counts():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -204,8 +205,9 @@ def test_a_runner_that_trains_nothing_is_refused():
         weight.add_(0.1)
         return torch.tensor(1.0), torch.tensor(0.5)
 
-    found = measure.measure(measure.Runner(move, lambda: [weight]), 10, CPU, 2, time.time())
+    found = measure.measure(measure.Runner(move, lambda: [weight]), 10, CPU, 2, time.time(), watch_syncs=True)
     assert found["moved"] == 1.0 and found["ms"] > 0 and found["grad_norm"] == 0.5
+    assert found["syncs"] is None and found["start_s"] is not None, "nothing to wait for on a CPU"
 
 
 def test_ratios_and_goals():
@@ -267,11 +269,61 @@ def test_the_table_shows_failures_beside_figures():
 
 
 def test_a_merged_record_replaces_whole_cases(tmp_path):
-    old = {"gpu": "A", "cases": {"a": 1, "b": 1}, "sweeps": {"rank": 1}}
-    new = {"gpu": "A", "cases": {"b": 2}, "sweeps": {}}
-    assert report.merged(old, new) == {"gpu": "A", "cases": {"a": 1, "b": 2}, "sweeps": {"rank": 1}}
+    def case(run: str, **participants: dict) -> dict:
+        return {"run": run, "participants": participants}
+
+    old = {"gpu": "A", "cases": {"a": case("1", ours=figures(1)), "b": case("1", ours=figures(2))}, "sweeps": {"r": 1}}
+    new = {"gpu": "A", "cases": {"b": case("2", peft=figures(3))}, "sweeps": {}}
+    assert report.merged(old, new) == old | {"cases": old["cases"] | new["cases"]}
     report.write(tmp_path / "deep" / "r.json", new)
     assert json.loads((tmp_path / "deep" / "r.json").read_text()) == new
+
+
+def test_a_merged_case_of_the_same_run_gains_participants():
+    def result(run: str, **participants: dict) -> dict:
+        return {"peers": dict.fromkeys(participants, "1"), "cases": {"b": {"run": run, "participants": participants}}}
+
+    old = result("1", ours=figures(2), peft={"error": "x"}, unsloth=figures(5))
+    new = result("1", peft=figures(3), unsloth={"error": "y"}, liger={"error": "z"})
+    both = report.merged(old, new)
+    found = both["cases"]["b"]["participants"]
+    assert {who: f.get("ms") for who, f in found.items()} == {"ours": 2, "peft": 3, "unsloth": 5, "liger": None}
+    assert set(both["peers"]) == set(found) and "liger" not in old["cases"]["b"]["participants"]
+    other = report.merged(old, result("2", peft=figures(3)))
+    assert list(other["cases"]["b"]["participants"]) == ["peft"]
+    for unnamed in ("", None):
+        old["cases"]["b"]["run"] = unnamed
+        assert list(report.merged(old, result(unnamed, peft=figures(3)))["cases"]["b"]["participants"]) == ["peft"]
+
+
+def test_syncs_are_counted_each_time_and_the_mode_is_put_back(monkeypatch):
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits() -> None:
+        warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    assert measure.counted_syncs(waits) == 3 and modes == [0, "warn", 0]
+    assert measure.counted_syncs(lambda: None) == 0
+    with pytest.raises(ZeroDivisionError):
+        measure.counted_syncs(lambda: print(1 / 0))
+    assert modes[-1] == 0
+
+
+def test_the_goals_of_the_host_and_of_the_best_peer():
+    def goals(case: str, **participants: dict) -> dict:
+        return {goal["what"]: (goal["is"], goal["met"]) for goal in report.goals(case, participants)}
+
+    for syncs, met in ((0, True), (1, False), (None, None)):
+        found = goals("8b-4x2048", ours=figures(438, syncs=syncs))
+        assert found["host syncs in the steps"] == (syncs, met)
+    found = goals("1b-4x2048", ours=figures(80), liger=figures(140), unsloth=figures(100))
+    assert found["best peer / ours"] == (1.25, False)
+    assert goals("8b-1x512", ours=figures(30), peft=figures(210))["best peer / ours"] == (7.0, True)
+    assert goals("1.5b-nf4-qv-4x512", ours=figures(30))["best peer / ours"] == (None, None)
 
 
 def test_a_crash_and_a_hang_are_reported(tmp_path):
