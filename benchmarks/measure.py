@@ -139,7 +139,11 @@ def _back_to_back(
             reports.append(runner.step(len(reports)))
         end.record()
 
-    syncs = counted_syncs(all_steps) if watch_syncs else all_steps()
+    syncs = None
+    if watch_syncs:
+        syncs = counted_syncs(all_steps)
+    else:
+        all_steps()
     torch.cuda.synchronize()
     return round(begin.elapsed_time(end) / steps, 3), syncs
 
