@@ -20,10 +20,7 @@ nobody quantises, stays bf16. Rows of codes and scales are read as they are, not
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from benchmarks.cases import BLOCKS, Case, Shape
-from benchmarks.measure import synchronise
+from benchmarks.replay import sustained
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PEAK_TFLOPS = 989.0  # dense bf16, H100 and H200 SXM
@@ -247,7 +244,7 @@ def fastest_copy(packed: list[torch.Tensor], scratch: torch.Tensor, device: torc
             way(source, scratch)
 
     moved = 2 * sum(source.nbytes for source in packed)
-    times = {name: _sustained(partial(layer, way), device, 5, sustain=0.05) for name, way in ways.items()}
+    times = {name: sustained(partial(layer, way), device, 5, sustain=0.05) for name, way in ways.items()}
     for name, ms in times.items():
         print(f"floor: a layer's unpacking by a {name}'s copy: {ms:.4f} ms, {moved / ms / 1e9:.2f} TB/s", flush=True)
     return ways[min(times, key=lambda name: times[name])]
@@ -324,19 +321,22 @@ def _packed(case: Case, device: torch.device) -> torch.Tensor:
 
 def fastest(case: Case, device: torch.device) -> Attention:
     """Of all there is, by the time of a few layers: a floor must not be higher than it need be."""
+    if device.type != "cuda":
+        return Sdpa(case, device, "math", SDPBackend.MATH)
+    from graftune.kernels import attention
+
+    choice = attention.choose(device, torch.bfloat16, case.shape.head_width, False, False)
+    ours = dict.fromkeys((choice.backend, *choice.others, "triton"))  # whichever a step may take, and our own
     makers: list[Callable[[], Attention]] = [
-        lambda: Packed(case, device),
-        lambda: Packed(case, device, "triton"),
+        *(partial(Packed, case, device, backend) for backend in ours),
         lambda: Sdpa(case, device, "cuDNN", SDPBackend.CUDNN_ATTENTION),
         lambda: Sdpa(case, device, "flash", SDPBackend.FLASH_ATTENTION),
     ]
-    if device.type != "cuda":
-        return Sdpa(case, device, "math", SDPBackend.MATH)
     times: list[tuple[float, Attention]] = []
     for make in makers:
         try:
             candidate = make()
-            ms = _sustained(partial(_layers, candidate, 8), device, 5, sustain=0.05)
+            ms = sustained(partial(_layers, candidate, 8), device, 5, sustain=0.05)
         except (RuntimeError, ImportError, ValueError, AttributeError, TypeError, AssertionError) as error:
             # Not there, or not for these sizes: one of the others is.
             print(f"floor: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
@@ -362,7 +362,7 @@ def measure_floor(
     found = {}
     for name in ("floor", "floor_own") if own else ("floor",):
         ops = plan(case, own=name == "floor_own")
-        ms = _sustained(partial(floor.run, ops * case.micro), device, steps, sustain)
+        ms = sustained(partial(floor.run, ops * case.micro), device, steps, sustain)
         work, moved = flops(case, ops), unpacked_bytes(case, ops)
         note = f"attention: {floor.attention.name}"
         if moved:
@@ -378,39 +378,3 @@ def measure_floor(
             "note": note,
         }
     return found
-
-
-def _sustained(work: Callable[[], Any], device: torch.device, steps: int, sustain: float) -> float:
-    """Milliseconds of one replay, median, after `sustain` seconds of replays."""
-    if device.type != "cuda":
-        work()
-        times = []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - begin))
-        return statistics.median(times)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        begin = time.perf_counter()
-        for _ in range(3):
-            work()
-            torch.cuda.synchronize()
-            if time.perf_counter() - begin > 2:  # warm enough, and dear
-                break
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    until = time.perf_counter() + sustain
-    while time.perf_counter() < until:
-        graph.replay()
-        torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * steps + 1)]
-    for mark in marks[:-1]:
-        mark.record()
-        graph.replay()
-    marks[-1].record()
-    synchronise(device)
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))

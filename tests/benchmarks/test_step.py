@@ -9,13 +9,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from benchmarks.ours import ours
 
 from benchmarks import bases, cases, crew, floor, measure, peers, plots, report, step
-from graftune.kernels import nf4
+from graftune.kernels import attention, nf4
 from graftune.model.frozen import MAPPED_ROWS_BYTES, Nf4Rows
 from graftune.weights.synthetic import RandomRows
 
@@ -395,3 +396,17 @@ def test_a_sweep_runs_and_a_point_that_fails_is_kept(tmp_path, monkeypatch):
     assert step.main() == 1
     found = json.loads((tmp_path / "r.json").read_text())["sweeps"]["tokens"]["tiny"]
     assert "error" in found[2]["participants"]["ours"] and "ms" in found[1]["participants"]["ours"]
+
+
+def test_the_floor_tries_every_attention_that_a_step_may_take(monkeypatch):
+    took = {"cudnn": 3.0, "mixed": 1.0, "triton": 2.0}
+
+    class Sdpa:
+        def __init__(self, *_):
+            raise RuntimeError("not here")
+
+    monkeypatch.setattr(attention, "choose", lambda *_: attention.Choice("cudnn", "", ("mixed", "triton")))
+    monkeypatch.setattr(floor, "Packed", lambda case, device, backend: SimpleNamespace(name=backend))
+    monkeypatch.setattr(floor, "Sdpa", Sdpa)
+    monkeypatch.setattr(floor, "sustained", lambda work, *_, **__: took[work.args[0].name])
+    assert floor.fastest(cases.parse("tiny-2x32"), torch.device("cuda")).name == "mixed"
