@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib.metadata
 import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,14 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """sha256 of their bytes, in order."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def trained(name: str, steps: int, *, graph: bool, deterministic: bool) -> dict[str, Any]:
     """Losses of every step, milliseconds a step (median of the last half), a digest of the weights."""
     torch.manual_seed(0)
@@ -55,7 +65,7 @@ def trained(name: str, steps: int, *, graph: bool, deterministic: bool) -> dict[
         losses.append(runner.step(index)[0])
         synchronise(device)
         times.append(1e3 * (time.perf_counter() - begin))
-    bits = sum(weights.view(torch.int32).to(torch.int64).sum().item() for weights in runner.trained())
+    bits = digest(runner.trained())
     values = [float(loss) for loss in losses]
     del runner, losses
     forget()

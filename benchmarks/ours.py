@@ -78,14 +78,16 @@ def ours(
         nonlocal coming
         now = coming.result()
         loop.step(now, hyper, [0] * len(now))
+        runner.note = note()  # by now attention was timed
         loss, norm, _ = step.report.clone().unbind()
         loop.finished()
         coming = loader.submit(staged, index + 1)  # last: a thread that wakes takes the interpreter from us
         return loss, norm
 
     mode = "captured" if graph and device.type == "cuda" else "eager"
-    return Runner(
-        one,
-        lambda: [arena.view(name, arena.weights) for name in arena.slots],
-        f"{runtime.describe()}; attention {choice.backend}; {mode}; base {case.base}; recompute {case.recompute}",
-    )
+
+    def note() -> str:
+        return f"{runtime.describe()}; attention {step.backend}; {mode}; base {case.base}; recompute {case.recompute}"
+
+    runner = Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note())
+    return runner

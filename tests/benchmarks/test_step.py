@@ -18,6 +18,7 @@ from benchmarks.ours import ours
 from benchmarks import bases, cases, crew, floor, measure, peers, plots, report, step
 from graftune.kernels import attention, nf4
 from graftune.model.frozen import MAPPED_ROWS_BYTES, Nf4Rows
+from graftune.train.step import Step
 from graftune.weights.synthetic import RandomRows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +149,21 @@ def test_ours_trains_on_every_kind_of_base(name):
     assert found["ms"] > 0 and found["moved"] == 1.0 and found["grad_norm"] > 0
     assert f"base {case.base}; recompute {case.recompute}" in found["note"]
     assert found["loss_first"] == pytest.approx(torch.tensor(300.0).log().item(), abs=0.3)
+
+
+def test_the_note_names_the_attention_that_ran(monkeypatch):
+    """It is timed inside the first step, where there are several."""
+    case, real = cases.parse("tiny-1x32"), Step.micro_step
+
+    def timed(self, batch):
+        self.backend = "cpu"
+        real(self, batch)
+        self.backend = "mixed"
+
+    monkeypatch.setattr(Step, "micro_step", timed)
+    runner = ours(case, CPU)
+    assert "attention cpu;" in runner.note
+    assert "attention mixed; eager" in measure.measure(runner, case.tokens, CPU, 1, time.time())["note"]
 
 
 def test_random_blocks_have_the_deviation_of_random_floats():

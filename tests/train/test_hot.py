@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,19 @@ def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Ma
     assert other is not first and len(other.host) == Shape(32, 2, 4).size
     assert first.arrived.said[1:] == [("synchronize", None)], "its pinned memory was read until then"
     assert loop.copies.said == [("wait", first.taken)], "and its copy on the device until then"
+
+
+def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
+    """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
+    done = [Mark(), Mark()]
+    loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[])
+    loop.reports = torch.zeros(2, 3)
+    loop._fetch_oldest = lambda: DeviceLoop._fetch_oldest(loop)
+    seen, sending = [torch.profiler.ProfilerActivity.CPU], pytest.raises(AttributeError, match="count")
+    with torch.profiler.profile(activities=seen) as profile, sending:  # of a loop that has nothing to send
+        DeviceLoop.step(loop, [], {}, [])
+    assert [mark.said for mark in done] == [[("synchronize", None)], []] and len(loop.ready) == 1
+    assert [e.count for e in profile.key_averages() if e.key == "graftune: wait for the device"] == [1]
 
 
 def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:

@@ -247,6 +247,31 @@ def test_the_end_tells_the_cost(tiny_folder, tmp_path: Path, capsys: pytest.Capt
     first, *_, end = read_events(run / "metrics.jsonl")
     assert first["attention"] == "cpu"
     assert end["captures"] == 0 and end["host_ms"] > 0 and "peak_device_memory" not in end
+    assert end["attention"] == "cpu" and said.count("attention:") == 1
+
+
+def test_what_a_first_batch_settles_is_told_when_it_happens(
+    tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention that was timed inside the first step, and a step that is captured once more."""
+
+    class Captures(HostLoop):
+        sent = 0
+
+        def step(self, *args: Any, **named: Any) -> None:
+            self.work.backend = "cpu"
+            super().step(*args, **named)
+            self.work.backend, self.sent = "mixed", self.sent + 1
+            self.captures = 1 + (self.sent >= 3)
+
+    monkeypatch.setattr(loop, "hot_loop", lambda step, graph: Captures(step))
+    config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=5, eval_every=1)
+    events = read_events(train(config, console=Console()).folder / "metrics.jsonl")
+    said = capsys.readouterr().err
+    assert events[0]["attention"] == "cpu" and events[-1]["attention"] == "mixed"
+    assert said.count("attention: mixed, timed") == 1 and said.count("captured again") == 1
+    places = [said.index(words) for words in ("attention: mixed", "validation at step 1", "step 3: captured again")]
+    assert sorted(places) == places < [said.index("validation at step 3")] * 3
 
 
 def test_waits_are_marked_in_a_profile(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

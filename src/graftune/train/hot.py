@@ -21,6 +21,7 @@ import torch
 from graftune.batch import PackedBatch
 from graftune.graph import Captured
 from graftune.kernels.adamw import Hyper
+from graftune.observe.marks import marked
 from graftune.train.step import Step
 
 AHEAD = 2
@@ -176,7 +177,8 @@ class DeviceLoop:
         between: Callable[[], None] = lambda: None,
     ) -> None:
         while len(self.under_way) >= AHEAD:
-            self._fetch_oldest()
+            with marked("wait for the device"):
+                self._fetch_oldest()
         main, place = torch.cuda.current_stream(), self.count % len(self.rows)
         self.rows[place] = torch.tensor(self.work.row_of(hyper))
         self.work.row.copy_(self.rows[place], non_blocking=True)

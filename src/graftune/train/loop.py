@@ -114,6 +114,7 @@ class Run:
             longest=self.shape.longest if self.shape else None,
             tuned=captured and not config.train.deterministic,  # no choice may hang on a clock then
         )
+        self.attention, self.captures = engine.attention.backend, 0  # as far as they were told
         self.graph = config.train.graph
         self.hot = hot_loop(self.step, graph=self.graph)
         self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
@@ -206,9 +207,7 @@ class Run:
             self._settle()
             if not self.closing:  # by then the arena may hold the best step's weights
                 self._save()
-            self.log.emit(
-                "run_end", step=self.progress.step, stopped="interrupted", **self.telling.cost(self.hot.captures)
-            )
+            self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
             stopped, summary = "interrupted", {}
         finally:
             self.log.close()
@@ -270,6 +269,15 @@ class Run:
             self.hot.step(micro_batches, hyper, draws, facts, between)
         sent.append(time.perf_counter() - began)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
+        self._tell_chosen()
+
+    def _tell_chosen(self) -> None:
+        """What the step's first batch of a shape settled: the fastest attention, and a capture more."""
+        if self.step.backend != self.attention:
+            self.console.note(f"attention: {self.step.backend}, timed as the fastest on these documents")
+        if self.hot.captures > max(1, self.captures):
+            self.console.warn(f"step {self.progress.step}: captured again, for batches of another shape")
+        self.attention, self.captures = self.step.backend, self.hot.captures
 
     def _settle(self) -> None:
         """Wait for every step that was sent, and tell of them."""
@@ -348,10 +356,13 @@ class Run:
         }
         if self.answers.questions:
             summary |= self._compare()
-        summary |= self.telling.cost(self.hot.captures)
+        summary |= self._cost()
         self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
         loss_plot(self.folder / "metrics.jsonl", self.folder / "loss.png", self.folder.name)
         return summary
+
+    def _cost(self) -> dict[str, Any]:
+        return self.telling.cost(self.hot.captures) | {"attention": self.step.backend}
 
     def _ask_base(self) -> None:
         count = len(self.answers.questions)
