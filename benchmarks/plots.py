@@ -1,26 +1,33 @@
 """Draws a record of step.py: every participant as a multiple of the floor, and the curves of the sweeps.
 
-    python benchmarks/plots.py benchmarks/results/step-h200.json FILE.png     (sweeps: FILE-tokens.png and so on)
+    python benchmarks/plots.py                         the README's images, from benchmarks/results/step-h200.json
+    python benchmarks/plots.py RECORD.json FILE.png    another record (sweeps: FILE-tokens.png and so on)
 
 The bars stand on 1, the floor, on a logarithmic scale: at small batches the peers are twenty times off and at large
-ones less than twice, and both have to be readable. The figure on a bar is its milliseconds.
+ones less than twice, and both have to be readable. Cases without a floor, where activations are computed again, stand
+below in milliseconds. The figure on a bar is its milliseconds.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, IMAGES = ROOT / "benchmarks" / "results" / "step-h200.json", ROOT / "docs" / "images"
+BAR, GAP, LEAST, WIDEST = 1.0, 0.9, 2.7, 32.0  # of a bar, between groups, of a group, of a row
 NAMES = {
     "ours": "graftune",
     "unsloth": "Unsloth",
@@ -49,13 +56,26 @@ AXES = {
 
 
 def draw(result: Mapping[str, Any], target: Path) -> list[Path]:
+    """The bars, and a file beside them for each axis."""
     made = []
     if result.get("cases") and bars(result, target):
         made.append(target)
     for axis, curves in result.get("sweeps", {}).items():
         path = target.with_name(f"{target.stem}-{axis}{target.suffix}")
-        curve(axis, curves, heading(result), path)
+        sweeps({axis: curves}, heading(result), path)
         made.append(path)
+    return made
+
+
+def images(record: Path, folder: Path) -> list[Path]:
+    """step-MACHINE.png and, where the record has sweeps, sweeps-MACHINE.png, for step-MACHINE.json."""
+    result, made = json.loads(record.read_text()), []
+    if bars(result, target := folder / f"{record.stem}.png"):
+        made.append(target)
+    found = {axis: result["sweeps"][axis] for axis in AXES if result.get("sweeps", {}).get(axis)}
+    if found:
+        made.append(folder / f"{record.stem.replace('step', 'sweeps', 1)}.png")
+        sweeps(found, heading(result), made[-1])
     return made
 
 
@@ -64,71 +84,127 @@ def heading(result: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part.strip())
 
 
+class Group(NamedTuple):
+    """A case's bars."""
+
+    name: str
+    floor: float | None
+    times: dict[str, float]
+    peak: float | None
+
+    @property
+    def room(self) -> float:
+        return max(len(self.times) * BAR + GAP, LEAST)
+
+    @property
+    def label(self) -> str:
+        """In two lines: what trains, and the size with what is behind it."""
+        parts = self.name.split("-")
+        size = next((i for i, part in enumerate(parts) if re.fullmatch(r"\d+x[\dx]+", part)), len(parts))
+        name = "\n".join("-".join(part) for part in (parts[:size], parts[size:]) if part)
+        if self.floor:
+            return f"{name}\nfloor {milliseconds(self.floor)}"
+        return name + (f"\n{self.peak:.1f} GiB" if self.peak else "")
+
+
 def bars(result: Mapping[str, Any], target: Path) -> bool:
-    """Whether there was anything to draw. Cases without a floor, where activations are recomputed, are left out."""
+    """Whether there was anything to draw."""
     groups = []
     for name, record in result["cases"].items():
         found = record["participants"]
-        floor = found.get("floor", {}).get("ms")
         times = {who: found[who]["ms"] for who in NAMES if found.get(who, {}).get("ms")}
-        if floor and times:
-            groups.append((name, floor, times))
+        if times:
+            peak = found.get("ours", {}).get("peak_gib")
+            groups.append(Group(name, found.get("floor", {}).get("ms"), times, peak))
     if not groups:
-        print("nothing to draw: no case has a floor and a participant")
+        print("nothing to draw: no case has a time")
         return False
-    bar, gap = 1.0, 0.9
-    total = sum(len(times) * bar + gap for _, _, times in groups)
-    figure, axes = plt.subplots(figsize=(max(7.0, 0.42 * total + 1.6), 4.6), layout="constrained")
-    at, ticks, shown = 0.0, [], set()
-    for name, floor, times in groups:
-        ticks.append((at + (len(times) - 1) * bar / 2, f"{name}\nfloor {milliseconds(floor)}"))
-        for who, ms in times.items():
-            ratio = ms / floor
-            label = None if who in shown else NAMES[who]
-            shown.add(who)
-            axes.bar(at, ratio - 1, bottom=1.0, width=0.92 * bar, color=COLOURS[who], label=label, zorder=2)
-            weight = "bold" if who == "ours" else "normal"
-            top = max(ratio, 1.0)
-            axes.annotate(
-                f"{ms:.0f}" if ms >= 99.5 else f"{ms:.1f}",
-                (at, top),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                fontsize=7.5,
-                fontweight=weight,
-            )
-            at += bar
-        at += gap
-    axes.axhline(1.0, color=COLOURS["floor"], linewidth=1.2, zorder=3)
-    axes.set_yscale("log")
-    most = max(ms / floor for _, floor, times in groups for ms in times.values())
-    least = min(1.0, *(ms / floor for _, floor, times in groups for ms in times.values()))
-    axes.set_ylim(0.93 * least, 1.25 * most)
-    marks = [m for m in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 30, 50, 100) if m <= 1.25 * most]
-    axes.set_yticks(marks)
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    axes.set_xticks([x for x, _ in ticks], [text for _, text in ticks], fontsize=8.5)
-    axes.tick_params(axis="x", length=0)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.7, zorder=0)
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.set_ylabel("time of one step, as a multiple of the floor")
+    rows = [row for floor in (True, False) for row in wrapped([g for g in groups if bool(g.floor) == floor])]
+    widest = max(sum(group.room for group in row) for row in rows)
+    size = max(7.0, 0.42 * widest + 1.6), 0.9 + 3.7 * len(rows)
+    figure, panels = plt.subplots(len(rows), 1, figsize=size, squeeze=False, layout="constrained")
+    for axes, row in zip(panels[:, 0], rows, strict=True):
+        panel(axes, row)
+        axes.set_xlim(-GAP / 2, widest - GAP / 2)  # a bar is as wide in every row
     title = f"One optimizer step in milliseconds (lower is better)\n{heading(result)}"
-    axes.set_title(title, fontsize=10, loc="left")
-    figure.legend(frameon=False, fontsize=8.5, ncols=len(shown), loc="outside lower center")
+    panels[0, 0].set_title(title, fontsize=10, loc="left")
+    shown = [who for who in NAMES if any(who in group.times for group in groups)]
+    handles = [Patch(color=COLOURS[who], label=NAMES[who]) for who in shown]
+    figure.legend(handles=handles, frameon=False, fontsize=8.5, ncols=len(shown), loc="outside lower center")
     figure.savefig(target, dpi=160)
     plt.close(figure)
     return True
 
 
-def curve(axis: str, curves: Mapping[str, Any], title: str, target: Path) -> None:
+def wrapped(groups: Sequence[Group]) -> list[list[Group]]:
+    """In rows that are not too wide to read."""
+    rows: list[list[Group]] = []
+    for group in groups:
+        if not rows or sum(each.room for each in rows[-1]) + group.room > WIDEST:
+            rows.append([])
+        rows[-1].append(group)
+    return rows
+
+
+def panel(axes: Any, groups: Sequence[Group]) -> None:
+    """Multiples of the floor, or milliseconds: all groups of a panel have a floor, or none has."""
+    base = 1.0 if groups[0].floor else 0.0
+    at, ticks, heights = 0.0, [], []
+    for group in groups:
+        middle = at + (group.room - GAP) / 2
+        ticks.append((middle, group.label))
+        for place, (who, ms) in enumerate(group.times.items()):
+            height = ms / group.floor if group.floor else ms
+            heights.append(height)
+            x = middle + (place - (len(group.times) - 1) / 2) * BAR
+            axes.bar(x, height - base, bottom=base, width=0.92 * BAR, color=COLOURS[who], zorder=2)
+            axes.annotate(
+                f"{ms:.0f}" if ms >= 99.5 else f"{ms:.1f}",
+                (x, max(height, base)),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=7.5,
+                fontweight="bold" if who == "ours" else "normal",
+            )
+        at += group.room
+    if base:
+        axes.axhline(1.0, color=COLOURS["floor"], linewidth=1.2, zorder=3)
+        axes.set_yscale("log")
+        most = max(heights)
+        axes.set_ylim(0.93 * min(1.0, *heights), 1.25 * most)
+        axes.set_yticks([m for m in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 30, 50, 100) if m <= 1.25 * most])
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+        axes.set_ylabel("time of one step, as a multiple of the floor")
+    else:
+        axes.set_ylim(0, 1.15 * max(heights))
+        axes.set_ylabel("ms a step (no floor: computed again)")
+    axes.set_xticks([x for x, _ in ticks], [text for _, text in ticks], fontsize=8.5)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7, zorder=0)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def sweeps(found: Mapping[str, Any], title: str, target: Path) -> None:
+    """One figure, two axes in a row."""
+    across = min(2, len(found))
+    down = -(-len(found) // across)
+    figure = plt.figure(figsize=(7.0 * across, 5.4 * down), layout="constrained")
+    parts = figure.subfigures(down, across, squeeze=False).flat
+    for part, (axis, curves) in zip(parts, found.items(), strict=False):
+        curve(part, axis, curves, title if len(found) == 1 else "")
+    if len(found) > 1:
+        figure.suptitle(f"How a step grows, beside its floor. {title}", fontsize=11)
+    figure.savefig(target, dpi=160 if len(found) == 1 else 120)
+    plt.close(figure)
+
+
+def curve(figure: Any, axis: str, curves: Mapping[str, Any], title: str) -> None:
     """Milliseconds above, multiple of the floor below."""
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(7.0, 5.4), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     places: set[int] = set()
     for number, (name, points) in enumerate(curves.items()):
         colour = plt.get_cmap("tab10")(number)
@@ -155,21 +231,19 @@ def curve(axis: str, curves: Mapping[str, Any], title: str, target: Path) -> Non
         above.set_ylim(bottom=0)
     above.legend(frameon=False, fontsize=8)
     above.set_ylabel("ms a step")
-    above.set_title(f"How a step grows with {AXES[axis]}. {title}", fontsize=10, loc="left")
+    above.set_title(f"How a step grows with {AXES[axis]}. {title}".strip(), fontsize=10, loc="left")
     below.set_ylabel("x floor")
     low, high = below.get_ylim()
     below.set_ylim(min(0.95, low), max(1.1, high) + 0.3 * (max(1.1, high) - min(0.95, low)))
-    handles = [
-        Line2D([], [], color="#444444", linestyle="-", label="over the floor"),
-        Line2D([], [], color="#444444", linestyle=":", label="over the floor of what our step computes"),
-    ]
+    words = {"-": "over the floor"}
+    if any(_line(points, "floor_own")[0] for points in curves.values()):
+        words[":"] = "over the floor of what our step computes"
+    handles = [Line2D([], [], color="#444444", linestyle=style, label=text) for style, text in words.items()]
     below.legend(handles=handles, frameon=False, fontsize=8, ncols=2, loc="upper right")
     below.set_xlabel(AXES[axis])
     if places:
         below.set_xticks(sorted(places), [str(x) for x in sorted(places)])
     below.xaxis.set_minor_locator(NullLocator())
-    figure.savefig(target, dpi=160)
-    plt.close(figure)
 
 
 def _line(points: list[dict[str, Any]], who: str) -> tuple[list[int], list[float]]:
@@ -182,7 +256,11 @@ def milliseconds(value: float) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python benchmarks/plots.py RECORD.json FILE.png")
-    for made in draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])):
-        print(made)
+    if len(sys.argv) not in (1, 3):
+        sys.exit("usage: python benchmarks/plots.py [RECORD.json FILE.png]")
+    if len(sys.argv) == 1:
+        drawn = images(RECORD, IMAGES)
+    else:
+        drawn = draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    for path in drawn:
+        print(path)

@@ -1,4 +1,5 @@
-"""Writes the generated parts of README.md: the table of settings from the code, the benchmark tables from their data.
+"""Writes the generated parts of README.md: the table of settings from the code, the benchmark tables from their data,
+and the image of the sweeps where it was drawn.
 
 python tools/readme.py          rewrites README.md in place; a test checks that nothing is left to rewrite
 
@@ -22,6 +23,7 @@ from graftune.config import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
 ABSENT = "not measured yet"
 # Records beside the steps': (their name, the part of them, what it is and what makes it).
 OTHERS = (
@@ -113,6 +115,15 @@ def _row(what: str, goals: list[dict[str, Any]]) -> str:
     return f"| {what} | {', '.join(asked) or '-'} | {', '.join(measured)} |"
 
 
+def sweeps() -> str:
+    """The images that there are."""
+    return "\n\n".join(
+        f"![Milliseconds of a step and its multiple of the floor as sizes grow](docs/images/{path.name})\n\n"
+        "The same step as tokens, rank, layers and documents grow, as far as measured, beside the floor of each size."
+        for path in sorted(IMAGES.glob("sweeps-*.png"))
+    )
+
+
 def _records(kind: str) -> list[dict[str, Any]]:
     paths = sorted(RESULTS.glob(f"{kind}-*.json"))
     # gsm8k-cpu.json is what the others are held against.
@@ -120,9 +131,11 @@ def _records(kind: str) -> list[dict[str, Any]]:
 
 
 def rewritten(text: str) -> str:
-    for name, make in (("settings", settings), ("cpu", cpu), ("gpu", gpu)):
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)"
-        text = re.sub(pattern, lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text, count=1, flags=re.S)
+    for name, make in (("settings", settings), ("cpu", cpu), ("gpu", gpu), ("sweeps", sweeps)):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        made = make()
+        whole = begin + (f"{made}\n" if made else "") + end
+        text = re.sub(f"{begin}.*?{end}", lambda _, whole=whole: whole, text, count=1, flags=re.S)
     return text
 
 

@@ -65,8 +65,43 @@ def test_measured_rows_have_their_verdict(results):
     assert readme.ABSENT in row_of(text, "`1.5b-nf4-qv-4x512`") and readme.ABSENT in row_of(text, "over NF4")
 
 
-def test_what_has_no_floor_is_left_out_of_the_bars(tmp_path):
-    recomputed = {"8b-nf4-4x2048-full": {"participants": {"ours": figures(640)}}}
-    assert plots.draw({"cases": recomputed}, tmp_path / "a.png") == []
-    both = recomputed | {"8b-fp8-4x2048": {"participants": {"ours": figures(290), "floor": {"ms": 240.0}}}}
+def test_what_has_no_floor_is_drawn_in_milliseconds(tmp_path, monkeypatch):
+    rows: list[list[plots.Group]] = []
+    real = plots.panel
+    monkeypatch.setattr(plots, "panel", lambda axes, groups: (rows.append(list(groups)), real(axes, groups)))
+    recomputed = {"8b-nf4-4x2048-full": {"participants": {"ours": figures(640), "unsloth": figures(900)}}}
+    lost = {"1b-1x512": {"participants": {"floor": {"ms": 4.0}, "ours": {"error": "no time"}}}}
+    assert plots.draw({"cases": lost}, tmp_path / "a.png") == []
+    both = recomputed | lost | {"8b-fp8-4x2048": {"participants": {"ours": figures(290), "floor": {"ms": 240.0}}}}
     assert plots.draw({"cases": both}, tmp_path / "b.png") == [tmp_path / "b.png"]
+    assert [[group.name for group in row] for row in rows] == [["8b-fp8-4x2048"], ["8b-nf4-4x2048-full"]]
+    assert rows[0][0].label == "8b-fp8\n4x2048\nfloor 240 ms" and rows[1][0].label == "8b-nf4\n4x2048-full\n9.0 GiB"
+    many = {f"8b-r{i}-4x2048": {"participants": {"ours": figures(290), "floor": {"ms": 240.0}}} for i in range(30)}
+    del rows[:]
+    assert plots.draw({"cases": many}, tmp_path / "c.png") and sum(map(len, rows)) == 30 and len(rows) > 1
+
+
+def test_the_images_of_a_record(tmp_path):
+    point = {"participants": {"floor": {"ms": 2.0}, "ours": {"ms": 2.4}}}
+    record = {"cases": {"8b-4x2048": {"participants": {"ours": figures(290), "floor": {"ms": 240.0}}}}}
+    path = tmp_path / "step-h9.json"
+    path.write_text(json.dumps(record))
+    assert [made.name for made in plots.images(path, tmp_path)] == ["step-h9.png"], "no sweeps, no image of them"
+    curves = {"1b": [point | {"x": 512}, point | {"x": 1024}]}
+    path.write_text(
+        json.dumps(record | {"sweeps": {"documents": curves, "tokens": curves, "rank": {}, "layers": curves}})
+    )
+    assert [made.name for made in plots.images(path, tmp_path)] == ["step-h9.png", "sweeps-h9.png"]
+    assert (tmp_path / "sweeps-h9.png").stat().st_size > 1000
+
+
+def test_the_readme_shows_the_sweeps_that_were_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "IMAGES", tmp_path)
+    text = (ROOT / "README.md").read_text()
+    without = readme.rewritten(text)
+    assert "<!-- sweeps -->\n<!-- end sweeps -->" in without and "sweeps-" not in without
+    (tmp_path / "sweeps-h9.png").write_bytes(b"")
+    shown = readme.rewritten(without)
+    assert "](docs/images/sweeps-h9.png)" in shown and readme.rewritten(shown) == shown
+    (tmp_path / "sweeps-h9.png").unlink()
+    assert readme.rewritten(shown) == without
