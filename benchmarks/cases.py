@@ -197,11 +197,11 @@ def sweep(axis: str) -> dict[str, list[tuple[int, str]]]:
         sizes = (512, 2048, 8192, 32768, 65536)
         return {s: [(n, _tokens_case(s, n)) for n in sizes] for s in ("1b", "8b")}
     if axis == "rank":
-        return {"1b, 4x2048": [(r, f"1b-r{r}-4x2048") for r in (4, 8, 16, 32, 64, 128, 256)]}
+        return {"1b, 4x2048": [(r, f"1b-r{r}-4x2048") for r in (4, 16, 64, 256)]}
     if axis == "layers":
-        return {"8b's widths, 4x2048": [(n, f"8b-l{n}-4x2048") for n in (2, 4, 8, 16, 32)]}
+        return {"8b's widths, 4x2048": [(n, f"8b-l{n}-4x2048") for n in (4, 8, 16, 32)]}
     if axis == "documents":
-        return {"1b, 8192 tokens": [(n, f"1b-{8192 // n}x{n}") for n in (128, 256, 512, 1024, 2048, 4096, 8192)]}
+        return {"1b, 8192 tokens": [(n, f"1b-{8192 // n}x{n}") for n in (128, 512, 2048, 8192)]}
     raise ValueError(f"sweep is {axis!r}; use one of {', '.join(SWEEPS)} or all")
 
 
