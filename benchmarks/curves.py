@@ -4,6 +4,10 @@ per-layer against global clips, graph on and off.
     python benchmarks/curves.py DATA [--base BASE] [--device cuda] [--steps 200] [--json FILE] [--reference FILE]
     python benchmarks/curves.py DATA --base-dtype fp8 --steps 200        nf4,keep --steps 100
     python benchmarks/curves.py DATA --device cpu --compute fp32 --json benchmarks/results/gsm8k-cpu.json
+    python benchmarks/curves.py DATA --device cpu --compute fp32 --json ... --only scratch     leaves the rest as it is
+
+DATA is GSM8K's training file, of which the first 1,500 records are taken (--limit). The model from scratch is that of
+benchmarks/models/small with the base's tokenizer.
 
 A record holds every step's loss and gradient norm, and the norm of each tensor's gradient at the first step. Against a
 reference (the same data, settings and seed, in fp32) two runs of this device are measured. In fp32 only the order of
@@ -23,9 +27,15 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import datetime
+import hashlib
 import json
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +49,55 @@ NOISE = {"loss": 0.005, "norm": 0.02, "cosine": 0.999}  # of bf16
 FP32 = {"loss": 0.001, "norm": 0.001}
 CLIP_APART = 0.5
 WINDOW = 20  # steps over which a curve is smoothed
+LIMIT = 1500  # records
+# The model from scratch, for the reference and for what is held against it: what one core does in seven minutes.
+SCRATCH = {"method": "scratch", "lr": 1e-3, "max_steps": 80, "tokens_per_step": 512, "tokens_per_micro_batch": 512}
+SCRATCH_FALL = 0.5  # of the first loss: what the last may be
+SMALL = Path(__file__).resolve().parent / "models" / "small"
 BESIDE = {"fp8": "bf16", "keep": "bf16", "nf4": "dequantised"}  # what is measured by what
 KINDS = ("bf16", *BESIDE, "dequantised")
+
+
+@contextmanager
+def limited(args: argparse.Namespace) -> Iterator[None]:
+    """args.data is a file of its first records while this lasts."""
+    whole = args.data
+    with tempfile.TemporaryDirectory() as folder:
+        if args.limit:
+            with open(whole, "rb") as file:
+                records = list(islice((line for line in file if line.strip()), args.limit))
+            args.data = str(Path(folder) / Path(whole).name)
+            Path(args.data).write_bytes(b"".join(records))
+        try:
+            yield
+        finally:
+            args.data = whole
+
+
+@contextmanager
+def scratch_model(args: argparse.Namespace) -> Iterator[str]:
+    """The folder of the model to train from scratch; where no tokenizer lies in it, a copy with the base's."""
+    from graftune.weights.base import open_base
+
+    if (Path(args.scratch) / "tokenizer.json").is_file():
+        yield args.scratch
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(Path(args.scratch) / "config.json", folder)
+        open_base(args.base).tokenizer.save(Path(folder))
+        yield folder
+
+
+def provenance(args: argparse.Namespace) -> dict[str, Any]:
+    """Code, day, machine and data of a record."""
+    data = Path(args.data).read_bytes()
+    device = {} if args.device == "cpu" or not torch.cuda.is_available() else {"gpu": torch.cuda.get_device_name()}
+    return device | {
+        "torch": torch.__version__,
+        "commit": args.commit or (report.commit() if shutil.which("git") else ""),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "data": {"lines": data.count(b"\n"), "sha256": hashlib.sha256(data).hexdigest()},
+    }
 
 
 def settings(args: argparse.Namespace, folder: str, kind: str = "", **more: Any) -> Any:
@@ -222,14 +279,20 @@ def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
         report.write(Path(args.json), found)
 
 
+def scratch_curve(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    asked = SCRATCH | {"max_steps": min(args.steps, SCRATCH["max_steps"])}
+    with scratch_model(args) as folder:
+        return {"settings": asked} | curve(args, base=folder, **(asked | more))
+
+
 def usual(args: argparse.Namespace) -> dict[str, Any]:
     """The base as it is by default: clips, graphs, a model from scratch, and the reference."""
-    found: dict[str, Any] = {"first_norms": first_norms(args)}
+    found: dict[str, Any] = provenance(args) | {"first_norms": first_norms(args), "goals": []}
 
-    def add(name: str, **more: Any) -> None:
-        found[name] = made = curve(args, **more)
+    def add(name: str, make: Any = curve, **more: Any) -> None:
+        found[name] = made = make(args, **more)
         first, last = made["losses"][0], made["losses"][-1]
-        print(f"{name:8} first {first:.4f} last {last:.4f} validation {made['validation']}", flush=True)
+        print(f"{name:15} first {first:.4f} last {last:.4f} validation {made['validation']}", flush=True)
         save(args, found)
 
     add("global")
@@ -238,20 +301,38 @@ def usual(args: argparse.Namespace) -> dict[str, Any]:
         add("eager", graph=False)
         clips = abs(found["layer"]["losses"][-1] - found["global"]["losses"][-1])
         eager = losses_apart(found["global"]["losses"], found["eager"]["losses"])["loss_apart_most"]
-        found["goals"] = [
+        found["goals"] += [
             report.goal("clips: last losses apart", "at most", CLIP_APART, round(clips, 5)),
             report.goal("captured / eager: loss apart, most", "at most", NOISE["loss"], eager),
         ]
     if args.scratch:
-        size = {"tokens_per_step": 4096, "tokens_per_micro_batch": 4096}
-        add("scratch", base=args.scratch, method="scratch", lr=1e-3, **size)
+        add("scratch", scratch_curve)
+        found["goals"].append(falls(found["scratch"]))
     if args.reference:
+        reference = json.loads(Path(args.reference).read_text())
         add("rounded", deterministic=True)
         add("fp32", compute_dtype="fp32")
+        if args.scratch and "scratch" in reference:
+            add("scratch_rounded", scratch_curve, deterministic=True)
+            add("scratch_fp32", scratch_curve, compute_dtype="fp32")
         found["first_norms_fp32"] = first_norms(args, compute_dtype="fp32")
-        found["against"] = against(found, json.loads(Path(args.reference).read_text()))
+        found["against"] = against(found, reference)
         print(json.dumps({k: v for k, v in found["against"].items() if k != "goals"}, indent=1))
     return found
+
+
+def falls(made: dict[str, Any]) -> dict[str, Any]:
+    share = round(made["losses"][-1] / made["losses"][0], 4)
+    return report.goal("scratch: last loss over the first", "at most", SCRATCH_FALL, share)
+
+
+def only_scratch(args: argparse.Namespace) -> dict[str, Any]:
+    """The record that is there, if one is, with the model from scratch made anew."""
+    path = Path(args.json)
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    goals = [goal for goal in found.get("goals", []) if not goal["what"].startswith("scratch")]
+    made = provenance(args) | scratch_curve(args)
+    return found | {"scratch": made, "goals": [*goals, falls(made)]}
 
 
 def main() -> int:
@@ -262,16 +343,20 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compute", default="auto")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--scratch", default="", help="a folder with config.json and tokenizer: a new model, trained too"
-    )
+    parser.add_argument("--limit", type=int, default=LIMIT, help="records of DATA that are taken; 0: all")
+    parser.add_argument("--scratch", default=str(SMALL), help="a folder with config.json: a new model, trained too")
+    parser.add_argument("--only", default="", choices=("", "scratch"), help="a curve to put into the record of --json")
+    parser.add_argument("--commit", default="", help="where there is no .git to ask")
     parser.add_argument("--reference", default="")
     parser.add_argument("--json", default="", help="a file, or - for stdout")
     args = parser.parse_args()
     asked = [kind for kind in args.base_dtype.split(",") if kind]
     if unknown := set(asked) - set(KINDS):
         parser.error(f"--base-dtype: unknown {', '.join(sorted(unknown))}; known are {', '.join(KINDS)}")
-    found = kinds(args, asked) if asked else usual(args)
+    if args.limit and Path(args.data).suffix not in (".jsonl", ".ndjson"):
+        parser.error("--limit takes the first lines: DATA must be .jsonl, or the limit 0")
+    with limited(args):
+        found = kinds(args, asked) if asked else only_scratch(args) if args.only else usual(args)
     goals = report.every_goal(found)
     print("\n".join(map(report.said, goals)) or "no goals here: a reference is made, or nothing was compared")
     if args.json == "-":
