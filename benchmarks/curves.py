@@ -9,23 +9,25 @@ per-layer against global clips, graph on and off.
 DATA is GSM8K's training file, of which the first 1,500 records are taken (--limit). The model from scratch is that of
 benchmarks/models/small with the base's tokenizer.
 
-A record holds every step's loss and gradient norm, and the norm of each tensor's gradient at the first step. Against a
-reference (the same data, settings and seed, in fp32) two runs of this device are measured. In fp32 only the order of
-sums differs, so curve and gradients must be the same: a wrong backward shows there, tensor by tensor, even where the
-loss still falls. In bf16 values are rounded, weights among them: how far that takes a curve is shown by a second run in
-bf16 that rounds elsewhere (deterministic mode: other attention, other products), and how far the gradients by the share
-of tensors whose norm is off by more than 2%.
+A record holds the commit, the date and a digest of the data, every step's loss and gradient norm, and the norm of each
+tensor's gradient at the first step. Against a reference (the same data, settings and seed, in fp32) two runs of this
+device are measured, of SmolLM2 and of the model from scratch. In fp32 only the order of sums differs, so curve and
+gradients must be the same: a wrong backward shows there, tensor by tensor, even where the loss still falls. In bf16
+values are rounded, weights among them: how far that takes a curve is shown by a second run in bf16 that rounds
+elsewhere (deterministic mode: other attention, other products), and how far the gradients by the number of tensors
+whose norm is off by more than 2%.
 
 With --base-dtype nothing else runs but those bases and what each is measured by: fp8 and keep (a GGUF's own blocks) by
 the same base resident in bf16, nf4 by `dequantised`, the base whose projections were quantised to NF4 and back before
 they became resident in the compute dtype (bf16, but on a CPU without units for it). Same adapters, same data: what
-differs is how the weights are held. The exit code is 1 where a loss or a first gradient is further off than bf16 noise.
+differs is how the weights are held. With fp8, whose inputs take one or two codes a value as calibrating chose (in the
+record), goes fp8-one, which has one; of it figures are kept, and nothing is asked. Beside them bf16 runs once more,
+rounded elsewhere. apart.py has the goals; the exit code is 1 where one is missed, also where bf16 itself would miss it.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import datetime
 import hashlib
@@ -43,18 +45,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.apart import BESIDE, NOISE, against, compared, falls, gradients_off, losses_apart, said
+
 from benchmarks import report
 
-NOISE = {"loss": 0.005, "norm": 0.02, "cosine": 0.999}  # of bf16
-FP32 = {"loss": 0.001, "norm": 0.001}
 CLIP_APART = 0.5
-WINDOW = 20  # steps over which a curve is smoothed
 LIMIT = 1500  # records
 # The model from scratch, for the reference and for what is held against it: what one core does in seven minutes.
 SCRATCH = {"method": "scratch", "lr": 1e-3, "max_steps": 80, "tokens_per_step": 512, "tokens_per_micro_batch": 512}
-SCRATCH_FALL = 0.5  # of the first loss: what the last may be
 SMALL = Path(__file__).resolve().parent / "models" / "small"
-BESIDE = {"fp8": "bf16", "keep": "bf16", "nf4": "dequantised"}  # what is measured by what
+HELD = {"dequantised": {"base_dtype": "bf16"}, "fp8-one": {"base_dtype": "fp8", "fp8_inputs": "one"}}
 KINDS = ("bf16", *BESIDE, "dequantised")
 
 
@@ -109,7 +109,7 @@ def settings(args: argparse.Namespace, folder: str, kind: str = "", **more: Any)
         "device": args.device, "compute_dtype": args.compute, "out": folder,
     }  # fmt: skip
     if kind:
-        values["base_dtype"] = "bf16" if kind == "dequantised" else kind
+        values |= HELD.get(kind, {"base_dtype": kind})
     return Config.of(values | more)
 
 
@@ -146,11 +146,14 @@ def curve(args: argparse.Namespace, kind: str = "", **more: Any) -> dict[str, An
     """One run: losses and norms by step, the last validation loss, what its end says of graphs and host time."""
     with tempfile.TemporaryDirectory() as parent:
         run = opened(args, f"{parent}/run", kind, **more)
+        chosen = vars(run.calibration) if run.calibration else {}
         run.start()
         folder = run.go().folder
         events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     end = {k: v for k, v in events[-1].items() if k in ("captures", "host_ms", "peak_device_memory")}
+    if chosen:  # of an fp8 base: how many codes a value its inputs take, and what one would have cost
+        end["calibration"] = {k: chosen[k] for k in ("inputs", "cost", "tokens", "seconds")}
     return {
         "losses": [round(e["loss"], 6) for e in steps],
         "norms": [round(e["grad_norm"], 6) for e in steps],
@@ -171,105 +174,26 @@ def first_gradients(args: argparse.Namespace, kind: str = "", **more: Any) -> di
     return {name: grad for name, grad in grads.items() if grad.any()}
 
 
-def first_norms(args: argparse.Namespace, **more: Any) -> dict[str, float]:
-    return {name: round(float(grad.norm()), 8) for name, grad in first_gradients(args, **more).items()}
-
-
-def losses_apart(here: list[float], there: list[float]) -> dict[str, Any]:
-    """Step by step, relative; and the curves smoothed, means of WINDOW steps."""
-    apart = [abs(a - b) / b for a, b in zip(here, there, strict=False)]
-    starts = range(0, len(apart), WINDOW)
-    smooth = [abs(sum(here[i : i + WINDOW]) / sum(there[i : i + WINDOW]) - 1) for i in starts]
-    return {
-        "steps": len(apart),
-        "loss_apart_mean": round(sum(apart) / len(apart), 5),
-        "loss_apart_most": round(max(apart), 5),
-        "smooth_apart_most": round(max(smooth), 5),
-        "losses_within_noise": sum(share <= NOISE["loss"] for share in apart),
-    }
-
-
-def norms_off(here: dict[str, float], there: dict[str, float], bound: float) -> dict[str, Any]:
-    """Of each tensor's first gradient."""
-    off = {name: abs(here.get(name, 0.0) / norm - 1) for name, norm in there.items()}
-    by_kind = collections.defaultdict(list)
-    for name, share in off.items():
-        by_kind[name.split(".")[-3]].append(share)
-    return {
-        "tensors": len(off),
-        "tensors_beyond": sum(share > bound for share in off.values()),
-        "bound": bound,
-        "worst_by_projection": {kind: round(max(shares), 5) for kind, shares in sorted(by_kind.items())},
-    }
-
-
-def against(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """How far a record is from its reference: in fp32, in bf16, and two runs in bf16 from each other."""
-    there = reference["global"]
-    runs = {name: losses_apart(found[name]["losses"], there["losses"]) for name in ("fp32", "global", "rounded")}
-    between = losses_apart(found["rounded"]["losses"], found["global"]["losses"])
-    exact = norms_off(found["first_norms_fp32"], reference["first_norms"], FP32["norm"])
-    rounded = norms_off(found["first_norms"], reference["first_norms"], NOISE["norm"])
-    norm = found["global"]["norms"][0] / there["norms"][0] - 1
-    return {
-        "fp32": runs["fp32"] | exact,
-        "bf16": runs["global"] | rounded | {"first_norm": [found["global"]["norms"][0], there["norms"][0]]},
-        "bf16, rounded elsewhere": runs["rounded"],
-        "the two in bf16": between,
-        "goals": [
-            report.goal("fp32: loss apart, most", "at most", FP32["loss"], runs["fp32"]["loss_apart_most"]),
-            report.goal("fp32: first gradients beyond 0.1%", "at most", 0, exact["tensors_beyond"]),
-            report.goal("bf16: loss apart, mean", "at most", NOISE["loss"], runs["global"]["loss_apart_mean"]),
-            report.goal("bf16: first gradient norm off", "at most", NOISE["norm"], round(abs(norm), 5)),
-        ],
-    }
-
-
-def compared(found: dict[str, Any], kind: str, grads: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """A kind against what it is measured by: losses, and the first gradients tensor by tensor. (Those of fp8 are
-    reported only: its products are of 3 bits, and what is asked of it is the loss.)"""
-    other = BESIDE[kind]
-    apart = losses_apart(found["curves"][kind]["losses"], found["curves"][other]["losses"])
-    here, there = grads[kind], grads[other]
-    norms = {name: abs(float(here[name].norm() / grad.norm()) - 1) for name, grad in there.items() if name in here}
-    cosines = {
-        name: float(torch.nn.functional.cosine_similarity(here[name].flatten(), grad.flatten(), 0))
-        for name, grad in there.items()
-        if name in here
-    }
-    most, least = round(max(norms.values()), 5), round(min(cosines.values()), 6)
-    goals = [
-        report.goal(f"{kind}: loss apart, mean", "at most", NOISE["loss"], apart["loss_apart_mean"]),
-    ]
-    if kind == "fp8":  # a step's own loss jumps by more than that in bf16 too, wherever it rounds
-        smooth = apart["smooth_apart_most"]
-        goals.append(report.goal(f"{kind}: loss apart, {WINDOW} steps, most", "at most", NOISE["loss"], smooth))
-    else:
-        goals += [
-            report.goal(f"{kind}: loss apart, most", "at most", NOISE["loss"], apart["loss_apart_most"]),
-            report.goal(f"{kind}: first gradient, norm off", "at most", NOISE["norm"], most),
-            report.goal(f"{kind}: first gradient, cosine", "at least", NOISE["cosine"], least),
-            report.goal(f"{kind}: tensors with a gradient", "at least", len(there), len(norms)),
-        ]
-    worst = max(norms, key=lambda name: norms[name])
-    return {"beside": other} | apart | {"norm_off": most, "cosine": least, "worst": worst, "goals": goals}
+def norms_of(grads: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: round(float(grad.norm()), 8) for name, grad in grads.items()}
 
 
 def kinds(args: argparse.Namespace, asked: list[str]) -> dict[str, Any]:
-    """The bases asked for and those they are measured by."""
-    wanted = dict.fromkeys(asked) | {BESIDE[kind]: None for kind in asked if kind in BESIDE}
-    grads, found = {}, {"curves": {}, "compared": {}}
-    for kind in wanted:
-        grads[kind] = first_gradients(args, kind)
-        found["curves"][kind] = made = curve(args, kind)
-        print(
-            f"{kind:12} first {made['losses'][0]:.4f} last {made['losses'][-1]:.4f} {made['tok_s']:.0f} tok/s",
-            flush=True,
-        )
+    """The bases asked for, those they are measured by, and bf16 once more, rounded elsewhere."""
+    asked = list(dict.fromkeys([*asked, *(["fp8-one"] if "fp8" in asked else [])]))
+    judged = [kind for kind in asked if kind in BESIDE]
+    wanted = dict.fromkeys([*asked, *(BESIDE[kind] for kind in judged), *(["bf16", "rounded"] if judged else [])])
+    grads: dict[str, dict[str, torch.Tensor]] = {}
+    found: dict[str, Any] = provenance(args) | {"curves": {}, "compared": {}}
+    for name in wanted:
+        kind, more = ("bf16", {"deterministic": True}) if name == "rounded" else (name, {})
+        grads[name] = first_gradients(args, kind, **more)
+        found["curves"][name] = made = curve(args, kind, **more)
+        first, last = made["losses"][0], made["losses"][-1]
+        print(f"{name:12} first {first:.4f} last {last:.4f} {made['tok_s']:.0f} tok/s", flush=True)
         save(args, found)
-    for kind in asked:
-        if kind in BESIDE:
-            found["compared"][kind] = compared(found, kind, grads)
+    for kind in judged:
+        found["compared"][kind] = compared(found, kind, grads)
     return found
 
 
@@ -287,7 +211,8 @@ def scratch_curve(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
 
 def usual(args: argparse.Namespace) -> dict[str, Any]:
     """The base as it is by default: clips, graphs, a model from scratch, and the reference."""
-    found: dict[str, Any] = provenance(args) | {"first_norms": first_norms(args), "goals": []}
+    grads = first_gradients(args)
+    found: dict[str, Any] = provenance(args) | {"first_norms": norms_of(grads), "goals": []}
 
     def add(name: str, make: Any = curve, **more: Any) -> None:
         found[name] = made = make(args, **more)
@@ -315,15 +240,11 @@ def usual(args: argparse.Namespace) -> dict[str, Any]:
         if args.scratch and "scratch" in reference:
             add("scratch_rounded", scratch_curve, deterministic=True)
             add("scratch_fp32", scratch_curve, compute_dtype="fp32")
-        found["first_norms_fp32"] = first_norms(args, compute_dtype="fp32")
+        exact = first_gradients(args, compute_dtype="fp32")
+        found["first_norms_fp32"], found["first_gradients"] = norms_of(exact), gradients_off(grads, exact)
         found["against"] = against(found, reference)
         print(json.dumps({k: v for k, v in found["against"].items() if k != "goals"}, indent=1))
     return found
-
-
-def falls(made: dict[str, Any]) -> dict[str, Any]:
-    share = round(made["losses"][-1] / made["losses"][0], 4)
-    return report.goal("scratch: last loss over the first", "at most", SCRATCH_FALL, share)
 
 
 def only_scratch(args: argparse.Namespace) -> dict[str, Any]:
@@ -358,7 +279,7 @@ def main() -> int:
     with limited(args):
         found = kinds(args, asked) if asked else only_scratch(args) if args.only else usual(args)
     goals = report.every_goal(found)
-    print("\n".join(map(report.said, goals)) or "no goals here: a reference is made, or nothing was compared")
+    print("\n".join(map(said, goals)) or "no goals here: a reference is made, or nothing was compared")
     if args.json == "-":
         print(json.dumps(found))
     save(args, found)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests import oracle
 
+from benchmarks import apart as apart_
 from benchmarks import curves, report
 
 Gradients = dict[str, torch.Tensor]
@@ -94,7 +95,7 @@ def apart(here: Gradients, there: Gradients) -> dict[str, Any]:
     named = [{name.replace(".default", ""): norm for name, norm in side.items()} for side in norms]
     cosines = [float(F.cosine_similarity(here[n].flatten(), g.flatten(), 0)) for n, g in there.items()]
     whole = [sum(norm**2 for norm in side.values()) ** 0.5 for side in norms]
-    return curves.norms_off(*named, curves.NOISE["norm"]) | {"cosine": round(min(cosines), 5), "first_norm": whole}
+    return apart_.norms_off(*named, apart_.NOISE["norm"]) | {"cosine": round(min(cosines), 5), "first_norm": whole}
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,15 +127,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("--base", default="")
+    parser.add_argument("--limit", type=int, default=curves.LIMIT, help="records of DATA that are taken; 0: all")
+    parser.add_argument("--commit", default="", help="where there is no .git to ask")
     parser.add_argument("--json", default="")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu", compute="fp32", steps=200))
-    found = measured(args)
+    with curves.limited(args):
+        facts, found = curves.provenance(args), measured(args)
     for name, figures in found.items():
         print(
             f"{name:28}{figures['tensors_beyond']:4} of {figures['tensors']} beyond {figures['bound']:.0%}; {figures}"
         )
     if args.json:
-        report.write(Path(args.json), {"commit": report.commit()} | found)
+        report.write(Path(args.json), facts | found)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from benchmarks import noise
 from graftune.batch import Example
 from graftune.data.pack import pack
+from tests.train.runs import write_data
 
 
 def test_a_product_rounds_its_operands_and_its_result():
@@ -38,3 +44,20 @@ def test_how_far_apart():
     here = there | {"layers.1.q_proj.lora_B.default.weight": torch.full((2, 2), 1.03)}
     found = noise.apart(here, there)
     assert found["tensors"] == 3 and found["tensors_beyond"] == 1 and found["worst_by_projection"] == {"q_proj": 0.03}
+
+
+def test_a_record_says_what_made_it(tmp_path, monkeypatch):
+    data, out = write_data(tmp_path / "data.jsonl", rows=9), tmp_path / "noise.json"
+    seen = []
+
+    def measured(args) -> dict[str, Any]:
+        seen.append(Path(args.data).read_bytes())
+        return {"bf16": {"tensors": 1, "tensors_beyond": 0, "bound": 0.02}}
+
+    monkeypatch.setattr(noise, "measured", measured)
+    words = [str(data), "--limit", "4", "--commit", "abc", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["noise.py", *words])
+    noise.main()
+    found = json.loads(out.read_text())
+    assert found["commit"] == "abc" and found["date"] and found["data"]["lines"] == 4 and found["bf16"]["tensors"] == 1
+    assert seen == [b"".join(data.read_bytes().splitlines(keepends=True)[:4])]
