@@ -1,4 +1,5 @@
-"""Planned against torch's allocator, each combination in a process of its own; and what auto chooses runs."""
+"""Planned against torch's allocator, each combination in a process of its own; and what does not fit is refused on a
+card that is really full, and what is suggested then runs there."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.cases import Shape
+from benchmarks.peers import write_folder
 
-from benchmarks import plan
-from graftune.cli import main
+from benchmarks import plan, refusal
+from graftune.api import train
+from graftune.config import Config
+from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.train.plan import job
 from tests.train.runs import write_data
 
 pytestmark = pytest.mark.gpu
@@ -29,30 +33,22 @@ def test_within_three_percent(name: str) -> None:
 
 def test_a_run_says_what_was_planned_and_what_it_took(tiny_folder, tmp_path: Path) -> None:
     data = write_data(tmp_path / "data.jsonl")
-    line = ["train", str(tiny_folder("llama")), str(data), "--device", "cuda", "--max-steps", "3", "--samples", "0"]
-    assert main([*line, "--out", str(tmp_path / "run")]) == 0
+    values = {"base": str(tiny_folder("llama")), "data": str(data), "device": "cuda", "max_steps": 3, "samples": 0}
+    train(Config.of(values | {"out": str(tmp_path / "run")}), console=Console(quiet=True))
     (memory,) = [e for e in read_events(tmp_path / "run" / "metrics.jsonl") if e["event"] == "memory"]
     assert memory["measured"] >= torch.cuda.memory_allocated() > 0
     document = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert document["device"] == "cuda" and document["settings"]["recompute"] == "none"
 
 
-def test_refused_on_purpose_and_the_suggestion_runs(tiny_folder, tmp_path: Path, monkeypatch, capsys) -> None:
-    data = write_data(tmp_path / "data.jsonl", rows=200)
-    line = ["train", str(tiny_folder("llama")), str(data), "--device", "cuda", "--max-steps", "2", "--samples", "0"]
-    line += ["--tokens-per-step", "2048", "--tokens-per-micro-batch", "2048", "--recompute", "none"]
-    needed = json.loads(_planned([*line[1:-2], "--recompute", "full"], capsys))["needed"]
-    monkeypatch.setattr(job, "free_bytes", lambda device: needed)
-    assert main([*line, "--out", str(tmp_path / "refused")]) == 2
-    said = capsys.readouterr().err
-    assert "training needs" in said and "--recompute" in said and not (tmp_path / "refused").exists()
-    policy = said.split("--recompute ")[1].split()[0]
-    line[-1] = policy
-    assert main([*line, "--out", str(tmp_path / "suggested")]) == 0
-
-
-def _planned(line: list[str], capsys) -> str:
-    skip = {"--max-steps", "--samples"}
-    kept = [word for i, word in enumerate(line) if word not in skip and (i == 0 or line[i - 1] not in skip)]
-    assert main(["plan", *kept, "--json"]) == 0
-    return capsys.readouterr().out
+def test_refused_on_a_full_card_and_the_suggestion_runs(tmp_path: Path) -> None:
+    """A small model in a micro-batch of 32768 tokens: two policies are a GiB apart. All else of the card is held here,
+    so nobody else may be on it."""
+    device = torch.device("cuda", 0)
+    shape = Shape("small", 256, 1024, 8, 4, 2, 300, tied=True)
+    write_folder(shape, tmp_path / "base", device)
+    found = refusal.measure(tmp_path / "base", tmp_path, device, 32768)
+    print(json.dumps(found))
+    assert all(goal["met"] for goal in found["goals"]), found
+    assert found["suggestion"] == {"--recompute": "selective"}
+    assert found["refused"]["taken"] < found["suggested"]["taken"]
