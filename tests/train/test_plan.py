@@ -385,6 +385,56 @@ def test_the_nearest_setting_may_be_a_smaller_micro_batch_or_fewer_bits(tiny_fol
     assert "take a smaller model or a larger card" in str(refusal(hopeless, best(hopeless)))
 
 
+def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_folder, monkeypatch) -> None:
+    from graftune.kernels.gguf_dequant import KINDS
+    from graftune.train.plan import best, nearest, refusal
+
+    asked = {"base_dtype": "fp32", "compute_dtype": "bf16", "recompute": "offload", "tokens_per_micro_batch": 64}
+    whole = job_for(smollm2, 80 << 30, **asked)
+    needed = {kind: whole.plan("offload", 64, kind).needed for kind in ("keep", "nf4", "fp32")}
+    assert max(needed["keep"], needed["nf4"]) < needed["fp32"]
+    enough = max(needed["keep"], needed["nf4"]) + job.CONTEXT_BYTES
+    tight = job_for(smollm2, enough, **asked)
+    found = nearest(tight, best(tight))
+    assert found is not None and found.settings["base_dtype"] == "keep"
+    assert "--base-dtype keep would need" in str(refusal(tight, best(tight)))
+    first = next(t.dtype_name for t in tight.base.tensors.values() if len(t.shape) == 2)
+    with monkeypatch.context() as unknown:  # blocks that no kernel of ours reads
+        unknown.delitem(KINDS, first)
+        found = nearest(tight, best(tight))
+        assert found is None or found.settings["base_dtype"] == "nf4"
+    folder = job_for(tiny_folder("llama-untied"), job.CONTEXT_BYTES + MIB, **asked)
+    folder.free = folder.plan("offload", 64, "nf4").needed
+    found = nearest(folder, best(folder))
+    assert found is not None and found.settings["base_dtype"] == "nf4"
+
+
+def test_what_the_host_lacks_is_refused_too(tiny_folder) -> None:
+    from graftune.train.plan import best, largest, nearest, refusal
+
+    asked = job_for(tiny_folder("llama"), 80 << 30, tokens_per_micro_batch=4096, recompute="offload")
+    assert asked.host_free is None, "nobody knows the machine that has the card"
+    plan = best(asked)
+    asked.host_free = plan.bytes.host
+    assert best(asked).fits and best(asked).document()["host_free"] == plan.bytes.host
+    asked.host_free -= 1
+    short = best(asked)
+    assert short.fits_device and not short.fits and 0 < largest(asked, "offload") < 1 << 17
+    found = nearest(asked, short)
+    assert found is not None and (found.recompute, found.capacity) == ("full", 4096)
+    said = str(refusal(asked, short))
+    assert re.search(r"training needs [\d.]+ MiB of pinned host memory and [\d.]+ MiB are free; --recompute full", said)
+
+
+def test_a_card_of_this_machine_has_its_memory_beside_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = job_for(tiny_folder("llama"), 8 << 30)
+    monkeypatch.setattr(job, "available_bytes", lambda: 12345)
+    here = Card("a card", 8 << 30, 8 << 30, here=True)
+    with standins.asked(here):
+        made = job.Job(absent.config, absent.base, absent.runtime, 64, absent.shapes, here)
+    assert made.host_free == 12345
+
+
 # The command
 
 

@@ -63,8 +63,11 @@ def choices(job: Job) -> Iterator[tuple[str, int]]:
 
 def refusal(job: Job, plan: Plan) -> GraftuneError:
     kind = "the device's memory" if plan.device == "cuda" else "memory"
+    needed, free = plan.needed, plan.free
+    if plan.fits_device and plan.host_free is not None:
+        kind, needed, free = "pinned host memory", plan.bytes.host, plan.host_free
     return GraftuneError(
-        f"training needs {human_bytes(plan.needed)} of {kind} and {human_bytes(plan.free)} are free",
+        f"training needs {human_bytes(needed)} of {kind} and {human_bytes(free)} are free",
         where=job.base.name or str(job.base.path),
         mend=_mend(job, plan),
     )
@@ -72,10 +75,14 @@ def refusal(job: Job, plan: Plan) -> GraftuneError:
 
 def nearest(job: Job, plan: Plan) -> Plan | None:
     """The first of the weaker settings that fits, by their distance from what was asked for."""
-    has = plan.settings
+    has, policies = plan.settings, policies_of(job)
+    start = policies.index(has["recompute"])
+    weaker = policies[start:]
+    if plan.fits_device:  # it is the host that is short: what keeps more on the device may do
+        weaker += policies[:start][::-1]
     for base_dtype in _fewer_bits(job, has["base_dtype"]):
         for capacity in [has["tokens_per_micro_batch"]] if job.resuming else halves(job, has["tokens_per_micro_batch"]):
-            for policy in policies_of(job)[policies_of(job).index(has["recompute"]) :]:
+            for policy in weaker:
                 found = job.plan(policy, capacity, base_dtype)
                 if found.fits:
                     return found
@@ -110,7 +117,7 @@ def halves(job: Job, top: int) -> list[int]:
 def _mend(job: Job, plan: Plan) -> str:
     found = nearest(job, plan)
     if found is None:
-        larger = "a larger card" if plan.device == "cuda" else "a machine with more memory"
+        larger = "a larger card" if plan.device == "cuda" and not plan.fits_device else "a machine with more memory"
         return f"no recompute policy and no micro-batch makes it fit: take a smaller model or {larger}"
     names = ("base_dtype", "recompute", "tokens_per_micro_batch")
     changed = [name for name in names if found.settings[name] != plan.settings[name]]
@@ -119,11 +126,13 @@ def _mend(job: Job, plan: Plan) -> str:
 
 
 def _fewer_bits(job: Job, has: str) -> list[str]:
-    """The base as it is, and then in fewer bits, where adapters train on it."""
+    """The base as it is, and then in fewer bits, where adapters train on it: a GGUF's own blocks first, which are what
+    is served later."""
     if job.resuming or job.config.train.method != "lora":
         return [has]
     known = typing.get_args(typing.get_type_hints(BaseConfig)["base_dtype"])
-    narrower = ("nf4",) if _kind(job) == "cuda" else ("keep", "nf4")
+    kept = _kind(job) == "cpu" or (job.base.kind == "gguf" and job.can_place("keep"))
+    narrower = ("keep", "nf4") if kept else ("nf4",)
     return [has, *(dtype for dtype in narrower if dtype in known and has not in (dtype, "nf4"))]
 
 

@@ -15,7 +15,8 @@ import torch
 
 from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
-from graftune.observe.memory import free_bytes, human_bytes, resident_bytes
+from graftune.errors import GraftuneError
+from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
 from graftune.runtime import DTYPES, Runtime, resolve
 from graftune.train.calibrate import calibrates, most_inputs
 from graftune.train.engine import attention_for
@@ -40,6 +41,7 @@ class Plan:
     bytes: Bytes
     free: int
     rest: dict[str, int]  # measured, not planned: the CUDA context, or the process as it is
+    host_free: int | None = None  # where the device is a GPU of this machine
 
     @property
     def recompute(self) -> str:
@@ -62,6 +64,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """On the device, and beside it what is kept in host memory, which is pinned and so cannot be swapped out."""
+        return self.fits_device and (self.host_free is None or self.bytes.host <= self.host_free)
+
+    @property
+    def fits_device(self) -> bool:
         return self.needed <= self.free
 
     def owners(self) -> dict[str, int]:
@@ -79,6 +86,7 @@ class Plan:
             "free": self.free,
             "fits": self.fits,
             "host": self.bytes.host,
+            "host_free": self.host_free,
             "phases": {name: sum(owners.values()) for name, owners in self.bytes.phases.items()},
         }
 
@@ -106,10 +114,19 @@ class Job:
             self.placement = self.place(self.config.base.base_dtype)
             self.attention = attention_for(self.base, self.runtime, self.config.data.max_seq_len)
         self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
+        self.host_free = available_bytes() if self.card is not None and self.card.here else None
 
     def place(self, asked: str) -> Placement:
         choose = choose_placement if self.config.train.method == "lora" else nothing_frozen
         return choose(self.base, asked, self.runtime)
+
+    def can_place(self, asked: str) -> bool:
+        try:
+            with self._as_there():
+                self.place(asked)
+        except GraftuneError:
+            return False
+        return True
 
     def plan(self, recompute: str, capacity: int, base_dtype: str = "", *, whole: bool = False) -> Plan:
         """By what a few layers take and one more adds, which all others add too; `whole`: with all of them."""
@@ -135,7 +152,7 @@ class Job:
             "graph": setup.graph,
         }
         kind = self.runtime.device.type
-        return Plan(kind, self.where, settings, found, self.free, self._rest(found))
+        return Plan(kind, self.where, settings, found, self.free, self._rest(found), self.host_free)
 
     def setup(self, recompute: str, shape: Capacities, placement: Placement) -> Setup:
         config, kind = self.config, self.runtime.device.type
