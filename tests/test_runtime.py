@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from graftune import runtime
 from graftune.runtime import resolve
 
 
@@ -34,3 +35,28 @@ def test_others_mode_stays():
 
 def test_the_workspace_is_set_before_any_product():
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"], "torch reads it once, at the first product"
+
+
+@pytest.mark.parametrize(
+    ("capability", "compute", "why"),
+    [
+        ((9, 0), torch.bfloat16, "bf16 units found"),
+        ((8, 0), torch.bfloat16, "bf16 units found"),
+        ((7, 5), torch.float16, "dynamic loss scale"),
+        ((7, 0), torch.float16, "dynamic loss scale"),
+        ((6, 1), torch.float32, "no bf16 units"),
+    ],
+)
+def test_auto_takes_the_units_that_a_card_has(capability, compute, why, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(runtime, "_set_allocator", lambda: None)
+    found = resolve("cuda")
+    assert found.compute == compute and why in found.why
+    assert resolve("cuda", "fp32").compute == torch.float32
+
+
+def test_a_cpu_without_bf16_units_stays_in_fp32(monkeypatch):
+    monkeypatch.setattr(runtime, "has_fast_bf16", lambda device: False)
+    assert resolve("cpu").compute == torch.float32

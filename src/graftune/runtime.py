@@ -54,8 +54,7 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
         _set_allocator()
     fast = has_fast_bf16(chosen)
     if compute == "auto":
-        dtype = torch.bfloat16 if fast else torch.float32
-        why = "bf16 units found" if fast else "no bf16 units here"
+        dtype, why = _best_compute(chosen, fast)
     else:
         dtype, why = DTYPES[compute], "asked for"
         if dtype == torch.bfloat16 and not fast:
@@ -63,6 +62,15 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
         if dtype == torch.float16 and chosen.type == "cpu":
             warnings.warn("fp16 is for GPUs: on a CPU its products are far slower than fp32", stacklevel=2)
     return Runtime(chosen, dtype, why, deterministic)
+
+
+def _best_compute(device: torch.device, bf16: bool) -> tuple[torch.dtype, str]:
+    """bf16 before fp16, which needs a loss scale; Volta and Turing have units for fp16 alone."""
+    if bf16:
+        return torch.bfloat16, "bf16 units found"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
+        return torch.float16, "fp16 units and none for bf16: with a dynamic loss scale"
+    return torch.float32, "no bf16 units here"
 
 
 def _set_deterministic(wanted: bool) -> None:
