@@ -145,14 +145,16 @@ def test_dequantised_on_the_device_to_the_bit(kind, dtype):
         assert torch.equal(torch.cat([w.cpu() for _, w in table.parts()]), head)
 
 
-def asked_for() -> int:
-    """Bytes on the device, without what the allocator gives too much of (up to 1 MiB a tensor)."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+def asked_for(when: str = "current") -> int:
+    """Bytes on the device, without what the allocator gives too much of (up to 1 MiB a tensor); `peak`: the most since
+    that was last forgotten."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("nf4", 4.13), ("Q4_K", 4.5), ("Q8_0", 8.5)])
 def test_nothing_else_stays_on_the_device(kind, bits):
-    """Of a base of 100 million values: the codes and scales, one scratch, tables and the arena. No copy in floats."""
+    """Of a base of 100 million values: the codes and scales, one scratch, tables and the arena. No copy in floats; and
+    while they are loaded, beside them at most one tensor (in fp32, with scales in fp32)."""
     shape = dataclasses.replace(quantised.spec(1024, layers=8), ffn=4096, head_width=256, vocab=4096)
     if kind == "nf4":
         base, base_dtype = random_base(shape, torch.device("cuda")), "nf4"
@@ -160,8 +162,11 @@ def test_nothing_else_stays_on_the_device(kind, bits):
         base, base_dtype = quantised.gguf_base(kind, shape, kind), "keep"
     torch.cuda.synchronize()
     before = asked_for()
+    torch.cuda.reset_peak_memory_stats()
     ours = quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16)
-    grown = asked_for() - before
+    grown, most = asked_for() - before, asked_for("peak") - before
+    one = max(*(a * b for a, b in shape.projections.values()), shape.vocab * shape.width)
+    assert most - grown <= 4 * one * (1 + 1 / 64), (most, grown, one)
     projections = shape.layers * sum(a * b for a, b in shape.projections.values())
     tables = 2 * shape.vocab * shape.width * (2.0 if kind == "nf4" else bits / 8)
     scratch = 2 * scratch_values(shape, LORA, kind != "nf4")

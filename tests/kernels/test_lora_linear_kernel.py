@@ -431,3 +431,12 @@ def test_the_room_beside_the_weight_gives_the_whole_product(kernels_on, device, 
         close(got, leaf.grad, SUMMED)
     added = lora_linear.add_(plain @ weight.t(), low)
     close(added, want.detach(), SUMMED)
+
+
+def test_what_32_bits_do_not_count_is_refused():
+    pytest.importorskip("triton")
+    from graftune.kernels.lora_linear import kernel
+
+    out = torch.empty(2**21, 1024, device="meta")
+    with pytest.raises(AssertionError, match="32 bits"):
+        kernel.add_up(out.expand(2, -1, -1), out, add=False)

@@ -260,3 +260,13 @@ def test_what_is_not_finite_is_refused(bad, double):
     x[77] = bad
     with pytest.raises(GraftuneError, match="NaN or infinity"):
         nf4.quantise(x, double=double)
+
+
+def test_what_32_bits_do_not_count_is_refused():
+    pytest.importorskip("triton")
+    from graftune.kernels.nf4 import kernel
+
+    codes, absmax = torch.empty(2**33, dtype=torch.uint8, device="meta"), torch.empty(2**28, device="meta")
+    out = torch.empty(2**17, 2**17, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(AssertionError, match="32 bits"):
+        kernel.dequantise(Nf4(tuple(out.shape), torch.bfloat16, codes, absmax), out, 0)

@@ -58,7 +58,8 @@ def _columns(
     acc *= scale
     if HAS_COLS:
         acc *= tl.load(col_scale_ptr + cols, inside, other=0.0)[:, None]
-    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * out_c + ranks[None, :] * out_r
+    part = out_ptr + split.to(tl.int64) * split_stride
+    where = part + (row + local)[:, None].to(tl.int64) * out_c + ranks[None, :] * out_r
     mask = inside[:, None] & (ranks < R)[None, :]
     if ADD:
         acc += tl.load(where, mask, other=0.0)
@@ -97,7 +98,8 @@ def _both(
         h = tl.load(h_ptr + there * h_stride + member * R + ranks[None, :], alive & real, other=0.0)
         acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
         tl.store(part + there * WIDTH, tl.dot(y, w, input_precision=PRECISION) * scale, alive & real)
-    where = out_ptr + split * split_stride + (row + local)[:, None].to(tl.int64) * R + ranks[None, :]
+    whole = out_ptr + split.to(tl.int64) * split_stride
+    where = whole + (row + local)[:, None].to(tl.int64) * R + ranks[None, :]
     acc *= scale
     if ADD:
         acc += tl.load(where, inside[:, None] & real, other=0.0)

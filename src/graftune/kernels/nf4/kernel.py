@@ -21,6 +21,7 @@ from graftune.kernels.nf4 import reference
 from graftune.kernels.nf4.reference import Nf4
 
 THREADS, TILES = 256, 2  # of a program: words of eight codes a tile, and tiles, as many as the kernel spells out
+MOST_WORDS = 2**31 - THREADS * TILES  # of one call, 17 thousand million values: 64-bit divisions would cost time
 ODD_TILE, BLOCKS = 1024, 16  # a program's values in the kernel for odd sizes, and its blocks when quantising
 
 
@@ -156,6 +157,7 @@ def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
         )
         return
     words = count // 8
+    assert words <= MOST_WORDS, "the kernel counts words in 32 bits"
     _dequantise[(triton.cdiv(words, THREADS * TILES),)](
         nf4.codes[first // 2 : (first + count) // 2].view(torch.int32),
         nf4.absmax,
