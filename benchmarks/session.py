@@ -43,6 +43,7 @@ from benchmarks import report
 RESULTS = ROOT / "benchmarks" / "results"
 MOST_FILES = 8
 STOPPED, NOT_RUN = 124, None
+WITH_COMMIT = ("step", "graph", "gsm8k", "bases-fp8", "bases-quantised", "plan", "kernels", "refusal")  # take --commit
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Session:
             words += ["--pause-file", str(Path(self.options.pause_file).resolve())] if self.options.pause_file else []
             # It ends by itself in time: its participants have sessions of their own, and would outlive it.
             words += ["--total", f"{max(1.0, limit - 10):.0f}"]
-        if self.options.commit and words[0] in ("benchmarks/step.py", "benchmarks/graph.py"):
+        if self.options.commit and command.result in WITH_COMMIT:
             words += ["--commit", self.options.commit]
         return words
 
