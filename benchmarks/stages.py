@@ -173,6 +173,7 @@ STAGES = {
             "planned against measured memory, and refusals",
             (
                 script("plan", "plan", 200, "-m", "benchmarks.plan", "--jobs", "4"),
+                script("refused on purpose", "refusal", 60, "-m", "benchmarks.refusal"),
                 tested("tests/gpu/test_plan.py", 40, "-k", "not within_three_percent"),
             ),
         ),
