@@ -118,6 +118,7 @@ def test_blocks_see_what_the_rounded_ones_before_them_make(folder: Path, monkeyp
     ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
     apply(ours)
     (first, *_) = batches(10)
+    calibrate.set_inputs(ours.decoder, 2)
     stream = calibrate.Through.of(ours.decoder, first, "cpu")
     for before in ours.decoder.blocks[:-1]:
         stream.x = stream.behind(before)

@@ -2,9 +2,9 @@
 (model/frozen/calibrate.py has the formula), and how many codes their inputs take.
 
 The sample is the beginning of the run's own data: the first micro-batches of its first epoch, about `TOKENS` tokens.
-It goes through the model block by block, adapters off. Each block is run once to see what its four weights read, they
-are rounded, and the block is run again: the next one sees what the rounded weights make of the data, and can answer for
-it. Of H there is one block's at a time, and one weight in fp32.
+It goes through the model block by block, adapters off, in two codes a value. Each block is run once to see what its
+four weights read, they are rounded, and the block is run again: the next one sees what the rounded weights make of the
+data, and can answer for it. Of H there is one block's at a time, and one weight in fp32.
 
 Codes are a function of base, data, seed and settings, and adapters have no part in them: a resumed run makes them again
 instead of storing a copy of the base. `Calibration.digest` says whether it got the same.
@@ -95,6 +95,7 @@ def calibrate(
     beside."""
     began = time.perf_counter()
     with torch.no_grad(), marked("calibrate"):
+        set_inputs(decoder, 2)
         streams = [Through.of(decoder, batch, backend) for batch in batches]
         for block in decoder.blocks:
             calibrate_block(block, streams, sources)

@@ -29,7 +29,8 @@ from graftune.kernels.launch import power_of_two
 from graftune.kernels.swiglu.kernel import _act as unit
 
 ONE_ACT = 1 << 14  # values of a SwiGLU row that one program holds
-ACT_BLOCK = 4096  # values of each of gate, up and grad at a time, on the way back
+ACT_ROWS = 1  # of a program, on the way back
+ACT_BLOCK = 4096  # values of each of gate, up and grad at a time
 EACH = 8  # of them a thread: 16 bytes
 
 
@@ -77,11 +78,13 @@ def _act(
 
 @triton.jit
 def _act_backward(
-    grad_ptr, gate_up_ptr, factor_ptr, reach_ptr, out_ptr, act_ptr, codes_ptr, scale_ptr, F, grad_stride, out_stride,
-    act_stride, codes_stride, REACH: tl.constexpr, B: tl.constexpr, EACH: tl.constexpr, LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    grad_ptr, gate_up_ptr, factor_ptr, reach_ptr, out_ptr, act_ptr, codes_ptr, scale_ptr, tokens, F, grad_stride,
+    out_stride, act_stride, codes_stride, REACH: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr,
+    EACH: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    alive = (rows < tokens)[:, None]
+    row = rows.to(tl.int64)[:, None]
     kind = out_ptr.dtype.element_ty
     gate_up_ptr += row * (2 * F)
     grad_ptr += row * grad_stride
@@ -89,10 +92,10 @@ def _act_backward(
     act_ptr += row * act_stride
     codes_ptr += row * codes_stride
     # Reduced within threads at once: a number for each value would be 16 registers a thread.
-    most, total = tl.zeros([B // EACH], tl.float32), tl.zeros([B // EACH], tl.float32)
+    most, total = tl.zeros([ROWS, B // EACH], tl.float32), tl.zeros([ROWS, B // EACH], tl.float32)
     for start in range(0, F, B):
-        cols = start + tl.arange(0, B)
-        inside = cols < F
+        cols = start + tl.arange(0, B)[None, :]
+        inside = alive & (cols < F)
         gate = tl.load(gate_up_ptr + cols, inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + F + cols, inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + cols, inside, other=0.0).to(tl.float32)
@@ -102,19 +105,19 @@ def _act_backward(
         tl.store(out_ptr + cols, of_gate, inside)
         tl.store(out_ptr + F + cols, of_up, inside)
         tl.store(act_ptr + cols, (silu * up).to(kind), inside)
-        a = of_gate.to(tl.float32) * tl.load(factor_ptr + cols, inside, other=0.0)
-        b = of_up.to(tl.float32) * tl.load(factor_ptr + F + cols, inside, other=0.0)
-        most = tl.maximum(most, tl.max(tl.reshape(tl.maximum(tl.abs(a), tl.abs(b)), [B // EACH, EACH]), 1))
-        total += tl.sum(tl.reshape(a * a + b * b, [B // EACH, EACH]), 1)
-    scale = scale_of(tl.max(most, 0), tl.sum(total, 0), reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
-    tl.store(scale_ptr + row, scale)
-    inverse = tl.div_rn(1.0, scale)
+        a = of_gate.to(tl.float32) * tl.load(factor_ptr + cols, cols < F, other=0.0)
+        b = of_up.to(tl.float32) * tl.load(factor_ptr + F + cols, cols < F, other=0.0)
+        most = tl.maximum(most, tl.max(tl.reshape(tl.maximum(tl.abs(a), tl.abs(b)), [ROWS, B // EACH, EACH]), 2))
+        total += tl.sum(tl.reshape(a * a + b * b, [ROWS, B // EACH, EACH]), 2)
+    scale = scale_of(tl.max(most, 1), tl.sum(total, 1), reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
+    tl.store(scale_ptr + rows, scale, rows < tokens)
+    inverse = tl.div_rn(1.0, scale)[:, None]
     tl.debug_barrier()  # what is read now, other threads may have written
     for start in range(0, 2 * F, B):
-        cols = start + tl.arange(0, B)
-        inside = cols < 2 * F
+        cols = start + tl.arange(0, B)[None, :]
+        inside = alive & (cols < 2 * F)
         z = tl.load(out_ptr + cols, inside, other=0.0).to(tl.float32)
-        z *= tl.load(factor_ptr + cols, inside, other=0.0)
+        z *= tl.load(factor_ptr + cols, cols < 2 * F, other=0.0)
         tl.store(codes_ptr + cols, (z * inverse).to(codes_ptr.dtype.element_ty), inside)
 
 
@@ -140,10 +143,10 @@ def act_backward(
 ) -> torch.Tensor:
     tokens, width = grad.shape
     scale = torch.empty(tokens, dtype=torch.float32, device=grad.device)
-    block = min(ACT_BLOCK, power_of_two(width, EACH))
-    _act_backward[(tokens,)](
-        grad, gate_up, factor, reach, out, act, codes, scale, width, grad.stride(0), out.stride(0), act.stride(0),
-        codes.stride(0), REACH=reach is not None, B=block, EACH=EACH, LARGEST=LARGEST, SMALLEST=SMALLEST,
-        num_warps=max(1, block // (32 * EACH)),
+    block = min(ACT_BLOCK // ACT_ROWS, power_of_two(width, EACH))
+    _act_backward[(triton.cdiv(tokens, ACT_ROWS),)](
+        grad, gate_up, factor, reach, out, act, codes, scale, tokens, width, grad.stride(0), out.stride(0),
+        act.stride(0), codes.stride(0), REACH=reach is not None, ROWS=ACT_ROWS, B=block, EACH=EACH, LARGEST=LARGEST,
+        SMALLEST=SMALLEST, num_warps=max(1, ACT_ROWS * block // (32 * EACH)),
     )  # fmt: skip
     return scale

@@ -129,6 +129,7 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
         arena, decoder, base = _load(setup, ledger)
     if setup.calibrates:
         with phases.phase("calibrate"), standins.fewer_pieces(whole=False):
+            set_inputs(decoder, 2)
             _calibrate(decoder, base, setup)
     set_inputs(decoder, setup.inputs)
     step = Step(
