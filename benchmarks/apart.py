@@ -133,7 +133,7 @@ def against(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
 def _scratch_goals(made: dict[str, Any], found: dict[str, Any], there: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures go into `made`; a reference of other settings is another curve, and measures nothing."""
     bf16 = fp32 = between = dict.fromkeys(("loss_apart_mean", "loss_apart_most"))
-    if there.get("settings") == found["scratch"]["settings"]:
+    if _but_steps(there) == _but_steps(found["scratch"]):
         names = {"scratch, fp32": "scratch_fp32", "scratch, bf16": "scratch"}
         made |= {what: losses_apart(found[name]["losses"], there["losses"]) for what, name in names.items()}
         pair = [found[name]["losses"] for name in ("scratch_rounded", "scratch")]
@@ -154,6 +154,10 @@ def _scratch_goals(made: dict[str, Any], found: dict[str, Any], there: dict[str,
             between["loss_apart_most"],
         ),
     ]
+
+
+def _but_steps(curve: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in curve.get("settings", {}).items() if name != "max_steps"}
 
 
 def _step_goal(name: str, apart: dict[str, Any], noise: dict[str, Any]) -> dict[str, Any]:
