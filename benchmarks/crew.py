@@ -23,6 +23,7 @@ from benchmarks import measure, turns
 
 NOT_RUN = "not run: the run's time is up"
 SETTLE_S = 0.5  # what the others had launched on the card is done by then
+PATIENCE_S = 10.0  # for so long others that fit may begin before one that does not; then the card is emptied for it
 HOLD_S = 30.0  # a turn is refused where somebody cannot be stopped in this time
 NOT_ALONE = "not timed: somebody beside it could not be stopped"
 POLL_S, POLL_TURN_S = 0.05, 0.2  # the parent looks less often while somebody is timed
@@ -42,6 +43,7 @@ class Job:
     gib: float = 0.0
     after: Job | None = None
     problem: str | None = None  # "" once it has ended well
+    passed: float | None = None  # since when it waits for room while others go first
 
 
 @dataclass(eq=False)
@@ -124,6 +126,8 @@ class Crew:
                     return  # asked again a moment later
             elif len(self.running) < self.at_once and self._fits(job):
                 self._begin(job)
+            elif len(self.running) < self.at_once and self._patience_ends(job):
+                return
             else:
                 continue
             waiting.remove(job)
@@ -132,6 +136,12 @@ class Crew:
 
     def _fits(self, job: Job) -> bool:
         return not self.running or job.gib + sum(worker.job.gib for worker in self.running) <= self.room
+
+    def _patience_ends(self, job: Job) -> bool:
+        """Small ones that come and go would keep a large one out for good."""
+        now = time.monotonic()
+        job.passed = now if job.passed is None else job.passed
+        return now - job.passed > PATIENCE_S
 
     def _begin(self, job: Job) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)

@@ -122,6 +122,15 @@ def test_the_cards_room_is_kept_and_who_runs_alone_is_alone(tmp_path):
     assert apart(first, second) and not apart(first, third), "what fits does not wait for what does not"
 
 
+def test_a_large_one_is_not_kept_out_by_small_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(crew, "PATIENCE_S", 0.5)
+    small = [job(tmp_path, f"small{i}", boot=1.0, turn=0.1, gib=70.0) for i in range(4)]
+    large = job(tmp_path, "large", boot=0.2, turn=0.1, gib=100.0)
+    list(crew.Crew(tmp_path, 2, room=140.0).run([small[0], large, *small[1:]]))
+    (own,), others = lives(large), lives(*small)
+    assert sum(other[0] > own[0] for other in others) >= 2, "it had not to wait for the last of them"
+
+
 def test_what_has_to_be_there_first_is(tmp_path):
     first = job(tmp_path, "first", turn=0.0)
     ok = job(tmp_path, "ok", boot=0.1, turn=0.0, after=first)
