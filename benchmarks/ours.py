@@ -30,7 +30,7 @@ def ours(
     from graftune.train.calibrate import set_inputs
     from graftune.train.hot import hot_loop
     from graftune.train.step import Step
-    from graftune.weights.load import Placement, build_decoder
+    from graftune.weights.load import Placement, both_ways, build_decoder
 
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
     lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets, init="kaiming")  # as the peers start
@@ -41,7 +41,8 @@ def ours(
     spec = base.spec
     arena = build_arena(spec, lora, runtime.device, runtime.compute, full=case.method == "full")
     held = {"bf16": runtime.compute_name} | dict.fromkeys(BLOCKS, "keep")
-    placement = Placement(held.get(case.base, case.base), "the benchmark's")
+    both = case.base == "fp8" and both_ways(spec, runtime.device)
+    placement = Placement(held.get(case.base, case.base), "the benchmark's", both)
     decoder = build_decoder(base, arena, lora, runtime, placement)
     set_inputs(decoder, case.inputs)
     if case.method == "full":

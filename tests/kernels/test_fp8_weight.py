@@ -13,6 +13,7 @@ from graftune.kernels.room import Adapters
 from graftune.model.frozen.fp8 import Fp8, Turned
 from graftune.train.calibrate import set_inputs
 from graftune.train.step import Step
+from graftune.weights.load import Placement
 from tests import oracle
 from tests.kernels.test_fp8_kernel import NAN, adapters, close, low_of, members_of, rows_of, same
 from tests.kernels.test_fp8_kernel import honest_rounding as _honest_rounding  # noqa: F401  (a fixture of every test)
@@ -253,6 +254,7 @@ def test_refused(monkeypatch):
     ("variant", "lora", "recompute", "long", "coded", "inputs"),
     [
         ("llama", LoraConfig(rank=4, alpha=8.0), "none", False, 5, 1),
+        ("llama-both", LoraConfig(rank=4, alpha=8.0), "none", False, 5, 1),
         ("qwen2", LoraConfig(rank=4, alpha=8.0, targets=("qv", "up_proj", "down_proj")), "full", True, 4, 1),
         ("llama", LoraConfig(rank=4, alpha=8.0, dropout=0.2), "none", False, 0, 1),  # what adapters read is no code
         ("llama", LoraConfig(rank=4, alpha=8.0), "selective", True, 5, 2),
@@ -262,7 +264,9 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
     """Loss and gradients of a whole model: by the references as by the kernels, and near those of the fp32 base.
     `coded`: to how many projections with adapters dY comes with its codes: all but the upper block's down, which a loss
     is before, its o, where rows that predict nothing are filled in, and the lower qkv, whose dX nobody wants."""
+    variant, _, both = variant.partition("-")
     folder, packed, calls = shallow_folder(variant, intermediate_size=96), batch(), []
+    monkeypatch.setattr(oracle, "Placement", lambda kind, why: Placement(kind, why, bool(both) and kind == "fp8"))
     plain = Fp8.backward
 
     def backward(self, *args, rows, **more):
@@ -281,6 +285,8 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         monkeypatch.setattr(launch, "fused", lambda x, fused=fused: fused)
         assert {p.frozen.kind for b in ours.decoder.blocks for p in b.projections} == {kind}
         set_inputs(ours.decoder, inputs)
+        if kind == "fp8":
+            assert {p.frozen.kept is not None for b in ours.decoder.blocks for p in b.projections} == {bool(both)}
         assert kind == "fp32" or all(p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None)
         start = ours.arena.weights.cpu().clone() if kind == "fp32" else start
         ours.arena.weights.copy_(start)

@@ -3,6 +3,7 @@ grows and shrinks as it should; a run that does not fit is refused before it loa
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -28,6 +29,7 @@ from graftune.train import prepare
 from graftune.train.plan import Bytes, Card, Setup, job, rehearse, standins
 from graftune.train.plan.ledger import Ledger, block_bytes
 from graftune.train.plan.pretend import Pretend, Pretended
+from graftune.weights import load
 from graftune.weights.base import open_base
 from graftune.weights.load import Placement
 from graftune.weights.synthetic import random_base
@@ -205,6 +207,30 @@ def test_calibrating_is_planned() -> None:
     assert small.peak == rehearse(of(ffn=512)).peak, "elsewhere it fits into what a step takes"
     whole = rehearse(of(12, calibrates=True))
     assert told(lambda layers: of(layers, calibrates=True), 12).peak == pytest.approx(whole.peak, rel=1e-3)
+
+
+def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the card, not by what is free on it; and the plan has them, and no place to turn them in."""
+    from graftune.kernels import fp8
+
+    monkeypatch.setattr(fp8, "require", lambda device, compute: None)
+    base = open_base(str(tiny_folder("llama")))
+    config = Config.of({"base": str(base.path), "device": "cuda", "compute_dtype": "bf16", "base_dtype": "fp8"})
+    least = 16 * base.spec.parameters
+    for total, expected in ((least, True), (least - 1, False)):
+        with standins.asked(Card("a card", free=total // 2, total=total)):
+            where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
+            assert load.both_ways(base.spec, where.device) is expected
+            placed = load.choose_placement(base, "fp8", where)
+        assert placed.both is expected and ("both ways" in placed.why) is expected
+    assert prepare.job_of(config, QUIET, memory=8 << 30).placement.both
+    wide = spec(width=256, ffn=1024, vocab=4000)
+    once = gpu(kind="fp8", spec=wide)
+    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", both=True))
+    codes = sum(out * into for out, into in wide.projections.values()) * wide.layers
+    one, two = (rehearse(each).phases["step"]["base"] for each in (once, twice))
+    largest = 2 * 1024 * 256
+    assert codes - largest < two - one + codes // 50 and two - one < 1.3 * codes
 
 
 def test_a_job_plans_it_where_the_run_does_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ the result no more than a few of its rows exist at any time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -56,6 +56,7 @@ from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
+BOTH_WAYS = 1 / 8  # share of a card's memory that fp8 codes may take to lie ready for both ways
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
 
@@ -66,6 +67,7 @@ class Placement:
 
     base_dtype: str  # keep | bf16 | fp16 | fp32 | nf4 | fp8
     why: str
+    both: bool = False  # of fp8: the codes are there transposed too, for the way back
 
 
 def choose_placement(base: Base, asked: str, runtime: Runtime) -> Placement:
@@ -74,7 +76,15 @@ def choose_placement(base: Base, asked: str, runtime: Runtime) -> Placement:
         _check_blocks(base)
     if chosen.base_dtype == "fp8":
         fp8.require(runtime.device, runtime.compute)
+        both = both_ways(base.spec, runtime.device)
+        return replace(chosen, both=both, why=chosen.why + (", its codes ready for both ways" if both else ""))
     return chosen
+
+
+def both_ways(spec: ModelSpec, device: torch.device) -> bool:
+    """Whether transposed codes are kept instead of made in every step: 1% of a step's time at 8B, at the memory of a
+    bf16 base. By the card, not by what is free on it: a resumed run holds what it held."""
+    return device.type == "cuda" and 2 * spec.parameters <= BOTH_WAYS * torch.cuda.mem_get_info(device)[1]
 
 
 def _automatic(base: Base, runtime: Runtime) -> Placement:
@@ -256,14 +266,15 @@ class _Placer:
         if self.placement.base_dtype == "fp8":
             read = [_in_memory(source) for source in sources]
             room, slack = room if self.lora.rank <= MOST_RANK else 0, 1 / (1 - self.lora.dropout)
-            return Fp8.of(read, self.device, self.compute, self.turned, room=room, slack=slack)
+            both = self.placement.both
+            return Fp8.of(read, self.device, self.compute, self.turned, room=room, slack=slack, both=both)
         return self.frozen(sources, room)
 
     @cached_property
     def turned(self) -> Turned:
-        """Made for the first weight in fp8, and shared by all."""
+        """Made for the first weight in fp8, and shared by all; where all are kept both ways, nothing is turned."""
         size, spec = 0, self.spec
-        for group, members in spec.groups.items():
+        for group, members in spec.groups.items() if not self.placement.both else ():
             out, width = sum(spec.projections[p][0] for p in members), spec.projections[members[0]][1]
             size = max(size, Turned.size(out, width, room_of(spec, self.lora, group)))
         return Turned(size, max(width for _, width in spec.projections.values()), self.device)
