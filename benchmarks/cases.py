@@ -177,6 +177,11 @@ def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     return [name for name in able if (name in asked if asked else name not in rare)]
 
 
+def usual_peers(name: str) -> list[str]:
+    """Whose times a case has to have before its best peer is known."""
+    return [who for who in participants(parse(name)) if who in PEERS]
+
+
 def tokens(case: Case) -> torch.Tensor:
     """[batch, micro, rows, length], the same for everyone; step i takes batch i % BATCHES."""
     generator = torch.Generator().manual_seed(20261115)

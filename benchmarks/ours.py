@@ -41,7 +41,8 @@ def ours(
     spec = base.spec
     arena = build_arena(spec, lora, runtime.device, runtime.compute, full=case.method == "full")
     held = {"bf16": runtime.compute_name} | dict.fromkeys(BLOCKS, "keep")
-    both = case.base == "fp8" and both_ways(spec, runtime.device)
+    free = torch.cuda.mem_get_info(runtime.device)[0] if device.type == "cuda" else 0
+    both = case.base == "fp8" and both_ways(spec, free)
     placement = Placement(held.get(case.base, case.base), "the benchmark's", both)
     decoder = build_decoder(base, arena, lora, runtime, placement)
     set_inputs(decoder, case.inputs)

@@ -1,7 +1,7 @@
 """A session on a GPU that is there for minutes only: named stages of benchmarks, each within one call, nothing to edit.
 
     python benchmarks/session.py --list
-    python benchmarks/session.py issue3-step issue4-fp8 --out FOLDER [--peers FOLDER] [--base FILE] [--data FILE] ...
+    python benchmarks/session.py ours issue3-graph --out FOLDER [--peers FOLDER] [--base FILE] [--data FILE] ...
     python benchmarks/session.py --keep FOLDER          afterwards, at home: its records into benchmarks/results
 
 A stage is a list of commands with a time limit each; one that fails, is stopped or lacks what it needs is reported, and

@@ -60,3 +60,27 @@ def test_auto_takes_the_units_that_a_card_has(capability, compute, why, monkeypa
 def test_a_cpu_without_bf16_units_stays_in_fp32(monkeypatch):
     monkeypatch.setattr(runtime, "has_fast_bf16", lambda device: False)
     assert resolve("cpu").compute == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("release", "environment", "hip", "expected"),
+    [
+        ("6.8.0-generic", {}, None, True),
+        ("5.15.167.4-microsoft-standard-WSL2", {}, None, False),
+        ("6.8.0-generic", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None, False),
+        ("6.8.0-generic", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None, False),
+        ("6.8.0-generic", {}, "6.2", False),
+    ],
+)
+def test_segments_grow_where_they_can_and_nobody_says_otherwise(release, environment, hip, expected, monkeypatch):
+    said = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(runtime.platform, "release", lambda: release)
+    monkeypatch.setattr(runtime.sys, "platform", "linux")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    runtime._set_allocator()
+    assert said == (["expandable_segments:True"] if expected else [])

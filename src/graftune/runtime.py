@@ -91,7 +91,9 @@ def _set_allocator() -> None:
     """Segments that grow, unless the user has settings of their own: in blocks of fixed sizes the allocator holds 1 to
     2.4 GiB more than a step of 8192 tokens needs, which no plan foretells."""
     asked = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if not asked and sys.platform == "linux" and torch.version.hip is None:
+    # Under Windows (WSL is a Linux whose kernel says so) the driver may refuse to map them.
+    fits = sys.platform == "linux" and "microsoft" not in platform.release().lower() and torch.version.hip is None
+    if not asked and fits:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

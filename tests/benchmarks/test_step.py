@@ -337,9 +337,12 @@ def test_the_goals_of_the_host_and_of_the_best_peer():
     for syncs, met in ((0, True), (1, False), (None, None)):
         found = goals("8b-4x2048", ours=figures(438, syncs=syncs))
         assert found["host syncs in the steps"] == (syncs, met)
-    found = goals("1b-4x2048", ours=figures(80), liger=figures(140), unsloth=figures(100))
+    everyone = {"liger": figures(210), "peft": figures(300)}
+    found = goals("1b-4x2048", ours=figures(80), unsloth=figures(100), **everyone)
     assert found["best peer / ours"] == (1.25, False)
-    assert goals("8b-1x512", ours=figures(30), peft=figures(210))["best peer / ours"] == (7.0, True)
+    assert goals("8b-1x512", ours=figures(30), unsloth=figures(240), **everyone)["best peer / ours"] == (7.0, True)
+    assert goals("8b-1x512", ours=figures(30), **everyone)["best peer / ours"] == (None, None), "who is missing may win"
+    assert goals("8b-4x2048", ours=figures(1120.4), floor=figures(1000))["ours / floor"] == (1.1204, False)
     assert goals("1.5b-nf4-qv-4x512", ours=figures(30))["best peer / ours"] == (None, None)
 
 

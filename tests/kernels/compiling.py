@@ -28,6 +28,7 @@ KINDS = {
     torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
     torch.float64: "fp64",
 }  # fmt: skip
+SHARED = 227 << 10  # bytes of shared memory that a program may have on a Hopper
 SETTINGS = {
     "bf16": lambda: gpu(),
     "short": lambda: gpu(backend="triton"),
@@ -43,6 +44,10 @@ SETTINGS = {
         kind="fp8", lora=LoraConfig(rank=16), shape=Capacities(8192, 4, 2048, 8192),
         spec=spec(layers=2, width=4096, ffn=14336, heads=32, kv_heads=8, head_width=128, vocab=128256),
     ),  # many tokens are another choice of tiles, and of kernels
+    "8B, rank 32": lambda: gpu(
+        lora=LoraConfig(rank=32), shape=Capacities(8192, 4, 2048, 8192),
+        spec=spec(layers=2, width=4096, ffn=14336, heads=32, kv_heads=8, head_width=128, vocab=128256),
+    ),
 }  # fmt: skip
 
 
@@ -78,7 +83,9 @@ class Launches:
             return
         self.seen.add(key)
         try:
-            compiled(ASTSource(fn, signature, constants, attributes), target=HOPPER, options=options)
+            made = compiled(ASTSource(fn, signature, constants, attributes), target=HOPPER, options=options)
+            if made.metadata.shared > SHARED:
+                raise MemoryError(f"{made.metadata.shared} bytes of shared memory, and there are {SHARED}")
         except Exception as error:  # whatever the compiler raises is what this is about
             self.failed.append(f"{fn.__module__}.{fn.__name__}: {str(error)[-600:]}")
 

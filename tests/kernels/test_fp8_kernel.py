@@ -399,9 +399,13 @@ def test_act(kernels_on, device, tokens, width, one, dtype, reach, monkeypatch):
 
 @pytest.mark.parametrize("reach", [None, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width", "block"), [(1, 16, 1 << 12), (5, 144, 64), (3, 2064, 1 << 12)])
-def test_act_backward(kernels_on, device, tokens, width, block, dtype, reach, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "width", "block", "rows"), [(1, 16, 1 << 12, 1), (5, 144, 64, 1), (3, 2064, 1 << 12, 2), (5, 144, 64, 4)]
+)
+def test_act_backward(kernels_on, device, tokens, width, block, rows, dtype, reach, monkeypatch):
     from graftune.kernels.fp8 import gated
+
+    monkeypatch.setattr(gated, "ACT_ROWS", rows)
 
     monkeypatch.setattr(gated, "ACT_BLOCK", block)
     gate_up, grad = rows_of(tokens, 2 * width, dtype).to(device), rows_of(tokens, width, dtype, seed=1).to(device)

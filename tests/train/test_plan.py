@@ -210,20 +210,19 @@ def test_calibrating_is_planned() -> None:
 
 
 def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the card, not by what is free on it; and the plan has them, and no place to turn them in."""
+    """By what is free where it trains; elsewhere never. And the plan has them, and no place to turn them in."""
     from graftune.kernels import fp8
 
     monkeypatch.setattr(fp8, "require", lambda device, compute: None)
     base = open_base(str(tiny_folder("llama")))
     config = Config.of({"base": str(base.path), "device": "cuda", "compute_dtype": "bf16", "base_dtype": "fp8"})
     least = 16 * base.spec.parameters
-    for total, expected in ((least, True), (least - 1, False)):
-        with standins.asked(Card("a card", free=total // 2, total=total)):
-            where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
-            assert load.both_ways(base.spec, where.device) is expected
-            placed = load.choose_placement(base, "fp8", where)
+    where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
+    for free, expected in ((least, True), (least - 1, False), (0, False)):
+        placed = load.choose_placement(base, "fp8", where, free)
         assert placed.both is expected and ("both ways" in placed.why) is expected
     assert prepare.job_of(config, QUIET, memory=8 << 30).placement.both
+    assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.both
     wide = spec(width=256, ffn=1024, vocab=4000)
     once = gpu(kind="fp8", spec=wide)
     twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", both=True))

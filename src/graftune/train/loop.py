@@ -136,10 +136,12 @@ class Run:
         """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
         self._open_log()
         engine = self.engine
-        facts = {"graftune": __version__, "torch": torch.__version__, "device": engine.runtime.describe()}
+        facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
+        facts |= {"device": engine.runtime.describe()}
         facts |= {"attention": engine.attention.backend}
         if self.calibration is not None:
-            facts |= {"codes": self.calibration.digest}
+            facts |= {"codes": self.calibration.digest, "inputs": self.calibration.inputs}
+            facts |= {"cost_of_one_code": self.calibration.cost}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
         if self.plan is not None:
             aside = self.folder / "plan.json.part"
@@ -183,8 +185,11 @@ class Run:
         self.telling = Telling(self.console, self.log, self.total, self.engine.runtime.device, self.plan)
 
     def identity(self) -> dict[str, str]:
-        """What must be the same for a checkpoint to fit."""
-        settings = {k: v for k, v in self.config.flat().items() if k not in FREE_ON_RESUME}
+        """What must be the same for a checkpoint to fit. Settings at their default are left out: a later version that
+        has one more goes on with the run."""
+        usual = Config().flat()
+        flat = self.config.flat().items()
+        settings = {k: v for k, v in flat if k not in FREE_ON_RESUME and v != usual[k]}
         text = json.dumps(settings, sort_keys=True)
         return {
             "data": self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else ""),

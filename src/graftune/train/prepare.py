@@ -21,6 +21,7 @@ from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.observe.events import read_events
 from graftune.observe.memory import forget_peak, human_bytes
 from graftune.train.calibrate import Calibration, calibrate, calibrates, sample
 from graftune.train.engine import (
@@ -73,30 +74,38 @@ def prepare_run(
     forget_peak()
     engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
-    return Prepared(folder, engine, training, validation, plan, _calibrated(engine, training, console))
+    return Prepared(folder, engine, training, validation, plan, _calibrated(engine, training, folder, console))
 
 
-def _calibrated(engine: Engine, training: Dataset, console: Console) -> Calibration | None:
+def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Console) -> Calibration | None:
     """An fp8 base rounded by the run's data; other bases are what they are."""
     settings, blocks = engine.config.train, engine.decoder.blocks
     if not calibrates(engine.config, engine.placement):
         return None
     base, batches = engine.base, sample(training.examples, settings)
+    inputs = _inputs_of(folder) or settings.fp8_inputs
     with console.progress(len(blocks), label="calibrating") as bar:
         made = calibrate(
             engine.decoder,
             batches,
             lambda layer, group: group_sources(base, layer, group),
             backend=engine.eager_attention,
-            inputs=settings.fp8_inputs,
+            inputs=inputs,
             told=bar.update,
         )
     engine.arena.publish()
     console.note(f"calibrated: fp8 weights rounded by {made.tokens} tokens of the data in {made.seconds:.1f} s")
-    if settings.fp8_inputs == "auto":
+    if inputs == "auto":
         chosen = "one" if made.inputs == 1 else "two, with which forward products take twice as long"
         console.note(f"inputs of fp8 weights: one code a value costs {made.cost:.2%} of the loss; taken: {chosen}")
     return made
+
+
+def _inputs_of(folder: Path) -> str:
+    """What a run that is resumed began with; nothing where there is none."""
+    events = read_events(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    known = [e["inputs"] for e in events if e["event"] == "run_start" and "inputs" in e]
+    return {1: "one", 2: "two"}[known[0]] if known else ""
 
 
 def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:

@@ -56,7 +56,7 @@ from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
-BOTH_WAYS = 1 / 8  # share of a card's memory that fp8 codes may take to lie ready for both ways
+BOTH_WAYS = 1 / 8  # share of the free memory that fp8 codes may take to lie ready for both ways
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
 
@@ -70,21 +70,22 @@ class Placement:
     both: bool = False  # of fp8: the codes are there transposed too, for the way back
 
 
-def choose_placement(base: Base, asked: str, runtime: Runtime) -> Placement:
+def choose_placement(base: Base, asked: str, runtime: Runtime, free: int = 0) -> Placement:
+    """`free`: the device's bytes, where something is to be trained there."""
     chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime)
     if chosen.base_dtype == "keep" and launch.roomy(runtime.device):
         _check_blocks(base)
     if chosen.base_dtype == "fp8":
         fp8.require(runtime.device, runtime.compute)
-        both = both_ways(base.spec, runtime.device)
+        both = both_ways(base.spec, free)
         return replace(chosen, both=both, why=chosen.why + (", its codes ready for both ways" if both else ""))
     return chosen
 
 
-def both_ways(spec: ModelSpec, device: torch.device) -> bool:
+def both_ways(spec: ModelSpec, free: int) -> bool:
     """Whether transposed codes are kept instead of made in every step: 1% of a step's time at 8B, at the memory of a
-    bf16 base. By the card, not by what is free on it: a resumed run holds what it held."""
-    return device.type == "cuda" and 2 * spec.parameters <= BOTH_WAYS * torch.cuda.mem_get_info(device)[1]
+    bf16 base. The bits are the same either way."""
+    return 2 * spec.parameters <= BOTH_WAYS * free
 
 
 def _automatic(base: Base, runtime: Runtime) -> Placement:

@@ -160,7 +160,7 @@ def both(
     """`sum_columns_` into total and `rows` of the same y, read once."""
     assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or codes is None)
     tokens, rp = len(y), power_of_two(rank, 16)
-    bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0])
+    bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], y.element_size())
     starts, stops, offsets, counts = kernel.places(columns, bc)
     blocks, members = sum(counts), counts[: len(columns)]
     splits = max(1, min(triton.cdiv(tokens, 4 * bt), programs // blocks))  # all at once: a few more would wait for all
@@ -181,11 +181,11 @@ def both(
     return g
 
 
-def _both_tile(rank: int, tokens: int, width: int) -> tuple[int, int, int, int, int]:
-    """Columns and tokens of a tile, warps, stages, programs wanted."""
+def _both_tile(rank: int, tokens: int, width: int, size: int = 2) -> tuple[int, int, int, int, int]:
+    """Columns and tokens of a tile, warps, stages, programs wanted. `size`: bytes of a value of y."""
     if rank > 32:
         return 128, 64, 4, 3, 264
-    if tokens >= 8192 and width >= 64 * 256:  # what gate and up make: fewer programs read g's sums again
+    if rank <= 16 and size == 2 and tokens >= 8192 and width >= 64 * 256:  # what gate and up make; 223 kB on a Hopper
         return 512, 64, 8, 3, 132
     if tokens >= 2048:
         return 256, 64, 4, 3, 264

@@ -122,7 +122,8 @@ def _mend(job: Job, plan: Plan) -> str:
     names = ("base_dtype", "recompute", "tokens_per_micro_batch")
     changed = [name for name in names if found.settings[name] != plan.settings[name]]
     flags = " ".join(f"--{name.replace('_', '-')} {found.settings[name]}" for name in changed)
-    return f"{flags} would need {human_bytes(found.needed)}"
+    where = " of the device" if plan.device == "cuda" and plan.fits_device else ""  # it is the host that is short
+    return f"{flags} would need {human_bytes(found.needed)}{where}"
 
 
 def _fewer_bits(job: Job, has: str) -> list[str]:

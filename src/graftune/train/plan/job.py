@@ -110,15 +110,16 @@ class Job:
         lora = self.config.lora
         if lora.new_tokens and self.config.train.method == "lora":
             self.base = with_new_tokens(self.base, lora.new_tokens)
+        self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
         with self._as_there():
             self.placement = self.place(self.config.base.base_dtype)
             self.attention = attention_for(self.base, self.runtime, self.config.data.max_seq_len)
-        self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
         self.host_free = available_bytes() if self.card is not None and self.card.here else None
 
     def place(self, asked: str) -> Placement:
-        choose = choose_placement if self.config.train.method == "lora" else nothing_frozen
-        return choose(self.base, asked, self.runtime)
+        if self.config.train.method != "lora":
+            return nothing_frozen(self.base, asked, self.runtime)
+        return choose_placement(self.base, asked, self.runtime, self.free)
 
     def can_place(self, asked: str) -> bool:
         try:
