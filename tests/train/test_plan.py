@@ -26,7 +26,7 @@ from graftune.observe.events import read_events
 from graftune.observe.memory import parse_bytes
 from graftune.runtime import Runtime
 from graftune.train import prepare
-from graftune.train.plan import Bytes, Card, Setup, job, rehearse, standins
+from graftune.train.plan import Bytes, Card, Setup, choose, job, rehearse, standins
 from graftune.train.plan.ledger import Ledger, block_bytes
 from graftune.train.plan.pretend import Pretend, Pretended
 from graftune.weights import load
@@ -223,13 +223,28 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
         assert placed.both is expected and ("both ways" in placed.why) is expected
     assert prepare.job_of(config, QUIET, memory=8 << 30).placement.both
     assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.both
+    monkeypatch.setattr(load, "BOTH_WAYS", 1e9)  # given up where a step would otherwise not fit as it is asked for
     wide = spec(width=256, ffn=1024, vocab=4000)
+
+    def asked(free: int) -> job.Job:
+        card, shapes = Card("a card", free, free), job.any_data(64)
+        return job.Job(config, random_base(wide, where.device), where, 64, shapes, card)
+
+    one, roomy = asked(8 << 30), asked(8 << 30)
+    one.placement = one.placement.one_way
+    (policy, capacity), *_ = choose.choices(roomy)
+    needs = [each.plan(policy, capacity).needed for each in (one, roomy)]
+    assert needs[0] < needs[1]
+    for needed, both in zip(needs, (False, True), strict=True):
+        tight = asked(needed)
+        assert choose.best(tight).settings["recompute"] == policy and tight.placement.both is both
+        assert ("both ways" in tight.placement.why) is both
     once = gpu(kind="fp8", spec=wide)
     twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", both=True))
     codes = sum(out * into for out, into in wide.projections.values()) * wide.layers
-    one, two = (rehearse(each).phases["step"]["base"] for each in (once, twice))
+    first, second = (rehearse(each).phases["step"]["base"] for each in (once, twice))
     largest = 2 * 1024 * 256
-    assert codes - largest < two - one + codes // 50 and two - one < 1.3 * codes
+    assert codes - largest < second - first + codes // 50 and second - first < 1.3 * codes
 
 
 def test_a_job_plans_it_where_the_run_does_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:

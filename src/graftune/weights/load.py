@@ -57,6 +57,7 @@ from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
 BOTH_WAYS = 1 / 8  # share of the free memory that fp8 codes may take to lie ready for both ways
+BOTH_SAID = ", its codes ready for both ways"
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
 
@@ -69,6 +70,10 @@ class Placement:
     why: str
     both: bool = False  # of fp8: the codes are there transposed too, for the way back
 
+    @property
+    def one_way(self) -> Placement:
+        return replace(self, both=False, why=self.why.removesuffix(BOTH_SAID))
+
 
 def choose_placement(base: Base, asked: str, runtime: Runtime, free: int = 0) -> Placement:
     """`free`: the device's bytes, where something is to be trained there."""
@@ -78,7 +83,7 @@ def choose_placement(base: Base, asked: str, runtime: Runtime, free: int = 0) ->
     if chosen.base_dtype == "fp8":
         fp8.require(runtime.device, runtime.compute)
         both = both_ways(base.spec, free)
-        return replace(chosen, both=both, why=chosen.why + (", its codes ready for both ways" if both else ""))
+        return replace(chosen, both=both, why=chosen.why + (BOTH_SAID if both else ""))
     return chosen
 
 

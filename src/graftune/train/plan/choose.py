@@ -41,6 +41,9 @@ def best(job: Job) -> Plan:
     first: Plan | None = None
     for policy, capacity in choices(job):
         plan = job.plan(policy, capacity)
+        if not plan.fits and job.placement.both:  # worth 1% of a step: the first thing that is given up
+            job.placement = job.placement.one_way
+            plan = job.plan(policy, capacity)
         if plan.fits:
             return plan
         first = first or plan

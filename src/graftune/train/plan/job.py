@@ -183,7 +183,8 @@ class Job:
         return str(self.runtime.device)
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
-        key = (setup.recompute, capacity, setup.placement.base_dtype, setup.base.spec.layers)
+        held = f"{setup.placement.base_dtype}{' both ways' * setup.placement.both}"
+        key = (setup.recompute, capacity, held, setup.base.spec.layers)
         if key not in self._made:
             self._made[key] = rehearse(setup)
         return self._made[key]
