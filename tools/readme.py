@@ -111,7 +111,7 @@ def _row(what: str, goals: list[dict[str, Any]]) -> str:
         measured = [f"{len(goals) - len(missed)} reached", *(f"{g['where']} {g['what']}: missed" for g in missed)]
     else:
         words = {True: "reached", False: "missed"}
-        measured = [ABSENT if g["is"] is None else f"{g['is']:g} ({words[g['met']]})" for g in goals]
+        measured = [ABSENT if g["is"] is None else f"{g['is']:.5g} ({words[g['met']]})" for g in goals]
     return f"| {what} | {', '.join(asked) or '-'} | {', '.join(measured)} |"
 
 
