@@ -106,15 +106,52 @@ def test_a_choice_is_remembered(asked, tmp_path):
     # Not for another version of the library, nor where the library no longer takes it, nor from a damaged file.
     assert asked(Library([1, 2], [3], version=130100), {1: 0.01, 2: 0.03, 3: 0.06}, cache="same") == 1
     assert asked(Library([1], [3]), {1: 0.05, 3: 0.04}, cache="same") == 3
-    (tmp_path / "same" / "products.json").write_text('{"4|a card|130000": "no"}')
+    (tmp_path / "same" / "products.json").write_text('{"5|a card|130000": "no"}')
     assert asked(Library([1, 2], [3]), {1: 0.05, 2: 0.03, 3: 0.06}, cache="same") == 2
     stored = (tmp_path / "same" / "products.json").read_text()
     (tmp_path / "same" / "products.json").write_text(stored.replace("0200", "zz00"))
     assert asked(Library([1, 2], [3]), {1: 0.01, 2: 0.03, 3: 0.06}, cache="same") == 1
 
 
+def test_codes_have_variants(monkeypatch, tmp_path):
+    """The one algorithm that is offered for codes is tried with other tiles: those that the library takes, and whose
+    result is the same."""
+    base, near, wrong = 7, cublaslt.TILES[1], cublaslt.TILES[2]
+    alone = {0: 0.04, near: 0.03, wrong: 0.01}
+
+    class Tiled(Library):
+        def cublasLtMatmulAlgoConfigSetAttribute(self, algo, place, value, size):
+            algo._obj[place] = value._obj.value
+            return 0
+
+        def cublasLtMatmulAlgoCheck(self, *words):
+            *_, algo, found = words
+            found._obj.state, found._obj.workspace = 0, 0
+            return 0 if algo._obj[cublaslt.CONFIG_TILE] in (0, near, wrong) else NONE
+
+    def time(plan, operands, *rest):
+        tile = plan.algorithm.algo[cublaslt.CONFIG_TILE]
+        operands.out.fill_(1.5 if tile == wrong else 1.0)
+        return alone[tile] + 0.001 * plan.algorithm.algo[cublaslt.CONFIG_WAY]
+
+    monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(cublaslt, "_library", lambda: Tiled([base], None))
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    monkeypatch.setattr(cublaslt, "flush_bytes", lambda device: 1)
+    monkeypatch.setattr(cublaslt, "_time", time)
+    codes, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16)
+    operands = cublaslt.Operands(codes, codes.t(), torch.empty(16, 16).bfloat16(), (scale, scale))
+    algo = cublaslt._fastest(cublaslt._shape(operands), operands).algorithm.algo
+    assert (algo[0], algo[cublaslt.CONFIG_TILE], algo[cublaslt.CONFIG_WAY]) == (base, near, 0)
+    # Without scales there are none, and where nothing else is taken the offer stands.
+    monkeypatch.setitem(alone, near, 9.0)
+    again = cublaslt._fastest(cublaslt._shape(operands)._replace(m=17), operands).algorithm.algo
+    assert (again[0], again[cublaslt.CONFIG_TILE]) == (base, 0)
+
+
 def test_turns(monkeypatch):
-    """Each finalist in turn, and the median of its turns by the product."""
+    """Each finalist twice, there and back, by the second half of its turn: until then the clocks are the other's."""
     clock, ran = [0.0], []
 
     class Event:
@@ -128,8 +165,9 @@ def test_turns(monkeypatch):
             return other.at - self.at
 
     def run(plan, operands):
+        settling = ran[-1:] != [plan.name] or ran[-12:].count(plan.name) < 12
         ran.append(plan.name)
-        clock[0] += plan.ms
+        clock[0] += plan.ms + settling
 
     monkeypatch.setattr(cublaslt, "_run", run)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -137,4 +175,6 @@ def test_turns(monkeypatch):
     plans = [SimpleNamespace(name="a", ms=2.0), SimpleNamespace(name="b", ms=3.0)]
     nothing = cublaslt.Operands(*[torch.empty(0)] * 3)
     assert cublaslt._under_load(plans, nothing, 2.0) == pytest.approx([2.0, 3.0])
-    assert ran[:25] == ["a"] * 25 and ran[25:33] == ["a"] * 4 + ["b"] * 4 and len(ran) == 25 + 3 * 8
+    turn = 2 * round(cublaslt.TURN / 2 / 2.0)
+    warm = round(cublaslt.WARMING / 2.0)
+    assert ran == ["a"] * (warm + turn) + ["b"] * 2 * turn + ["a"] * turn

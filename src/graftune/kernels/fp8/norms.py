@@ -94,10 +94,10 @@ def norm_backward(
 ) -> torch.Tensor:
     tokens, width = x.shape
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    # Five tensors of a row at once: with half the warps 96 registers, and as many rows under way by half the threads.
+    # Five tensors of a row at once. At 8B, 8192 tokens: 86 microseconds with 4 warps, 89 with 8, 77 with 16.
     _norm_backward[(tokens,)](
         grad_y, x, rstd, weight, residual, out, factor, reach, codes, scale, grad_y.stride(0), residual.stride(0),
         out.stride(0), codes.stride(0), D=width, REACH=reach is not None, B=power_of_two(width), LARGEST=LARGEST,
-        SMALLEST=SMALLEST, num_warps=min(32, 2 * warps(width)),
+        SMALLEST=SMALLEST, num_warps=min(32, 4 * warps(width)),
     )  # fmt: skip
     return scale

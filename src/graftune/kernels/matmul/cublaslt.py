@@ -2,18 +2,21 @@
 
 The library (the one torch has loaded) is asked for the algorithms it would consider for a product, with a workspace
 and without; each is timed on the tensors at hand, with the cache emptied in between, since in a step every weight comes
-from memory. Of long products the best few are timed again, in turn and without a pause: a card under load lowers its
-clocks, and then the algorithm that draws less power wins. torch.mm's own choice is the first of the list as a rule, so
-the result is never slower but for noise. The choice is remembered for this GPU and this version of the library: a
-second run starts without timing anything, and computes as the first did.
+from memory. Of all but the shortest the best few are timed again, each for long enough that the clocks settle to the
+power it draws: a step runs a card at its power limit (an H200 at 1350 of its 1980 MHz), and there the order is another.
+torch.mm's own choice is the first of the list as a rule, so the result is never slower but for noise. The choice is
+remembered for this GPU and this version of the library: a second run starts without timing anything, and computes as
+the first did.
 
-Products of 8-bit floats have a scale for each row of a and column of b, which the library applies to the result.
+Products of 8-bit floats have a scale for each row of a and column of b, which the library applies to the result. It
+offers one algorithm for them and has more: the same with other tiles, which are tried where it accepts them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import re
 import statistics
 from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -27,9 +30,12 @@ from graftune.errors import GraftuneError
 
 CANDIDATES, ROUNDS = 16, 7
 WORKSPACE = 32 << 20
-LONG, NEAR, FINALISTS = 0.25, 1.06, 4  # milliseconds from which the clocks matter; who is timed again, and how many
-WARMING, GROUP, TURNS = 50.0, 8.0, 3  # milliseconds of load before that and of one finalist's turn; how many turns
-KEPT, FORMAT = 4000, 4  # choices remembered; to be raised whenever they come about in another way
+MANY, FEW_ROUNDS = 32, 3  # so many candidates are timed less often
+LONG, NEAR, FINALISTS = 0.05, 1.12, 4  # milliseconds from which power matters; who is timed again, and how many
+WARMING, TURN = 60.0, 50.0  # milliseconds of load before that, and of one finalist's turn; it has two
+TILES, WAYS = (20, 23, 24, 151, 215, 411, 497), range(8)  # of products of codes, by the library's numbers
+AGREE, EDGE = 0.01, 64  # what such a one's result may differ by, and how many rows at both ends are looked at
+KEPT, FORMAT = 4000, 5  # choices remembered; to be raised whenever they come about in another way
 PAUSE = 200_000  # cycles: by then the host has sent what is to be timed
 # From the library's header.
 COMPUTE_32F, REAL_32F = 68, 0
@@ -39,6 +45,7 @@ DESC_SCALES, DESC_SCALE_MODES, DESC_FAST_SUMS = (17, 18), (31, 32), 25  # of the
 BY_ROW = 3  # a scale a row of the first operand, a column of the second
 SCALES_SINCE = 120900  # the library's version that knows them
 PREF_WORKSPACE, PREF_REDUCTION, PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+CONFIG_TILE, CONFIG_WAY = 1, 5
 IN_FP32 = 1 | 2  # parts of a split sum are added in place or in the compute type, not in 16 bits
 NOT_SUPPORTED = 15
 
@@ -152,8 +159,16 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
     known = _recalled(key, desc, layouts, device)
     if known is not None:
         return Plan(desc, layouts, known)
-    plans = [Plan(desc, layouts, result) for result in _candidates(shape, desc, layouts, device)]
-    times = {i: _time(plan, operands, flush) for i, plan in enumerate(plans)}
+    offered = _candidates(shape, desc, layouts, device)
+    found = [*offered, *(_variants(offered[0], desc, layouts, device) if operands.scales and offered else ())]
+    plans = [Plan(desc, layouts, result) for result in found]
+    rounds, times, right = ROUNDS if len(plans) < MANY else FEW_ROUNDS, dict[int, float](), torch.empty(0)
+    for i, plan in enumerate(plans):
+        times[i] = _time(plan, operands, flush, rounds)
+        if i == 0:
+            right = _ends(operands)
+        elif i >= len(offered) and not _agree(right, _ends(operands)):
+            times[i] = float("inf")  # the library takes it, did not offer it, and this is why
     least = min(times.values(), default=float("inf"))
     if least == float("inf"):
         raise GraftuneError(
@@ -173,8 +188,12 @@ def _recalled(key: str, desc: c_void_p, layouts: Layouts, device: torch.device) 
     text = remembered.recall("products").get(key)
     if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{128}", text):
         return None
-    algo, found = _Algorithm.from_buffer_copy(bytes.fromhex(text)), _Result()
-    first, second, result = layouts
+    return _accepted(_Algorithm.from_buffer_copy(bytes.fromhex(text)), desc, layouts, device)
+
+
+def _accepted(algo: Any, desc: c_void_p, layouts: Layouts, device: torch.device) -> _Result | None:
+    """The algorithm as the library would offer it, if it takes it for this product."""
+    found, (first, second, result) = _Result(), layouts
     status = _library().cublasLtMatmulAlgoCheck(
         _handle(device), desc, first, second, result, result, byref(algo), byref(found)
     )
@@ -184,23 +203,51 @@ def _recalled(key: str, desc: c_void_p, layouts: Layouts, device: torch.device) 
     return found
 
 
+def _variants(offered: _Result, desc: c_void_p, layouts: Layouts, device: torch.device) -> list[_Result]:
+    """The algorithm with other tiles, and other ways through them."""
+    found: dict[bytes, _Result] = {}
+    for tile, way in itertools.product(TILES, WAYS):
+        algo = _Algorithm.from_buffer_copy(bytes(offered.algo))
+        settings = ((CONFIG_TILE, c_uint32(tile)), (CONFIG_WAY, c_uint32(way)))
+        if any(_library().cublasLtMatmulAlgoConfigSetAttribute(byref(algo), place, byref(value), c_size_t(4))
+               for place, value in settings):  # fmt: skip
+            continue  # a tile that this library does not know
+        variant = _accepted(algo, desc, layouts, device)
+        if variant is not None and bytes(algo) != bytes(offered.algo):
+            found[bytes(algo)] = variant
+    return list(found.values())
+
+
+def _ends(operands: Operands) -> torch.Tensor:
+    """The first and last rows of the result."""
+    return torch.cat([operands.out[:EDGE], operands.out[-EDGE:]]).float()
+
+
+def _agree(right: torch.Tensor, found: torch.Tensor) -> bool:
+    return bool((found - right).norm() <= AGREE * right.norm())
+
+
 def _under_load(plans: list[Plan], operands: Operands, about: float) -> list[float]:
-    """Milliseconds of each, the median of its turns, with the device busy all the while. The operands of a long product
-    do not fit the cache together."""
-    for _ in range(round(WARMING / about)):
-        _run(plans[0], operands)
-    many = max(1, round(GROUP / about))
-    turns: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in plans]
-    for _ in range(TURNS):
-        for plan, turn in zip(plans, turns, strict=True):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(many):
-                _run(plan, operands)
-            end.record()
-            turn.append((begin, end))
+    """Milliseconds of each, by the second half of its two turns, with the device busy all the while; there and back
+    again through the list, so that what warms up in the meantime is shared. The operands do not fit the cache
+    together."""
+    many = max(1, round(TURN / 2 / about))
+
+    def repeat(plan: Plan, times: int) -> None:
+        for _ in range(times):
+            _run(plan, operands)
+
+    repeat(plans[0], round(WARMING / about))
+    halves: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {i: [] for i in range(len(plans))}
+    for number in (*halves, *reversed(halves)):
+        repeat(plans[number], many)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        repeat(plans[number], many)
+        end.record()
+        halves[number].append((begin, end))
     torch.cuda.synchronize()
-    return [statistics.median(begin.elapsed_time(end) for begin, end in turn) / many for turn in turns]
+    return [statistics.mean(begin.elapsed_time(end) for begin, end in half) / many for half in halves.values()]
 
 
 def flush_bytes(device: torch.device) -> int:
@@ -208,14 +255,14 @@ def flush_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _time(plan: Plan, operands: Operands, flush: torch.Tensor) -> float:
+def _time(plan: Plan, operands: Operands, flush: torch.Tensor, many: int) -> float:
     """Milliseconds, the median of a few rounds; infinite for an algorithm that refuses these tensors after all."""
     try:
         _run(plan, operands)
     except Refused:
         return float("inf")
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(many):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush.zero_()
         torch.cuda._sleep(PAUSE)  # or a short product is timed by how fast the host sends it
