@@ -32,7 +32,7 @@ CANDIDATES, ROUNDS = 16, 7
 WORKSPACE = 32 << 20
 MANY, FEW_ROUNDS = 32, 3  # so many candidates are timed less often
 LONG, NEAR, FINALISTS = 0.05, 1.12, 4  # milliseconds from which power matters; who is timed again, and how many
-WARMING, TURN = 60.0, 50.0  # milliseconds of load before that, and of one finalist's turn; it has two
+WARMING, TURN = 60.0, 60.0  # milliseconds of load before that, and of one finalist's turn
 TILES, WAYS = (20, 23, 24, 151, 215, 411, 497), range(8)  # of products of codes, by the library's numbers
 AGREE, EDGE = 0.01, 64  # what such a one's result may differ by, and how many rows at both ends are looked at
 KEPT, FORMAT = 4000, 5  # choices remembered; to be raised whenever they come about in another way
@@ -228,9 +228,8 @@ def _agree(right: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def _under_load(plans: list[Plan], operands: Operands, about: float) -> list[float]:
-    """Milliseconds of each, by the second half of its two turns, with the device busy all the while; there and back
-    again through the list, so that what warms up in the meantime is shared. The operands do not fit the cache
-    together."""
+    """Milliseconds of each, by the second half of its turn, with the device busy all the while. The operands do not fit
+    the cache together."""
     many = max(1, round(TURN / 2 / about))
 
     def repeat(plan: Plan, times: int) -> None:
@@ -238,16 +237,16 @@ def _under_load(plans: list[Plan], operands: Operands, about: float) -> list[flo
             _run(plan, operands)
 
     repeat(plans[0], round(WARMING / about))
-    halves: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {i: [] for i in range(len(plans))}
-    for number in (*halves, *reversed(halves)):
-        repeat(plans[number], many)
+    halves = []
+    for plan in plans:
+        repeat(plan, many)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        repeat(plans[number], many)
+        repeat(plan, many)
         end.record()
-        halves[number].append((begin, end))
+        halves.append((begin, end))
     torch.cuda.synchronize()
-    return [statistics.mean(begin.elapsed_time(end) for begin, end in half) / many for half in halves.values()]
+    return [begin.elapsed_time(end) / many for begin, end in halves]
 
 
 def flush_bytes(device: torch.device) -> int:
