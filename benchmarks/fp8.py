@@ -188,7 +188,7 @@ def products(group: Group, tokens: int, quick: bool) -> dict[str, float]:
     found["h"] = timed(lambda i: lora_linear.down(group.x[i], group.adapters[0][0]), 2)
     found["g"] = timed(lambda i: lora_linear.up_backward(group.grad[i], group.low(0)), 2)
     x_rows, y_rows = Rows(x_codes, t_scale), Rows(y_codes, t_scale)
-    found["h with codes"] = timed(lambda i: fp8.down(group.x[i], group.adapters[0][0], x_rows, shift), 2)
+    found["h with codes"] = timed(lambda i: fp8.down(x_rows, into, group.adapters[0][0], shift), 2)
     found["g with codes"] = timed(lambda i: fp8.up_backward(group.grad[i], group.low(0), y_rows, shift), 2)
     grad_up = torch.zeros(out, RANK, device=device)
     found["g and dB"] = timed(lambda i: lora_linear.up_both(group.grad[i], group.low(0), grad_up), 2)
@@ -230,7 +230,7 @@ def swiglus(shape: Shape, tokens: int) -> dict[str, float]:
     codes, wide = fp8.buffer(tokens, f, device), fp8.buffer(tokens, 2 * f, device)
     return {
         "swiglu": timed(lambda i: swiglu.forward(gate_up[i], act), 2),
-        "swiglu to codes": timed(lambda i: fp8.act(gate_up[i], act, codes, reach=reach), 2),
+        "swiglu to codes": timed(lambda i: fp8.act(gate_up[i], codes, reach=reach), 2),
         "swiglu back": timed(lambda i: swiglu.backward(grad[i], gate_up[i], out, act), 2),
         "swiglu back to codes": timed(
             lambda i: fp8.act_backward(grad[i], gate_up[i], out, act, wide, ones, reach=reach), 2

@@ -268,23 +268,23 @@ def low_of(given: Adapters, tokens: int, device: str) -> Low:
     return Low(torch.zeros(tokens, len(given.down), device=device), given.up, given.columns, given.scale)
 
 
-@pytest.mark.parametrize(("normed", "before"), [(False, 1), (True, 1 << 12), (True, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width", "n"), [(5, 48, 48), (66, 320, 5), (3, 4112, 16)])
-def test_down(kernels_on, device, tokens, width, n, dtype, normed, before, monkeypatch):
-    monkeypatch.setattr(fp8, "BEFORE", before)
-    x, weight = rows_of(tokens, width, dtype), (torch.randn(n, width) / 16).to(dtype)
-    rstd, by = torch.rand(tokens).add(0.5), torch.rand(width).add(0.5)
+@pytest.mark.parametrize(("tokens", "width", "n"), [(5, 48, 48), (66, 320, 5), (3, 4112, 16), (7, 96, 80)])
+def test_down(kernels_on, device, tokens, width, n, dtype):
+    """Every code there is is read; beyond 64 columns of h it is a matrix library's product."""
+    weight, bits = (torch.randn(n, width) / 16).to(dtype), torch.arange(tokens * width).mul(37) % 254
+    x = torch.where(bits >= 127, bits + 1, bits).to(torch.uint8).view(E4M3).view(tokens, width)  # neither is NaN
     scale, shift = torch.rand(tokens).add(0.1), torch.tensor(0.125)
     wide, codes = poisoned(tokens, width + fp8.room_of(n), device)
-    more = {"rstd": rstd.to(device), "norm_weight": by.to(device)} if normed else {}
-    h = fp8.down(x.to(device), weight.to(device), Rows(codes, scale.to(device)), shift.to(device), **more)
-    close(h, (x.float() * rstd[:, None] * by if normed else x.float()) @ weight.float().t(), CLOSE[dtype])
+    codes[:, :width] = x.to(device)
+    h = fp8.down(Rows(codes, scale.to(device)), width, weight.to(device), shift.to(device))
+    assert h.dtype == dtype
+    close(h, x.float() * scale[:, None] @ weight.float().t(), CLOSE[dtype])
     want = torch.zeros(tokens, fp8.room_of(n), dtype=torch.uint8).view(E4M3)
     reference.lay(h.cpu(), scale, shift, want)
     neighbours(codes[:, width:], want)  # a fused multiply-add may move a bit of lo
     assert untouched(wide, codes)
-    assert (codes[:, :width].view(torch.uint8) == 0x7F).all()
+    assert torch.equal(codes[:, :width].view(torch.uint8).cpu(), x.view(torch.uint8))
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -384,16 +384,13 @@ def test_act(kernels_on, device, tokens, width, one, dtype, reach, monkeypatch):
     gate_up = rows_of(tokens, 2 * width, dtype)
     bound = None if reach is None else torch.tensor(reach)
     wide, codes = poisoned(tokens, width, device)
-    act = torch.full((tokens, width + 3), NAN, dtype=dtype, device=device)
-    more = None if bound is None else bound.to(device)
-    scale = fp8.act(gate_up.to(device), act[:, :width], codes, reach=more)
+    scale = fp8.act(gate_up.to(device), codes, reach=None if bound is None else bound.to(device))
     exact = torch.empty(tokens, width)
     swiglu.reference.forward(gate_up.float(), exact)
-    close(act[:, :width], exact, {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype])
-    assert act[:, width:].isnan().all() and untouched(wide, codes)
+    assert untouched(wide, codes)
     want = torch.empty(tokens, width, dtype=E4M3)
-    wanted = reference.quantise(act[:, :width].cpu(), want, None, bound)
-    torch.testing.assert_close(scale.cpu(), wanted, rtol=1e-6, atol=0)
+    wanted = reference.quantise(exact, want, None, bound)
+    torch.testing.assert_close(scale.cpu(), wanted, rtol=1e-5, atol=0)
     neighbours(codes, want)
 
 

@@ -95,7 +95,7 @@ def test_adapters_have_no_part_in_it_and_lie_right_afterwards(folder: Path, monk
     beside.arena.weights.copy_(apart.arena.weights)
     assert len({apply(ours).digest for ours in (apart, fresh, beside)}) == 1
     near, base = divergence(beside, apart), divergence(beside, apart, adapted=False)
-    assert base == 0 and near < 1e-4
+    assert base == 0 and near < 3e-4
     for block in beside.decoder.blocks:  # as if it still lay at other scales
         assert isinstance(block.qkv.frozen, Fp8)
         block.qkv.frozen.scale.mul_(1.5)

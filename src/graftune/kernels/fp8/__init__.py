@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.kernels import launch, lora_linear, matmul, rms_norm, rope
+from graftune.kernels import launch, lora_linear, matmul, rope
 from graftune.kernels.fp8 import reference
 from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share, scale_of
 from graftune.kernels.lora_linear import THIN, Low
@@ -26,7 +26,6 @@ __all__ = [
 ]  # fmt: skip
 
 LEAST = (8, 9)  # compute capability of the first cards with fp8 units
-BEFORE = 4096  # tokens from which A times a norm's weight is made before its product: every tile of that would make it
 LINE = 128
 
 
@@ -131,30 +130,19 @@ def settle(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
         reference.settle(shares)
 
 
-def down(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: Rows,
-    shift: torch.Tensor,
-    *,
-    rstd: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """h = x A' [T, n] and its codes behind those of x. With a norm's `rstd` [T] and weight [in], x is what the norm
-    read, and what the adapters read need not exist."""
-    width = x.shape[1]
+def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """h = x A' [T, n], of what the codes of x say, and h's own codes behind those. The adapters read what the weight
+    reads: x in bf16 need not exist, and half as many bytes are moved."""
+    x = rows.codes[:, :width]
     if launch.fused(x) and len(weight) <= THIN:
         from graftune.kernels.lora_linear import kernel
 
         codes = kernel.Codes(rows.codes, width, rows.scale, shift)
-        if norm_weight is not None and len(x) >= BEFORE:
-            weight, norm_weight = torch.mul(weight, norm_weight, out=torch.empty_like(weight)), None
         return kernel.rows(
-            x, weight, ((0, width),), rank=len(weight), transposed=True, codes=codes, rstd=rstd, norm=norm_weight
+            x, weight, ((0, width),), rank=len(weight), transposed=True, codes=codes, row_scale=rows.scale
         )
-    if rstd is not None and norm_weight is not None:
-        x = rms_norm.apply(x, rstd, norm_weight)
-    h = lora_linear.down(x, weight)
+    h = lora_linear.down(x.to(weight.dtype), weight)
+    h = h.mul_(rows.scale.unsqueeze(1))
     lay(h, rows, width, shift)
     return h
 
@@ -226,21 +214,14 @@ def norm_backward(
     return reference.norm_backward(grad_y, x, rstd, weight, residual, out, codes, factor, reach)
 
 
-def act(
-    gate_up: torch.Tensor,
-    out: torch.Tensor,
-    codes: torch.Tensor,
-    *,
-    reach: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """SwiGLU of gate_up [T, 2F] into `out` and codes, both [T, F]; returns the scale [T]."""
-    assert gate_up.is_contiguous() and gate_up.shape == (len(out), 2 * out.shape[1]) and out.shape == codes.shape
-    assert out.stride(1) == codes.stride(1) == 1
+def act(gate_up: torch.Tensor, codes: torch.Tensor, *, reach: torch.Tensor | None = None) -> torch.Tensor:
+    """SwiGLU of gate_up [T, 2F] into codes [T, F]; returns the scale [T]."""
+    assert gate_up.is_contiguous() and gate_up.shape == (len(codes), 2 * codes.shape[1]) and codes.stride(1) == 1
     if launch.fused(gate_up):
         from graftune.kernels.fp8 import gated
 
-        return gated.act(gate_up, out, codes, reach)
-    return reference.act(gate_up, out, codes, reach)
+        return gated.act(gate_up, codes, reach)
+    return reference.act(gate_up, codes, reach)
 
 
 def act_backward(

@@ -4,8 +4,8 @@ gradient.
 
 Bytes a token (F = 14336 at 8B; 2 a value, 1 a code), apart and here:
 
-    forward     reads 4 F, writes the activation 2 F (h reads it). Apart 2 F are read again and codes written, 1 F.
-                Here only the codes: 1 F.
+    forward     reads 4 F and writes the codes, 1 F, which h is made of too. Apart the activation is written and read
+                again, 4 F.
     way back    reads 6 F, writes 4 F + 2 F, and g reads dY, 4 F. Apart dY is read once more for the codes, 4 F, and
                 these are written, 2 F. Here a program reads back the row that it has just written: from memory only
                 the 2 F go.
@@ -35,45 +35,39 @@ EACH = 8  # of them a thread: 16 bytes
 
 
 @triton.jit
-def _silu_up(gate_ptr, up_ptr, cols, F, kind: tl.constexpr):
-    """silu(gate) * up, rounded to what is stored."""
+def _silu_up(gate_ptr, up_ptr, cols, F):
+    """silu(gate) * up"""
     gate = tl.load(gate_ptr + cols, cols < F, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + cols, cols < F, other=0.0).to(tl.float32)
     silu, _ = unit(gate, False)
-    return (silu * up).to(kind)
+    return silu * up
 
 
 @triton.jit
 def _act(
-    gate_up_ptr, reach_ptr, act_ptr, codes_ptr, scale_ptr, F, act_stride, codes_stride,
+    gate_up_ptr, reach_ptr, codes_ptr, scale_ptr, F, codes_stride,
     REACH: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, B)
     gate_ptr = gate_up_ptr + row * (2 * F)
-    act_ptr += row * act_stride
     codes_ptr += row * codes_stride
     scale_ptr += row
     if WHOLE:
-        act = _silu_up(gate_ptr, gate_ptr + F, cols, F, act_ptr.dtype.element_ty)
-        tl.store(act_ptr + cols, act, cols < F)
-        wide = act.to(tl.float32)
-        encode_row(wide, codes_ptr, scale_ptr, cols, cols < F, reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
+        act = _silu_up(gate_ptr, gate_ptr + F, cols, F)
+        encode_row(act, codes_ptr, scale_ptr, cols, cols < F, reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
     else:
         most, total = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
         for start in range(0, F, B):
-            act = _silu_up(gate_ptr, gate_ptr + F, start + cols, F, act_ptr.dtype.element_ty)
-            tl.store(act_ptr + start + cols, act, start + cols < F)
-            wide = act.to(tl.float32)
-            most = tl.maximum(most, tl.abs(wide))
-            total += wide * wide
+            act = _silu_up(gate_ptr, gate_ptr + F, start + cols, F)
+            most = tl.maximum(most, tl.abs(act))
+            total += act * act
         scale = scale_of(tl.max(most, 0), tl.sum(total, 0), reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
         tl.store(scale_ptr, scale)
         inverse = tl.div_rn(1.0, scale)
         for start in range(0, F, B):
-            act = _silu_up(gate_ptr, gate_ptr + F, start + cols, F, act_ptr.dtype.element_ty)
-            codes = (act.to(tl.float32) * inverse).to(codes_ptr.dtype.element_ty)
-            tl.store(codes_ptr + start + cols, codes, start + cols < F)
+            act = _silu_up(gate_ptr, gate_ptr + F, start + cols, F)
+            tl.store(codes_ptr + start + cols, (act * inverse).to(codes_ptr.dtype.element_ty), start + cols < F)
 
 
 @triton.jit
@@ -121,13 +115,13 @@ def _act_backward(
         tl.store(codes_ptr + cols, (z * inverse).to(codes_ptr.dtype.element_ty), inside)
 
 
-def act(gate_up: torch.Tensor, out: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
-    tokens, width = out.shape
-    scale = torch.empty(tokens, dtype=torch.float32, device=out.device)
+def act(gate_up: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
+    tokens, width = codes.shape
+    scale = torch.empty(tokens, dtype=torch.float32, device=codes.device)
     block = min(ONE_ACT, power_of_two(width))
     _act[(tokens,)](
-        gate_up, reach, out, codes, scale, width, out.stride(0), codes.stride(0), REACH=reach is not None,
-        WHOLE=width <= block, B=block, LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=min(16, warps(block)),
+        gate_up, reach, codes, scale, width, codes.stride(0), REACH=reach is not None, WHOLE=width <= block, B=block,
+        LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=min(16, warps(block)),
     )  # fmt: skip
     return scale
 

@@ -191,10 +191,11 @@ def norm_backward(
     return quantise(out, codes, factor, reach)
 
 
-def act(gate_up: torch.Tensor, out: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
-    """SwiGLU into `out` and `codes`; returns the scale."""
-    swiglu.forward(gate_up, out)
-    return quantise(out, codes, None, reach)
+def act(gate_up: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
+    """SwiGLU into `codes`; returns the scale."""
+    wide = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    swiglu.forward(gate_up.float(), wide)
+    return quantise(wide, codes, None, reach)
 
 
 def act_backward(

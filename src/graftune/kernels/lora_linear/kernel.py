@@ -58,14 +58,14 @@ def lay_pieces(value, place, distance, mask, kind: tl.constexpr):
 
 @triton.jit
 def _rows(
-    y_ptr, w_ptr, out_ptr, tail_ptr, rstd_ptr, norm_ptr, code_scale_ptr, shift_ptr,
+    y_ptr, w_ptr, out_ptr, tail_ptr, row_scale_ptr, code_scale_ptr, shift_ptr,
     tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride, scale,
     c0, c1, c2, s0, s1, s2, o0, o1, o2, R: tl.constexpr, RP: tl.constexpr,
-    RSTD: tl.constexpr, NORM: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr,
+    ROWS: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]. RSTD and NORM: of what a
-    norm makes of y, whose weight may be in w already. LAY: the result goes to the tail as codes."""
+    """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]. ROWS: y are codes, each
+    row with a scale. LAY: the result goes to the tail as codes."""
     member = tl.program_id(1)
     start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
     stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
@@ -87,12 +87,10 @@ def _rows(
             w_ptr + (row + local)[:, None].to(tl.int64) * w_c + ranks[None, :] * w_r,
             inside[:, None] & (ranks < R)[None, :], other=0.0,
         )  # fmt: skip
-        if NORM:
-            w = (w.to(tl.float32) * tl.load(norm_ptr + local, inside, other=0.0)[:, None]).to(w.dtype)
-        acc = tl.dot(y, w, acc, input_precision=PRECISION)
+        acc = tl.dot(y.to(w.dtype), w, acc, input_precision=PRECISION)
     acc *= scale
-    if RSTD:
-        acc *= tl.load(rstd_ptr + at, alive, other=0.0)[:, None]
+    if ROWS:
+        acc *= tl.load(row_scale_ptr + at, alive, other=0.0)[:, None]
     part = out_ptr + split.to(tl.int64) * split_stride
     where = part + at[:, None].to(tl.int64) * out_stride + member * R + ranks[None, :]
     value = acc.to(out_ptr.dtype.element_ty)
@@ -148,11 +146,10 @@ def rows(
     tail: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     codes: Codes | None = None,
-    rstd: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, rank * members] = scale * y[:, columns] weight; weight [sum of widths, rank] (transposed: [rank, width]).
-    With a norm's `rstd` [T] and weight `norm` [width], either or both, of y * rstd * norm."""
+    Where y are codes, `row_scale` [T] says of what."""
     assert tail is None or codes is None
     tokens = len(y)
     rp = power_of_two(rank, 16)
@@ -164,17 +161,17 @@ def rows(
     per_split = triton.cdiv(triton.cdiv(widest, splits), bc) * bc
     splits = triton.cdiv(widest, per_split)
     if out is None:
-        out = torch.empty(tokens, rank * len(columns), dtype=y.dtype, device=y.device)
+        out = torch.empty(tokens, rank * len(columns), dtype=weight.dtype, device=y.device)
     assert out.is_contiguous()
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=y.device)
     strides = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
     code_scale, shift = given(codes)
     behind = tail if codes is None else codes.tail
     _rows[(triton.cdiv(tokens, bt), len(columns), splits)](
-        y, weight, parts, behind, rstd, norm, code_scale, shift, tokens, per_split, y.stride(0), *strides, out.numel(),
+        y, weight, parts, behind, row_scale, code_scale, shift, tokens, per_split, y.stride(0), *strides, out.numel(),
         out.stride(0), behind.stride(0) if behind is not None else 0, scale, *starts, *stops, *offsets, R=rank, RP=rp,
-        RSTD=rstd is not None, NORM=norm is not None, TAIL=tail is not None and splits == 1,
-        LAY=codes is not None and splits == 1, BT=bt, BC=bc, PRECISION=precision(y), num_warps=warps, num_stages=stages,
+        ROWS=row_scale is not None, TAIL=tail is not None and splits == 1, LAY=codes is not None and splits == 1,
+        BT=bt, BC=bc, PRECISION=precision(weight), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         add_up(parts, out, add=False, tail=tail, codes=codes)

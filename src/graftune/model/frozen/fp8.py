@@ -201,23 +201,22 @@ class Fp8(Roomy):
         codes = self._buffer(len(x), self.in_features)
         total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=share.there.reach)
         rows = Rows(codes, scale)
-        h = fp8.down(total, share.down, rows, share.there.shift, rstd=rstd, norm_weight=weight)
+        h = fp8.down(rows, self.in_features, share.down, share.there.shift)
         return total, rstd, self._product(rows), h
 
     def after_act(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(swiglu(gate_up) W' + s h B', h)."""
         share, width = self._share, self.in_features
         codes = self._buffer(len(gate_up), width)
-        act = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
-        rows = Rows(codes, fp8.act(gate_up, act, codes[:, :width], reach=share.there.reach))
-        h = fp8.down(act, share.down, rows, share.there.shift)
+        rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=share.there.reach))
+        h = fp8.down(rows, width, share.down, share.there.shift)
         return self._product(rows), h
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, in] -> (x W' + s h B', h): h goes from its kernel straight into the codes."""
         share = self._share
         rows = self._rows(x, None, share.there.reach)
-        h = fp8.down(x, share.down, rows, share.there.shift)
+        h = fp8.down(rows, self.in_features, share.down, share.there.shift)
         return self._product(rows), h
 
     def act_backward(self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> Rows:
