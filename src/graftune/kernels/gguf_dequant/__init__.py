@@ -30,12 +30,12 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
         assert rows.shape == (len(out),) and rows.is_contiguous() and rows.dtype in (torch.int32, torch.int64)
     if not launch.fused(blocks):
         reference.dequantise(blocks, kind, out, rows)
-    elif kind in PLAIN:  # a cast, which torch's own kernel does at the memory's speed
-        values = blocks if rows is None else blocks.index_select(0, rows)
-        out.copy_(values.view(PLAIN[kind]))
-    else:
-        from graftune.kernels.gguf_dequant import kernel
+        return
+    from graftune.kernels.gguf_dequant import kernel
 
+    if kind in PLAIN:
+        kernel.cast(blocks.view(PLAIN[kind]), out, rows)
+    else:
         kernel.dequantise(blocks, kind, out, rows)
 
 

@@ -1,12 +1,16 @@
 """GGUF blocks to numbers on the GPU: reference.py's formulas, a lane for every four bytes of codes.
 
 Writing is most of the traffic (two bytes a value against half a byte or so), and at the memory's speed there is time
-for about fifteen instructions a value, half as many if they are on integers. So a tile is [blocks, lanes]: a lane loads
-one word of codes and the block's scales (lanes that load the same address share one access), brings the codes of four
-values in a row together in a word, all four at once, and stores their values together, 8 bytes in bf16; the next lane
-goes on where it ends. Loads are words where blocks are multiples of four bytes and pairs of half words where they are
-not: all are even, and bytes would take twice the instructions. A lane for every value instead would load each byte of
-codes two or four times and decode its scale as often.
+for about fifteen instructions a value, half as many if they are on integers. So a tile is lanes: each loads one word
+of codes and the block's scales (lanes that load the same address share one access), brings the codes of four values in
+a row together in a word, all four at once, and stores their values together, 8 bytes in bf16; the next lane goes on
+where it ends. Loads are words where blocks are multiples of four bytes and pairs of half words where they are not: all
+are even, and bytes would take twice the instructions. A lane for every value instead would load each byte of codes two
+or four times and decode its scale as often.
+
+Lanes and blocks are one dimension, lanes first, so that neighbouring threads are neighbouring lanes. As two dimensions
+they are equally contiguous to Triton, and which of them its threads run along hangs on its version: along the blocks
+they wrote to 32 of them at a time, at a quarter of a copy's speed (H200).
 
 Tiles run over the blocks of all rows in one sequence, so short rows waste nothing; blocks a row are compiled in, which
 makes a block's row a multiplication and a shift. Contracted multiply-adds would change nothing (see reference.py), but
@@ -22,6 +26,7 @@ import triton
 import triton.language as tl
 
 from graftune.kernels.gguf_dequant.reference import CURVE, KINDS
+from graftune.kernels.launch import power_of_two
 
 TILE, WARPS = 4096, 4  # a tile's values: 32 for every thread
 
@@ -40,23 +45,26 @@ def _blocks(
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
     LANES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """A tile's blocks: where the bytes of each begin and whether it exists, for every lane, and where its values go.
+    """For every lane of a tile's blocks: its number, where the bytes of its block begin and whether that exists, and
+    where its values go.
 
     out_steps * STEP is the distance of rows in `out`; by STEP Triton knows how wide a store may be."""
     first = tl.program_id(0) * B
+    each = tl.arange(0, B * LANES)
+    local = each // LANES
     row = first // PER_ROW
-    place = first - row * PER_ROW + tl.arange(0, B)
+    place = first - row * PER_ROW + local
     below = place // PER_ROW
     column = place - below * PER_ROW
-    inside = first + tl.arange(0, B) < count
+    inside = first + local < count
     out = out_ptr + row.to(tl.int64) * out_steps * STEP
     out += (below.to(tl.int64) * out_steps) * STEP + column * VALUES
     if PICK:
         source = tl.load(ids_ptr + row + below, inside, other=0).to(tl.int64)
         src = src_ptr + source * (PER_ROW * SIZE) + column * SIZE
     else:
-        src = src_ptr + first.to(tl.int64) * SIZE + tl.arange(0, B) * SIZE
-    return src[:, None] + tl.zeros((1, LANES), tl.int32), inside[:, None], out[:, None, None]
+        src = src_ptr + first.to(tl.int64) * SIZE + local * SIZE
+    return each % LANES, src, inside, out
 
 
 @triton.jit
@@ -88,19 +96,19 @@ def _byte(word, PLACE: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def _bytes(word, ZERO: tl.constexpr):
-    """Its four bytes likewise, [B, lanes] -> [B, lanes, 4]."""
-    place = tl.arange(0, 4)[None, None, :]
+    """Its four bytes likewise, [lanes] -> [lanes, 4]."""
+    place = tl.arange(0, 4)[None, :]
     odd = place % 2
-    kept = (word[:, :, None] >> (16 * (place // 2))) & (255 << (8 * odd))
+    kept = (word[:, None] >> (16 * (place // 2))) & (255 << (8 * odd))
     number = (kept | (0x4B000000 - 0x04000000 * odd)).to(tl.uint32).to(tl.float32, bitcast=True)
     return number - tl.where(odd == 0, 8388608.0 + ZERO, 32768.0 + ZERO)
 
 
 @triton.jit
 def _curved(word):
-    """CURVE at the low four bits of each byte, [B, lanes] -> [B, lanes, 4]. (A tree of choices between constants, made
+    """CURVE at the low four bits of each byte, [lanes] -> [lanes, 4]. (A tree of choices between constants, made
     for all four bytes at once, took more operations.)"""
-    code = word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
+    code = word[:, None] >> (8 * tl.arange(0, 4))[None, :]
     low = tl.where((code & 4) == 0, CURVE_0, CURVE_4)
     high = tl.where((code & 4) == 0, CURVE_8, CURVE_12)
     return _byte(tl.where((code & 8) == 0, low, high).to(tl.uint32) >> (8 * (code & 3)), 0, 128)
@@ -108,9 +116,9 @@ def _curved(word):
 
 @triton.jit
 def _store(out, at, values, inside):
-    """`at` [1, lanes]: where in its block a lane's four values begin."""
-    to = out + at[:, :, None] + tl.arange(0, 4)[None, None, :]
-    tl.store(to, values.to(out.dtype.element_ty), inside[:, :, None])
+    """`at`: where in its block a lane's four values begin."""
+    to = (out + at)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(to, values.to(out.dtype.element_ty), inside[:, None])
 
 
 @triton.jit
@@ -122,14 +130,13 @@ def _legacy(
     """Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL: d, perhaps m, perhaps the fifth bits, then 16 bytes of two codes each."""
     HEADER: tl.constexpr = SIZE - 16
     ALIGNED: tl.constexpr = SIZE % 4 == 0
-    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 4, B)
-    lane = tl.arange(0, 4)[None, :]
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 4, B)
     if MINIMUM:
         head = _word(src, inside, ALIGNED)
-        least = _half(head >> 16)[:, :, None]
+        least = _half(head >> 16)[:, None]
     else:
         head = _short(src, inside)
-    scale = _half(head)[:, :, None]
+    scale = _half(head)[:, None]
     codes = _word(src + HEADER + 4 * lane, inside, ALIGNED)
     if FIFTH:
         fifth = _word(src + HEADER - 4, inside, ALIGNED) >> (4 * lane)
@@ -151,9 +158,8 @@ def _q8_0(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 8, B)
-    lane = tl.arange(0, 8)[None, :]
-    scale = _half(_short(src, inside))[:, :, None]
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 8, B)
+    scale = _half(_short(src, inside))[:, None]
     codes = _word(src + 2 + 4 * lane, inside, False) ^ 0x80808080  # signed bytes, now 128 more
     _store(out, 4 * lane, _bytes(codes, 128) * scale, inside)
 
@@ -164,8 +170,7 @@ def _q2_k(
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """16 scales and minima of four bits; two runs of 32 bytes, each of four codes that stand 32 values apart; d, d'."""
-    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 16, B)
-    lane = tl.arange(0, 16)[None, :]
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 16, B)
     run, part = lane // 8, lane % 8
     head = _word(src + 80, inside, True)
     scale, least = _half(head), _half(head >> 16)
@@ -177,7 +182,7 @@ def _q2_k(
         both = scales[field // 2]
         by = _byte(both & 0x0F0F0F0F, 2 * (field % 2), 0) * scale
         less = _byte((both >> 4) & 0x0F0F0F0F, 2 * (field % 2), 0) * least
-        values = _bytes((codes >> (2 * field)) & 0x03030303, 0) * by[:, :, None] - less[:, :, None]
+        values = _bytes((codes >> (2 * field)) & 0x03030303, 0) * by[:, None] - less[:, None]
         _store(out, 128 * run + 32 * field + 4 * part, values, inside)
 
 
@@ -187,8 +192,7 @@ def _q3_k(
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """32 bytes of third bits; codes as in Q2_K; 16 scales, their low four bits in 8 bytes, the high two in 4; d."""
-    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 16, B)
-    lane = tl.arange(0, 16)[None, :]
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 16, B)
     run, part = lane // 8, lane % 8
     scale = _half(_short(src + 108, inside))
     at = 4 * run + 8 * (part // 4)  # as in Q2_K, and the second run's scales lie above the first's
@@ -198,7 +202,7 @@ def _q3_k(
     codes = _word(src + 32 + 4 * lane, inside, False)
     for field in tl.static_range(4):
         six = (scales[field // 2] & 0x0F0F0F0F) | (((upper >> (2 * (field // 2))) & 0x03030303) << 4)
-        by = (_byte(six, 2 * (field % 2), 32) * scale)[:, :, None]
+        by = (_byte(six, 2 * (field % 2), 32) * scale)[:, None]
         code = ((codes >> (2 * field)) & 0x03030303) | (((third >> field) & 0x01010101) << 2)
         _store(out, 128 * run + 32 * field + 4 * part, _bytes(code, 4) * by, inside)
 
@@ -210,8 +214,7 @@ def _q4_k(
     FIFTH: tl.constexpr,
 ):  # fmt: skip
     """Q4_K, Q5_K: d, d'; 12 bytes of scales and minima; perhaps the fifth bits; four runs of 32 bytes of two codes."""
-    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
-    lane = tl.arange(0, 32)[None, :]
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
     run, part = lane // 8, lane % 8
     head = _word(src, inside, True)
     scale, least = _half(head), _half(head >> 16)
@@ -228,7 +231,7 @@ def _q4_k(
         code = (codes >> (4 * half)) & 0x0F0F0F0F
         if FIFTH:
             code |= ((fifth >> half) & 0x01010101) << 4
-        values = _bytes(code, 0) * by[:, :, None] - less[:, :, None]
+        values = _bytes(code, 0) * by[:, None] - less[:, None]
         _store(out, 64 * run + 32 * half + 4 * part, values, inside)
 
 
@@ -239,8 +242,7 @@ def _q6_k(
 ):  # fmt: skip
     """Two runs of 64 bytes of low halves, two codes each, 64 values apart; two runs of 32 bytes of high pairs, four
     each, 32 values apart; 16 signed scales; d."""
-    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
-    lane = tl.arange(0, 32)[None, :]
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
     run, part = lane // 16, lane % 16
     scale = _half(_short(src + 208, inside))
     to_scales = src + 192 + 8 * run + part // 4
@@ -248,7 +250,7 @@ def _q6_k(
     codes = _word(src + 4 * lane, inside, False)
     upper = _word(src + 128 + 32 * run + 4 * (part % 8), inside, False) >> (2 * (part // 8))
     for half in tl.static_range(2):
-        by = (_byte(scales[half].to(tl.uint32) ^ 128, 0, 128) * scale)[:, :, None]
+        by = (_byte(scales[half].to(tl.uint32) ^ 128, 0, 128) * scale)[:, None]
         code = ((codes >> (4 * half)) & 0x0F0F0F0F) | (((upper >> (4 * half)) & 0x03030303) << 4)
         _store(out, 128 * run + 64 * half + 4 * part, _bytes(code, 32) * by, inside)
 
@@ -259,15 +261,26 @@ def _iq4_xs(
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """d; eight scales, their high pairs in 2 bytes and low halves in 4; eight runs of 16 bytes of two codes."""
-    src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
-    lane = tl.arange(0, 32)[None, :]
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 256, 32, B)
     run, part = lane // 4, lane % 4
     head = _word(src, inside, True)
     six = ((_word(src + 4, inside, True) >> (4 * run)) & 15) | (((head >> (16 + 2 * run)) & 3) << 4)
-    by = (_byte(six, 0, 32) * _half(head))[:, :, None]
+    by = (_byte(six, 0, 32) * _half(head))[:, None]
     codes = _word(src + 8 + 4 * lane, inside, True)
     for half in tl.static_range(2):
         _store(out, 32 * run + 16 * half + 4 * part, _curved(codes >> (4 * half)) * by, inside)
+
+
+@triton.jit
+def _floats(
+    src_ptr, ids_ptr, out_ptr, width, out_steps, PICK: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """A cast, row by row. (torch's own, into rows that lie apart, runs at a third of a copy's speed.)"""
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(ids_ptr + row).to(tl.int64) if PICK else row
+    columns = tl.program_id(1) * B + tl.arange(0, B)
+    values = tl.load(src_ptr + source * width + columns, columns < width, other=0.0)
+    tl.store(out_ptr + row * out_steps * STEP + columns, values.to(out_ptr.dtype.element_ty), columns < width)
 
 
 # kind -> its kernel and what else is compiled in
@@ -290,6 +303,18 @@ LAUNCHES: dict[str, tuple[Any, dict[str, bool]]] = {
 def alignment(stride: int) -> int:
     """The largest power of two up to 16 that divides a distance of rows."""
     return min(16, stride & -stride)
+
+
+def cast(values: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """values [rows of the weight, width] -> out, or those that `rows` names."""
+    if not len(out):
+        return
+    step, width = alignment(out.stride(0)), out.shape[1]
+    block = min(TILE, power_of_two(width))
+    _floats[(len(out), triton.cdiv(width, block))](
+        values, rows, out, width, out.stride(0) // step, PICK=rows is not None, STEP=step, B=block,
+        num_warps=max(1, block * WARPS // TILE),
+    )  # fmt: skip
 
 
 def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None) -> None:

@@ -34,7 +34,7 @@ MANY, FEW_ROUNDS = 32, 3  # so many candidates are timed less often
 LONG, NEAR, FINALISTS = 0.05, 1.12, 4  # milliseconds from which power matters; who is timed again, and how many
 WARMING, TURN = 60.0, 60.0  # milliseconds of load before that, and of one finalist's turn
 TILES, WAYS = (20, 23, 24, 151, 215, 411, 497), range(8)  # of products of codes, by the library's numbers
-AGREE, EDGE = 0.01, 64  # what such a one's result may differ by, and how many rows at both ends are looked at
+AGREE, EDGE = 0.01, 16  # what such a one's result may differ by, and how many rows at both ends are looked at
 KEPT, FORMAT = 4000, 5  # choices remembered; to be raised whenever they come about in another way
 PAUSE = 200_000  # cycles: by then the host has sent what is to be timed
 # From the library's header.
@@ -165,7 +165,7 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
     rounds, times, right = ROUNDS if len(plans) < MANY else FEW_ROUNDS, dict[int, float](), torch.empty(0)
     for i, plan in enumerate(plans):
         times[i] = _time(plan, operands, flush, rounds)
-        if i == 0:
+        if i == 0 and len(plans) > len(offered):
             right = _ends(operands)
         elif i >= len(offered) and not _agree(right, _ends(operands)):
             times[i] = float("inf")  # the library takes it, did not offer it, and this is why
