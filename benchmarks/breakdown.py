@@ -50,7 +50,10 @@ RULES = (
     ("rope", r"^_(finish|finish_backward|rope_backward)$"),
     ("swiglu", r"^_(act|act_backward)$"),
     ("loss", r"a^"),  # has no name of its own
-    ("codes", r"^_(dequantise|dequantise_odd|encode|floats|legacy|i?q\d_\w+|quantise|lay|transpose|measure|figures|settle)$"),
+    (
+        "codes",
+        r"^_(dequantise|dequantise_odd|encode|floats|legacy|i?q\d_\w+|quantise|lay|transpose|measure|figures|settle)$",
+    ),
     ("codes", r"^_(beside|below)$|neg_kernel"),
     ("update", r"^_(adamw|square_sums|decide|spread)$"),
     ("copies", r"memcpy|memset|^set_words$|gather|scatter|copy|fill|index"),
