@@ -69,6 +69,13 @@ def _columns(
 
 
 @triton.jit
+def _tile(y_ptr, first, tokens, cols, inside, y_stride, BT: tl.constexpr):
+    at = first + tl.arange(0, BT)
+    place = at[:, None].to(tl.int64) * y_stride + cols[None, :]
+    return tl.load(y_ptr + place, (at < tokens)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
 def _both(
     y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, row_scale_ptr, factor_ptr,
     tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
@@ -96,16 +103,21 @@ def _both(
     acc = tl.zeros([BC, RP], tl.float32)
     first = split * per_split
     part = g_ptr + block.to(tl.int64) * g_stride + member * R + ranks[None, :]
+    if CODES:  # Triton does not load them ahead: they are read in two ways
+        ahead = _tile(y_ptr, first, tokens, cols, inside, y_stride, BT)
     for t in range(first, min(first + per_split, tokens), BT):
         at = t + tl.arange(0, BT)
         alive = (at < tokens)[:, None]
         there = at[:, None].to(tl.int64)
-        y = tl.load(y_ptr + there * y_stride + cols[None, :], alive & inside[None, :], other=0.0)
+        if CODES:
+            y = ahead.to(w.dtype)
+            ahead = _tile(y_ptr, t + BT, tokens, cols, inside, y_stride, BT)
+        else:
+            y = _tile(y_ptr, t, tokens, cols, inside, y_stride, BT)
         h = tl.load(h_ptr + there * h_stride + member * R + ranks[None, :], alive & real, other=0.0)
         by = scale
         if CODES:
             row_scale = tl.load(row_scale_ptr + at, at < tokens, other=0.0)[:, None]
-            y = y.to(w.dtype)
             h = (h.to(tl.float32) * row_scale).to(h.dtype)
             by = row_scale * scale
         acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
@@ -203,6 +215,8 @@ def _both_tile(rank: int, tokens: int, width: int, size: int = 2) -> tuple[int, 
     """Columns and tokens of a tile, warps, stages, programs wanted. `size`: bytes of a value of y."""
     if rank > 32:
         return 128, 64, 4, 3, 264
+    if size == 1:  # codes, which take registers on their way
+        return 256, 64, 8, 3, 264
     if rank <= 16 and size == 2 and tokens >= 8192 and width >= 64 * 256:  # what gate and up make; 223 kB on a Hopper
         return 512, 64, 8, 3, 132
     if tokens >= 2048:
