@@ -35,6 +35,7 @@ OTHERS = (
     ("bases-quantised", "", "over NF4 and the file's blocks against both dequantised, 100 steps (`curves.py`)"),
     ("kernels", "", "dequantisation of every kind, to the bit and near a copy's speed (`quant_kernels.py`)"),
     ("plan", "", "memory planned against measured (`plan.py`)"),
+    ("refusal", "", "a run that does not fit is refused, and the one suggested instead runs (`refusal.py`)"),
 )
 
 
