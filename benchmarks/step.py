@@ -8,7 +8,7 @@ installed is reported with its last line, and the others go on. cases.py says wh
 and when a time is refused, peers.py how the others are set up, ours.py how we are, floor.py what nobody can beat.
 With --at-once N the peers boot beside each other, N at a time and as many as the card has room for, after ours and the
 floor, which are always alone; whoever is timed is timed alone: the others, and the process groups in --pause-file, are
-stopped meanwhile (crew.py, turns.py).
+stopped meanwhile (crew.py, turns.py). A peer then has one process for its cases of one model: most of its time is boot.
 
 The peers are found on PYTHONPATH or in --peers (a folder, or a .tar.xz that is unpacked first). Without --sweep the
 cases run; with it, the curves (ours beside the floor), and cases only where --cases names them. The record goes to
@@ -144,15 +144,12 @@ class Run:
         if self.options.at_once > 1:
             pairs = sorted(pairs, key=lambda pair: pair[1] not in ALONE)
         jobs: list[crew.Job] = []
-        asked: dict[crew.Job, tuple[str, str]] = {}
-        for name, who in pairs:
-            if "ms" in self.measured(name).get(who, {}):
-                self.record(name)
-                print(f"{name:24}{who:13}measured in this run already", flush=True)
-                continue
-            model = self.model(cases.parse(name), jobs) if peers.needs_folder(who, cases.parse(name)) else None
-            jobs.append(self.job(who, [name], model=model))
-            asked[jobs[-1]] = name, who
+        asked: dict[crew.Job, tuple[list[str], str]] = {}
+        for names, who in self.grouped(pairs):
+            case = cases.parse(names[0])
+            model = self.model(case, jobs) if peers.needs_folder(who, case) else None
+            jobs.append(self.job(who, names, model=model))
+            asked[jobs[-1]] = names, who
         try:
             for job in self.crew.run(jobs):
                 if job in asked:
@@ -165,13 +162,28 @@ class Run:
             self.models.clear()
         self.save()
 
-    def ended(self, job: crew.Job, name: str, who: str) -> None:
-        record = self.record(name)
-        for part, figures in self.left(job).get(name, {who: {"error": job.problem}}).items():
-            record["participants"][part] = figures
-            self.failed |= "ms" not in figures
-            print(f"{name:24}{part:13}{report.line(figures)}", flush=True)
-        model = self.models.get(cases.parse(name).shape)
+    def grouped(self, pairs: list[tuple[str, str]]) -> list[tuple[list[str], str]]:
+        """(cases, participant) of each process to be, without what this run has already."""
+        found: dict[tuple[Any, ...], tuple[list[str], str]] = {}
+        for name, who in pairs:
+            if "ms" in self.measured(name).get(who, {}):
+                self.record(name)
+                print(f"{name:24}{who:13}measured in this run already", flush=True)
+                continue
+            case = cases.parse(name)
+            shared = self.options.at_once > 1 and who not in ALONE
+            found.setdefault((who, case.shape, case.base) if shared else (who, name), ([], who))[0].append(name)
+        return list(found.values())
+
+    def ended(self, job: crew.Job, names: list[str], who: str) -> None:
+        left, problem = self.left(job), job.problem
+        for name in names:
+            record = self.record(name)
+            for part, figures in left.get(name, {who: {"error": problem or "not reached"}}).items():
+                record["participants"][part] = figures
+                self.failed |= "ms" not in figures
+                print(f"{name:24}{part:13}{report.line(figures)}", flush=True)
+        model = self.models.get(cases.parse(names[0]).shape)
         if model is not None and job.after is model.job:
             model.users -= 1
             if not model.users:  # an 8B takes 16 GB
@@ -253,7 +265,7 @@ class Run:
         name = f"{names[0]}-{who}"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", who, "--case", ",".join(names)]
         command += ["--out", str(self.out(name)), "--steps", str(self.options.steps), "--device", self.options.device]
-        case = cases.parse(names[0])
+        large = max(peers.FOLDER_GIB if who == "folder" else peers.gib(who, cases.parse(each)) for each in names)
 
         def words() -> list[str]:
             self.out(name).unlink(missing_ok=True)
@@ -267,7 +279,7 @@ class Run:
             self.environment,
             (self.options.limit or LIMITS.get(who, 300)) * (1 if len(names) == 1 else 3),
             alone=self.options.at_once <= 1 or who in ALONE,
-            gib=peers.FOLDER_GIB if who == "folder" else peers.gib(who, case),
+            gib=large,
             after=model.job if model else None,
         )
 

@@ -13,6 +13,8 @@ import torch
 
 from benchmarks import cases, measure, peers, report
 
+HELD = 256 << 20  # bytes that a case may leave on the card: libraries keep some
+
 
 def work(options: argparse.Namespace) -> None:
     """What it has goes to disk after each case."""
@@ -26,6 +28,9 @@ def work(options: argparse.Namespace) -> None:
         report.write(out, left)
         gc.collect()
         started = time.time()
+        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        if held > HELD and name != options.cases[-1]:
+            raise RuntimeError(f"{held / 2**30:.1f} GiB of {name} are held still: the next case's peak would be wrong")
 
 
 def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> dict[str, Any]:

@@ -180,17 +180,21 @@ def run(tmp_path, monkeypatch) -> step.Run:
 
 
 def test_a_folder_of_weights_is_made_once_for_all_who_read_it(run):
-    run.pairs([("tiny-2x32", "unsloth"), ("tiny-1x32", "unsloth"), ("tiny-1x32", "peft"), ("tiny-2x32", "ours")])
-    ours, folder, *others = run.crew.jobs
-    assert [one.name for one in run.crew.jobs[1:]] == [
-        "tiny-2x32-folder", "tiny-2x32-unsloth", "tiny-1x32-unsloth", "tiny-1x32-peft",
+    """And one process is for all cases of one model that a peer has."""
+    pairs = [("tiny-2x32", "unsloth"), ("tiny-1x32", "unsloth"), ("tiny-nf4-1x32", "unsloth"), ("tiny-1x32", "peft")]
+    run.pairs([*pairs, ("tiny-2x32", "ours"), ("tiny-1x32", "ours")])
+    first, second, folder, *others = run.crew.jobs
+    assert [one.name for one in (folder, *others)] == [
+        "tiny-2x32-folder", "tiny-2x32-unsloth", "tiny-nf4-1x32-unsloth", "tiny-1x32-peft",
     ]  # fmt: skip
-    assert ours.name == "tiny-2x32-ours" and ours.alone and not any(one.alone for one in (folder, *others))
+    assert [first.name, second.name] == ["tiny-2x32-ours", "tiny-1x32-ours"] and first.alone and second.alone
+    assert not any(one.alone for one in (folder, *others))
     assert [one.after for one in (folder, *others)] == [None, folder, folder, None]
     place = folder.words()[-1]
     assert others[0].words()[-2:] == others[1].words()[-2:] == ["--folder", place] and place not in others[2].words()
+    assert "tiny-2x32,tiny-1x32" in others[0].words()
     found = run.result["cases"]["tiny-1x32"]["participants"]
-    assert list(found) == ["peft", "unsloth"] and all(figures["error"] for figures in found.values())
+    assert list(found) == ["ours", "peft", "unsloth"] and all(figures["error"] for figures in found.values())
 
 
 def test_who_runs_a_case_may_be_said_with_it(monkeypatch):

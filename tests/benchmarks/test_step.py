@@ -373,11 +373,12 @@ def test_the_folder_loads_in_transformers(tmp_path):
 
 
 def test_the_whole_benchmark_on_a_tiny_case(tmp_path):
-    """PEFT's code really runs, ours or not, and what is missing is said; the record has its fields."""
+    """PEFT's code really runs, both its cases in one process, and what is missing is said; the record has its
+    fields."""
     out = tmp_path / "record.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--device", "cpu", "--steps", "1"]
-    command += ["--cases", "tiny-2x32", "--who", "floor,peft,liger", "--json", str(out), "--commit", "abc"]
-    command += ["--plot", str(tmp_path / "bars.png"), "--at-once", "2"]
+    command += ["--cases", "tiny-2x32:floor+peft+liger,tiny-1x32:peft", "--json", str(out), "--commit", "abc"]
+    command += ["--plot", str(tmp_path / "bars.png"), "--at-once", "2", "--logs", str(tmp_path / "logs")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     result = json.loads(out.read_text())
     failed = "error" in result["cases"]["tiny-2x32"]["participants"]["liger"]
@@ -389,8 +390,10 @@ def test_the_whole_benchmark_on_a_tiny_case(tmp_path):
     assert keys <= set(found["peft"]) and found["peft"]["moved"] == 1.0
     assert found["peft"]["loss_first"] == pytest.approx(torch.tensor(300.0).log().item(), abs=0.2)
     assert "error" in found["liger"] or "ms" in found["liger"]
+    assert "ms" in result["cases"]["tiny-1x32"]["participants"]["peft"]
+    assert [path.name for path in (tmp_path / "logs").glob("*peft*")] == ["tiny-2x32-peft.log"]
     assert result["peers"]["peft"] and (tmp_path / "bars.png").stat().st_size > 1000
-    assert any("tiny-2x32" in text for text in done.stdout.splitlines()[-6:])
+    assert any("tiny-2x32" in text for text in done.stdout.splitlines()[-8:])
 
 
 def test_sweeps_are_drawn(tmp_path):
