@@ -117,6 +117,26 @@ def test_what_is_not_finite_comes_through():
     assert weight.matmul(torch.zeros(32, 64, dtype=torch.bfloat16, device=GPU)).abs().max() == 0
 
 
+def test_what_is_not_finite_comes_through_codes_alone():
+    """Of gradients that are written nowhere else: dX, g and dB."""
+    weight, given = weight_of(128, 64, ((0, 64), (64, 128)))
+    low = Low(random(32, 32), given.up, given.columns, 2.0)
+    angles = torch.rand(32, 16, device=GPU)
+    for bad in (float("nan"), float("inf")):
+        gate_up, grad = random(32, 128), random(32, 64)
+        grad[5, 7] = bad
+        dq, dk, dv = random(32, 2, 32), random(32, 1, 32), random(32, 1, 32)
+        dk[5, 0, 3] = bad
+        for rows in (
+            weight.act_backward(grad, gate_up, None, torch.empty_like(grad)),
+            weight.rope_backward((dq, dk, dv), None, angles.cos(), angles.sin(), (2, 1, 32)),
+        ):
+            sums = torch.zeros(given.up.shape, device=GPU)
+            grad_x, g = weight.backward(None, low, rows=rows, grad_up=sums)
+            assert not grad_x[5].isfinite().any() and not g[5].isfinite().any() and not sums.isfinite().all()
+            assert grad_x[:5].isfinite().all() and g[6:].isfinite().all()
+
+
 def test_captured_is_eager_and_follows_the_adapters():
     weight, given = weight_of(256, 128, ((0, 128), (128, 256)))
     tables: dict[str, torch.Tensor] = {}
@@ -188,7 +208,7 @@ def test_captured_steps_are_the_eager_ones_bit_for_bit(dropout, inputs):
 def test_what_is_computed_again_is_the_same(recompute):
     want, got = (test_quantised.trained(in_fp8(), 8, graph=True, recompute=policy)[0] for policy in ("none", recompute))
     assert [f[0] for f in got] == pytest.approx([f[0] for f in want], rel=1e-2)
-    assert got[0][1] == pytest.approx(want[0][1], rel=2e-2)
+    assert got[0][1] == pytest.approx(want[0][1], rel=2e-3)
 
 
 def test_calibrated_as_on_the_cpu():

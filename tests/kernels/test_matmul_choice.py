@@ -113,41 +113,81 @@ def test_a_choice_is_remembered(asked, tmp_path):
     assert asked(Library([1, 2], [3]), {1: 0.01, 2: 0.03, 3: 0.06}, cache="same") == 1
 
 
-def test_codes_have_variants(monkeypatch, tmp_path):
-    """The one algorithm that is offered for codes is tried with other tiles: those that the library takes, and whose
-    result is the same."""
-    base, near, wrong = 7, cublaslt.TILES[1], cublaslt.TILES[2]
-    alone = {0: 0.04, near: 0.03, wrong: 0.01}
+@pytest.fixture
+def tiled(monkeypatch, tmp_path):
+    """tiled(times, writes, offers, scales) -> (number, tile, way) chosen, and how many variants were made. Tiles by
+    their times; what those in `writes` do to the result, the others fill it with ones; the offers have tile 0."""
 
-    class Tiled(Library):
-        def cublasLtMatmulAlgoConfigSetAttribute(self, algo, place, value, size):
-            algo._obj[place] = value._obj.value
-            return 0
+    def ask(times, writes, offers=(7,), scaled=True):
+        made = []
 
-        def cublasLtMatmulAlgoCheck(self, *words):
-            *_, algo, found = words
-            found._obj.state, found._obj.workspace = 0, 0
-            return 0 if algo._obj[cublaslt.CONFIG_TILE] in (0, near, wrong) else NONE
+        class Tiled(Library):
+            def cublasLtMatmulAlgoConfigSetAttribute(self, algo, place, value, size):
+                algo._obj[place] = value._obj.value
+                made.append(value._obj.value)
+                return 0
 
-    def time(plan, operands, *rest):
-        tile = plan.algorithm.algo[cublaslt.CONFIG_TILE]
-        operands.out.fill_(1.5 if tile == wrong else 1.0)
-        return alone[tile] + 0.001 * plan.algorithm.algo[cublaslt.CONFIG_WAY]
+            def cublasLtMatmulAlgoCheck(self, *words):
+                *_, algo, found = words
+                found._obj.state, found._obj.workspace = 0, 0
+                return 0 if algo._obj[cublaslt.CONFIG_TILE] in times else NONE
 
-    monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(cublaslt, "_library", lambda: Tiled([base], None))
-    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
-    monkeypatch.setattr(cublaslt, "flush_bytes", lambda device: 1)
-    monkeypatch.setattr(cublaslt, "_time", time)
-    codes, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16)
-    operands = cublaslt.Operands(codes, codes.t(), torch.empty(16, 16).bfloat16(), (scale, scale))
-    algo = cublaslt._fastest(cublaslt._shape(operands), operands).algorithm.algo
-    assert (algo[0], algo[cublaslt.CONFIG_TILE], algo[cublaslt.CONFIG_WAY]) == (base, near, 0)
-    # Without scales there are none, and where nothing else is taken the offer stands.
-    monkeypatch.setitem(alone, near, 9.0)
-    again = cublaslt._fastest(cublaslt._shape(operands)._replace(m=17), operands).algorithm.algo
-    assert (again[0], again[cublaslt.CONFIG_TILE]) == (base, 0)
+        def time(plan, operands, *rest):
+            algo = plan.algorithm.algo
+            tile = algo[cublaslt.CONFIG_TILE] or -algo[0]
+            writes.get(tile, lambda out: out.fill_(1.0))(operands.out)
+            return times[tile if tile in times else 0] + 0.001 * algo[cublaslt.CONFIG_WAY]
+
+        monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / str(len(list(tmp_path.iterdir())))))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        library = Tiled(list(offers), None)
+        monkeypatch.setattr(cublaslt, "_library", lambda: library)
+        monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+        monkeypatch.setattr(cublaslt, "flush_bytes", lambda device: 1)
+        monkeypatch.setattr(cublaslt, "_time", time)
+        kind = torch.float8_e4m3fn if scaled else torch.bfloat16
+        codes, scale = torch.ones(40, 40).to(kind), torch.ones(40)
+        operands = cublaslt.Operands(
+            codes, codes.t(), torch.empty(40, 40).bfloat16(), (scale, scale) if scaled else None
+        )
+        algo = cublaslt._fastest(cublaslt._shape(operands), operands).algorithm.algo
+        return (algo[0], algo[cublaslt.CONFIG_TILE], algo[cublaslt.CONFIG_WAY]), len(made)
+
+    return ask
+
+
+NEAR, WRONG = cublaslt.TILES[1:3]
+
+
+def test_codes_have_variants(tiled):
+    """The one algorithm that is offered for codes is tried with other tiles, those that the library takes."""
+    chosen, made = tiled({0: 0.04, NEAR: 0.03}, {})
+    assert chosen == (7, NEAR, 0) and made == 2 * len(cublaslt.TILES) * len(cublaslt.WAYS)
+    assert tiled({0: 0.04, NEAR: 0.09}, {})[0] == (7, 0, 0)
+    assert tiled({0: 0.04, NEAR: 0.03}, {}, scaled=False) == ((7, 0, 0), 0), "other products have none"
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        lambda out: out.fill_(1.5),
+        lambda out: None,  # and what was there before is right
+        lambda out: out[:20].fill_(1.0),
+        lambda out: out.fill_(float("nan")),
+    ],
+)
+def test_a_variant_has_to_be_right(tiled, writes):
+    assert tiled({0: 0.04, NEAR: 0.03, WRONG: 0.01}, {WRONG: writes})[0] == (7, NEAR, 0)
+
+
+def test_where_nothing_tells_right_from_wrong_the_offer_stands(tiled):
+    zeros = {tile: lambda out: out.zero_() for tile in (-7, NEAR)}
+    assert tiled({0: 0.04, NEAR: 0.03}, zeros)[0] == (7, 0, 0)
+
+
+def test_an_offer_that_is_refused_judges_nobody(tiled):
+    nothing = {-7: lambda out: out.fill_(float("nan"))}
+    assert tiled({0: 0.04, -7: float("inf"), NEAR: 0.03}, nothing, offers=(7, 8))[0] == (7, NEAR, 0)
 
 
 def test_turns(monkeypatch):

@@ -89,9 +89,7 @@ class Projection:
     def needs_grad(self, tokens: int, run: Pass) -> bool:
         """Whether `backward` reads dY itself; else its codes will do."""
         codes = self._in_codes(run)
-        if codes is None or self.lora is None or not launch.fused(codes.storage):
-            return True
-        return not self._long(tokens) or self.lora.up.shape[1] > lora_linear.THIN
+        return codes is None or not launch.fused(codes.storage) or not self._long(tokens)
 
     def after_norm(
         self,
@@ -127,6 +125,9 @@ class Projection:
         """The h of `after_act` without its product."""
         if self.lora is None or not run.adapted:
             return None
+        codes = self._reads_codes(run)
+        if codes is not None and kind == "silu":
+            return codes.low_after_act(gate_up)
         act = with_room(gate_up, len(gate_up), self.width_in, 0)
         swiglu.forward(gate_up, act, kind)
         return lora_linear.down(self._dropped(act, run), self.lora.down)

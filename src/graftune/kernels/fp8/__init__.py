@@ -132,7 +132,7 @@ def settle(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
 
 def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """h = x A' [T, n], of what the codes of x say, and h's own codes behind those. The adapters read what the weight
-    reads: x in bf16 need not exist, and half as many bytes are moved."""
+    reads: up to THIN columns x in bf16 need not exist, and half as many bytes are moved."""
     x = rows.codes[:, :width]
     if launch.fused(x) and len(weight) <= THIN:
         from graftune.kernels.lora_linear import kernel
@@ -179,8 +179,7 @@ def up_both(
         return sums.both(
             grad_up, codes, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, codes=behind, factor=factor
         )
-    if grad is None:
-        grad = (codes.float() * (rows.scale.unsqueeze(1) / factor)).to(low.up.dtype)
+    assert grad is not None, "it is left out for our kernel only"
     lora_linear.up_grad(grad, low, grad_up)
     return up_backward(grad, low, rows, shift)
 
@@ -256,6 +255,7 @@ def act_backward(
         from graftune.kernels.fp8 import gated
 
         return gated.act_backward(grad, gate_up, out, act, codes, factor, reach)
+    assert out is not None, "it is left out for our kernel only"
     return reference.act_backward(grad, gate_up, out, act, codes, factor, reach)
 
 

@@ -201,13 +201,12 @@ def act(gate_up: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) 
 def act_backward(
     grad: torch.Tensor,
     gate_up: torch.Tensor,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     act: torch.Tensor,
     codes: torch.Tensor,
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
     """SwiGLU's way back into `out` and `act`, and out times `factor` into `codes`; returns the scale."""
-    out = torch.empty_like(gate_up) if out is None else out
     swiglu.backward(grad, gate_up, out, act)
     return quantise(out, codes, factor, reach)

@@ -275,7 +275,7 @@ def _iq4_xs(
 def _floats(
     src_ptr, ids_ptr, out_ptr, width, out_steps, PICK: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """A cast, row by row. (torch's own, into rows that lie apart, runs at a third of a copy's speed.)"""
+    """A cast, row by row. (torch's own, into rows that lie apart, runs at 0.31 to 0.6 of a copy's speed.)"""
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(ids_ptr + row).to(tl.int64) if PICK else row
     columns = tl.program_id(1) * B + tl.arange(0, B)

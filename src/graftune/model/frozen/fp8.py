@@ -206,11 +206,18 @@ class Fp8(Roomy):
 
     def after_act(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(swiglu(gate_up) W' + s h B', h)."""
+        rows, h = self._act(gate_up)
+        return self._product(rows), h
+
+    def low_after_act(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The h of `after_act`."""
+        return self._act(gate_up)[1]
+
+    def _act(self, gate_up: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         share, width = self._share, self.in_features
         codes = self._buffer(len(gate_up), width)
         rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=share.there.reach))
-        h = fp8.down(rows, width, share.down, share.there.shift)
-        return self._product(rows), h
+        return rows, fp8.down(rows, width, share.down, share.there.shift)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, in] -> (x W' + s h B', h): h goes from its kernel straight into the codes."""
