@@ -27,7 +27,6 @@ def ours(
     from graftune.kernels import attention, fp8
     from graftune.model.lora import build_arena, initialise
     from graftune.runtime import resolve
-    from graftune.train.calibrate import set_inputs
     from graftune.train.hot import hot_loop
     from graftune.train.step import Step
     from graftune.weights.load import Placement, both_ways, build_decoder
@@ -45,7 +44,7 @@ def ours(
     both = case.base == "fp8" and both_ways(spec, free)
     placement = Placement(held.get(case.base, case.base), "the benchmark's", both)
     decoder = build_decoder(base, arena, lora, runtime, placement)
-    set_inputs(decoder, case.inputs)
+    decoder.set_inputs(case.inputs)
     if case.method == "full":
         arena.publish()
     else:

@@ -18,7 +18,6 @@ from graftune.model.frozen.calibrate import Sample
 from graftune.model.frozen.fp8 import Fp8, Turned
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.train.calibrate import set_inputs
 from tests import oracle, quantised, tiny
 from tests.gpu import test_quantised
 from tests.model import test_calibrate as cpu_calibrate
@@ -195,7 +194,7 @@ def test_captured_steps_are_the_eager_ones_bit_for_bit(dropout, inputs):
     try:
         for graph in (True, False):
             ours = in_fp8()
-            set_inputs(ours.decoder, inputs)
+            ours.decoder.set_inputs(inputs)
             figures, weights, loop = test_quantised.trained(ours, 6, graph=graph, deterministic=True, dropout=dropout)
             assert loop.captures == (1 if graph else 0)
             found.append((figures, weights))

@@ -13,7 +13,6 @@ from graftune.kernels.room import Adapters
 from graftune.model import projection
 from graftune.model.decoder import PackedDocuments
 from graftune.model.frozen.fp8 import Fp8, Turned
-from graftune.train.calibrate import set_inputs
 from graftune.train.step import Step
 from graftune.weights.load import Placement
 from tests import oracle
@@ -295,7 +294,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         ours = oracle.ours(folder, lora, base_dtype=kind, device=where)
         monkeypatch.setattr(launch, "fused", lambda x, fused=fused: fused)
         assert {p.frozen.kind for b in ours.decoder.blocks for p in b.projections} == {kind}
-        set_inputs(ours.decoder, inputs)
+        ours.decoder.set_inputs(inputs)
         if kind == "fp8":
             assert {p.frozen.kept is not None for b in ours.decoder.blocks for p in b.projections} == {bool(both)}
         assert kind == "fp32" or all(p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None)
@@ -325,7 +324,7 @@ def gradients(folder, recompute: str, inputs: int = 1) -> torch.Tensor:
     """Of a step by the references, with room as on a GPU."""
     torch.manual_seed(0)
     ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0), base_dtype="fp8")
-    set_inputs(ours.decoder, inputs)
+    ours.decoder.set_inputs(inputs)
     step = Step(ours.decoder, ours.arena, attention_backend="cpu", recompute=recompute)
     step.micro_step(batch())
     return ours.arena.grads.clone()

@@ -118,7 +118,7 @@ def test_blocks_see_what_the_rounded_ones_before_them_make(folder: Path, monkeyp
     ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
     apply(ours)
     (first, *_) = batches(10)
-    calibrate.set_inputs(ours.decoder, 2)
+    ours.decoder.set_inputs(2)
     stream = calibrate.Through.of(ours.decoder, first, "cpu")
     for before in ours.decoder.blocks[:-1]:
         stream.x = stream.behind(before)
@@ -227,7 +227,7 @@ def test_two_codes_where_one_costs_too_much(folder: Path, monkeypatch: pytest.Mo
     for batch in batches(10):
         said = []
         for inputs in (1, 2):
-            calibrate.set_inputs(ours.decoder, inputs)
+            ours.decoder.set_inputs(inputs)
             documents = [part.tolist() for part in batch.tokens.split(list(batch.lengths))]
             said.append(ours.logits(documents, adapted=False)[batch.rows].log_softmax(-1))
         divergences.append((said[1].exp() * (said[1] - said[0])).sum(-1))

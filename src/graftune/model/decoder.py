@@ -24,7 +24,7 @@ from graftune.model.block import (
     mlp_half,
     mlp_half_backward,
 )
-from graftune.model.frozen import Frozen, Trained
+from graftune.model.frozen import Fp8, Frozen, Trained
 from graftune.model.projection import with_room
 from graftune.model.rotary import Rope
 from graftune.model.run import Aside, Attend, Dropout, Pass
@@ -89,6 +89,15 @@ class Decoder:
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None
+
+    @property
+    def in_fp8(self) -> list[Fp8]:
+        return [p.frozen for block in self.blocks for p in block.projections if isinstance(p.frozen, Fp8)]
+
+    def set_inputs(self, codes: int) -> None:
+        """How many codes a value weights in fp8 read on the way forward from here on."""
+        for weight in self.in_fp8:
+            weight.inputs = codes
 
     def begin(
         self,

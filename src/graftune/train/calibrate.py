@@ -95,7 +95,7 @@ def calibrate(
     beside."""
     began = time.perf_counter()
     with torch.no_grad(), marked("calibrate"):
-        set_inputs(decoder, 2)
+        decoder.set_inputs(2)
         streams = [Through.of(decoder, batch, backend) for batch in batches]
         for block in decoder.blocks:
             calibrate_block(block, streams, sources)
@@ -103,18 +103,12 @@ def calibrate(
         del streams
         cost = cost_of_one_code(decoder, batches, backend) if inputs == "auto" else 0.0
         codes = 2 if inputs == "two" or cost > LIMIT else 1
-        set_inputs(decoder, codes)
-        digest = _digest(_weights(decoder))
+        decoder.set_inputs(codes)
+        digest = _digest(decoder.in_fp8)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # a graph's pool could not have it
     tokens = sum(len(batch.tokens) for batch in batches)
     return Calibration(tokens, time.perf_counter() - began, digest, codes, cost)
-
-
-def set_inputs(decoder: Decoder, codes: int) -> None:
-    """How many codes a value the way forward reads from here on."""
-    for weight in _weights(decoder):
-        weight.inputs = codes
 
 
 def cost_of_one_code(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> float:
@@ -124,7 +118,7 @@ def cost_of_one_code(decoder: Decoder, batches: Sequence[PackedBatch], backend: 
     for batch in batches:
         batch, hidden = batch.to(decoder.device), []
         for codes in (1, 2):
-            set_inputs(decoder, codes)
+            decoder.set_inputs(codes)
             hidden.append(decoder.hidden(batch.tokens, begun(decoder, batch, backend), batch.rows))
         rows = max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))
         parts = (part.split(rows) for part in (*hidden, batch.labels))
@@ -178,10 +172,6 @@ def calibrate_block(block: Block, streams: Sequence[Through], sources: Sources) 
         frozen.calibrate(sources(block.index, group), samples.pop(id(frozen)))
     for stream in streams:
         stream.x = stream.behind(block)
-
-
-def _weights(decoder: Decoder) -> list[Fp8]:
-    return [p.frozen for block in decoder.blocks for p in block.projections if isinstance(p.frozen, Fp8)]
 
 
 def _digest(weights: Iterable[Fp8]) -> str:

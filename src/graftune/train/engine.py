@@ -19,7 +19,6 @@ from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena, build_arena, initialise, start_from_scratch
 from graftune.runtime import Runtime, resolve
 from graftune.tokenizer import Tokenizer
-from graftune.train.calibrate import set_inputs
 from graftune.weights.adapter import Adapter, is_adapter, load_adapter, place_adapter, save_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.load import Placement, build_decoder, choose_placement, nothing_frozen
@@ -106,7 +105,7 @@ def open_engine(config: Config, *, base: Base | None = None, placement: Placemen
     placement = placement or place(base, config.base.base_dtype, runtime)
     arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=method != "lora")
     decoder = build_decoder(base, arena, lora, runtime, placement)
-    set_inputs(decoder, 2 if config.train.fp8_inputs == "two" else 1)
+    decoder.set_inputs(2 if config.train.fp8_inputs == "two" else 1)
     if method == "scratch":
         start_from_scratch(arena, base.spec, config.train.seed)
     elif method == "full":

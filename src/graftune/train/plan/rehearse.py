@@ -26,7 +26,7 @@ from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
-from graftune.train.calibrate import TOKENS, Through, calibrate_block, set_inputs
+from graftune.train.calibrate import TOKENS, Through, calibrate_block
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.train.plan.pretend import Pretend, without_compiler
@@ -129,9 +129,9 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
         arena, decoder, base = _load(setup, ledger)
     if setup.calibrates:
         with phases.phase("calibrate"), standins.fewer_pieces(whole=False):
-            set_inputs(decoder, 2)
+            decoder.set_inputs(2)
             _calibrate(decoder, base, setup)
-    set_inputs(decoder, setup.inputs)
+    decoder.set_inputs(setup.inputs)
     step = Step(
         decoder,
         arena,
