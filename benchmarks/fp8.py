@@ -194,8 +194,8 @@ def products(group: Group, tokens: int, quick: bool) -> dict[str, float]:
     found["g with codes"] = timed(lambda i: fp8.up_backward(group.grad[i], group.low(0), y_rows[i], shift), 2)
     grad_up = torch.zeros(out, RANK, device=device)
     found["g and dB"] = timed(lambda i: lora_linear.up_both(group.grad[i], group.low(0), grad_up), 2)
-    found["g and dB of codes"] = timed(
-        lambda i: fp8.up_both(y_rows[i], None, ones[:out], group.low(0), grad_up, shift), 2
+    found["g and dB with codes"] = timed(
+        lambda i: fp8.up_both(group.grad[i], group.low(0), grad_up, y_rows[i], shift), 2
     )
     found["share y, addmm"] = timed(lambda i: lora_linear.add_(group.grad[i], group.low(0)), 2)
     found["share dX, addmm"] = timed(lambda i: group.x[i].addmm_(group.h, group.adapters[0][0]), 2)
@@ -237,9 +237,6 @@ def swiglus(shape: Shape, tokens: int) -> dict[str, float]:
         "swiglu to codes": timed(lambda i: fp8.act(gate_up[i], codes, reach=reach), 2),
         "swiglu back": timed(lambda i: swiglu.backward(grad[i], gate_up[i], out, act), 2),
         "swiglu back to codes": timed(
-            lambda i: fp8.act_backward(grad[i], gate_up[i], None, act, wide, ones, reach=reach), 2
-        ),
-        "swiglu back, codes beside": timed(
             lambda i: fp8.act_backward(grad[i], gate_up[i], out, act, wide, ones, reach=reach), 2
         ),
     }
@@ -257,9 +254,6 @@ def ropes(shape: Shape, tokens: int) -> dict[str, float]:
     return {
         "rope back": timed(lambda i: rope.finish_backward(parts[i], out, cos, sin, heads, out.new_empty(0)), 4),
         "rope back to codes": timed(
-            lambda i: fp8.rope_backward(parts[i], None, cos, sin, heads, codes, ones, reach=reach), 4
-        ),
-        "rope back, codes beside": timed(
             lambda i: fp8.rope_backward(parts[i], out, cos, sin, heads, codes, ones, reach=reach), 4
         ),
     }
@@ -295,7 +289,7 @@ def layer(found: dict[str, dict[str, float]], pro: dict[str, float]) -> dict[str
     rooms = total("fp8 forward with room", "fp8 dX with room")
     fused = (
         2 * pro["norm to codes"] + 2 * pro["norm back to codes"] + pro["swiglu to codes"]
-        + pro["swiglu back to codes"] + total("h of codes", "g and dB of codes")
+        + pro["swiglu back to codes"] + total("h of codes", "g and dB with codes")
         + found["o"]["quantise x"] + pro["rope back to codes"]
     )  # fmt: skip
     return {
@@ -352,7 +346,7 @@ def rate(what: str, us: float, group: Group, tokens: int) -> str:
     if what.startswith(("bf16", "fp8")):
         return f"  {2e-6 * tokens * group.out * group.into / us:7.0f} TFLOP/s"
     sides = {"quantise x": 3 * group.into, "quantise dY": 3 * group.out, "h": 2 * group.into, "g": 2 * group.out}
-    sides |= {"h of codes": group.into, "g with codes": 2 * group.out, "g and dB of codes": group.out}
+    sides |= {"h of codes": group.into, "g with codes": 2 * group.out}
     if what.startswith("transpose"):
         return f"  {2e-6 * group.out * group.into / us:7.2f} TB/s"
     return f"  {1e-6 * tokens * sides[what] / us:7.2f} TB/s" if what in sides else ""

@@ -116,8 +116,8 @@ def test_what_is_not_finite_comes_through():
     assert weight.matmul(torch.zeros(32, 64, dtype=torch.bfloat16, device=GPU)).abs().max() == 0
 
 
-def test_what_is_not_finite_comes_through_codes_alone():
-    """Of gradients that are written nowhere else: dX, g and dB."""
+def test_what_is_not_finite_comes_through_the_way_back():
+    """dX, by the codes that SwiGLU's and rope's way back leave, and g and dB."""
     weight, given = weight_of(128, 64, ((0, 64), (64, 128)))
     low = Low(random(32, 32), given.up, given.columns, 2.0)
     angles = torch.rand(32, 16, device=GPU)
@@ -126,13 +126,14 @@ def test_what_is_not_finite_comes_through_codes_alone():
         grad[5, 7] = bad
         dq, dk, dv = random(32, 2, 32), random(32, 1, 32), random(32, 1, 32)
         dk[5, 0, 3] = bad
-        for rows in (
-            weight.act_backward(grad, gate_up, None, torch.empty_like(grad)),
-            weight.rope_backward((dq, dk, dv), None, angles.cos(), angles.sin(), (2, 1, 32)),
-        ):
-            sums = torch.zeros(given.up.shape, device=GPU)
-            grad_x, g = weight.backward(None, low, rows=rows, grad_up=sums)
-            assert not grad_x[5].isfinite().any() and not g[5].isfinite().any() and not sums.isfinite().all()
+        for of_rope in (False, True):
+            out, sums = torch.empty_like(gate_up), torch.zeros(given.up.shape, device=GPU)
+            if of_rope:
+                rows = weight.rope_backward((dq, dk, dv), out, angles.cos(), angles.sin(), (2, 1, 32))
+            else:
+                rows = weight.act_backward(grad, gate_up, out, torch.empty_like(grad))
+            grad_x, g = weight.backward(out, low, rows=rows, grad_up=sums)
+            assert not grad_x[5].isfinite().any() and not g[5].isfinite().all() and not sums.isfinite().all()
             assert grad_x[:5].isfinite().all() and g[6:].isfinite().all()
 
 

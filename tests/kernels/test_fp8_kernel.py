@@ -306,18 +306,13 @@ def test_up_backward(kernels_on, device, tokens, group, dtype, both):
     rows, low = Rows(codes, scale.to(device)), low_of(given, tokens, device)
     h = torch.randn(low.h.shape).to(dtype)
     low = low._replace(h=h.to(device))
-    filled = torch.full((tokens, out), 0x7F, dtype=torch.uint8)
-    if both:  # of the codes
-        factor = torch.rand(out).add(0.5)
-        scale = reference.quantise(grad, filled.view(E4M3), factor, None)
-        codes[:, :out], rows = filled.view(E4M3).to(device), Rows(codes, scale.to(device))
-        grad = filled.view(E4M3).float() * scale[:, None] / factor
+    if both:
         total = torch.ones(given.up.shape, device=device)
-        g = fp8.up_both(rows, None, factor.to(device), low, total, shift.to(device))
+        g = fp8.up_both(grad.to(device), low, total, rows, shift.to(device))
         sums = [
             2.0 * grad.float()[:, c].t() @ h.float()[:, i] for c, _, i in lora_linear.members(columns, rank)
         ]  # fmt: skip
-        close(total, 1 + torch.cat(sums), 1e-4 if dtype == torch.float32 else 8e-3)  # h by the scale is rounded
+        close(total, 1 + torch.cat(sums), 1e-4)
     else:
         g = fp8.up_backward(grad.to(device), low, rows, shift.to(device))
     exact = [grad.float()[:, a:b] @ given.up.float().cpu()[r] for (a, b), r in members_of(given)]
@@ -326,7 +321,7 @@ def test_up_backward(kernels_on, device, tokens, group, dtype, both):
     reference.lay(g.cpu(), scale, shift, tail)
     neighbours(codes[:, out:], tail)
     assert untouched(wide, codes)
-    assert torch.equal(codes[:, :out].view(torch.uint8).cpu(), filled)
+    assert (codes[:, :out].view(torch.uint8) == 0x7F).all()
 
 
 def members_of(given: Adapters) -> list[tuple[tuple[int, int], slice]]:
@@ -403,7 +398,6 @@ def test_act(kernels_on, device, tokens, width, one, dtype, reach, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width", "block"), [(1, 16, 1 << 12), (5, 144, 64), (3, 2064, 1 << 12)])
 def test_act_backward(kernels_on, device, tokens, width, block, dtype, reach, monkeypatch):
-    """And without a dY, by programs that have several tokens: the same codes."""
     from graftune.kernels.fp8 import gated
 
     monkeypatch.setattr(gated, "ACT_BLOCK", block)
@@ -423,11 +417,6 @@ def test_act_backward(kernels_on, device, tokens, width, block, dtype, reach, mo
     torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
     neighbours(codes, want)
     assert untouched(wide, codes)
-    monkeypatch.setattr(gated, "at_once", lambda device: 2)
-    again, (wide, only) = torch.full_like(act, NAN), poisoned(tokens, 2 * width, device)
-    assert torch.equal(fp8.act_backward(grad, gate_up, None, again, only, factor, reach=bound), scale)
-    assert torch.equal(only.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(again, act)
-    assert untouched(wide, only)
 
 
 HEADS = [
@@ -468,9 +457,6 @@ def test_rope_backward(kernels_on, device, tokens, heads, dtype, reach, monkeypa
         torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
         neighbours(codes, want)
         assert untouched(wide, codes)
-    wide, only = poisoned(tokens, width, device)  # and nothing but codes
-    assert torch.equal(fp8.rope_backward(apart, None, cos, sin, heads, only, factor, reach=bound), scale)
-    assert torch.equal(only.view(torch.uint8), codes.view(torch.uint8)) and untouched(wide, only)
 
 
 @pytest.mark.parametrize(("turning", "added"), [(8, False), (16, True), (8, True)])
@@ -490,6 +476,3 @@ def test_rope_backward_of_what_one_program_does_not_hold(kernels_on, device, tur
     assert torch.equal(out, exact) and untouched(wide, codes)
     torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
     neighbours(codes, want)
-    _, only = poisoned(tokens, width, device)
-    assert torch.equal(fp8.rope_backward(grads, None, cos, sin, heads, only, factor, reach=bound), scale)
-    assert torch.equal(only.view(torch.uint8), codes.view(torch.uint8))

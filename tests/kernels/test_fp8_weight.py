@@ -10,8 +10,6 @@ from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch, lora_linear, rms_norm, swiglu
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.room import Adapters
-from graftune.model import projection
-from graftune.model.decoder import PackedDocuments
 from graftune.model.frozen.fp8 import Fp8, Turned
 from graftune.train.step import Step
 from graftune.weights.load import Placement
@@ -154,15 +152,8 @@ def test_the_ways_agree(kernels_on, device):
     low = low._replace(h=torch.ones_like(low.h, dtype=torch.bfloat16))
     again, g_again = weight.backward(grad, low, rows=rows, grad_up=sums)
     close(again, grad_x, 0.01)
-    read = (rows.codes[:, :out].float() * rows.scale[:, None] / weight.scale).cpu()  # of the codes, and near the rest
-    close(
-        g_again, torch.cat([2.0 * read[:, a:b] @ given.up.float().cpu()[r] for (a, b), r in members_of(given)], 1), 8e-3
-    )
-    close(g_again, g, 0.05)
-    close(sums[:, 0], 2.0 * read.sum(0), 8e-3)
-    more = torch.zeros_like(sums)
-    without, g_without = weight.backward(None, low, rows=rows, grad_up=more)
-    assert torch.equal(g_without, g_again) and torch.equal(more, sums) and torch.equal(without, again)
+    close(g_again, g, 8e-3)
+    close(sums[:, 0], 2.0 * grad.float().sum(0), 1e-3)
 
     # A square weight, whose output is the stream that a norm reads.
     weight, values, given = weight_of(64, 64, ((0, 64),), rank, size=0.01, device=device)
@@ -338,37 +329,3 @@ def test_what_is_computed_again_is_the_same(shallow_folder, monkeypatch, inputs)
     assert once.norm() > 0
     for recompute in ("selective", "full"):
         assert torch.equal(gradients(folder, recompute, inputs), once), recompute
-
-
-def test_gradients_that_nobody_reads_are_not_written(device, shallow_folder, monkeypatch):
-    """As at 8B in long steps: attention leaves dq, dk and dv in buffers of their own, and what qkv and gate_up are
-    given of their gradients are codes. The lower qkv, whose dX nobody wants, reads its dY."""
-    folder, missing, found = shallow_folder("llama", intermediate_size=96), [], []
-    plain = projection.Projection.backward
-
-    def backward(self, grad, *args, **more):
-        missing.append(grad is None)
-        return plain(self, grad, *args, **more)
-
-    def buffers(self, block, q, k):
-        return tuple(torch.full(x.shape, float("nan"), dtype=q.dtype, device=q.device) for x in (q, k, k))
-
-    monkeypatch.setattr(projection.Projection, "backward", backward)
-    monkeypatch.setattr(PackedDocuments, "grad_buffers", buffers)
-    monkeypatch.setattr(launch, "roomy", lambda device: True)
-    start = None
-    for long in (1 << 30, 1):
-        monkeypatch.setattr(projection, "LONG", long)
-        monkeypatch.setattr(projection, "WIDE", long)
-        monkeypatch.setattr(launch, "fused", lambda x: False)
-        ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0), base_dtype="fp8", device=device)
-        start = ours.arena.weights.clone() if start is None else start
-        ours.arena.weights.copy_(start)
-        ours.arena.publish()
-        monkeypatch.setattr(launch, "fused", lambda x: True)
-        missing.clear()
-        step = Step(ours.decoder, ours.arena, attention_backend="triton")
-        step.micro_step(batch().to(torch.device(device)))
-        assert sum(missing) == (3 if long == 1 else 0)
-        found.append(ours.arena.grads.cpu().clone())
-    assert torch.nn.functional.cosine_similarity(*found, 0) > 0.98

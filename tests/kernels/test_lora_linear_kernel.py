@@ -144,8 +144,8 @@ def test_down(kernels_on, device, dtype, splits, tokens, width, thin, parts, til
     from graftune.kernels.lora_linear import kernel
 
     tile = kernel._rows_tile
-    assert tile(4095) == tile(0) != tile(4096)
-    monkeypatch.setattr(kernel, "_rows_tile", lambda tokens: tile(tiles))
+    assert tile(4095, False) == tile(0, False) != tile(4096, False)
+    monkeypatch.setattr(kernel, "_rows_tile", lambda tokens, codes: tile(tiles, codes))
     torch.manual_seed(tokens + width)
     x = beside(torch.randn(tokens, width), dtype, device, room_for(thin))
     weight = (torch.randn(thin, width) / width**0.5).to(dtype).to(device)
@@ -246,8 +246,8 @@ def test_down_backward(kernels_on, device, dtype, tokens, width, thin, normed):
         (512, ((0, 64), (97, 130)), 8, 0, 0),  # the most tokens that one program sums
         (513, ((0, 64), (97, 130)), 8, 2, 0),
         (1500, ((5, 70),), 3, 3, 0),
-        (600, ((0, 128), (129, 130)), 16, 3, 4096),  # with the larger tiles from 4096 tokens on
-        (600, ((0, 33),), 33, 2, 4096),  # which large ranks do not have
+        (600, ((0, 128), (129, 130)), 16, 2, 4096),
+        (600, ((0, 33),), 33, 3, 4096),  # with the other tiles that large ranks have from 4096 tokens on
     ],
 )
 def test_sums_over_many_tokens(kernels_on, device, dtype, splits, tokens, columns, rank, parts, tiles, monkeypatch):

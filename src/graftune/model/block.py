@@ -150,17 +150,15 @@ def attention_half_backward(
     run.flush()
     run.attend.backward(block, _by_head(block, grad_mixed), q, k, v, _by_head(block, mixed), stats, grads)
     del grad_mixed
-    # In the first block nothing below learns, so the input's gradient is not computed.
-    norm, bias = block.attention_norm, block.qkv_bias
-    need_input = need_input or (norm is not None and norm.grad is not None)
-    rows, tables, turned = None, run.tables[block.rope], need_input and block.q_norm is None
-    read = not turned or (bias is not None and bias.grad is not None) or block.qkv.needs_grad(len(x), run)
-    if grad_qkv is None and read:  # only now: it need not lie beside attention's own memory
+    if grad_qkv is None:  # only now: it need not lie beside attention's own memory
         grad_qkv = block.qkv.grad_buffer(x, len(x))
-    if turned:
+    # In the first block nothing below learns, so the input's gradient is not computed.
+    norm = block.attention_norm
+    need_input = need_input or (norm is not None and norm.grad is not None)
+    rows, tables = None, run.tables[block.rope]
+    if need_input and block.q_norm is None:
         rows = block.qkv.rope_backward(grads, grad_qkv, tables, block.heads, run)
     else:
-        assert grad_qkv is not None
         rope.finish_backward(
             grads, grad_qkv[:, : block.qkv.width_out], *tables, block.heads, raw,
             q_norm=_weight(block.q_norm, run), k_norm=_weight(block.k_norm, run), eps=block.norm_eps,
@@ -168,9 +166,8 @@ def attention_half_backward(
             grad_k_norm=block.k_norm.grad if block.k_norm else None,
         )  # fmt: skip
     del grads
-    if bias is not None and bias.grad is not None:
-        assert grad_qkv is not None
-        bias.grad.add_(grad_qkv[:, : block.qkv.width_out].sum(0, dtype=torch.float32))
+    if block.qkv_bias is not None and block.qkv_bias.grad is not None:
+        block.qkv_bias.grad.add_(grad_qkv[:, : block.qkv.width_out].sum(0, dtype=torch.float32))
 
     grad_read, g = block.qkv.backward(grad_qkv, h_qkv, run, need_input, rows)
     del rows

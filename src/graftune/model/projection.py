@@ -16,7 +16,7 @@ Full-parameter training is the same class over a weight that trains: `learn` the
 
 A weight in fp8 reads codes, not these buffers: where it can, the kernel that writes x or dY writes its codes
 (`after_norm`, `after_act`, `act_backward`, `norm_backward`, `rope_backward`), and the thin products of the adapters
-write theirs (frozen/fp8.py). These read codes too, so that often neither x nor dY is written (`needs_grad`).
+write theirs (frozen/fp8.py).
 """
 
 from __future__ import annotations
@@ -83,14 +83,6 @@ class Projection:
         codes = self._in_codes(run)
         return codes if codes is not None and codes.inputs == 1 else None
 
-    def _long(self, tokens: int) -> bool:
-        return tokens >= LONG or tokens * self.width_out >= WIDE
-
-    def needs_grad(self, tokens: int, run: Pass) -> bool:
-        """Whether `backward` reads dY itself; else its codes will do."""
-        codes = self._in_codes(run)
-        return codes is None or not launch.fused(codes.storage) or not self._long(tokens)
-
     def after_norm(
         self,
         x: torch.Tensor,
@@ -134,18 +126,16 @@ class Projection:
 
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
-    ) -> tuple[torch.Tensor | None, torch.Tensor, Rows | None]:
-        """swiglu.backward -> (our gradient buffer if `backward` needs it, the activation, `rows` for `backward`). The
-        kernels go value by value, so with them these lie where gate_up, a wide product of ours, and grad_act did."""
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows | None]:
+        """swiglu.backward -> (our gradient buffer, the activation, `rows` for `backward`). The kernels go value by
+        value, so with them these lie where gate_up, a wide product of ours, and grad_act did."""
         if launch.fused(gate_up):
             grad, act = gate_up, grad_act
         else:
             grad, act = self.grad_buffer(gate_up, len(gate_up)), torch.empty_like(grad_act)
         codes, read, out = self._in_codes(run), gate_up[:, : self.width_out], grad[:, : self.width_out]
         if codes is not None and kind == "silu":
-            if self.needs_grad(len(grad), run):
-                return grad, act, codes.act_backward(grad_act, read, out, act)
-            return None, act, codes.act_backward(grad_act, read, None, act)
+            return grad, act, codes.act_backward(grad_act, read, out, act)
         swiglu.backward(grad_act, read, out, act, kind)
         return grad, act, None
 
@@ -169,17 +159,16 @@ class Projection:
     def rope_backward(
         self,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor | None,
+        out: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         heads: tuple[int, int, int],
         run: Pass,
     ) -> Rows | None:
-        """rope.finish_backward into `out`, our gradient buffer (None: not needed), where q and k have no norm; what it
-        returns is for `backward`."""
-        codes, out = self._in_codes(run), None if out is None else out[:, : self.width_out]
+        """rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; what it returns is for
+        `backward`."""
+        codes, out = self._in_codes(run), out[:, : self.width_out]
         if codes is not None:
             return codes.rope_backward(grads, out, *tables, heads)
-        assert out is not None
         rope.finish_backward(grads, out, *tables, heads, out.new_empty(0))
         return None
 
@@ -216,24 +205,20 @@ class Projection:
 
     def backward(
         self,
-        grad: torch.Tensor | None,
+        grad: torch.Tensor,
         h: torch.Tensor | None,
         run: Pass,
         need_input: bool = True,
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `rows`: what `act_backward`, `norm_backward`
-        or `rope_backward` left; with it the buffer may be missing (`needs_grad`)."""
-        codes, lora = self._in_codes(run), self.lora
-        if grad is None:
-            assert codes is not None and rows is not None and lora is not None and h is not None and need_input
-            return codes.backward(None, lora.low(h), rows=rows, grad_up=lora.grad_up)
-        grad_y = grad[:, : self.width_out]
+        or `rope_backward` left."""
+        grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
         low, inside = lora.low(h), bool(self.room) and run.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
-        long = self._long(len(grad))
+        codes, long = self._in_codes(run), len(grad) >= LONG or grad_y.numel() >= WIDE
         if not long:
             product = low.rank > lora_linear.THIN
             run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h, product=product)
@@ -251,19 +236,11 @@ class Projection:
         return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
 
     def learn(
-        self,
-        grad: torch.Tensor | None,
-        g: torch.Tensor | None,
-        x: torch.Tensor,
-        run: Pass,
-        normed: Normed | None = None,
+        self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None = None
     ) -> None:
         """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
         if g is not None or isinstance(self.frozen, Trained):
-            whole = None  # dA does without it
-            if isinstance(self.frozen, Trained):
-                assert grad is not None
-                whole = grad[:, : self.width_out]
+            whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
             product = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)
             run.do_aside(lambda: self._learn(whole, g, x, run, normed), *reads, product=product)

@@ -160,28 +160,16 @@ def up_backward(grad_y: torch.Tensor, low: Low, rows: Rows, shift: torch.Tensor)
     return g
 
 
-def up_both(
-    rows: Rows,
-    grad: torch.Tensor | None,
-    factor: torch.Tensor,
-    low: Low,
-    grad_up: torch.Tensor,
-    shift: torch.Tensor,
-) -> torch.Tensor:
-    """g = s dY B [T, n] and its codes behind those of dY times `factor` [out], and dB added into `grad_up` [sum of
-    outs, R] (fp32). Our kernel makes both of the codes, in one pass over them: dY in bf16 need not exist."""
-    width = len(factor)
-    codes = rows.codes[:, :width]
-    if launch.fused(codes) and low.rank <= THIN:
+def up_both(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
+    """`up_backward`, and dB added into `grad_up` [sum of outs, R] (fp32), in one pass over dY where that is ours."""
+    width = grad_y.shape[1]
+    if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import kernel, sums
 
-        behind = kernel.Codes(rows.codes, width, rows.scale, shift)
-        return sums.both(
-            grad_up, codes, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, codes=behind, factor=factor
-        )
-    assert grad is not None, "it is left out for our kernel only"
-    lora_linear.up_grad(grad, low, grad_up)
-    return up_backward(grad, low, rows, shift)
+        codes = kernel.Codes(rows.codes, width, rows.scale, shift)
+        return sums.both(grad_up, grad_y, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, codes=codes)
+    lora_linear.up_grad(grad_y, low, grad_up)
+    return up_backward(grad_y, low, rows, shift)
 
 
 def norm(
@@ -239,18 +227,16 @@ def act(gate_up: torch.Tensor, codes: torch.Tensor, *, reach: torch.Tensor | Non
 def act_backward(
     grad: torch.Tensor,
     gate_up: torch.Tensor,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     act: torch.Tensor,
     codes: torch.Tensor,
     factor: torch.Tensor,
     *,
     reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """swiglu.backward; out, or what would be there, times `factor` [2F] goes to codes [T, 2F]. Returns their scale
-    [T]."""
-    assert gate_up.is_contiguous() and gate_up.shape == codes.shape and grad.shape == act.shape
-    assert out is None or (out.shape == codes.shape and out.stride(1) == 1)
-    assert grad.stride(1) == act.stride(1) == codes.stride(1) == 1 and factor.shape == codes.shape[1:]
+    """swiglu.backward; out times `factor` [2F] goes to codes [T, 2F]. Returns their scale [T]."""
+    assert gate_up.is_contiguous() and gate_up.shape == out.shape == codes.shape and grad.shape == act.shape
+    assert grad.stride(1) == out.stride(1) == act.stride(1) == codes.stride(1) == 1 and factor.shape == out.shape[1:]
     if launch.fused(grad):
         from graftune.kernels.fp8 import gated
 
@@ -261,7 +247,7 @@ def act_backward(
 
 def rope_backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    grad_qkv: torch.Tensor | None,
+    grad_qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     heads: tuple[int, int, int],
@@ -270,17 +256,14 @@ def rope_backward(
     *,
     reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """rope.finish_backward without norms; grad_qkv, or what would be there, times `factor` [(N + 2K) H] goes to codes
-    [T, (N + 2K) H]. Returns their scale [T]."""
-    assert codes.stride(1) == 1 and factor.shape == codes.shape[1:] and cos.shape[0] == len(codes)
-    assert grad_qkv is None or codes.shape == grad_qkv.shape
-    if launch.fused(codes):
+    """rope.finish_backward without norms; grad_qkv times `factor` [(N + 2K) H] goes to codes [T, (N + 2K) H]. Returns
+    their scale [T]."""
+    assert codes.shape == grad_qkv.shape and codes.stride(1) == 1 and factor.shape == codes.shape[1:]
+    if launch.fused(grad_qkv):
         from graftune.kernels.fp8 import rotary
 
         if rotary.fits(grads[2], cos, heads):
             return rotary.rope_backward(grads, grad_qkv, cos, sin, heads, codes, factor, reach)
-    if grad_qkv is None:
-        grad_qkv = torch.empty(codes.shape, dtype=grads[0].dtype, device=codes.device)
     rope.finish_backward(grads, grad_qkv, cos, sin, heads, grad_qkv.new_empty(0))
     return quantise(grad_qkv, codes, factor=factor, reach=reach)
 

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""Rope's way back beside fp8 products: it writes the codes that qkv reads of its gradient, and that where wanted.
+"""Rope's way back beside fp8 products: it writes qkv's gradient, and the codes that qkv reads of it.
 
 A program owns a token with all its heads, so that the row's scale and its codes come of values in registers; rope's own
 kernel goes by heads, which leaves whole rows to a second reading. Bytes a token (W = 6144 columns at 8B): both read
-2 W; apart 2 W are written and read again for the codes, 1 W, which here are only written.
+2 W and write 2 W; apart another 2 W are read for the codes, 1 W, which here are only written.
 
 What is not for one token's program stays with rope's kernel and a pass for the codes: norms of q and k, heads that turn
 in part, and dk and dv that are still to be added up over query heads (few tokens, so little to win).
@@ -46,11 +46,10 @@ def _measured(a, b, factor_ptr, at, inside, HALF: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit
-def _stored(out_ptr, codes_ptr, a, b, z_a, z_b, inverse, at, inside, HALF: tl.constexpr, OUT: tl.constexpr):
+def _stored(out_ptr, codes_ptr, a, b, z_a, z_b, inverse, at, inside, HALF: tl.constexpr):
     code = codes_ptr.dtype.element_ty
-    if OUT:
-        tl.store(out_ptr + at, a, inside)
-        tl.store(out_ptr + HALF + at, b, inside)
+    tl.store(out_ptr + at, a, inside)
+    tl.store(out_ptr + HALF + at, b, inside)
     tl.store(codes_ptr + at, (z_a * inverse).to(code), inside)
     tl.store(codes_ptr + HALF + at, (z_b * inverse).to(code), inside)
 
@@ -59,13 +58,13 @@ def _stored(out_ptr, codes_ptr, a, b, z_a, z_b, inverse, at, inside, HALF: tl.co
 def _rope_backward(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, factor_ptr, reach_ptr, out_ptr, codes_ptr, scale_ptr,
     dq_stride, dk_stride, dv_stride, out_stride, codes_stride, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    REACH: tl.constexpr, OUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, L: tl.constexpr,
+    REACH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, L: tl.constexpr,
     LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """Nothing is stored before the scale is known, for which every thread waits: dq, dk and dv may be views of out."""
     row = tl.program_id(0).to(tl.int64)
     H: tl.constexpr = 2 * HALF
-    kind = dq_ptr.dtype.element_ty
+    kind = out_ptr.dtype.element_ty
     cols = tl.arange(0, BC)[None, :]
     cos = tl.load(cos_ptr + row * HALF + cols, cols < HALF, other=0.0)
     sin = tl.load(sin_ptr + row * HALF + cols, cols < HALF, other=0.0)
@@ -79,13 +78,12 @@ def _rope_backward(
     scale = scale_of(most, tl.sum(q_total + k_total + v_total, 0), reach_ptr, 1.0, REACH, LARGEST, SMALLEST)
     tl.store(scale_ptr + row, scale)
     inverse = tl.div_rn(1.0, scale)
-    to, codes_ptr = codes_ptr, codes_ptr + row * codes_stride  # without an out, `to` is not used
-    if OUT:
-        to = out_ptr + row * out_stride
-    _stored(to, codes_ptr, q_a, q_b, zq_a, zq_b, inverse, q_at, q_in, HALF, OUT)
-    _stored(to + N * H, codes_ptr + N * H, k_a, k_b, zk_a, zk_b, inverse, k_at, k_in, HALF, OUT)
+    out_ptr += row * out_stride
+    codes_ptr += row * codes_stride
+    _stored(out_ptr, codes_ptr, q_a, q_b, zq_a, zq_b, inverse, q_at, q_in, HALF)
+    _stored(out_ptr + N * H, codes_ptr + N * H, k_a, k_b, zk_a, zk_b, inverse, k_at, k_in, HALF)
     behind: tl.constexpr = (N + K) * H
-    _stored(to + behind, codes_ptr + behind, v_a, v_b, zv_a, zv_b, inverse, v_at, v_in, HALF, OUT)
+    _stored(out_ptr + behind, codes_ptr + behind, v_a, v_b, zv_a, zv_b, inverse, v_at, v_in, HALF)
 
 
 def fits(dv: torch.Tensor, cos: torch.Tensor, heads: tuple[int, int, int]) -> bool:
@@ -94,7 +92,7 @@ def fits(dv: torch.Tensor, cos: torch.Tensor, heads: tuple[int, int, int]) -> bo
 
 def rope_backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     heads: tuple[int, int, int],
@@ -102,14 +100,13 @@ def rope_backward(
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
-    scale = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
+    scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
     half = cos.shape[1]
     of_q, of_k, of_half = (power_of_two(n) for n in (heads[0], heads[1], half))
     warps = min(16, power_of_two(triton.cdiv((of_q + 2 * of_k) * of_half, 512)))  # at most 16 pairs a thread
-    _rope_backward[(len(codes),)](
-        *grads, cos, sin, factor, reach, out, codes, scale, *(g.stride(0) for g in grads),
-        0 if out is None else out.stride(0), codes.stride(0), N=heads[0], K=heads[1], HALF=half,
-        REACH=reach is not None, OUT=out is not None, BN=of_q, BK=of_k, BC=of_half,
+    _rope_backward[(len(out),)](
+        *grads, cos, sin, factor, reach, out, codes, scale, *(g.stride(0) for g in grads), out.stride(0),
+        codes.stride(0), N=heads[0], K=heads[1], HALF=half, REACH=reach is not None, BN=of_q, BK=of_k, BC=of_half,
         L=min(32 * warps, of_k * of_half), LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=warps,
     )  # fmt: skip
     return scale

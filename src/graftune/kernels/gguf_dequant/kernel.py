@@ -19,6 +19,7 @@ launches forbid them: equality to the bit should not hang on a proof.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,14 +30,6 @@ from graftune.kernels.gguf_dequant.reference import CURVE, KINDS
 from graftune.kernels.launch import power_of_two
 
 TILE, WARPS = 4096, 4  # a tile's values: 32 for every thread
-
-
-def _curve_word(at: int) -> int:
-    """Four entries of the curve, 128 added, a byte each."""
-    return int.from_bytes(bytes(value + 128 for value in CURVE[at : at + 4]), "little")
-
-
-CURVE_0, CURVE_4, CURVE_8, CURVE_12 = (tl.constexpr(_curve_word(at)) for at in (0, 4, 8, 12))
 
 
 @triton.jit
@@ -105,13 +98,10 @@ def _bytes(word, ZERO: tl.constexpr):
 
 
 @triton.jit
-def _curved(word):
-    """CURVE at the low four bits of each byte, [lanes] -> [lanes, 4]. (A tree of choices between constants, made
-    for all four bytes at once, took more operations.)"""
-    code = word[:, None] >> (8 * tl.arange(0, 4))[None, :]
-    low = tl.where((code & 4) == 0, CURVE_0, CURVE_4)
-    high = tl.where((code & 4) == 0, CURVE_8, CURVE_12)
-    return _byte(tl.where((code & 8) == 0, low, high).to(tl.uint32) >> (8 * (code & 3)), 0, 128)
+def _curved(curve_ptr, word):
+    """CURVE at the low four bits of each byte, [lanes] -> [lanes, 4], looked up in memory: its sixteen numbers share a
+    cache line. (Chosen among constants, value by value or for all four at once, it took more operations.)"""
+    return tl.load(curve_ptr + ((word[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 15))
 
 
 @triton.jit
@@ -125,9 +115,9 @@ def _store(out, at, values, inside):
 def _legacy(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
-    MINIMUM: tl.constexpr, FIFTH: tl.constexpr, CURVED: tl.constexpr,
+    MINIMUM: tl.constexpr, FIFTH: tl.constexpr,
 ):  # fmt: skip
-    """Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL: d, perhaps m, perhaps the fifth bits, then 16 bytes of two codes each."""
+    """Q4_0, Q4_1, Q5_0, Q5_1: d, perhaps m, perhaps the fifth bits, then 16 bytes of two codes each."""
     HEADER: tl.constexpr = SIZE - 16
     ALIGNED: tl.constexpr = SIZE % 4 == 0
     lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 4, B)
@@ -144,13 +134,8 @@ def _legacy(
         code = (codes >> (4 * half)) & 0x0F0F0F0F
         if FIFTH:  # the product brings four bits in a row to the four bytes
             code |= ((((fifth >> (16 * half)) & 15) * 0x00204081) & 0x01010101) << 4
-        if CURVED:
-            values = _curved(code) * scale
-        elif MINIMUM:
-            values = _bytes(code, 0) * scale + least
-        else:
-            values = _bytes(code, 16 if FIFTH else 8) * scale
-        _store(out, 4 * lane + 16 * half, values, inside)
+        values = _bytes(code, 0 if MINIMUM else 16 if FIFTH else 8) * scale
+        _store(out, 4 * lane + 16 * half, values + least if MINIMUM else values, inside)
 
 
 @triton.jit
@@ -256,8 +241,21 @@ def _q6_k(
 
 
 @triton.jit
+def _iq4_nl(
+    src_ptr, ids_ptr, out_ptr, count, out_steps, curve_ptr,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """d, then 16 bytes of two codes each."""
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 4, B)
+    scale = _half(_short(src, inside))[:, None]
+    codes = _word(src + 2 + 4 * lane, inside, False)
+    for half in tl.static_range(2):
+        _store(out, 4 * lane + 16 * half, _curved(curve_ptr, codes >> (4 * half)) * scale, inside)
+
+
+@triton.jit
 def _iq4_xs(
-    src_ptr, ids_ptr, out_ptr, count, out_steps,
+    src_ptr, ids_ptr, out_ptr, count, out_steps, curve_ptr,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """d; eight scales, their high pairs in 2 bytes and low halves in 4; eight runs of 16 bytes of two codes."""
@@ -268,7 +266,7 @@ def _iq4_xs(
     by = (_byte(six, 0, 32) * _half(head))[:, None]
     codes = _word(src + 8 + 4 * lane, inside, True)
     for half in tl.static_range(2):
-        _store(out, 32 * run + 16 * half + 4 * part, _curved(codes >> (4 * half)) * by, inside)
+        _store(out, 32 * run + 16 * half + 4 * part, _curved(curve_ptr, codes >> (4 * half)) * by, inside)
 
 
 @triton.jit
@@ -285,11 +283,11 @@ def _floats(
 
 # kind -> its kernel and what else is compiled in
 LAUNCHES: dict[str, tuple[Any, dict[str, bool]]] = {
-    "Q4_0": (_legacy, {"MINIMUM": False, "FIFTH": False, "CURVED": False}),
-    "Q4_1": (_legacy, {"MINIMUM": True, "FIFTH": False, "CURVED": False}),
-    "Q5_0": (_legacy, {"MINIMUM": False, "FIFTH": True, "CURVED": False}),
-    "Q5_1": (_legacy, {"MINIMUM": True, "FIFTH": True, "CURVED": False}),
-    "IQ4_NL": (_legacy, {"MINIMUM": False, "FIFTH": False, "CURVED": True}),
+    "Q4_0": (_legacy, {"MINIMUM": False, "FIFTH": False}),
+    "Q4_1": (_legacy, {"MINIMUM": True, "FIFTH": False}),
+    "Q5_0": (_legacy, {"MINIMUM": False, "FIFTH": True}),
+    "Q5_1": (_legacy, {"MINIMUM": True, "FIFTH": True}),
+    "IQ4_NL": (_iq4_nl, {}),
     "Q8_0": (_q8_0, {}),
     "Q2_K": (_q2_k, {}),
     "Q3_K": (_q3_k, {}),
@@ -298,6 +296,11 @@ LAUNCHES: dict[str, tuple[Any, dict[str, bool]]] = {
     "Q6_K": (_q6_k, {}),
     "IQ4_XS": (_iq4_xs, {}),
 }
+
+
+@functools.cache
+def _curve(device: torch.device) -> torch.Tensor:
+    return torch.tensor(CURVE, dtype=torch.float32, device=device)
 
 
 def alignment(stride: int) -> int:
@@ -318,6 +321,7 @@ def cast(values: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """The first call on a device for a kind that has a curve makes its table: not while capturing."""
     jitted, flags = LAUNCHES[kind]
     values, size = KINDS[kind]
     per_row = out.shape[1] // values
@@ -326,6 +330,7 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
     if not count:
         return
     step = alignment(out.stride(0))
+    curve = {"curve_ptr": _curve(out.device)} if jitted in (_iq4_nl, _iq4_xs) else {}
     jitted[(triton.cdiv(count, tile),)](
         blocks,
         rows,
@@ -337,6 +342,7 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
         PER_ROW=per_row,
         SIZE=size,
         B=tile,
+        **curve,
         **flags,
         num_warps=WARPS,
         enable_fp_fusion=False,

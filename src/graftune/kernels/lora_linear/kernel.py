@@ -130,9 +130,12 @@ def _add(
         lay_pieces(total.to(tl.float32) * inverse, place, width, at < n, tail_ptr.dtype.element_ty)
 
 
-def _rows_tile(tokens: int) -> tuple[int, int, int, int, int]:
-    """Tokens and columns of a tile, warps, stages, programs wanted."""
-    return (64, 64, 4, 4, 256) if tokens < 4096 else (64, 128, 8, 4, 128)
+def _rows_tile(tokens: int, codes: bool) -> tuple[int, int, int, int, int]:
+    """Tokens and columns of a tile, warps, stages, programs wanted. Codes become numbers on their way, for which the
+    multiprocessors want more programs."""
+    if tokens < 4096:
+        return 64, 64, 4, 4, 256
+    return (64, 128, 4, 3, 264) if codes else (64, 128, 8, 4, 128)
 
 
 def rows(
@@ -153,7 +156,7 @@ def rows(
     assert tail is None or codes is None
     tokens = len(y)
     rp = power_of_two(rank, 16)
-    bt, bc, warps, stages, wanted = _rows_tile(tokens)
+    bt, bc, warps, stages, wanted = _rows_tile(tokens, row_scale is not None)
     starts, stops, offsets, _ = places(columns, bc)
     widest = max(stop - start for start, stop in columns)
     programs = triton.cdiv(tokens, bt) * len(columns)

@@ -2,9 +2,7 @@
 """Gradients of adapters: thin products that are summed over tokens, added into the fp32 arena.
 
 `both` makes g = s dY B besides dB = s dY' h, of the same dY, which is then read once: a block of columns has all of
-their sum over tokens, and of g a part, which `kernel.add_up` adds to the others. Beside a weight in fp8 dY may be there
-as codes alone, c[t, o] = dY[t, o] f[o] / t[t] (kernels/fp8/reference.py): B is then divided by f and h multiplied by t
-on the way in, g and dB on the way out.
+their sum over tokens, and of g a part, which `kernel.add_up` adds to the others.
 """
 
 from __future__ import annotations
@@ -69,18 +67,10 @@ def _columns(
 
 
 @triton.jit
-def _tile(y_ptr, first, tokens, cols, inside, y_stride, BT: tl.constexpr):
-    at = first + tl.arange(0, BT)
-    place = at[:, None].to(tl.int64) * y_stride + cols[None, :]
-    return tl.load(y_ptr + place, (at < tokens)[:, None] & inside[None, :], other=0.0)
-
-
-@triton.jit
 def _both(
-    y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, row_scale_ptr, factor_ptr,
-    tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
+    y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
     c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, CODES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_columns` and `_rows` of one y in one pass over it: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and
     for this block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
@@ -97,36 +87,20 @@ def _both(
     w = tl.load(
         w_ptr + (row + local)[:, None].to(tl.int64) * w_stride + ranks[None, :], inside[:, None] & real, other=0.0
     )
-    if CODES:
-        inverse = 1.0 / tl.load(factor_ptr + cols, inside, other=1.0)[:, None]
-        w = (w.to(tl.float32) * inverse).to(w.dtype)
     acc = tl.zeros([BC, RP], tl.float32)
     first = split * per_split
     part = g_ptr + block.to(tl.int64) * g_stride + member * R + ranks[None, :]
-    if CODES:  # Triton does not load them ahead: they are read in two ways
-        ahead = _tile(y_ptr, first, tokens, cols, inside, y_stride, BT)
     for t in range(first, min(first + per_split, tokens), BT):
         at = t + tl.arange(0, BT)
         alive = (at < tokens)[:, None]
         there = at[:, None].to(tl.int64)
-        if CODES:
-            y = ahead.to(w.dtype)
-            ahead = _tile(y_ptr, t + BT, tokens, cols, inside, y_stride, BT)
-        else:
-            y = _tile(y_ptr, t, tokens, cols, inside, y_stride, BT)
+        y = tl.load(y_ptr + there * y_stride + cols[None, :], alive & inside[None, :], other=0.0)
         h = tl.load(h_ptr + there * h_stride + member * R + ranks[None, :], alive & real, other=0.0)
-        by = scale
-        if CODES:
-            row_scale = tl.load(row_scale_ptr + at, at < tokens, other=0.0)[:, None]
-            h = (h.to(tl.float32) * row_scale).to(h.dtype)
-            by = row_scale * scale
         acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
-        tl.store(part + there * WIDTH, tl.dot(y, w, input_precision=PRECISION) * by, alive & real)
+        tl.store(part + there * WIDTH, tl.dot(y, w, input_precision=PRECISION) * scale, alive & real)
     whole = out_ptr + split.to(tl.int64) * split_stride
     where = whole + (row + local)[:, None].to(tl.int64) * R + ranks[None, :]
     acc *= scale
-    if CODES:
-        acc *= inverse
     if ADD:
         acc += tl.load(where, inside[:, None] & real, other=0.0)
     tl.store(where, acc, inside[:, None] & real)
@@ -134,7 +108,7 @@ def _both(
 
 def _columns_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
     """Columns and tokens of a tile, warps, stages, programs wanted."""
-    return (64, 128, 4, 3, 256) if tokens < 4096 or rank > 32 else (128, 64, 4, 3, 256)
+    return (64, 128, 4, 3, 256) if tokens < 4096 or rank <= 32 else (128, 64, 4, 3, 256)
 
 
 def sum_columns_(
@@ -182,12 +156,9 @@ def both(
     scale: float,
     tail: torch.Tensor | None = None,
     codes: kernel.Codes | None = None,
-    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`sum_columns_` into total and `rows` of the same y, read once. With a `factor` [out], y are the codes of y times
-    the factor, at the scales in `codes`."""
+    """`sum_columns_` into total and `rows` of the same y, read once."""
     assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or codes is None)
-    assert factor is None or codes is not None
     tokens, rp = len(y), power_of_two(rank, 16)
     bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], y.element_size())
     starts, stops, offsets, counts = kernel.places(columns, bc)
@@ -197,12 +168,11 @@ def both(
     splits = triton.cdiv(tokens, per_split)
     sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
     parts = torch.empty(max(members), tokens, rank * len(columns), dtype=torch.float32, device=y.device)
-    g = torch.empty(parts.shape[1:], dtype=weight.dtype, device=y.device)
+    g = torch.empty(parts.shape[1:], dtype=y.dtype, device=y.device)
     _both[(blocks, splits)](
-        y, h, weight, parts, sums, codes.scale if codes is not None else None, factor, tokens, per_split, y.stride(0),
-        h.stride(0), weight.stride(0), g.numel(), total.numel(), scale, *starts, *stops, *offsets, *counts,
-        WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc, CODES=factor is not None, ADD=splits == 1,
-        PRECISION=kernel.precision(weight), num_warps=warps, num_stages=stages,
+        y, h, weight, parts, sums, tokens, per_split, y.stride(0), h.stride(0), weight.stride(0), g.numel(),
+        total.numel(), scale, *starts, *stops, *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc,
+        ADD=splits == 1, PRECISION=kernel.precision(y), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     kernel.add_up(parts, g, add=False, tail=tail, counts=members, codes=codes)
     if splits > 1:
@@ -215,9 +185,7 @@ def _both_tile(rank: int, tokens: int, width: int, size: int = 2) -> tuple[int, 
     """Columns and tokens of a tile, warps, stages, programs wanted. `size`: bytes of a value of y."""
     if rank > 32:
         return 128, 64, 4, 3, 264
-    if size == 1:  # codes, which take registers on their way
-        return 256, 64, 8, 3, 264
-    if rank <= 16 and size == 2 and tokens >= 8192 and width >= 64 * 256:  # what gate and up make; 223 kB on a Hopper
+    if rank <= 16 and size == 2 and tokens >= 8192 and width >= 4096:  # 223 kB on a Hopper; before it Triton takes 94
         return 512, 64, 8, 3, 132
     if tokens >= 2048:
         return 256, 64, 4, 3, 264

@@ -226,12 +226,9 @@ class Fp8(Roomy):
         h = fp8.down(rows, self.in_features, share.down, share.there.shift)
         return self._product(rows), h
 
-    def act_backward(
-        self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor | None, act: torch.Tensor
-    ) -> Rows:
-        """SwiGLU's way back into `act` and `out`, our dY, where wanted (kernels/swiglu); returns dY's codes for
-        `backward`."""
-        codes, reach = self._buffer(len(act), self.out_features), self._share.back.reach
+    def act_backward(self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> Rows:
+        """SwiGLU's way back into `out`, our dY, and `act` (kernels/swiglu); returns dY's codes for `backward`."""
+        codes, reach = self._buffer(len(out), self.out_features), self._share.back.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.act_backward(grad_act, gate_up, out, act, inner, self.scale, reach=reach))
 
@@ -253,35 +250,30 @@ class Fp8(Roomy):
     def rope_backward(
         self,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor | None,
+        out: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         heads: tuple[int, int, int],
     ) -> Rows:
-        """Rope's way back into `out`, our dY, where wanted: its codes for `backward`."""
-        codes, reach = self._buffer(len(cos), self.out_features), self._share.back.reach
+        """Rope's way back into `out`, our dY: its codes for `backward`."""
+        codes, reach = self._buffer(len(out), self.out_features), self._share.back.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.rope_backward(grads, out, cos, sin, heads, inner, self.scale, reach=reach))
 
     def backward(
         self,
-        grad: torch.Tensor | None,
+        grad: torch.Tensor,
         low: Low,
         *,
         grad_up: torch.Tensor | None = None,
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left its
-        codes, with room for g's; with those and a `grad_up`, dY itself may be missing."""
+        codes, with room for g's."""
         reach, shift = self._share.back
         if rows is None:
-            assert grad is not None
             rows = self._rows(grad, self.scale, reach)
-        if grad_up is not None:
-            g = fp8.up_both(rows, grad, self.scale, low, grad_up, shift)
-        else:
-            assert grad is not None
-            g = fp8.up_backward(grad, low, rows, shift)
+        g = fp8.up_backward(grad, low, rows, shift) if grad_up is None else fp8.up_both(grad, low, grad_up, rows, shift)
         return self._way_back(rows), g
 
     @property
