@@ -12,7 +12,7 @@ from graftune.kernels.swiglu import reference
 # One rounding of the result; twice that in bf16, which Triton's interpreter cuts off instead of rounding it.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
 DTYPES = list(TOLERANCE)
-SIZES = [(1, 1), (1, 2), (3, 7), (9, 30), (5, 257), (2, 2049), (3, 4097)]  # the last two: one more than a block
+SIZES = [(1, 1), (1, 2), (3, 7), (9, 30), (5, 257), (2, 2049), (3, 4097)]  # the last: one more than a block
 NAN = float("nan")
 
 

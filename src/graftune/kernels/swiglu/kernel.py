@@ -67,7 +67,7 @@ def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str) -> None:
 
 def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     tokens, width = grad.shape
-    _backward[(tokens, triton.cdiv(width, 2048))](
+    _backward[(tokens, triton.cdiv(width, 4096))](
         grad, gate_up, out, act, width, grad.stride(0), gate_up.stride(0), out.stride(0), act.stride(0),
-        GELU=kind == "gelu", BF=2048, num_warps=4,
+        GELU=kind == "gelu", BF=4096, num_warps=8,
     )  # fmt: skip
