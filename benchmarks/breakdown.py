@@ -67,8 +67,7 @@ SAID = {
     "copies": "copies, fills",
 }
 HOST = re.compile(r"HtoD|DtoH", re.I)
-# Columns of a program and threads of the kernels that share a name with the norms'.
-GATED = {"_forward": (4096, 256), "_backward": (2048, 128)}
+GATED = ("_forward", "_backward")  # names that SwiGLU's kernels share with the norms', and one with attention's
 ROWS_TILE = 64  # tokens of a program of the adapters' `_rows`
 
 
@@ -94,10 +93,11 @@ def kind_of(kernel: Kernel, case: Case, *, floor: bool = False) -> str:
     """By name; several of ours are called alike and are told apart by how they are launched for this case."""
     name, grid = kernel.name, kernel.grid
     if name in GATED:
-        columns, threads = GATED[name]
+        from graftune.kernels.swiglu.kernel import COLUMNS, WARPS
+
         if name == "_forward" and grid[1] == case.shape.heads:
             return "attention"
-        gated = (grid[1], kernel.threads) == (-(-case.shape.ffn // columns), threads)
+        gated = (grid[1], kernel.threads) == (-(-case.shape.ffn // COLUMNS), 32 * WARPS)
         return "swiglu" if gated else "norms"
     if name == "_rows" and grid[1:] == (1, 1) and grid[0] > -(-case.micro_tokens // ROWS_TILE):
         return "loss"  # a program a row of logits

@@ -37,10 +37,17 @@ class Runner:
 
 
 def measure(
-    runner: Runner, tokens: int, device: torch.device, steps: int, started: float, watch_syncs: bool = False
+    runner: Runner,
+    tokens: int,
+    device: torch.device,
+    steps: int,
+    started: float,
+    watch_syncs: bool = False,
+    sustain: float = 0.0,
 ) -> dict[str, Any]:
     """`started` (time.time) is when the participant's process began, or, of several cases in one, its case. With
-    `watch_syncs` the steps without a synchronisation between them are searched for some that they do themselves."""
+    `watch_syncs` the steps without a synchronisation between them are searched for some that they do themselves.
+    `sustain`: seconds of steps before those that are timed, for clocks as low as the floor's."""
     before = fingerprints(runner.trained())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -67,6 +74,9 @@ def measure(
     with turns.turn() as shared:
         for _ in range(WARM_AGAIN if shared else 0):
             timed()
+        warm_until = time.perf_counter() + sustain
+        while time.perf_counter() < warm_until:
+            timed()
         warm = len(walls)
         for _ in range(steps):
             timed()
@@ -88,7 +98,7 @@ def measure(
         "start_s": None if shared else round(start_s, 1),
         "first_step_s": None if shared else round(walls[0], 1),
         "steps": steps,
-    }
+    } | ({"sustained_s": sustain} if sustain else {})
     return judged(figures, losses, norms, moved) | ({"note": runner.note} if runner.note else {})
 
 

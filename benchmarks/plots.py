@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, IMAGES = ROOT / "benchmarks" / "results" / "step-h200.json", ROOT / "docs" / "images"
@@ -224,7 +224,10 @@ def curve(figure: Any, axis: str, curves: Mapping[str, Any], title: str) -> None
             part.spines[side].set_visible(False)
     if axis in ("tokens", "layers"):
         above.set_yscale("log")
-        above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = above.get_ylim()
+        marks = [mark * 10**power for power in range(-2, 7) for mark in (1, 2, 5)]
+        above.set_ylim(max(m for m in marks if m <= low), min(m for m in marks if m >= high))  # both ends have a figure
+        above.yaxis.set_major_locator(FixedLocator(marks))
         above.yaxis.set_minor_locator(NullLocator())
         above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     else:

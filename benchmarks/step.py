@@ -223,7 +223,7 @@ class Run:
         for curve, points in cases.sweep(axis).items():
             names = [name for _, name in points]
             # Adapters are no part of the floor: one point serves a sweep of ranks.
-            floors = self.figures("floor", names[:1] if axis == "rank" else names, sustain=1.0, swept=True)
+            floors = self.figures("floor", names[:1] if axis == "rank" else names)
             own = self.figures("ours", names)
             curves[curve] = []
             for x, name in points:
@@ -234,9 +234,10 @@ class Run:
                 print(f"{axis:10}{curve:22}{x:7} " + _point(found), flush=True)
             self.save()
 
-    def figures(self, who: str, names: list[str], sustain: float = 2.0, swept: bool = False) -> dict[str, Any]:
-        """case -> participant -> figures; a case that was not reached has the error that ended the worker."""
-        job = self.job(who, names, "--sustain", str(sustain), *(["--swept"] if swept else []))
+    def figures(self, who: str, names: list[str]) -> dict[str, Any]:
+        """Of a sweep: case -> participant -> figures, after a second of load that falls on the floor and on ours alike;
+        a case that was not reached has the error that ended the worker."""
+        job = self.job(who, names, "--sustain", "1.0", "--swept")
         list(self.crew.run([job]))
         found, problem = self.left(job), job.problem
         for name in names:

@@ -52,7 +52,8 @@ def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> d
         runner = ours(case, device)
     else:
         runner = peers.build(options.worker, case, peers.Place(device, folder))
-    figures = measure.measure(runner, case.tokens, device, options.steps, started, options.worker == "ours")
+    sustain = options.sustain if options.swept else 0.0
+    figures = measure.measure(runner, case.tokens, device, options.steps, started, options.worker == "ours", sustain)
     return {options.worker: figures | {"imports_s": round(imported_s, 1)}}
 
 

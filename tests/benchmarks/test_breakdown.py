@@ -64,7 +64,9 @@ def test_a_name_has_its_kind(kind: str, name: str) -> None:
         ("norms", "1b-1x512", "_forward", (512, 1, 1), 64),
         ("swiglu", "1b-1x512", "_forward", (512, 2, 1), 256),
         ("norms", "8b-1x512", "_backward", (512, 1, 1), 128),
-        ("swiglu", "8b-1x512", "_backward", (512, 7, 1), 128),
+        ("swiglu", "8b-1x512", "_backward", (512, 4, 1), 256),
+        ("swiglu", "350m-full-4x512x4", "_backward", (2048, 1, 1), 256),
+        ("norms", "350m-full-4x512x4", "_backward", (2048, 1, 1), 32),
         ("swiglu", "350m-full-4x512x4", "_forward", (2048, 1, 1), 256),  # as wide as one program
         ("norms", "350m-full-4x512x4", "_forward", (2048, 1, 1), 32),
         ("norms", "350m-full-4x512x4", "_add", (256, 1, 1), 128),

@@ -100,8 +100,23 @@ def test_the_readme_shows_the_sweeps_that_were_drawn(tmp_path, monkeypatch):
     text = (ROOT / "README.md").read_text()
     without = readme.rewritten(text)
     assert "<!-- sweeps -->\n<!-- end sweeps -->" in without and "sweeps-" not in without
-    (tmp_path / "sweeps-h9.png").write_bytes(b"")
+    (tmp_path / "sweeps-h200.png").write_bytes(b"")
     shown = readme.rewritten(without)
-    assert "](docs/images/sweeps-h9.png)" in shown and readme.rewritten(shown) == shown
-    (tmp_path / "sweeps-h9.png").unlink()
+    assert "](docs/images/sweeps-h200.png)" in shown and readme.rewritten(shown) == shown
+    (tmp_path / "sweeps-h200.png").unlink()
     assert readme.rewritten(shown) == without
+
+
+@pytest.mark.parametrize("sustained", [True, False])
+@pytest.mark.parametrize("axes", [("rank",), ("tokens", "rank", "layers", "documents")])
+def test_the_sweeps_caption_says_what_was_run(tmp_path, monkeypatch, axes, sustained):
+    monkeypatch.setattr(readme, "IMAGES", tmp_path)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    (tmp_path / "sweeps-h9.png").write_bytes(b"")
+    point = {"x": 4, "participants": {"ours": {"ms": 1.0} | ({"sustained_s": 1.0} if sustained else {})}}
+    record = {"sweeps": {axis: {"1b": [point]} for axis in axes}}
+    (tmp_path / "step-h9.json").write_text(json.dumps(record))
+    shown = readme.sweeps()
+    assert ("tokens, rank, layers and documents grow" if len(axes) > 1 else "as rank grows") in shown
+    assert ("Not run yet: tokens, layers, documents." in shown) == (len(axes) == 1)
+    assert ("the nearer it looks" in shown) != sustained

@@ -101,6 +101,19 @@ def test_a_template_without_an_end(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert time.monotonic() - began < 3 and "\n" not in str(error.value)
 
 
+def test_time_that_the_process_did_not_have_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped, or the laptop asleep."""
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+
+    class Asleep(dict[str, str]):
+        def __getitem__(self, name: str) -> str:
+            time.sleep(0.3)
+            return super().__getitem__(name)
+
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}", name="my.jinja")
+    assert template.render([Asleep(turn) for turn in TALK]) == "HiHello"
+
+
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_template_without_bounds(kind: str) -> None:
     tracemalloc.start()

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+COLUMNS, WARPS = 4096, 8  # of a program
+
 
 @triton.jit
 def _act(x, GELU: tl.constexpr):
@@ -60,14 +62,14 @@ def _backward(
 
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     tokens, width = act.shape
-    _forward[(tokens, triton.cdiv(width, 4096))](
-        gate_up, act, width, gate_up.stride(0), act.stride(0), GELU=kind == "gelu", BF=4096, num_warps=8
+    _forward[(tokens, triton.cdiv(width, COLUMNS))](
+        gate_up, act, width, gate_up.stride(0), act.stride(0), GELU=kind == "gelu", BF=COLUMNS, num_warps=WARPS
     )
 
 
 def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     tokens, width = grad.shape
-    _backward[(tokens, triton.cdiv(width, 4096))](
+    _backward[(tokens, triton.cdiv(width, COLUMNS))](
         grad, gate_up, out, act, width, grad.stride(0), gate_up.stride(0), out.stride(0), act.stride(0),
-        GELU=kind == "gelu", BF=4096, num_warps=8,
+        GELU=kind == "gelu", BF=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
