@@ -43,7 +43,9 @@ from benchmarks import report
 RESULTS = ROOT / "benchmarks" / "results"
 MOST_FILES = 8
 STOPPED, NOT_RUN = 124, None
-WITH_COMMIT = ("step", "graph", "gsm8k", "bases-fp8", "bases-quantised", "plan", "kernels", "refusal")  # take --commit
+WITH_COMMIT = (  # take --commit
+    "step", "graph", "breakdown", "gsm8k", "bases-fp8", "bases-quantised", "plan", "kernels", "refusal",
+)  # fmt: skip
 
 
 @dataclass

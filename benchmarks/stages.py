@@ -111,10 +111,11 @@ PEERS = (
 
 
 def _peers(seconds: int) -> Command:
-    words = ("benchmarks/step.py", "--cases", ",".join(PEERS), "--at-once", "4")
+    words = ("benchmarks/step.py", "--cases", ",".join(PEERS), "--at-once", "5")
     return Command("peers", words, seconds, "step", goes_on=True)
 
 
+BROKEN_DOWN = "8b-1x512,350m-full-4x512x4,8b-fp8-4x2048"
 FP8_SIZE = ("--shapes", "8b", "--tokens", "8192", "--quick")
 CURVES = ("benchmarks/curves.py", "{data}", "--base", "{base}", "--device", "{device}")
 STAGES = {
@@ -124,7 +125,7 @@ STAGES = {
             "ours",
             "ours and the floor, each alone, in every case",
             (
-                timed("8b-4x2048", "floor,ours", 40),
+                timed("8b-4x2048", "floor,ours", 85),
                 timed("8b-1x512", "floor,ours", 40),
                 Command(
                     "1b, kernels warmed",
@@ -132,22 +133,27 @@ STAGES = {
                     30,
                 ),
                 timed("1b-1x512", "floor,ours", 24),
-                timed("1b-4x2048", "floor,ours", 24),
-                timed("350m-full-4x512x4", "floor,ours", 24),
-                timed("8b-nf4-4x2048", "floor,ours", 40),
-                timed("8b-nf4-4x2048-full", "ours", 25),
-                timed("8b-nf4-4x2048-offload", "ours", 25),
-                timed("1.5b-nf4-qv-4x512", "floor,ours", 24),
-                timed("8b-fp8-4x2048", "floor,ours", 40),
+                timed("1b-4x2048", "floor,ours", 30),
+                timed("350m-full-4x512x4", "floor,ours", 38),
+                timed("8b-nf4-4x2048", "ours", 26),
+                timed("8b-nf4-4x2048-full", "ours", 27),
+                timed("8b-nf4-4x2048-offload", "ours", 27),
+                timed("1.5b-nf4-qv-4x512", "floor,ours", 40),
+                timed("8b-fp8-4x2048", "floor,ours", 58),
                 timed("8b-fp8-two-4x2048", "floor,ours", 40),
-                timed("70b-nf4-1x2048-full", "ours", 95),
             ),
         ),
-        Stage("peers", "the others, four at once, each timed alone", (_peers(530),)),
+        Stage("large", "ours at 70B", (timed("70b-nf4-1x2048-full", "ours", 95),)),
+        Stage("peers", "the others, five at once, each timed alone", (_peers(400),)),
         Stage(
             "issue3-graph",
             "captured against eager, accumulation",
             (script("graph", "graph", 60, "benchmarks/graph.py"),),
+        ),
+        Stage(
+            "issue3-breakdown",
+            "which kind of kernel takes what, beside the floor",
+            (script("breakdown", "breakdown", 45, "-m", "benchmarks.breakdown", BROKEN_DOWN),),
         ),
         Stage(
             "issue3-curves",
@@ -157,7 +163,7 @@ STAGES = {
         Stage(
             "issue3-sweep",
             "how a step grows with rank, layers and documents",
-            (swept("rank", 55), swept("layers", 60), swept("documents", 85)),
+            (swept("rank", 60), swept("layers", 65), swept("documents", 50)),
         ),
         Stage("issue3-tokens", "how a step grows with tokens, 512 to 65,536", (swept("tokens", 340),)),
         Stage(
@@ -172,7 +178,7 @@ STAGES = {
             "issue4-plan",
             "planned against measured memory, and refusals",
             (
-                script("plan", "plan", 200, "-m", "benchmarks.plan", "--jobs", "4"),
+                script("plan", "plan", 300, "-m", "benchmarks.plan", "--jobs", "4"),
                 script("refused on purpose", "refusal", 60, "-m", "benchmarks.refusal"),
                 tested("tests/gpu/test_plan.py", 40, "-k", "not within_three_percent"),
             ),
