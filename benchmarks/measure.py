@@ -1,9 +1,11 @@
 """How a step is timed, the same for everyone, and when a time is refused.
 
 Wall clock with a synchronisation around each step, median of `steps`; the peak is the allocator's over all steps, the
-first included. Then as many steps again without a synchronisation between them, timed by events. A loss, a gradient
-norm and a proof that the trained weights moved go with every time: without them there is no time. Where workers run
-beside each other (turns.py) the steps are timed when all others stand still; what the start took is then left out.
+first included. Then as many steps again without a synchronisation between them, timed by events. Ours is then timed
+once more behind two seconds of steps (`ms_sustained`): the floor is timed so, and in that time the clocks fall. A loss,
+a gradient norm and a proof that every trained tensor moved go with every time: without them there is no time. Losses of
+two participants are to be compared at the same step (`losses`). Where workers run beside each other (turns.py) the
+steps are timed when all others stand still; what the start took is then left out.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from benchmarks import turns
 
 WARM_UP, WARM_UP_MOST = 3, 10
+SUSTAIN_S = 2.0
 WARM_AGAIN = 2  # steps between getting a turn and being timed: the card and its caches were somebody else's
 STILL_WARMING = 1.2  # a step this much faster than the one before it: compilers and caches are not done yet
 STARTED = "STEP_STARTED"  # the moment the parent started this process, in the environment
@@ -47,7 +50,7 @@ def measure(
 ) -> dict[str, Any]:
     """`started` (time.time) is when the participant's process began, or, of several cases in one, its case. With
     `watch_syncs` the steps without a synchronisation between them are searched for some that they do themselves.
-    `sustain`: seconds of steps before those that are timed, for clocks as low as the floor's."""
+    `sustain`: seconds of steps before those that are timed, for clocks as low as the floor's; of ours both are told."""
     before = fingerprints(runner.trained())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -64,6 +67,11 @@ def measure(
         walls.append(time.perf_counter() - begin)
         return walls[-1]
 
+    def load(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            timed()
+
     last = timed()
     start_s = time.time() - started
     for index in range(1, WARM_UP_MOST):
@@ -74,31 +82,35 @@ def measure(
     with turns.turn() as shared:
         for _ in range(WARM_AGAIN if shared else 0):
             timed()
-        warm_until = time.perf_counter() + sustain
-        while time.perf_counter() < warm_until:
-            timed()
+        load(sustain)
         warm = len(walls)
         for _ in range(steps):
             timed()
+        stop = len(walls)
         device_ms, syncs = _back_to_back(runner, reports, device, steps, watch_syncs)
+        more = {"sustained_s": sustain} if sustain else {}
+        if watch_syncs and not sustain and device.type == "cuda":
+            load(SUSTAIN_S)
+            more = {"ms_sustained": round(1e3 * statistics.median(timed() for _ in range(steps)), 3)}
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     after = fingerprints(runner.trained())
     losses, norms = ([float(report[i]) for report in reports] for i in (0, 1))
     moved = sum(a != b for a, b in zip(before, after, strict=True)) / max(1, len(before))
-    seconds = statistics.median(walls[warm:])
+    seconds = statistics.median(walls[warm:stop])
     figures = {
         "ms": round(1e3 * seconds, 3),
-        "ms_least": round(1e3 * min(walls[warm:]), 3),
-        "ms_most": round(1e3 * max(walls[warm:]), 3),
+        "ms_least": round(1e3 * min(walls[warm:stop]), 3),
+        "ms_most": round(1e3 * max(walls[warm:stop]), 3),
         "device_ms": device_ms,
-        "host_ms": round(1e3 * statistics.median(hosts[warm:]), 3),
+        "host_ms": round(1e3 * statistics.median(hosts[warm:stop]), 3),
         "syncs": syncs,
         "tok_s": round(tokens / seconds, 1),
         "peak_gib": None if peak is None else round(peak / 2**30, 2),
         "start_s": None if shared else round(start_s, 1),
         "first_step_s": None if shared else round(walls[0], 1),
         "steps": steps,
-    } | ({"sustained_s": sustain} if sustain else {})
+        "losses": {str(step): round(losses[step - 1], 5) for step in (1, 5, 10) if step <= len(losses)},
+    } | more
     return judged(figures, losses, norms, moved) | ({"note": runner.note} if runner.note else {})
 
 
@@ -117,8 +129,8 @@ def judged(figures: dict[str, Any], losses: Sequence[float], norms: Sequence[flo
         proof = {k: v if v is not None and math.isfinite(v) else None for k, v in proof.items()}
     elif not all(norm > 0 for norm in norms):
         reasons.append("a gradient norm is 0")
-    if not moved > 0:
-        reasons.append("the trained weights did not move")
+    if moved < 1:
+        reasons.append("the trained weights did not move" if moved == 0 else "some trained weights did not move")
     return {"refused": "no gradient: " + " and ".join(reasons)} | proof if reasons else figures | proof
 
 

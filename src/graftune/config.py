@@ -151,6 +151,7 @@ class RunConfig:
     sample_tokens: int = opt(64, "longest sample answer, in tokens", min=1)
     score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
     score_records: int = opt(24, "unseen records scored before and after", min=1)
+    profile: int = opt(0, "steps, from the fifth on, written as a trace to the run folder, profile.json.gz", min=0)
 
 
 @dataclass(frozen=True)

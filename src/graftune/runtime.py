@@ -9,6 +9,8 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +45,7 @@ class Runtime:
 
 def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, deterministic: bool = False) -> Runtime:
     """Pick what the user asked for, or the best there is; refuse what is not there."""
-    chosen = _device(device)
+    chosen = device_of(device)
     if threads:
         torch.set_num_threads(threads)
     _set_deterministic(deterministic)
@@ -97,7 +99,8 @@ def _set_allocator() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _device(asked: str) -> torch.device:
+def device_of(asked: str) -> torch.device:
+    """What the user asked for, or the best there is; a refusal where it is not there."""
     available = available_devices()
     if asked == "auto":
         return torch.device(available[0])
@@ -115,6 +118,16 @@ def _device(asked: str) -> torch.device:
             f"device {asked} does not exist", mend=f"there are {torch.cuda.device_count()} CUDA devices"
         )
     return device
+
+
+@contextmanager
+def refusing(device: torch.device | str) -> Iterator[None]:
+    """Around what allocates there: of a device that is missing, torch says so in an assertion of its own."""
+    try:
+        yield
+    except (AssertionError, RuntimeError):
+        device_of(str(device))
+        raise
 
 
 def _absence(kind: str) -> str:

@@ -61,3 +61,24 @@ def test_a_captured_run_learns_and_is_the_eager_one(method, tiny_folder, tmp_pat
         run = api.open(str(tmp_path / f"run-{graph}"), device="cpu", compute_dtype="fp32")
         assert run.evaluate(str(tmp_path / "data.jsonl")).loss == pytest.approx(losses[-1][-1], rel=0.1)
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["full", "scratch"])
+def test_captured_is_eager_bit_for_bit_in_deterministic_mode(method, tiny_folder, tmp_path):
+    """The model's files too: embedding, head and norms are among what trains."""
+    rows = [{"text": f"the {a} {b} by"} for a in ("cat", "dog", "fox") for b in ("sat", "ran", "hid")] * 6
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = []
+    for graph in (True, False):
+        settings = {
+            "base": str(tiny_folder("llama")), "data": str(tmp_path / "data.jsonl"), "method": method, "device": "cuda",
+            "graph": graph, "deterministic": True, "lr": 5e-3, "tokens_per_step": 128, "epochs": 2,
+            "out": str(tmp_path / f"run-{graph}"),
+        }  # fmt: skip
+        folder = api.train(Config.of(settings), console=Console(quiet=True)).folder
+        files = sorted(folder.rglob("*.safetensors"))
+        assert files
+        found.append({str(path.relative_to(folder)): path.read_bytes() for path in files})
+        losses = [e["loss"] for e in read_events(folder / "metrics.jsonl") if e["event"] == "step"]
+        found[-1]["losses"] = json.dumps(losses).encode()
+    assert found[0] == found[1]

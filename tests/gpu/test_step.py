@@ -49,7 +49,7 @@ def test_captured_is_eager_bit_for_bit(compute, tiny_folder):
     try:
         for graph in (True, False):
             ours, step, loop = ready(tiny_folder("llama"), graph=graph, compute=compute, dropout=0.1)
-            for i in range(14):  # fp16 skips its first few until the loss scale fits
+            for i in range(14):
                 run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
             figures = [f[1:] for f in loop.finished(wait=True)]
             found.append((figures, ours.arena.weights.clone(), ours.arena.m.clone(), int(step.count)))
@@ -91,17 +91,53 @@ def test_a_non_finite_step_is_skipped_inside_the_graph(tiny_folder):
     assert not figures.skipped and int(step.count) == count + 1 and not torch.equal(before[0], ours.arena.weights)
 
 
-def test_micro_batches_equal_one_batch_and_packing_changes_nothing(tiny_folder):
-    grads = []
-    data = examples(1, 20, 30, 41, 9)
+def test_betas_and_clip_are_live_after_the_capture(tiny_folder):
+    ours, _, loop = ready(tiny_folder("llama"))
+    still = {"lr": 0.0, "weight_decay": 0.0, "beta1": 0.0}
+    for i in range(2):
+        run(loop, [examples(i, 40)])
+    run(loop, [examples(5, 40)], **still, beta2=0.0, clip=1e9)
+    figures = loop.finished(wait=True)[-1]
+    assert float(ours.arena.m.norm()) == pytest.approx(figures.grad_norm, rel=1e-4), "with betas of zero: the gradient"
+    torch.testing.assert_close(ours.arena.v, ours.arena.m**2)
+    run(loop, [examples(5, 40)], **still, beta2=0.5, clip=1e-3)
+    clipped = loop.finished(wait=True)[-1]
+    assert clipped.grad_norm == pytest.approx(figures.grad_norm, rel=1e-5) and figures.grad_norm > 1e-2
+    assert float(ours.arena.m.norm()) == pytest.approx(1e-3, rel=1e-3), "the norm is told as it was, and clipped"
+    assert loop.captures == 1
+
+
+def test_an_overflow_in_fp16_is_skipped_inside_the_graph_and_halves_the_scale(tiny_folder, monkeypatch):
+    monkeypatch.setattr("graftune.train.step.FP16_UNIT", 1.0)  # too large a unit for these gradients at first
+    ours, step, loop = ready(tiny_folder("llama"), compute=torch.float16)
+    before, seen = ours.arena.weights.clone(), []
+    for i in range(24):
+        run(loop, [examples(i, 40)])
+        (figures,) = loop.finished(wait=True)
+        seen.append((figures.skipped, float(step.scaler.state[0]), int(step.count)))
+        if all(skipped for skipped, *_ in seen):
+            assert torch.equal(ours.arena.weights, before) and not ours.arena.m.any(), "nothing of it is left"
+    skips = sum(skipped for skipped, *_ in seen)
+    assert seen[0][0] and not seen[-1][0] and loop.captures == 1
+    assert seen[-1][1] == 65536.0 / 2**skips and seen[-1][2] == len(seen) - skips
+    assert not torch.equal(ours.arena.weights, before)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_micro_batches_equal_one_batch_and_packing_changes_nothing(compute, tiny_folder):
+    """Through the captured loop: at a rate of zero the first moment is the gradient, clipped to its own norm."""
+    found, data = [], examples(1, 20, 30, 41, 9)
     for batches in ([data], [data[:2], data[2:]], [[e] for e in data]):
-        ours, step, _ = ready(tiny_folder("qwen3"))
-        for batch in batches:
-            step.micro_step(pack(batch, **SHAPE).to(torch.device("cuda")))
-        grads.append((float(step.loss_sum), ours.arena.grads.clone()))
-    for loss, grad in grads[1:]:
-        assert loss == pytest.approx(grads[0][0], rel=1e-5)
-        assert (grad - grads[0][1]).norm() < 1e-4 * grads[0][1].norm()
+        ours, _, loop = ready(tiny_folder("qwen3"), compute=compute)
+        for _ in range(2):  # the first captures
+            run(loop, batches, lr=0.0, weight_decay=0.0, beta1=0.0, clip=1e9)
+        figures = loop.finished(wait=True)
+        assert loop.captures == 1 and figures[0].loss == figures[1].loss
+        found.append((figures[-1].loss, ours.arena.m.clone()))
+    near, far = (1e-5, 1e-4) if compute == torch.float32 else (2e-3, 2e-2)
+    for loss, grad in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=near)
+        assert (grad - found[0][1]).norm() < far * found[0][1].norm()
 
 
 def never_waits(loop) -> None:

@@ -3,6 +3,7 @@ a run says of its own cost. What a kill does to a run is in tests/two_ways/test_
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import shutil
@@ -176,10 +177,11 @@ def test_cuda_on_a_machine_without_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     data = write_data(tmp_path / "data.jsonl")
     line = ["train", str(tiny_folder("llama")), str(data), "--device", "cuda", "--out", str(tmp_path / "run")]
+    capsys.readouterr()  # of who wrote the folder
     assert main(line) == 2
     said = capsys.readouterr()
     sentences = [line for line in said.err.splitlines() if line.startswith("graftune: ")]
-    assert len(sentences) == 1 and said.err.endswith(sentences[0] + "\n") and said.out == ""
+    assert len(sentences) == 1 and said.err == sentences[0] + "\n" and said.out == "", "before data is read"
     assert "device cuda is not available here (" in sentences[0] and "; use --device " in sentences[0]
     assert not (tmp_path / "run").exists()
 
@@ -283,6 +285,19 @@ def test_waits_are_marked_in_a_profile(tiny_folder, tmp_path: Path, monkeypatch:
         f"graftune: {what}" for what in ("first step", "wait for steps", "evaluate", "checkpoint", "samples")
     }
     assert "record_function" not in type(marks.marked("evaluate")).__name__  # nothing when nobody looks
+
+
+@pytest.mark.parametrize("many", [9, 4])
+def test_a_profile_of_some_steps(tiny_folder, tmp_path: Path, many: int, capsys) -> None:
+    config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=many, eval_every=2, profile=3)
+    folder = train(config, console=Console()).folder
+    said, trace = capsys.readouterr().err, folder / "profile.json.gz"
+    assert ("no profile: the run had no more than 4 steps" in said) == (many == 4) == (not trace.exists())
+    assert (str(trace) in said) == (many == 9)
+    if many == 9:
+        names = {str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+        assert {"graftune: evaluate", "graftune: checkpoint", "graftune: wait for steps"} <= names
+        assert "graftune: first step" not in names
 
 
 def test_tools_for_other_loops_are_at_hand() -> None:

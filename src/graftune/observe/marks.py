@@ -1,12 +1,17 @@
-"""Named ranges in a profile, for the points of a run where the host waits: the capture, evaluations, answers,
-checkpoints. Everything between two of them is steps that follow each other without a wait."""
+"""A profile of a run's steps, and named ranges in it for the points where the host waits: the capture, evaluations,
+answers, checkpoints, and the device when it is two steps behind. Everything else is steps that follow each other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
+
+BEFORE = 3  # steps that are not profiled: kernels compile, the graph is captured, clocks settle
 
 
 def marked(name: str) -> AbstractContextManager[Any]:
@@ -14,3 +19,43 @@ def marked(name: str) -> AbstractContextManager[Any]:
     if not torch.autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"graftune: {name}")
+
+
+class Profile:
+    """Of so many steps, as a trace that browsers show (ui.perfetto.dev); of none, nothing. A run that ends earlier has
+    those there were."""
+
+    def __init__(self, steps: int, path: Path, device: torch.device, said: Callable[[str], None]):
+        self.path, self.said, self.sent = path, said, 0
+        self.profiler: Any = None
+        if steps:
+            kinds = torch.profiler.ProfilerActivity
+            self.profiler = torch.profiler.profile(
+                activities=[kinds.CPU, *([kinds.CUDA] if device.type == "cuda" else [])],
+                schedule=torch.profiler.schedule(wait=BEFORE, warmup=1, active=steps, repeat=1),
+                on_trace_ready=self._write,
+            )
+
+    def __enter__(self) -> Profile:
+        if self.profiler is not None:
+            self.profiler.start()
+        return self
+
+    def step(self) -> None:
+        """A step was sent."""
+        self.sent += 1
+        if self.profiler is not None:
+            self.profiler.step()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.profiler is not None:
+            self.profiler.stop()
+            if self.sent <= BEFORE + 1:
+                self.said(f"no profile: the run had no more than {BEFORE + 1} steps")
+
+    def _write(self, profiler: Any) -> None:
+        if self.sent > BEFORE + 1:
+            profiler.export_chrome_trace(str(self.path))
+            self.said(f"profile: {self.path} (open it in ui.perfetto.dev)")

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.runtime import refusing
 
 
 class Accumulator:
@@ -27,7 +28,9 @@ class Accumulator:
         self._views: dict[str, torch.Tensor] = {}
         self._flats: list[tuple[torch.Tensor, dict[str, tuple[int, ...]]]] = []
         if shapes is not None:
-            self._add_place({name: tuple(shape) for name, shape in shapes.items()}, self.device or torch.device("cpu"))
+            place = self.device or torch.device("cpu")
+            with refusing(place):
+                self._add_place({name: tuple(shape) for name, shape in shapes.items()}, place)
 
     @property
     def count(self) -> int:

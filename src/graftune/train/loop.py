@@ -32,7 +32,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.events import EventLog, read_events
-from graftune.observe.marks import marked
+from graftune.observe.marks import Profile, marked
 from graftune.observe.memory import peak_resident_bytes
 from graftune.observe.plot import loss_plot
 from graftune.train import checkpoint
@@ -137,8 +137,7 @@ class Run:
         self._open_log()
         engine = self.engine
         facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
-        facts |= {"device": engine.runtime.describe()}
-        facts |= {"attention": engine.attention.backend}
+        facts |= {"device": engine.runtime.describe(), "attention": engine.attention.backend}
         if self.calibration is not None:
             facts |= {"codes": self.calibration.digest, "inputs": self.calibration.inputs}
             facts |= {"cost_of_one_code": self.calibration.cost}
@@ -223,7 +222,9 @@ class Run:
         asks = self.answers.questions and self.config.train.method != "scratch"
         if asks and not self.base_answers and not self.progress.step:
             self._ask_base()
-        with self.telling.steps(self.progress.step):
+        trace, device = self.folder / "profile.json.gz", self.engine.runtime.device
+        profile = Profile(self.config.run.profile, trace, device, self.console.note)
+        with self.telling.steps(self.progress.step), profile:
             while True:
                 p = self.progress
                 if self._evaluation_due():
@@ -237,13 +238,14 @@ class Run:
                     return "early"
                 if p.epoch_step == self.epoch_steps[p.epoch]:
                     p.epoch, p.epoch_step = p.epoch + 1, 0
-                self._epoch()
+                self._epoch(profile)
 
-    def _epoch(self) -> None:
+    def _epoch(self, profile: Profile) -> None:
         """Steps until an evaluation is due or the epoch ends."""
         p, settings = self.progress, self.config.train
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.hot.stage):
             self._one_step(micro_batches)
+            profile.step()
             for done in self.hot.finished():
                 self.telling.step(done, scaled=self.step.scaler is not None)
             if self._evaluation_due() or p.step >= self.total:

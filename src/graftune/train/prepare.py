@@ -23,6 +23,7 @@ from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.memory import forget_peak, human_bytes
+from graftune.runtime import device_of
 from graftune.train.calibrate import Calibration, calibrate, calibrates, sample
 from graftune.train.engine import (
     Engine,
@@ -42,7 +43,7 @@ UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 # What does not change what a run computes (the first three: but for the last bit) and may be different on a resume.
 FREE_ON_RESUME = (
     "threads", "graph", "recompute", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records",
-    "out", "any_base",
+    "out", "any_base", "profile",
 )  # fmt: skip
 
 
@@ -60,6 +61,7 @@ def prepare_run(
     config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None
 ) -> Prepared:
     """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
+    device_of(config.base.device)  # what is not there is said before data is read
     config, base, adapter = _opened(config)
     path = config.data.data or str(sample_path())
     training, validation, longest = _read(config, base, adapter, path, console)

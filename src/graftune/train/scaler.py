@@ -21,6 +21,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import grad_norm
 from graftune.kernels.grad_norm.reference import LEAST_SCALE, MOST_SCALE
+from graftune.runtime import refusing
 
 
 class LossScaler:
@@ -29,7 +30,8 @@ class LossScaler:
             raise GraftuneError(
                 f"a loss scale of {start:g} is out of range", mend=f"take one of {LEAST_SCALE:g} to {MOST_SCALE:g}"
             )
-        self.state = torch.tensor([start, 0.0], device=device)  # scale, good updates since it last changed
+        with refusing(device):
+            self.state = torch.tensor([start, 0.0], device=device)  # scale, good updates since it last changed
 
     @property
     def scale(self) -> torch.Tensor:

@@ -31,6 +31,7 @@ def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor], block: int =
         rows, scales = [], []
         for source, target, scale in copies:
             assert source.is_contiguous() and source.dtype == target.dtype == flat.dtype and target.stride(1) == 1
+            assert source.numel() < 2**31 - block, "the kernel counts in 32 bits"
             for first in range(0, source.numel(), block):
                 place = (source.storage_offset(), target.data_ptr(), source.shape[1], target.stride(0), first)
                 rows.append((*place, source.numel()))
