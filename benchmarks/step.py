@@ -72,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps, after 3 or more that warm up")
     parser.add_argument("--sweep", default="", help=", ".join(cases.SWEEPS) + " or all")
     parser.add_argument("--at-once", type=int, default=1, help="peers that boot beside each other")
+    parser.add_argument("--plain-floor", action="store_true", help="without the floor of what our own step computes")
     parser.add_argument("--room", type=float, default=ROOM_GIB, help="GiB of the card that they may take together")
     parser.add_argument("--pause-file", default="", help="process groups, one a line, stopped while somebody is timed")
     parser.add_argument("--json", default="", help="where the record goes")
@@ -265,6 +266,7 @@ class Run:
     def job(self, who: str, names: list[str], *more: str, model: Model | None = None) -> crew.Job:
         name = f"{names[0]}-{who}"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", who, "--case", ",".join(names)]
+        command += ["--swept"] if who == "floor" and self.options.plain_floor else []
         command += ["--out", str(self.out(name)), "--steps", str(self.options.steps), "--device", self.options.device]
         large = max(peers.FOLDER_GIB if who == "folder" else peers.gib(who, cases.parse(each)) for each in names)
 
@@ -376,8 +378,7 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "commit": options.commit or report.commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "run": options.run or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
-        "settings": {"steps": options.steps, "warm_up": "3 or more", "clock": "wall, synchronised around each step"}
-        | cases.HYPER,
+        "settings": {"warm_up": "3 or more", "clock": "wall, synchronised around each step"} | cases.HYPER,
     }
 
 

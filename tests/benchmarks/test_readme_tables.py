@@ -57,8 +57,8 @@ def test_measured_rows_have_their_verdict(results):
     (results / "bases-fp8-h9.json").write_text(json.dumps(fp8))
     text = readme.gpu()
     assert "1.0454 (reached)" in row_of(text, "`8b-nf4-4x2048`")
-    assert row_of(text, "`8b-nf4-4x2048-full`").endswith("9 (reached), 640 (missed) |")
-    assert row_of(text, "`8b-fp8-4x2048`").endswith("1.2083 (reached), 1.7241 (reached) |")
+    assert row_of(text, "`8b-nf4-4x2048-full`").endswith("9 (reached), 640 (missed), 0.5 (reached) |")
+    assert row_of(text, "`8b-fp8-4x2048`").endswith("1.2083 (reached), 1.7241 (reached), 0.5 (reached) |")
     assert "NVIDIA H9, 8b-nf4-4x2048-full | 640.0, 12.8k, 9.0 GiB | - | - | - |" in text
     assert "8 of them | 7 reached, Q3 values that differ: missed" in text
     assert "0.004 (reached)" in row_of(text, "the same over FP8")
