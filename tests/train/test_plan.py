@@ -466,6 +466,18 @@ def test_what_the_host_lacks_is_refused_too(tiny_folder) -> None:
     assert re.search(r"training needs [\d.]+ MiB of pinned host memory and [\d.]+ MiB are free; --recompute full", said)
 
 
+def test_the_largest_micro_batch_is_the_largest(tiny_folder) -> None:
+    from graftune.train.plan import largest
+
+    asked = job_for(tiny_folder("llama"), 1000 << 20)
+    sizes = {policy: largest(asked, policy) for policy in ("none", "full")}
+    assert 0 < sizes["none"] < sizes["full"] < 1 << 17
+    for policy, size in sizes.items():
+        assert asked.plan(policy, size).fits and not asked.plan(policy, size + 512).fits, (policy, size)
+    asked.longest = sizes["none"] + 512
+    assert largest(asked, "none") == 0
+
+
 def test_a_card_of_this_machine_has_its_memory_beside_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = job_for(tiny_folder("llama"), 8 << 30)
     monkeypatch.setattr(job, "available_bytes", lambda: 12345)
@@ -485,9 +497,10 @@ def test_plan_command_for_a_card_that_is_not_here(tiny_folder, capsys: pytest.Ca
     owners = ("base", "adapters", "gradients", "moments", "saved activations", "workspaces", "CUDA context")
     assert all(document["owners"][name] > 0 for name in owners)
     assert document["fits"] and document["needed"] <= document["free"] < 24 << 30
-    assert document["largest"]["none"] <= document["largest"]["full"]
+    assert document["largest"]["none"] <= document["largest"]["full"] <= document["largest_looked_for"]
     assert main(["plan", folder, "--device", "cuda", "--memory", "24GiB", "--max-seq-len", "64"]) == 0
     shown = capsys.readouterr().out
+    assert "131072 or more" in shown
     assert "saved activations" in shown and "largest micro-batch that fits" in shown and "█" in shown
     assert main(["plan", folder, "--device", "cuda", "--memory", "601MiB", "--max-seq-len", "64"]) == 2
     said = capsys.readouterr()

@@ -47,21 +47,21 @@ def plan(
     whole = Config.load(config, flags) if config else Config.of(flags)
 
     from graftune.observe.memory import parse_bytes
-    from graftune.train.plan import best, largest, policies_of, refusal
+    from graftune.train.plan import best, furthest, largest, policies_of, refusal
     from graftune.train.prepare import job_of
 
     job = job_of(whole, console, memory=parse_bytes(memory) if memory else 0)
     found = best(job)
     fits = {policy: largest(job, policy) for policy in policies_of(job)}
-    console.result(found.document() | {"largest": fits})
+    console.result(found.document() | {"largest": fits, "largest_looked_for": furthest(job)})
     if not json:
-        _show(console, found, fits)
+        _show(console, found, fits, furthest(job))
     if not found.fits:
         raise refusal(job, found)
     return 0
 
 
-def _show(console: Console, found: Any, fits: dict[str, int]) -> None:
+def _show(console: Console, found: Any, fits: dict[str, int], furthest: int) -> None:
     from graftune.observe.memory import human_bytes
 
     owners = found.owners()
@@ -78,7 +78,8 @@ def _show(console: Console, found: Any, fits: dict[str, int]) -> None:
     )
     if found.bytes.host > 1 << 28:
         console.line(f"pinned host memory: {human_bytes(found.bytes.host)}")
-    largest = [[policy, str(size) if size else "does not fit"] for policy, size in fits.items()]
+    words = {0: "does not fit", furthest: f"{furthest} or more"}
+    largest = [[policy, words.get(size, str(size))] for policy, size in fits.items()]
     console.table("largest micro-batch that fits", ["recompute", "tokens"], largest)
 
 

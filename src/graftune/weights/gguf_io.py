@@ -22,6 +22,7 @@ from gguf.quants import _type_traits as DEQUANTISED
 from gguf.quants import dequantize
 
 from graftune.errors import GraftuneError
+from graftune.kernels import gguf_dequant
 
 MAGIC = b"GGUF"
 MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
@@ -83,6 +84,10 @@ class GgufTensor:
     def _dequantised(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
         if self.kind.name in _PLAIN:
             values = rows.view(_PLAIN[self.kind.name]).astype(np.float32)
+        elif self.kind.name in gguf_dequant.KINDS:  # the package's own takes 1.3 to 2.6 times as long
+            out = torch.empty(len(rows), self.shape[-1])
+            gguf_dequant.dequantise(torch.from_numpy(np.array(rows)).view(len(rows), -1), self.kind.name, out)
+            return out
         else:
             values = dequantize(rows, self.kind)
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(len(rows), self.shape[-1])

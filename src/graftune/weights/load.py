@@ -76,8 +76,8 @@ class Placement:
 
 
 def choose_placement(base: Base, asked: str, runtime: Runtime, free: int = 0) -> Placement:
-    """`free`: the device's bytes, where something is to be trained there."""
-    chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime)
+    """`free`: the device's bytes, where something is to be trained there; else they are asked for."""
+    chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime, free)
     if chosen.base_dtype == "keep" and launch.roomy(runtime.device):
         _check_blocks(base)
     if chosen.base_dtype == "fp8":
@@ -93,10 +93,10 @@ def both_ways(spec: ModelSpec, free: int) -> bool:
     return 2 * spec.parameters <= BOTH_WAYS * free
 
 
-def _automatic(base: Base, runtime: Runtime) -> Placement:
+def _automatic(base: Base, runtime: Runtime, free: int) -> Placement:
     if is_quantised(base.tensors):
         return Placement("nf4", "as the checkpoint has it")
-    need, free = base.spec.parameters * runtime.compute.itemsize, _free_bytes(runtime.device)
+    need, free = base.spec.parameters * runtime.compute.itemsize, free or _free_bytes(runtime.device)
     figures = f"{human_bytes(need)} of {human_bytes(free)} free"
     if need <= COMFORTABLE * free:
         return Placement(runtime.compute_name, f"resident: {figures}")

@@ -8,7 +8,7 @@ Bytes a token (D = 4096 at 8B; 2 a value, 1 a code), apart and here, for each of
                 and for h: 2 D + 2 D + 2 D, and 1 D of codes. Here 1 D of codes, and h is computed from these: 1 D.
     way back    reads the gradient of what was normed, x and the stream's gradient, and writes that: 8 D. It is dY of
                 the o or down that wrote the stream. Apart it is read once more for the codes, 2 D, and these are
-                written, 1 D. Here only written: 1 D; in long steps the kernel of g and dB reads them too.
+                written, 1 D. Here only written: 1 D.
 
 At 8192 tokens the way back saves 2 x 2 D x 8192 = 134 MB a layer, about 1 ms of a step of 8B at 4.2 TB/s. It could
 leave the scale only, and the kernel of g write the codes, which moves as many bytes; but a row of the stream is in the

@@ -13,7 +13,7 @@ from graftune.kernels import launch
 from graftune.kernels.gguf_dequant import reference
 from graftune.kernels.gguf_dequant.reference import KINDS, PLAIN, Block, row_bytes
 
-__all__ = ["KINDS", "Block", "dequantise", "gather", "row_bytes"]
+__all__ = ["KINDS", "Block", "cast", "dequantise", "gather", "row_bytes"]
 
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,6 +37,17 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
         kernel.cast(blocks.view(PLAIN[kind]), out, rows)
     else:
         kernel.dequantise(blocks, kind, out, rows)
+
+
+def cast(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Floats [rows, width] in any of three dtypes to those of `out`, whose rows may lie apart."""
+    assert values.dtype in _OUT and values.shape == out.shape and values.is_contiguous() and out.stride(1) == 1
+    if launch.fused(values):
+        from graftune.kernels.gguf_dequant import kernel
+
+        kernel.cast(values, out, None)
+    else:
+        out.copy_(values)
 
 
 def gather(blocks: torch.Tensor, kind: str, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

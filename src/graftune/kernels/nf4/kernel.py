@@ -11,8 +11,6 @@ Products and sums are rounded one by one (`enable_fp_fusion=False`): the values 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -125,11 +123,6 @@ def _encode(values, borders, codes, absmax, count, LEAST: tl.constexpr, BLOCKS: 
     tl.store(codes + place, (high * 16 + low).to(tl.uint8), place * 2 < count)
 
 
-@functools.cache
-def _table(device: torch.device) -> torch.Tensor:
-    return torch.tensor(reference.TABLE, device=device)
-
-
 def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
     """Into out [rows, width], from row `start` on. The first call on a device makes its table: not while capturing."""
     rows, width = out.shape
@@ -137,7 +130,7 @@ def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
     flat = out.is_contiguous()
     # Without double quantisation the kernel reads none of the three pointers in between.
     nested = [x if x is not None else nf4.absmax for x in (nf4.nested_absmax, nf4.nested_map, nf4.offset)]
-    table = _table(nf4.device)
+    table = reference.table_on(nf4.device)
     aligned = nf4.codes.data_ptr() % 4 == 0 and nf4.codes.storage_offset() % 4 == 0
     if first % reference.BLOCK or count % 8 or not (flat or width % 8 == 0) or not aligned:
         _dequantise_odd[(triton.cdiv(count, ODD_TILE),)](

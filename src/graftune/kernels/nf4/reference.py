@@ -139,8 +139,14 @@ def _cell(scaled: torch.Tensor) -> torch.Tensor:
 
 
 @cache
+def table_on(device: torch.device) -> torch.Tensor:
+    """The first call for a device copies it there: not while capturing."""
+    return torch.tensor(TABLE, device=device)
+
+
+@cache
 def borders(device: torch.device) -> torch.Tensor:
-    table = torch.tensor(TABLE, device=device)
+    table = table_on(device)
     return (table[:-1] + table[1:]) / 2
 
 
@@ -278,7 +284,7 @@ def select(nf4: Nf4, ids: torch.Tensor) -> Nf4:
 
 def gather(nf4: Nf4, ids: torch.Tensor, out: torch.Tensor) -> None:
     """Rows of any width, value by value."""
-    table = torch.tensor(TABLE, device=nf4.device)
+    table = table_on(nf4.device)
     column = torch.arange(nf4.width, device=nf4.device)
     step = max(1, PIECE // nf4.width)
     for row in range(0, len(ids), step):

@@ -122,7 +122,7 @@ class FloatRows:
         return self.tensor.nbytes
 
     def unpack(self, out: torch.Tensor, start: int = 0) -> None:
-        out.copy_(self.tensor[start : start + len(out)])
+        gguf_dequant.cast(self.tensor[start : start + len(out)], out)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.index_select(0, ids).to(dtype)

@@ -10,7 +10,7 @@ choose.py    what `auto` comes to; the refusal, with the nearest setting that fi
 
 from __future__ import annotations
 
-from graftune.train.plan.choose import best, largest, nearest, policies_of, refusal, settle
+from graftune.train.plan.choose import best, furthest, largest, nearest, policies_of, refusal, settle
 from graftune.train.plan.job import Job, Plan, any_data, card_here, is_absent, runtime_for
 from graftune.train.plan.rehearse import Bytes, Setup, rehearse
 from graftune.train.plan.standins import Card
@@ -24,6 +24,7 @@ __all__ = [
     "any_data",
     "best",
     "card_here",
+    "furthest",
     "is_absent",
     "largest",
     "nearest",

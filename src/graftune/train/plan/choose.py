@@ -25,6 +25,7 @@ POLICIES = ("none", "selective", "full", "offload")
 MOST = {"cuda": 8192, "cpu": 1024}  # tokens of a micro-batch
 ENOUGH = {"cuda": 2048, "cpu": 256}  # that fill the device
 LEAST = 64
+SECANTS = 8  # sizes that `largest` tries by a line before it halves
 FURTHEST = {"cuda": 1 << 17, "cpu": 1 << 14}  # that `largest` looks
 
 
@@ -93,15 +94,32 @@ def nearest(job: Job, plan: Plan) -> Plan | None:
 
 
 def largest(job: Job, policy: str) -> int:
-    """Tokens of the largest micro-batch that fits under a policy, in steps of 512 and up to FURTHEST; 0: none does.
-    Memory grows with tokens in a straight line but for the logits, of which only so many exist at once."""
-    small = max(1024, job.longest)
-    plans = [job.plan(policy, size) for size in (small, 2 * small)]
-    slope = (plans[1].needed - plans[0].needed) / small
-    size = int(min(small + (plans[0].free - plans[0].needed) / slope, FURTHEST[_kind(job)])) // 512 * 512
-    while size >= job.longest and not job.plan(policy, size).fits:
-        size = (size - 512) * 9 // 10 // 512 * 512
-    return size if size >= job.longest else 0
+    """Tokens of the largest micro-batch that fits under a policy, in steps of 512 and up to `furthest`; 0: none does.
+    Memory grows with tokens in a straight line as soon as there are as many logits as exist at once: a line through the
+    two sizes that come nearest to what is free ends at the right one, or close by."""
+    least, top = -(-job.longest // 512), furthest(job) // 512
+    below, beyond = least - 1, top + 1  # in steps: the largest known to fit, and the smallest known not to
+    over: dict[int, int] = {}
+    tries = [max(least, top // 8), max(least, top // 4)]
+    while beyond - below > 1:
+        if tries:
+            steps = tries.pop(0)
+        elif 1 < len(over) < SECANTS:
+            (a, over_a), (b, over_b) = sorted(over.items(), key=lambda known: abs(known[1]))[:2]
+            steps = a - over_a * (b - a) // (over_b - over_a) if over_a != over_b else (below + beyond) // 2
+            steps = min(max(steps, below + 1), beyond - 1)
+        else:  # it is something else that decides
+            steps = (below + beyond) // 2
+        if below < steps < beyond:
+            plan = job.plan(policy, steps * 512)
+            over[steps] = plan.needed - plan.free
+            below, beyond = (steps, beyond) if plan.fits else (below, steps)
+    return below * 512 if below >= least else 0
+
+
+def furthest(job: Job) -> int:
+    """How far `largest` looks."""
+    return max(FURTHEST[_kind(job)], -(-job.longest // 512) * 512)
 
 
 def policies_of(job: Job) -> tuple[str, ...]:

@@ -218,7 +218,7 @@ def runtime_for(config: Config, memory: int) -> tuple[Runtime, standins.Card | N
     dtype = DTYPES.get(config.base.compute_dtype, torch.bfloat16)
     runtime = Runtime(torch.device("cuda", 0), dtype, "planned for", config.train.deterministic)
     free = max(0, memory - CONTEXT_BYTES)
-    return runtime, standins.Card(f"a GPU of {human_bytes(memory)} (not here)", free, memory)
+    return runtime, standins.Card(f"a GPU of {human_bytes(memory)} (not here: taken for a Hopper)", free, memory)
 
 
 def card_here(device: torch.device, memory: int = 0) -> standins.Card:

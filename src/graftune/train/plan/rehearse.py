@@ -177,6 +177,9 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder, Base]:
     base = dataclasses.replace(setup.base, tensors=tensors)
     with ledger.owner("base"):
         decoder = build_decoder(base, arena, lora, runtime, setup.placement)
+    frozen = [projection.frozen for block in decoder.blocks for projection in block.projections]
+    for shared in ("scratch", "turned"):  # what one weight after the other is unpacked or transposed into
+        ledger.give(SCRATCH, *(held.flat for weight in frozen if (held := getattr(weight, shared, None)) is not None))
     with ledger.owner("adapters"):
         arena.publish()
     return arena, decoder, base
