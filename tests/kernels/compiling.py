@@ -7,6 +7,7 @@ memory, and what they would launch is compiled for Hopper, once a signature. Nee
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
-from graftune.train.plan import rehearse, standins
+from graftune.train.plan import Setup, rehearse, standins
+from tests import quantised
 from tests.train.test_plan import gpu, spec
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -38,6 +40,8 @@ SETTINGS = {
     "qk norm, bias": lambda: gpu(spec=spec(width=256, ffn=1024, vocab=4000, qk_norm=True, qkv_bias=True)),
     "every weight": lambda: gpu(method="full"),
     "nf4": lambda: gpu(kind="nf4", recompute="full"),
+    "blocks, floats": lambda: blocks("Q4_1", "IQ4_XS", "F16"),
+    "blocks, more": lambda: blocks("IQ4_NL", "Q6_K", "Q4_K"),
     "fp8": lambda: gpu(kind="fp8"),
     "fp8, two codes": lambda: gpu(kind="fp8", inputs=2),
     "fp8, 8B": lambda: gpu(
@@ -49,6 +53,13 @@ SETTINGS = {
         spec=spec(layers=2, width=4096, ffn=14336, heads=32, kv_heads=8, head_width=128, vocab=128256),
     ),
 }  # fmt: skip
+
+
+def blocks(kind: str, table: str, mixed: str) -> Setup:
+    """A GGUF's own, of three kinds."""
+    made = gpu(kind="keep", recompute="full")
+    shape = spec(layers=2, width=256, ffn=1024, vocab=4000)
+    return dataclasses.replace(made, base=quantised.gguf_base(kind, shape, table, mixed))
 
 
 class Launches:

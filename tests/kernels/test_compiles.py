@@ -10,7 +10,7 @@ import pytest
 
 from tests.kernels.compiling import SETTINGS
 
-QUANTISED = [name for name in SETTINGS if name.startswith(("nf4", "fp8"))]
+QUANTISED = [name for name in SETTINGS if name.startswith(("nf4", "fp8", "blocks"))]
 
 
 @pytest.mark.parametrize("settings", [sorted(set(SETTINGS) - set(QUANTISED)), QUANTISED], ids=["floats", "quantised"])

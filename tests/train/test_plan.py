@@ -96,6 +96,16 @@ def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
     assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_what_weights_are_unpacked_into_is_scratch(kind: str) -> None:
+    """One for all of them, not a part of the base."""
+    made = [rehearse(gpu(kind=kind, spec=spec(n, width=256, ffn=1024, vocab=4000))).phases["step"] for n in (2, 3)]
+    bf16 = rehearse(gpu(spec=spec(2, width=256, ffn=1024, vocab=4000))).phases["step"]
+    largest = 256 * 2048 * (2 if kind == "nf4" else 1)
+    assert made[0]["scratch"] - bf16["scratch"] > 0.9 * largest, "of gate and up"
+    assert abs(made[1]["scratch"] - made[0]["scratch"]) < 0.1 * largest, "and once"
+
+
 def test_tables_made_before_change_nothing() -> None:
     alone = rehearse(CASES["nf4"], real=True)
     nf4.quantise(torch.randn(64, 64))
@@ -544,7 +554,8 @@ def trained(base: Path, folder: Path, kind: str, tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "tokens"), [("real", "fp32", 512), ("real", "keep", 256), ("tiny", "fp32", 512)]
+    ("model", "kind", "tokens"),
+    [("real", "fp32", 512), ("real", "keep", 256), ("real", "nf4", 256), ("tiny", "fp32", 512)],
 )
 def test_resident_memory_within_a_tenth(
     model: str, kind: str, tokens: int, smollm2: Path, tiny_folder, tmp_path: Path

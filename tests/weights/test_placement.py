@@ -78,6 +78,9 @@ def test_auto(kind, gpu, roomy, chosen, said, tiny_folder, tmp_path, monkeypatch
     found = choose_placement(base, "auto", resolve("cpu", "fp32"))
     assert (found.base_dtype, found.why[: len(said)]) == (chosen, said)
     assert choose_placement(base, "nf4", resolve("cpu", "fp32")).why == "asked for"
+    if kind != "nf4":  # what is free is what the caller says
+        free = base.spec.parameters * (6 if roomy else 8)
+        assert (choose_placement(base, "auto", resolve("cpu", "fp32"), free).base_dtype == "fp32") != roomy
 
 
 def test_blocks_that_no_kernel_knows_are_refused(as_on_a_gpu):

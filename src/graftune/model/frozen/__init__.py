@@ -1,8 +1,10 @@
 """The frozen weight: one matmul interface, whatever the weight is made of.
 
-The trainer never asks which kind it holds: that is a property of the weight, not a mode of the trainer.
+The step never asks which kind it holds: that is a property of the weight, not a mode of the trainer. But for one: norm,
+SwiGLU and rope write the codes that an Fp8 reads, so a projection looks whether it has such a weight.
 
     Dense      resident in a float dtype, as a rule the compute dtype, with room for adapters beside it where asked
+    Fp8        on a GPU as 8-bit codes with a scale a row, and multiplied as such
     Unpacked   on a GPU in fewer bits (NF4, GGUF blocks as in the file, or another float dtype): each product
                dequantises the weight into a scratch that all layers share, and then is the same product
     Table      an embedding or head likewise, by the rows that fit the scratch
@@ -10,7 +12,7 @@ The trainer never asks which kind it holds: that is a property of the weight, no
     Trained    not frozen at all but a view into the arena, for full-parameter training
 
 All but the last are made of sources of rows, so q, k and v (or gate and up) are one weight; where they are quantised,
-each is by itself, as in its file. resident.py, scratch.py and mapped.py hold the kinds, packed.py the formats.
+each is by itself, as in its file. resident.py, fp8.py, scratch.py and mapped.py hold the kinds, packed.py the formats.
 """
 
 from __future__ import annotations

@@ -150,6 +150,10 @@ class Fp8(Roomy):
             fp8.transpose(self.weight, self.kept[:, : self.out_features])
 
     @property
+    def shared(self) -> tuple[torch.Tensor, ...]:
+        return self.turned.flat, self.turned.ones
+
+    @property
     def nbytes(self) -> int:
         codes = [self.whole] if self.kept is None else [self.whole, self.kept]
         return sum(len(c) * c.stride(0) for c in codes) + self.scale.nbytes

@@ -97,6 +97,11 @@ class Roomy(ABC):
         return self.storage[self.out_features :, : self.in_features]
 
     @property
+    def shared(self) -> tuple[torch.Tensor, ...]:
+        """What it works in and has in common with the others: not in its bytes."""
+        return ()
+
+    @property
     @abstractmethod
     def nbytes(self) -> int: ...
     @abstractmethod

@@ -65,6 +65,10 @@ class Unpacked(Roomy):
         """What lies on the device for good; the scratch is shared."""
         return sum(m.nbytes for m in self.members)
 
+    @property
+    def shared(self) -> tuple[torch.Tensor, ...]:
+        return (self.storage,)
+
     def settle(self, adapters: Adapters) -> list[Copy]:
         self.adapters = adapters
         return []

@@ -24,6 +24,7 @@ from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
 from graftune.train.calibrate import TOKENS, Through, calibrate_block
@@ -177,9 +178,8 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder, Base]:
     base = dataclasses.replace(setup.base, tensors=tensors)
     with ledger.owner("base"):
         decoder = build_decoder(base, arena, lora, runtime, setup.placement)
-    frozen = [projection.frozen for block in decoder.blocks for projection in block.projections]
-    for shared in ("scratch", "turned"):  # what one weight after the other is unpacked or transposed into
-        ledger.give(SCRATCH, *(held.flat for weight in frozen if (held := getattr(weight, shared, None)) is not None))
+    weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
+    ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Roomy) for held in weight.shared))
     with ledger.owner("adapters"):
         arena.publish()
     return arena, decoder, base
