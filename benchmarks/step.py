@@ -45,6 +45,7 @@ from benchmarks import cases, crew, peers, report  # peers: imports none of them
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {"floor": 150, "ours": 240, "unsloth": 420, "hf-compiled": 420, "folder": 240}  # seconds; others: 300
 ALONE = ("floor", "ours")  # for their whole life: ours chooses its products by timing them when it starts
+SWEPT_S = 1.0  # seconds of load before a point of a sweep is timed
 ROOM_GIB = 120.0  # of an H200's 139: the estimates are rough, and each process takes some for itself
 
 
@@ -238,7 +239,7 @@ class Run:
     def figures(self, who: str, names: list[str]) -> dict[str, Any]:
         """Of a sweep: case -> participant -> figures, after a second of load that falls on the floor and on ours alike;
         a case that was not reached has the error that ended the worker."""
-        job = self.job(who, names, "--sustain", "1.0", "--swept")
+        job = self.job(who, names, "--sustain", str(SWEPT_S), "--swept")
         list(self.crew.run([job]))
         found, problem = self.left(job), job.problem
         for name in names:

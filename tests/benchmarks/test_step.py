@@ -406,17 +406,16 @@ def test_sweeps_are_drawn(tmp_path):
 
 
 def test_a_sweep_runs_and_a_point_that_fails_is_kept(tmp_path, monkeypatch):
-    points = {"tiny": [(32, "tiny-1x32"), (64, "tiny-1x32x2")]}
+    points = {"tiny": [(32, "tiny-1x32"), (64, "tiny-1x32x2"), (128, "tiny-1x32-offload")]}  # the last needs a GPU
     monkeypatch.setattr(cases, "sweep", lambda axis: points)
+    monkeypatch.setattr(step, "SWEPT_S", 0.1)
     words = ["step.py", "--sweep", "tokens", "--device", "cpu", "--steps", "1", "--json", str(tmp_path / "r.json")]
     monkeypatch.setattr(sys, "argv", words)
-    assert step.main() == 0
-    found = json.loads((tmp_path / "r.json").read_text())["sweeps"]["tokens"]["tiny"]
-    assert [point["x"] for point in found] == [32, 64]
-    assert all(set(point["participants"]) == {"ours", "floor"} for point in found), "one floor a point"
-    points["tiny"].append((128, "tiny-1x32-offload"))  # which needs a GPU
     assert step.main() == 1
     found = json.loads((tmp_path / "r.json").read_text())["sweeps"]["tokens"]["tiny"]
+    assert [point["x"] for point in found] == [32, 64, 128]
+    assert all(set(point["participants"]) == {"ours", "floor"} for point in found), "one floor a point"
+    assert all(point["participants"]["ours"]["sustained_s"] == 0.1 for point in found[:2])
     assert "error" in found[2]["participants"]["ours"] and "ms" in found[1]["participants"]["ours"]
 
 

@@ -18,12 +18,12 @@ from graftune.config import leaves
 FROZEN = {
     "train": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --calibrate --clip
         --clip-mode --compute-dtype --config --data --deterministic --device --dropout --epochs --eps --eval-data
-        --eval-every --fp8-inputs --graph --init --init-scale --json --keep-last --lr --max-seq-len --max-steps --method
-        --min-lr --new-tokens --no-any-base --no-append-eos --no-calibrate --no-deterministic --no-graph --no-rslora
-        --no-score --no-strict --no-train-norms --out --patience --quiet --rank --recompute --resume --revision --rslora
-        --sample-tokens --samples --save-every --schedule --score --score-records --seed --strict --targets --template
-        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup
-        --weight-decay -c BASE DATA""",
+        --eval-every --fp8-inputs --graph --init --init-scale --json --keep-last --lr --max-seq-len --max-steps
+        --method --min-lr --new-tokens --no-any-base --no-append-eos --no-calibrate --no-deterministic --no-graph
+        --no-rslora --no-score --no-strict --no-train-norms --out --patience --profile --quiet --rank --recompute
+        --resume --revision --rslora --sample-tokens --samples --save-every --schedule --score --score-records --seed
+        --strict --targets --template --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on
+        --val-split --warmup --weight-decay -c BASE DATA""",
     "chat": """--any-base --append-eos --base --base-dtype --compare --compute-dtype --device --json --max-new-tokens
         --no-any-base --no-append-eos --prompt --quiet --revision --seed --system --temperature --template --threads
         --top-k --top-p TARGET""",
