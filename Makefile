@@ -8,9 +8,10 @@ BIN    := $(VENV)/bin
 train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
 
-# One worker a core, one thread a worker: most tests are small and run in Python.
+# One worker a core, one thread a worker: most tests are small and run in Python. Each takes a file or so at a time, whose
+# tests share what was made for them, and who is done first takes from the other.
 test: $(VENV)/test.stamp lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
 gpu-test: $(VENV)/test.stamp

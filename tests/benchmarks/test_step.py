@@ -373,23 +373,20 @@ def test_the_folder_loads_in_transformers(tmp_path):
 
 
 def test_the_whole_benchmark_on_a_tiny_case(tmp_path):
-    """PEFT's code really runs, both its cases in one process, and what is missing is said; the record has its
-    fields."""
+    """PEFT's code really runs, both its cases in one process; the record has its fields."""
     out = tmp_path / "record.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--device", "cpu", "--steps", "1"]
-    command += ["--cases", "tiny-2x32:floor+peft+liger,tiny-1x32:peft", "--json", str(out), "--commit", "abc"]
+    command += ["--cases", "tiny-2x32:floor+peft,tiny-1x32:peft", "--json", str(out), "--commit", "abc"]
     command += ["--plot", str(tmp_path / "bars.png"), "--at-once", "2", "--logs", str(tmp_path / "logs")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     result = json.loads(out.read_text())
-    failed = "error" in result["cases"]["tiny-2x32"]["participants"]["liger"]
-    assert done.returncode == int(failed), done.stderr  # it is not installed everywhere
+    assert done.returncode == 0, done.stderr
     assert set(report.FACTS) <= set(result) and result["commit"] == "abc" and result["torch"] == torch.__version__
     found = result["cases"]["tiny-2x32"]["participants"]
-    assert list(found) == ["floor", "floor_own", "peft", "liger"]
+    assert list(found) == ["floor", "floor_own", "peft"]
     keys = {"ms", "tok_s", "peak_gib", "loss_first", "loss_last", "grad_norm", "moved", "host_ms", "start_s"}
     assert keys <= set(found["peft"]) and found["peft"]["moved"] == 1.0
     assert found["peft"]["loss_first"] == pytest.approx(torch.tensor(300.0).log().item(), abs=0.2)
-    assert "error" in found["liger"] or "ms" in found["liger"]
     assert "ms" in result["cases"]["tiny-1x32"]["participants"]["peft"]
     assert [path.name for path in (tmp_path / "logs").glob("*peft*")] == ["tiny-2x32-peft.log"]
     assert result["peers"]["peft"] and (tmp_path / "bars.png").stat().st_size > 1000

@@ -1,9 +1,9 @@
 """The default base against llama.cpp on the same file: not our formulas in another spelling but another program.
 
 llama.cpp rounds activations to 8 bits, so logits cannot be equal; the token they pick nearly always is. It writes
-1,000 tokens, some greedily and some drawn at temperature 0.8, so that it leaves the well-trodden path; it names its top
-token at each, and we are led along the same text and name ours. One greedy answer and one drawn answer share a
-prompt, which llama.cpp then reads once.
+1,000 tokens (500 where it is undecided, see OPEN), some greedily and some drawn at temperature 0.8, so that it leaves
+the well-trodden path; it names its top token at each, and we are led along the same text and name ours. One greedy
+answer and one drawn answer share a prompt, which llama.cpp then reads once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ PLAIN = (
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
 LIMITS = {"open": (0.95, 8), "plain": (0.97, 15)}  # share of equal top tokens; answers equal over 16 tokens
-GREEDY, DRAWN = 40, {"open": 12, "plain": 30}  # tokens of an answer; a thousand of each set, and plain ones end early
+GREEDY, DRAWN = {"open": 16, "plain": 40}, {"open": 10, "plain": 30}  # tokens of an answer; plain ones end early
+LEAST = {"open": 500, "plain": 1000}  # positions
 
 
 @dataclass
@@ -120,13 +121,11 @@ def written(smollm2: Path, prompts: list[list[int]], kind: str) -> tuple[list[Wr
         tops = [s["top_logprobs"][0] for s in steps]
         return Written(prompt, [s["id"] for s in steps], [t["id"] for t in tops], [t["logprob"] for t in tops])
 
-    pairs = [(write(p, GREEDY, i, 0.0), write(p, DRAWN[kind], i, 0.8)) for i, p in enumerate(prompts)]
+    pairs = [(write(p, GREEDY[kind], i, 0.0), write(p, DRAWN[kind], i, 0.8)) for i, p in enumerate(prompts)]
     return [greedy for greedy, _ in pairs], [drawn for _, drawn in pairs]
 
 
-def test_top_token_on_a_thousand_positions(
-    smollm2_ours: oracle.Ours, written: tuple[list[Written], list[Written]], kind: str
-) -> None:
+def test_top_tokens(smollm2_ours: oracle.Ours, written: tuple[list[Written], list[Written]], kind: str) -> None:
     agreed, gaps, noise = [], [], []
     for answers in written:
         ours = log_probabilities(smollm2_ours, answers)
@@ -140,7 +139,7 @@ def test_top_token_on_a_thousand_positions(
     print(f"same top token: {share:.4f} of {count} (greedy {agreed[0].mean():.4f}, drawn {agreed[1].mean():.4f})")
     print(f"largest gap where it differs {gap:.2f}; top token's log-probability differs by {spread:.3f} (std)")
     wandered = sum(t != top for w in written[1] for t, top in zip(w.tokens, w.top, strict=True))
-    assert count >= 1000 and wandered > 50, "the drawn texts must leave the greedy path"
+    assert count >= LEAST[kind] and wandered > 0.05 * LEAST[kind], "the drawn texts must leave the greedy path"
     assert share >= LIMITS[kind][0]
     assert gap < 1 and spread < 0.1  # where they differ it is between near-equals: 0.17 and 0.045 measured on PLAIN
 
