@@ -50,7 +50,7 @@ def measure(
 ) -> dict[str, Any]:
     """`started` (time.time) is when the participant's process began, or, of several cases in one, its case. With
     `watch_syncs` the steps without a synchronisation between them are searched for some that they do themselves.
-    `sustain`: seconds of steps before those that are timed, for clocks as low as the floor's; of ours both are told."""
+    `sustain`: seconds of steps before those that are timed, for clocks as low as the floor's (in sweeps)."""
     before = fingerprints(runner.trained())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -2,7 +2,7 @@
 
 The seconds are those of an H200 with cold kernel caches: measured where docs/log.md and earlier records have them,
 estimated from those where not. A call may take nine minutes, so each stage takes less. One run has three calls, with
-the same --run and --out: `ours`, then `peers` twice, or until it has nobody left; the other stages are in any order.
+the same --run and --out: `ours`, then `peers`, again if it has somebody left; the other stages are in any order.
 """
 
 from __future__ import annotations
