@@ -212,7 +212,14 @@ class Crew:
 
 
 def last_line(log: Path) -> str:
-    """The last line that is an error, or the last line."""
+    """The last line that is an error, with the one that it came of, or the last line."""
     lines = [text.strip() for text in log.read_text(errors="replace").splitlines() if text.strip()]
-    errors = [text for text in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", text)]
-    return ((errors or lines or ["(it printed nothing)"])[-1])[:300]
+    chain: list[str] = []
+    follows = False
+    for text in lines:
+        follows |= text.startswith(("During handling of the above", "The above exception was"))
+        if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", text):
+            chain, follows = [*(chain if follows else ()), text], False
+    if len(chain) > 1:
+        return f"{chain[0][:200]}; then {chain[-1][:90]}"
+    return ((chain or lines or ["(it printed nothing)"])[-1])[:300]

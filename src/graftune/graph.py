@@ -7,6 +7,7 @@ call's effect nor makes it twice. What the callable reads and writes beyond its 
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ class Captured:
             self.graph.replay()
 
     def _first(self) -> None:
-        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        main, (side, ahead) = torch.cuda.current_stream(), _streams(torch.cuda.current_device())
         side.wait_stream(main)
         with torch.cuda.stream(side):
             self.work()
@@ -41,12 +42,32 @@ class Captured:
         gc.collect()
         torch.cuda.empty_cache()  # what the eager call took would lie beside the graph's own memory for good
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # What a callable forks off to another stream yields to what it does on its own.
-        ahead = torch.cuda.Stream(priority=-1)
-        # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls matter.
-        with torch.cuda.graph(graph, pool=self.pool, stream=ahead, capture_error_mode="thread_local"):
-            self.work()
+        capture(self.work, graph, ahead, self.pool)
         if torch.version.hip is None:
             graph_nodes.without_memsets(graph.raw_cuda_graph())
         graph.instantiate()
         self.graph = graph  # only now: a capture that failed is none
+
+
+def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, stream: Any, pool: Any = None) -> None:
+    """`work` into the graph, on the stream; nothing runs."""
+    collects = gc.isenabled()
+    gc.disable()  # what a collection lets go of may call the driver, which would be the end of the capture
+    try:
+        # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls matter.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            work()
+    except RuntimeError as error:
+        if error.__context__ is None:
+            raise
+        raise error.__context__ from None  # what broke the capture; leaving a broken one fails too, and says nothing
+    finally:
+        if collects:
+            gc.enable()
+
+
+@functools.cache
+def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One to run on before the capture, and one to capture on: what a callable forks off to others yields to that. The
+    same for all, since libraries keep memory for every stream they have seen."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)

@@ -220,3 +220,20 @@ def test_estimates_are_those_measured_or_a_high_guess():
             assert who in cases.participants(cases.parse(name), [who]) and gib <= step.ROOM_GIB
     assert peers.gib("peft", cases.parse("8b-8x2048")) > 82 + 60
     assert 8 < peers.gib("liger", cases.parse("1b-2x512")) < 16
+
+
+def test_what_an_error_came_of_is_said_with_it(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "ValueError: long ago, and got over\nTraceback\nRuntimeError: not permitted while capturing\n\n"
+        "During handling of the above exception, another exception occurred:\n\nTraceback\n"
+        "torch.AcceleratorError: a previous error\nbye\n"
+    )
+    assert (
+        crew.last_line(log)
+        == "RuntimeError: not permitted while capturing; then torch.AcceleratorError: a previous error"
+    )
+    log.write_text("ValueError: long ago\nbye\nKeyError: 'x'\nbye\n")
+    assert crew.last_line(log) == "KeyError: 'x'"
+    log.write_text("hello\nbye\n")
+    assert crew.last_line(log) == "bye"

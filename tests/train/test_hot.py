@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections import deque
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.model import projection
+from graftune.model import projection, run
 from graftune.model.decoder import PackedDocuments
 from graftune.model.run import Aside
 from graftune.train.hot import DeviceLoop, Shape
@@ -47,6 +48,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Mark:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
+    monkeypatch.setattr(run, "_streams", functools.cache(run._streams.__wrapped__))
     return main
 
 
@@ -79,8 +81,14 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
     assert [e.count for e in profile.key_averages() if e.key == "graftune: wait for the device"] == [1]
 
 
+def test_a_second_run_of_a_process_has_the_streams_of_the_first(no_cuda: Mark) -> None:
+    """Libraries keep memory for every stream they have seen."""
+    first, second = Aside(torch.device("cpu")), Aside(torch.device("cpu"))
+    assert first.streams == second.streams and len(set(map(id, first.streams))) == 4
+
+
 def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:
-    aside, done = Aside(), list[str]()
+    aside, done = Aside(torch.device("cpu")), list[str]()
     x = torch.ones(3)
     aside.do(lambda: done.append("sent"), x)
     aside.flush()
@@ -106,7 +114,7 @@ def test_sums_made_later_are_the_same_even_after_a_pass_that_failed(
         ours = oracle.ours(folder)
         step = Step(ours.decoder, ours.arena)
         if aside:
-            step.aside = Aside()
+            step.aside = Aside(torch.device("cpu"))
             with monkeypatch.context() as failing, pytest.raises(MemoryError):
                 failing.setattr(PackedDocuments, "backward", fail)
                 step.micro_step(batch())

@@ -82,6 +82,7 @@ CASES = {
     "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
     "fp8": setup(kind="fp8"),
     "fp8, calibrated": setup(kind="fp8", calibrates=True),
+    "fp8, one code compared with two": setup(kind="fp8", calibrates=True, compares=True),
     "fp8, two codes": setup(kind="fp8", inputs=2),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
 }
@@ -212,8 +213,9 @@ def test_calibrating_is_planned() -> None:
     assert "calibrate" not in without.phases and found.after == without.after
     sums = 4 * 8192**2
     taken = found.phases["calibrate"]["scratch"] - found.phases["load"].get("scratch", 0)
+    # Ordered by rows and columns at once they would take six: torch writes both indices out on a GPU.
     assert 2 * sums < taken < 2.2 * sums and found.peak > without.peak + sums
-    small = rehearse(of(ffn=512, calibrates=True))
+    small = rehearse(of(ffn=512, calibrates=True, compares=True))
     assert small.peak == rehearse(of(ffn=512)).peak, "elsewhere it fits into what a step takes"
     whole = rehearse(of(12, calibrates=True))
     assert told(lambda layers: of(layers, calibrates=True), 12).peak == pytest.approx(whole.peak, rel=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -70,8 +71,8 @@ class Aside:
     give the memory to somebody else. No two works write to one place, so sums stay the same bit for bit. Thin sums over
     a few hundred tokens do not fill the chip either: they run side by side. Products have a stream of their own."""
 
-    def __init__(self, streams: int = 4) -> None:
-        self.streams = [torch.cuda.Stream() for _ in range(streams)]
+    def __init__(self, device: torch.device) -> None:
+        self.streams = _streams(device)
         self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...], bool]] = []
         self.held: list[tuple[torch.Tensor, ...]] = []
 
@@ -99,6 +100,12 @@ class Aside:
         """What a pass that failed has left queued is nobody's."""
         self.queued.clear()
         self.join()
+
+
+@functools.cache
+def _streams(device: torch.device, count: int = 4) -> tuple[torch.cuda.Stream, ...]:
+    """The same for every run of a process: libraries keep memory for every stream they have seen."""
+    return tuple(torch.cuda.Stream(device) for _ in range(count))
 
 
 @dataclass(frozen=True)

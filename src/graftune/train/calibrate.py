@@ -114,7 +114,13 @@ def calibrate(
 def cost_of_one_code(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> float:
     """Mean KL divergence of the trained tokens' predictions from those with two codes a value, as a share of the loss
     of the latter."""
-    divergence, loss = torch.zeros(2, dtype=torch.float64, device=decoder.device)
+    divergence, loss = compared(decoder, batches, backend).tolist()
+    return float(divergence / loss) if loss > 0 else 0.0
+
+
+def compared(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> torch.Tensor:
+    """(that divergence, that loss), both sums, on the device."""
+    divergence, loss = sums = torch.zeros(2, dtype=torch.float64, device=decoder.device)
     for batch in batches:
         batch, hidden = batch.to(decoder.device), []
         for codes in (1, 2):
@@ -126,7 +132,7 @@ def cost_of_one_code(decoder: Decoder, batches: Sequence[PackedBatch], backend: 
             coarse, fine = (decoder.logits(x, adapted=False).log_softmax(-1) for x in (one, two))
             loss -= fine.gather(1, labels.unsqueeze(1)).sum()
             divergence += coarse.sub_(fine).mul_(fine.exp_()).sum().neg_()
-    return float(divergence / loss) if loss > 0 else 0.0
+    return sums
 
 
 def begun(decoder: Decoder, batch: PackedBatch, backend: str) -> Pass:

@@ -66,7 +66,7 @@ class Step:
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # What is queued for other streams stays in memory until it has run: not where memory is what counts.
-        self.aside = Aside() if device.type == "cuda" and recompute in ("none", "selective") else None
+        self.aside = Aside(device) if device.type == "cuda" and recompute in ("none", "selective") else None
         self.partials = torch.empty(len(self.table), device=device)
         self.scaler = LossScaler(device) if arena.compute_dtype == torch.float16 else None
         self.unit = FP16_UNIT if self.scaler else 1.0

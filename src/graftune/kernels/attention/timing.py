@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from graftune import remembered
+from graftune.graph import capture
 from graftune.kernels import attention
 from graftune.kernels.attention import Documents
 
@@ -94,11 +95,13 @@ def _time(work: Callable[[], None]) -> float:
     with torch.cuda.stream(side):
         work()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+
+    def several() -> None:
         for _ in range(CALLS):
             work()
-    rounds = []
+
+    graph, rounds = torch.cuda.CUDAGraph(), []
+    capture(several, graph, side)
     for _ in range(ROUNDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -69,9 +69,11 @@ class Sample:
         diagonal.add_(DAMPING * diagonal.mean())
         diagonal.add_(diagonal == 0)  # where there was nothing but zeros
         columns = diagonal.argsort(stable=True)
-        ordered = self.sums[columns.unsqueeze(1), columns]
+        # Not by both at once: on CUDA torch would then write out both indices for every value, four times the sums.
+        ordered = self.sums.index_select(0, columns)
         self.sums = None
         del diagonal
+        ordered = ordered.index_select(1, columns)
         damped = ordered.diagonal().clone()
         factor, failed = torch.linalg.cholesky_ex(ordered)
         del ordered

@@ -171,6 +171,7 @@ class Job:
             graph=kind == "cuda" and config.train.graph,
             evaluates=self.evaluates,
             calibrates=calibrates(config, placement),
+            compares=calibrates(config, placement) and config.train.fp8_inputs == "auto",
             inputs=most_inputs(config, placement),
             copies=kind == "cpu" and standins.copies_operand(self.runtime.compute),
             card=self.card,

@@ -27,7 +27,7 @@ from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
-from graftune.train.calibrate import TOKENS, Through, calibrate_block
+from graftune.train.calibrate import TOKENS, Through, calibrate_block, compared
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.train.plan.pretend import Pretend, without_compiler
@@ -56,6 +56,7 @@ class Setup:
     graph: bool = True
     evaluates: bool = True
     calibrates: bool = False
+    compares: bool = False  # one code a value with two, behind that
     inputs: int = 1  # codes a value that an fp8 weight reads
     copies: bool = False  # whether the CPU's products copy weights (standins.copies_operand)
     card: standins.Card | None = None
@@ -193,6 +194,9 @@ def _calibrate(decoder: Decoder, base: Base, setup: Setup) -> None:
     with torch.no_grad():
         streams = [Through.of(decoder, _batch(setup.shape, runtime.device), backend) for _ in range(count)]
         calibrate_block(decoder.blocks[0], streams[:1], lambda layer, group: group_sources(base, layer, group))
+        del streams
+        if setup.compares:
+            compared(decoder, [_batch(setup.shape, runtime.device)], backend)
 
 
 def _batch(shape: Capacities, device: torch.device) -> PackedBatch:

@@ -75,6 +75,13 @@ def flash_bytes(args: tuple[Any, ...]) -> int:
     return 4 * padded * heads * (width + 1) + grouped
 
 
+def index_bytes(args: tuple[Any, ...]) -> int:
+    """What torch allocates on CUDA to index by several tensors at once: each of them written out for every value."""
+    indices = [index for index in args[1] if index is not None]
+    many = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+    return 8 * many * len(indices) if len({index.shape for index in indices}) > 1 else 0
+
+
 @dataclass(frozen=True)
 class Host:
     """The CPU's libraries. Some copy a weight that is read across its rows (x W') whole before they multiply."""
@@ -139,6 +146,8 @@ class Device:
         moment, to be held until it is made."""
         if func is self.flash:
             return self._hold(flash_bytes(args))
+        if func is torch.ops.aten.index.Tensor and (size := index_bytes(args)):
+            return self._hold(size)
         if func.overloadpacket in GPU_PRODUCTS and args[0].is_cuda and self.current not in self.spaces:
             with self.ledger.owner(WORKSPACES):
                 self.spaces[self.current] = self._hold(CUBLAS)

@@ -1,0 +1,88 @@
+"""Runs of several sizes one after the other in one process, as a notebook has them: each is captured, by whichever
+backend of attention, and gives what it gives uncaptured."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from graftune.batch import Example
+from graftune.config import LoraConfig
+from graftune.data.pack import pack
+from graftune.graph import Captured
+from graftune.kernels import attention
+from graftune.model.lora import initialise
+from graftune.model.spec import ModelSpec
+from graftune.train.hot import hot_loop
+from graftune.train.step import Step
+from graftune.weights.synthetic import random_base
+from tests import oracle
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+SPEC = ModelSpec(
+    family="llama", layers=2, width=512, ffn=1024, heads=8, kv_heads=2, head_width=64, vocab=1000, norm_eps=1e-5,
+    rope_theta=10000.0, max_positions=4096, tied=True,
+)  # fmt: skip
+HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "clip": 1.0}
+
+
+def losses(length: int, backend: str, others: tuple[str, ...], graph: bool) -> list[float]:
+    """Of three steps over one document; the same weights whenever it is called."""
+    torch.manual_seed(3)
+    ours = oracle.place(random_base(SPEC, CUDA), LoraConfig(rank=16), "bf16", "cuda", torch.bfloat16)
+    initialise(ours.arena, ours.lora, seed=1)
+    step = Step(
+        ours.decoder, ours.arena, attention_backend=backend, other_backends=others, longest=length, tuned=True
+    )  # fmt: skip
+    loop = hot_loop(step, graph=graph)
+    drawn = torch.Generator().manual_seed(length)
+    row = torch.randint(0, SPEC.vocab, (length,), generator=drawn).tolist()
+    batch = pack([Example(row, [i >= length // 2 for i in range(length)])])
+    for _ in range(3):
+        loop.step([loop.stage(batch)], HYPER | {"divisor": float(batch.response_tokens)}, [0])
+    assert loop.captures == int(graph)
+    return [figures.loss for figures in loop.finished(wait=True)]
+
+
+@pytest.mark.parametrize("backend", ["timed", "cudnn", "mixed", "triton"])
+def test_a_long_document_after_a_short_one(backend: str) -> None:
+    choice = attention.choose(CUDA, torch.bfloat16, SPEC.head_width, False, False)
+    if backend != "timed" and backend not in (choice.backend, *choice.others):
+        pytest.skip(f"{backend} does not serve here: {choice.why}")
+    name, others = (choice.backend, choice.others) if backend == "timed" else (backend, ())
+    for length in (512, 2048, 3000, 512):
+        found, eager = (losses(length, name, others, graph) for graph in (True, False))
+        assert found == pytest.approx(eager, rel=0.02), length
+        assert found[-1] < found[0]
+
+
+def test_runs_leave_nothing_behind_but_what_libraries_keep() -> None:
+    """A second run of a process finds the streams, and with them the libraries' memory, of the first."""
+    held = []
+    for _ in range(4):
+        losses(512, "triton", (), graph=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_allocated())
+    assert held[3] == held[1], held
+
+
+def test_what_broke_a_capture_is_what_is_raised() -> None:
+    x = torch.ones(8, device="cuda")
+    calls = []
+
+    def work() -> None:
+        calls.append(float(x.sum()) if calls else 0.0)  # waits for the device, which a capture may not
+
+    run = Captured(work)
+    with pytest.raises(RuntimeError, match=r"captur") as told:
+        run()
+    assert "previous error" not in str(told.value) and run.graph is None
+    torch.cuda.synchronize()
+    again = Captured(lambda: [x.add_(1), None][1])
+    for _ in range(3):
+        again()
+    assert bool((x == 4).all()) and gc.isenabled()
