@@ -53,11 +53,13 @@ def model_spec(shape: Shape) -> ModelSpec:
 
 def base_of(case: Case, device: torch.device) -> Base:
     base = random_base(model_spec(case.shape), device)
-    if case.base not in BLOCKS:
-        return base
-    kind = case.base.upper()
+    return in_blocks(base, case.base, device) if case.base in BLOCKS else base
+
+
+def in_blocks(base: Base, kind: str, device: torch.device) -> Base:
+    """As a GGUF file would hold it."""
     blocks = {
-        name: RandomBlocks(kind, source.shape, device) if len(source.shape) == 2 else source
+        name: RandomBlocks(kind.upper(), source.shape, device) if len(source.shape) == 2 else source
         for name, source in base.tensors.items()
     }
     return dataclasses.replace(base, kind="gguf", tensors=cast(Any, blocks))

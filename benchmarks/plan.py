@@ -6,12 +6,12 @@ process of its own.
     SIZE-KIND-POLICY-ROWSxLENGTH[-qv][-full][-rN][-one|-two]
     8b-nf4-offload-4x2048    1b-q4_k-none-1x2048    350m-bf16-none-4x512-full    1b-fp8-none-4x2048-two
 
-KIND is how the base is held: bf16, nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...). Weights are random (blocks are
-zero: only their size matters). `one` and `two` are the codes a value that an fp8 base reads; without either the run
-decides, and the plan is for two. A process calibrates an fp8 base, evaluates one batch and takes a few captured steps,
-as a run does, and its peak is torch.cuda.max_memory_allocated since its start. The CUDA context is not in it. No time
-is reported, so that several may run at once (--jobs), as long as the card holds them together (any three of the default
-ones: 106 GiB); what they choose by timing is forgotten with them.
+KIND is how the base is held: bf16, nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...). Weights are random. `one` and
+`two` are the codes a value that an fp8 base reads; without either the run decides, and the plan is for two. A process
+calibrates an fp8 base, evaluates one batch and takes a few captured steps, as a run does, and its peak is
+torch.cuda.max_memory_allocated since its start. The CUDA context is not in it. No time is reported, so that several may
+run at once (--jobs), as long as the card holds them together (any three of the default ones: 106 GiB); what they choose
+by timing is forgotten with them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import typing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from benchmarks.bases import model_spec
+from benchmarks.bases import in_blocks, model_spec
 from benchmarks.cases import HYPER, SHAPES
 
 from benchmarks import report
@@ -125,32 +125,6 @@ def parse(name: str) -> Combination:
     return Combination(name, found[1], kind, found[3], rows, length, rank, "qv" in asked, "full" in asked, inputs)
 
 
-@dataclass(frozen=True)
-class ZeroBlocks:
-    """A weight of GGUF blocks without values (a RowSource and a source of blocks)."""
-
-    shape: tuple[int, ...]
-    dtype_name: str
-
-    @property
-    def nbytes(self) -> int:
-        from graftune.kernels import gguf_dequant
-
-        return self.shape[0] * gguf_dequant.row_bytes(self.dtype_name, self.shape[1])
-
-    def raw(self, start: int, stop: int) -> torch.Tensor:
-        return torch.zeros(stop - start, self.nbytes // self.shape[0], dtype=torch.uint8)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return torch.zeros(stop - start, self.shape[1])
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(ids), self.shape[1])
-
-    def values(self) -> torch.Tensor:
-        return torch.zeros(self.shape)
-
-
 def base_of(combination: Combination, device: torch.device) -> Base:
     from graftune.kernels.gguf_dequant import KINDS
     from graftune.weights.synthetic import random_base
@@ -161,11 +135,7 @@ def base_of(combination: Combination, device: torch.device) -> Base:
     base = random_base(model_spec(SHAPES[combination.size]), device)
     if kind in known_kinds():
         return base
-    tensors = {
-        name: ZeroBlocks(source.shape, kind.upper()) if len(source.shape) == 2 else source
-        for name, source in base.tensors.items()
-    }
-    return dataclasses.replace(base, kind="gguf", tensors=cast(Any, tensors))
+    return in_blocks(base, kind, device)
 
 
 def job_of(combination: Combination, device: torch.device, memory: int = 0) -> Job:
@@ -233,7 +203,7 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         "loss": figures[-1].loss,
         "grad_norm": figures[-1].grad_norm,
         "moved": fingerprint(arena.weights) != before,
-        "attention": engine.attention.backend,
+        "attention": step.backend,
         "inputs": codes,
         "captures": loop.captures,
     }

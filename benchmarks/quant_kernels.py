@@ -5,10 +5,9 @@
 Every kind is first compared with the CPU's reference, all values of a [1024, 4096] weight, in bf16, fp16 and fp32, flat
 and in rows that lie apart; a kind that differs is reported as such and the exit code is 1. Then it is timed at the
 shapes of an 8B model into the scratch that a step has, with room for its adapters (rows of 4096 values lie 4160 apart:
-the engine's own Scratch says so), ten launches to a graph. `of memory` is the bytes it reads and writes in a second
-against those of a plain copy of a gibibyte, measured in the same call: what the memory gives. `of copy` is the same
-against a copy of as many bf16 values as the weight has, which is what a launch of that size can reach: every kind is to
-come to 0.8 of it at both shapes. The exit code knows nothing of speed.
+the engine's own Scratch says so), ten launches to a graph. `of copy` is the bytes it reads and writes in a second
+against those of a plain copy of as many bf16 values as the weight has, measured in the same call, which is what a
+launch of that size can reach: every kind is to come to 0.8 of it at both shapes. The exit code knows nothing of speed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ SHAPES = [(28672, 4096), (4096, 14336)]
 RANK, MEMBERS = 16, {(28672, 4096): 2, (4096, 14336): 1}
 LAUNCHES, ROUNDS = 10, 5
 OF_COPY = 0.8  # of the bytes in a second that a copy moves
-LARGE = 1 << 30  # bytes whose copy says what the memory gives
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 Unpack = Callable[[torch.Tensor], None]
@@ -151,12 +149,11 @@ def measure(
     kinds: tuple[str, ...] = ("nf4", "nf4-plain", *KINDS),
     shapes: list[Shape] = SHAPES,
     checked: Shape = CHECKED,
-    large: int = LARGE,
     log: Any = sys.stdout,
 ) -> dict[str, Any]:
     bench = Bench(device)
     copies = {}
-    result: dict[str, Any] = {"memory_tb_s": 0.0, "shapes": {}, "kinds": {}}
+    result: dict[str, Any] = {"shapes": {}, "kinds": {}}
     for shape in shapes:
         copies[shape] = bench.copied(2 * shape[0] * shape[1])
         facts = {"apart": bench.scratch(shape).stride(0), "copy_tb_s": round(copies[shape] / 1e6, 3)}
@@ -164,24 +161,20 @@ def measure(
         result["shapes"][str(list(shape))] = facts
         print(f"{list(shape)}, rows {facts['apart']} apart: copy {facts['copy_tb_s']} TB/s, "
               f"placing adapters {facts['room_us']} us", file=log)  # fmt: skip
-    memory = bench.copied(large)  # behind the others: a card that has just woken up is slow
-    result["memory_tb_s"] = round(memory / 1e6, 3)
-    print(f"memory: {memory / 1e6:.2f} TB/s (a copy of {large >> 20} MiB)", file=log)
-    heads = "".join(f"{list(s)!s:>16} us  TB/s  of memory  of copy" for s in shapes)
+    heads = "".join(f"{list(s)!s:>16} us  TB/s  of copy" for s in shapes)
     print(f"\n{'kind':9} {'differ':>6}{heads}", file=log)
     for kind in kinds:
         row: dict[str, Any] = {"differing": bench.differing(kind, checked)}
         line = f"{kind:9} {row['differing']:>6}"
         for shape in shapes:
             us, size = bench.timed(kind, shape)
-            shares = size / us / memory, size / us / copies[shape]
+            share = size / us / copies[shape]
             row[str(list(shape))] = {
                 "us": round(us, 1),
                 "tb_s": round(size / us / 1e6, 3),
-                "of_memory": round(shares[0], 3),
-                "of_copy": round(shares[1], 3),
+                "of_copy": round(share, 3),
             }
-            line += f"{us:>16.1f} {size / us / 1e6:>8.2f} {shares[0]:>10.2f} {shares[1]:>8.2f}"
+            line += f"{us:>16.1f} {size / us / 1e6:>8.2f} {share:>8.2f}"
         row["goals"] = goals(row)
         result["kinds"][kind] = row
         print(line, file=log, flush=True)

@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
 ROWS = [
-    ["errors", "remembered", "config", "batch", "runtime", "graph_nodes"],
-    ["kernels", "observe", "graph", "tokenizer"],
+    ["errors", "remembered", "config", "batch", "runtime", "graph_nodes", "graph"],
+    ["kernels", "observe", "tokenizer"],
     ["model", "data"],
     ["weights", "dist"],
     ["infer"],

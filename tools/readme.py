@@ -128,8 +128,13 @@ def sweeps() -> str:
         said += ", beside the floor of each size."
         if missing := [axis for axis in SWEEPS if axis not in found]:
             said += f" Not run yet: {', '.join(missing)}."
-        points = [point for curves in found.values() for curve in curves.values() for point in curve]
-        if not all("sustained_s" in point["participants"]["ours"] for point in points):
+        timed: dict[str, list[dict[str, Any]]] = {
+            axis: [point["participants"].get("ours", {}) for curve in curves.values() for point in curve]
+            for axis, curves in found.items()
+        }
+        if failed := [axis for axis, ours in timed.items() if not all("ms" in each for each in ours)]:
+            said += f" Ours failed at some sizes of: {', '.join(failed)} (docs/log.md says where)."
+        if not all("sustained_s" in each for ours in timed.values() for each in ours if "ms" in each):
             said += (
                 " Ours was timed after a few steps and the floor after a second, when the chip's clocks have fallen:"
                 " the shorter a step, the nearer it looks."

@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from graftune import graph_nodes
+
+_broken: list[torch.cuda.CUDAGraph] = []  # torch's allocator may ask them for good
 
 
 class Captured:
@@ -33,41 +36,51 @@ class Captured:
             self.graph.replay()
 
     def _first(self) -> None:
-        main, (side, ahead) = torch.cuda.current_stream(), _streams(torch.cuda.current_device())
+        main, side = torch.cuda.current_stream(), stream("first call")
         side.wait_stream(main)
         with torch.cuda.stream(side):
             self.work()
         main.wait_stream(side)
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # what the eager call took would lie beside the graph's own memory for good
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        capture(self.work, graph, ahead, self.pool)
+        # What a callable forks off to another stream yields to what it does on its own.
+        capture(self.work, graph, stream("capture", priority=-1), self.pool)
         if torch.version.hip is None:
             graph_nodes.without_memsets(graph.raw_cuda_graph())
         graph.instantiate()
         self.graph = graph  # only now: a capture that failed is none
 
 
-def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, stream: Any, pool: Any = None) -> None:
-    """`work` into the graph, on the stream; nothing runs."""
+def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, on: torch.cuda.Stream, pool: Any = None) -> None:
+    """`work` into the graph, on a stream; nothing runs. What breaks a capture is what is raised."""
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()  # what an eager call took would lie beside the graph's own memory for good
     collects = gc.isenabled()
     gc.disable()  # what a collection lets go of may call the driver, which would be the end of the capture
     try:
-        # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls matter.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            work()
-    except RuntimeError as error:
-        if error.__context__ is None:
-            raise
-        raise error.__context__ from None  # what broke the capture; leaving a broken one fails too, and says nothing
+        with torch.cuda.stream(on):
+            # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls count.
+            graph.capture_begin(pool=pool or torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                _broken.append(graph)
+                with suppress(RuntimeError):  # leaving a broken capture fails as well, and says less
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     finally:
         if collects:
             gc.enable()
 
 
+def stream(name: str, device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
+    """The process's stream of this name. Every run has the same ones: libraries keep memory for every stream they have
+    seen, and of torch's, which are 32 in turn, two that are meant to be apart may be one."""
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    return _stream(index, name, priority)
+
+
 @functools.cache
-def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """One to run on before the capture, and one to capture on: what a callable forks off to others yields to that. The
-    same for all, since libraries keep memory for every stream they have seen."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+def _stream(device: int, name: str, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)

@@ -24,16 +24,16 @@ def test_a_small_run_and_a_kind_that_differs(monkeypatch):
     log = io.StringIO()
 
     def measured():
-        return quant_kernels.measure(CPU, ("nf4", "Q4_K", "Q8_0"), [(64, 256)], (16, 256), 1 << 20, log)
+        return quant_kernels.measure(CPU, ("nf4", "Q4_K", "Q8_0"), [(64, 256)], (16, 256), log)
 
     found = measured()
-    assert found["memory_tb_s"] > 0 and found["shapes"]["[64, 256]"]["apart"] == 320
+    assert found["shapes"]["[64, 256]"]["apart"] == 320
     for row in found["kinds"].values():
         figures = row["[64, 256]"]
         assert row["differing"] == 0 and row["goals"][0]["met"] and figures["us"] > 0
         # Bytes of copies of one size are timed twice: only their order of magnitude is known here.
-        assert figures["of_memory"] >= 0 and row["goals"][1]["is"] == figures["of_copy"] >= 0
-    assert "of memory" in log.getvalue()
+        assert row["goals"][1]["is"] == figures["of_copy"] >= 0
+    assert "of copy" in log.getvalue()
     real = gguf_dequant.dequantise
 
     def wrong(blocks, kind, out):

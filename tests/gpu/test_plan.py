@@ -26,7 +26,7 @@ def test_within_three_percent(name: str) -> None:
     found = plan.apart(name)
     assert "error" not in found, found["error"]
     print(plan.table([found]).splitlines()[-1], json.dumps(found["owners"]))
-    assert found["captures"] == 1 and found["grad_norm"] >= 0
+    assert found["captures"] == 1 and found["grad_norm"] > 0 and found["moved"]
     assert abs(found["off"]) <= plan.WITHIN, found
     assert plan.holds(found), "what a run is refused by holds what it takes"
 

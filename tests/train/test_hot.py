@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.model import projection, run
+from graftune import graph
+from graftune.model import projection
 from graftune.model.decoder import PackedDocuments
 from graftune.model.run import Aside
 from graftune.train.hot import DeviceLoop, Shape
@@ -48,7 +49,8 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Mark:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
-    monkeypatch.setattr(run, "_streams", functools.cache(run._streams.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(graph, "_stream", functools.cache(lambda *_: Mark()))
     return main
 
 
@@ -84,7 +86,7 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
 def test_a_second_run_of_a_process_has_the_streams_of_the_first(no_cuda: Mark) -> None:
     """Libraries keep memory for every stream they have seen."""
     first, second = Aside(torch.device("cpu")), Aside(torch.device("cpu"))
-    assert first.streams == second.streams and len(set(map(id, first.streams))) == 4
+    assert first.streams == second.streams and len(set(map(id, [*first.streams, graph.stream("copies")]))) == 5
 
 
 def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:

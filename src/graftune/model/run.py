@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from graftune import graph
 from graftune.kernels import dropout as dropouts
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Aside:
     a few hundred tokens do not fill the chip either: they run side by side. Products have a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self.streams = _streams(device)
+        self.streams = [graph.stream(f"aside {number}", device) for number in range(4)]
         self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...], bool]] = []
         self.held: list[tuple[torch.Tensor, ...]] = []
 
@@ -100,12 +100,6 @@ class Aside:
         """What a pass that failed has left queued is nobody's."""
         self.queued.clear()
         self.join()
-
-
-@functools.cache
-def _streams(device: torch.device, count: int = 4) -> tuple[torch.cuda.Stream, ...]:
-    """The same for every run of a process: libraries keep memory for every stream they have seen."""
-    return tuple(torch.cuda.Stream(device) for _ in range(count))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from graftune import graph
 from graftune.model.block import Attended, Block, Mlped, attention_half, gate_up_again, mlp_half_again
 from graftune.model.run import Pass
 
@@ -75,7 +76,7 @@ class Offloaded:
 
     def __init__(self, homes: list[torch.Tensor]):
         self.homes = homes  # pinned, one a block
-        self.side = torch.cuda.Stream()
+        self.side = graph.stream("offload")
         self.leaving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self.coming: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from graftune.batch import PackedBatch
-from graftune.graph import Captured
+from graftune.graph import Captured, stream
 from graftune.kernels.adamw import Hyper
 from graftune.observe.marks import marked
 from graftune.train.step import Step
@@ -140,7 +140,7 @@ class DeviceLoop:
         self.work, self.graph = step, graph
         self.device = step.arena.device
         self.pool = torch.cuda.graph_pool_handle() if graph else None
-        self.copies = torch.cuda.Stream(self.device)
+        self.copies = stream("copies", self.device)
         self.inputs: dict[Shape, Inputs] = {}
         self.update = Captured(self._update, enabled=graph, pool=self.pool)
         self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from graftune import remembered
-from graftune.graph import capture
+from graftune.graph import capture, stream
 from graftune.kernels import attention
 from graftune.kernels.attention import Documents
 
@@ -90,11 +90,10 @@ def _pass(name: str, docs: Documents, case: Case) -> Callable[[], None]:
 
 def _time(work: Callable[[], None]) -> float:
     """Milliseconds of one call, the median of a few replays."""
-    side = torch.cuda.Stream()
+    side = stream("attention timed")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()
-    torch.cuda.synchronize()
 
     def several() -> None:
         for _ in range(CALLS):
