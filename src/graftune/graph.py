@@ -1,8 +1,9 @@
 """Capture and replay of a fixed-shape callable as a CUDA graph. Knows nothing of models.
 
-The first call is the work itself, run eagerly on a side stream: it compiles kernels, builds plans and fills caches, and
-it counts. Then the callable is captured, which runs nothing, and every later call replays. So capturing neither loses a
-call's effect nor makes it twice. What the callable reads and writes beyond its own temporaries must stay where it is.
+The first call is the work itself, run eagerly on the stream that captures: it compiles kernels, builds plans and fills
+caches, libraries get to know the stream (cuDNN keeps streams of its own for every priority), and it counts. Then the
+callable is captured, which runs nothing, and every later call replays. So capturing neither loses a call's effect nor
+makes it twice. What the callable reads and writes beyond its own temporaries must stay where it is.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Captured:
             self.graph.replay()
 
     def _first(self) -> None:
-        main, side = torch.cuda.current_stream(), stream("first call")
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
+        # Before others: what a callable forks off to another stream yields to what it does on its own.
+        main, ahead = torch.cuda.current_stream(), stream("capture", priority=-1)
+        ahead.wait_stream(main)
+        with torch.cuda.stream(ahead):
             self.work()
-        main.wait_stream(side)
+        main.wait_stream(ahead)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # What a callable forks off to another stream yields to what it does on its own.
-        capture(self.work, graph, stream("capture", priority=-1), self.pool)
+        capture(self.work, graph, ahead, self.pool)
         if torch.version.hip is None:
             graph_nodes.without_memsets(graph.raw_cuda_graph())
         graph.instantiate()

@@ -175,7 +175,8 @@ def test_libraries_memory_is_part_of_it() -> None:
     assert abs(grouped.after - plain.after) < 2 * MIB, "between two calls cuDNN's memory serves others"
     assert rehearse(gpu()).phases["step"]["workspaces"] == streams + CARD.cache, "emptied while algorithms are timed"
     dropped = rehearse(gpu(lora=LoraConfig(rank=4, dropout=0.1)))
-    assert dropped.after - rehearse(gpu()).after >= 2 * 32 * MIB, "torch's products: for the step's and the capture's"
+    more = dropped.after - rehearse(gpu()).after
+    assert 32 * MIB <= more < 64 * MIB, "torch's products: for the one stream of the step and its capture"
     for backend in ("flash", "triton"):
         assert rehearse(gpu(backend=backend)).peak > 0
 

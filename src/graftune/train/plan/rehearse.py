@@ -3,10 +3,10 @@
 So the plan cannot drift from the code: whoever saves a tensor more, or lets one go earlier, changes both. A formula
 from shapes, as others have it, is right on the day it is written.
 
-Phases, as a run has them: load; calibrate, where it does; evaluate (eager); the first micro-step (eager, on a stream of
-its own, algorithms are timed); on CUDA the same once more, as it is captured; the update. The peak is that of the worst
-phase. What a captured step holds for a moment stays in its graph's pool for good, so what is eager after that needs
-memory beside it.
+Phases, as a run has them: load; calibrate, where it does; evaluate (eager); the first micro-step (eager, on the stream
+that captures it, algorithms are timed); on CUDA the same once more, as it is captured; the update. The peak is that of
+the worst phase. What a captured step holds for a moment stays in its graph's pool for good, so what is eager after that
+needs memory beside it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def rehearse(setup: Setup, *, real: bool = False) -> Bytes:
 def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
     holder, phases = ledger.of(setup.runtime.device.type), _Phases(ledger.of(setup.runtime.device.type))
     aside = gpu.stream if gpu else nullcontext
-    stream: Any = standins.Stream if gpu else lambda: None
+    stream: Any = standins.Stream() if gpu else None  # on which the step first runs, and is captured
     with phases.phase("load"), standins.fewer_pieces(whole=True):
         arena, decoder, base = _load(setup, ledger)
     if setup.calibrates:
@@ -153,14 +153,12 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
             with phases.phase("evaluate"):
                 _evaluate(decoder, batch, setup)
         eager = phases.peak("evaluate", kept) - kept
-        with phases.phase("step"):
-            with aside(stream()):
-                step.micro_step(batch)
-            with aside(stream()):
-                step.update_step()
+        with phases.phase("step"), aside(stream):
+            step.micro_step(batch)
+            step.update_step()
         if gpu is not None and setup.graph:
             before = holder.total
-            with phases.phase("capture"), gpu.capture():
+            with phases.phase("capture"), gpu.capture(stream):
                 step.micro_step(batch)
             captured = phases.peak("capture") - before
     return Bytes(phases.owners, holder.total, captured, eager, 0 if gpu is None else ledger.of("cpu").peak)

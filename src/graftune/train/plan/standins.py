@@ -165,10 +165,10 @@ class Device:
             self.current = before
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self, stream: Any) -> Iterator[None]:
         self.capturing = True
         try:
-            with self.stream(Stream()):
+            with self.stream(stream):
                 yield
         finally:
             self.capturing = False
