@@ -18,7 +18,7 @@ import torch
 
 from graftune import graph_nodes
 
-_broken: list[torch.cuda.CUDAGraph] = []  # torch's allocator may ask them for good
+_unfinished: list[torch.cuda.CUDAGraph] = []  # torch's allocator asks those whose capture broke for good
 
 
 class Captured:
@@ -60,16 +60,17 @@ def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, on: torch.cud
     gc.disable()  # what a collection lets go of may call the driver, which would be the end of the capture
     try:
         with torch.cuda.stream(on):
+            _unfinished.append(graph)
             # Another thread may be packing the next batch into pinned memory meanwhile: only this thread's calls count.
             graph.capture_begin(pool=pool or torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
-                _broken.append(graph)
                 with suppress(RuntimeError):  # leaving a broken capture fails as well, and says less
                     graph.capture_end()
                 raise
             graph.capture_end()
+            _unfinished.pop()
     finally:
         if collects:
             gc.enable()
