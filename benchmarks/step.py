@@ -267,7 +267,7 @@ class Run:
     def job(self, who: str, names: list[str], *more: str, model: Model | None = None) -> crew.Job:
         name = f"{names[0]}-{who}"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", who, "--case", ",".join(names)]
-        command += ["--swept"] if who == "floor" and self.options.plain_floor else []
+        command += ["--plain-floor"] if self.options.plain_floor else []
         command += ["--out", str(self.out(name)), "--steps", str(self.options.steps), "--device", self.options.device]
         large = max(peers.FOLDER_GIB if who == "folder" else peers.gib(who, cases.parse(each)) for each in names)
 

@@ -40,7 +40,8 @@ def one_case(options: argparse.Namespace, case: cases.Case, started: float) -> d
     if options.worker == "floor":
         from benchmarks.floor import measure_floor
 
-        return measure_floor(case, device, options.steps, options.sustain, own=not options.swept)
+        own = not (options.swept or options.plain_floor)
+        return measure_floor(case, device, options.steps, options.sustain, own=own)
     folder, imported_s = Path(options.folder) if options.folder else None, time.time() - started
     if options.worker == "folder":
         assert folder is not None

@@ -3,6 +3,7 @@
 ledger.py    live bytes by owner, and their peak
 pretend.py   tensors without memory
 standins.py  what takes the place of the GPU, its libraries and the files' contents
+libraries.py what libraries allocate by themselves
 rehearse.py  the real step, run on them
 job.py       a run's settings as such a step, and the plan that comes of it
 choose.py    what `auto` comes to; the refusal, with the nearest setting that fits

@@ -3,9 +3,6 @@
 Streams and events do nothing but say which stream is current; Triton's launches do nothing, since our wrappers allocate
 their results themselves; cuDNN's and cuBLASLt's plans are not built, but their workspaces are allocated where the real
 code would: the memory of libraries is part of the plan. The rest of the step is the step's own code.
-
-Memory inside libraries is a formula here. `workspace_bytes` is what cuDNN asks for attention; `CUBLAS` what torch gives
-cuBLAS for each stream that ever multiplied (runtime.py says how much that shall be).
 """
 
 from __future__ import annotations
@@ -33,11 +30,11 @@ from graftune.model.frozen import Nf4Rows, calibrate, pieces
 from graftune.model.frozen.calibrate import blocks
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.train.plan.ledger import MIB, Ledger
+from graftune.train.plan.libraries import CUBLAS, flash_bytes, index_bytes, workspace_bytes
 from graftune.train.plan.pretend import META, wrap
 
 WORKSPACES = "workspaces"
 HOPPER = (9, 0)
-CUBLAS = 32 * MIB
 ENOUGH_ROWS = 16  # of x, from which on the copy of a weight pays
 
 
@@ -52,34 +49,6 @@ class Card:
     processors: int = 132  # some kernels divide their work, and allocate, by these
     cache: int = 60 * MIB  # emptied where algorithms are timed
     here: bool = False
-
-
-def workspace_bytes(shape: Any) -> int:
-    """Of one of cuDNN's attention plans (`cudnn_frontend.Shape`). Forward: none to speak of. Backward: dq summed in
-    fp32, the row sums of the softmax, and with grouped heads dk and dv of every query head before they are added."""
-    if shape.grad_strides is None:
-        return 0
-    tokens = -(-shape.tokens // 64) * 64
-    values = tokens * shape.heads * shape.width
-    grouped = shape.heads != shape.key_heads
-    return 4 * values * (3 if grouped else 1) + 4 * tokens * shape.heads
-
-
-def flash_bytes(args: tuple[Any, ...]) -> int:
-    """What torch's flash backward allocates inside: dq in fp32 and row sums, with room for a tile a document, and with
-    grouped heads dk and dv of every query head."""
-    _, q, k, _, _, _, cu_seqlens = args[:7]
-    tokens, heads, width = q.shape
-    padded = tokens + 128 * (len(cu_seqlens) - 1)
-    grouped = 2 * tokens * heads * width * q.element_size() if heads != k.shape[1] else 0
-    return 4 * padded * heads * (width + 1) + grouped
-
-
-def index_bytes(args: tuple[Any, ...]) -> int:
-    """What torch allocates on CUDA to index by several tensors at once: each of them written out for every value."""
-    indices = [index for index in args[1] if index is not None]
-    many = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
-    return 8 * many * len(indices) if len({index.shape for index in indices}) > 1 else 0
 
 
 @dataclass(frozen=True)
