@@ -140,7 +140,7 @@ class Session:
             done.exit = self._run(words, handle, limit, stage.at_once)
         done.seconds = round(time.monotonic() - start, 1)
         text = log.read_bytes()[begin:].decode(errors="replace")
-        done.said = self._last(text, done.exit)
+        done.said = self._last(text, done.exit, command.is_test)
         if log is not shared:
             with self.lock, shared.open("a") as handle:
                 handle.write(log.read_text(errors="replace"))
@@ -188,12 +188,12 @@ class Session:
             process.wait()
             return STOPPED
 
-    def _last(self, text: str, code: int | None) -> str:
+    def _last(self, text: str, code: int | None, is_test: bool) -> str:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         telling = [each for each in lines if re.search(r"\w(Error|Exception)\b|failed|NOT reached", each)]
         last = (telling or lines or ["(it printed nothing)"])[-1][:200]
         if code == 0:
-            return ""
+            return lines[-1].strip("= ") if is_test and lines else ""
         return f"stopped at its limit; last line: {last}" if code == STOPPED else last
 
     def _record(self, command: Command, path: Path) -> Any:
@@ -261,6 +261,9 @@ def keep(folder: Path, results: Path = RESULTS) -> list[Path]:
         document = json.loads(path.read_text())
         if "stage" in document:
             found = [(c["result"], c["record"]) for c in document["commands"] if c["result"] and c["record"]]
+            if document["stage"] == "tests":
+                files = [{key: c[key] for key in ("name", "exit", "seconds", "said")} for c in document["commands"]]
+                found.append(("tests", {"gpu": document["gpu"], "files": files}))
         else:
             found = [("step", document)] if "cases" in document else []
         for result, record in found:

@@ -48,6 +48,10 @@ class Command:
         return found
 
     @property
+    def is_test(self) -> bool:
+        return self.words[:2] == ("-m", "pytest")
+
+    @property
     def needs(self) -> list[str]:
         return [name for name in ("data", "scratch", "reference") if f"{{{name}}}" in self.words]
 

@@ -190,6 +190,18 @@ def test_records_of_one_run_are_kept_together_and_all_say_where_they_are_from(tm
     assert list(found["participants"]) == ["liger"] and "best_peer_over_ours" not in found["ratios"]
 
 
+def test_what_the_tests_said_is_kept(tmp_path):
+    (tmp_path / "test_one.py").write_text("def test_good(): pass\n")
+    words = ("-m", "pytest", "-p", "no:cacheprovider", str(tmp_path / "test_one.py"))
+    made = stages(Stage("tests", "", (Command("one", words, 5),)))
+    assert session.main(["tests", "--out", str(tmp_path / "out"), "--commit", "abc"], made) == 0
+    [kept] = session.keep(tmp_path / "out", tmp_path / "results")
+    record = json.loads(kept.read_text())
+    [file] = record["files"]
+    assert kept.name == "tests-cpu.json" and record["commit"] == "abc"
+    assert file["exit"] == 0 and file["said"].startswith("1 passed")
+
+
 def test_what_is_not_timed_is_listed_to_be_paused(tmp_path):
     pause = tmp_path / "pause"
     made = stages(Stage("one", "", (plain("p", "import os; print('group', os.getpgid(0))"),)))
