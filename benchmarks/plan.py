@@ -169,6 +169,7 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         base = dataclasses.replace(job.base, path=Path(folder))
         engine = open_engine(job.config.replace(recompute=plan.recompute), base=base, placement=job.placement)
     config, arena, shape, spec = engine.config, engine.arena, combination.shape, job.base.spec
+    grown = {"load": reserved(engine.runtime.device)}
     drawn = torch.Generator().manual_seed(7)
     rows = torch.randint(0, spec.vocab, (combination.rows, combination.length), generator=drawn).tolist()
     supervised = [i >= combination.length // 2 for i in range(combination.length)]
@@ -184,6 +185,7 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         )
         arena.publish()
         codes = made.inputs
+        grown["calibrate"] = reserved(engine.runtime.device)
     step = Step(
         engine.decoder,
         arena,
@@ -194,12 +196,14 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         tuned=engine.runtime.device.type == "cuda",
     )
     evaluate(engine.decoder, examples, capacity=plan.capacity, backend=engine.attention.backend)
+    grown["evaluate"] = reserved(engine.runtime.device)
     loop, batch = hot_loop(step), pack(examples, **shape._asdict())
     before = fingerprint(arena.weights)
     for _ in range(STEPS):
         loop.step([loop.stage(batch)], HYPER | {"divisor": float(batch.response_tokens)}, [0])
     figures = loop.finished(wait=True)
     return memory_of(engine.runtime.device) | {
+        "reserved_after": grown,
         "loss": figures[-1].loss,
         "grad_norm": figures[-1].grad_norm,
         "moved": fingerprint(arena.weights) != before,
@@ -215,9 +219,14 @@ def memory_of(device: torch.device) -> dict[str, int]:
     torch.cuda.synchronize(device)
     return {
         "measured": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.max_memory_reserved(device),
+        "reserved": reserved(device),
         "held": torch.cuda.memory_reserved(device),  # from the capture on
     }
+
+
+def reserved(device: torch.device) -> int:
+    """The most that torch's allocator has taken so far."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def fingerprint(weights: torch.Tensor) -> float:

@@ -39,6 +39,7 @@ class Captured:
     def _first(self) -> None:
         # Before others: what a callable forks off to another stream yields to what it does on its own.
         main, ahead = torch.cuda.current_stream(), stream("capture", priority=-1)
+        torch.cuda.empty_cache()  # what other streams have let go of, this one could not take
         ahead.wait_stream(main)
         with torch.cuda.stream(ahead):
             self.work()

@@ -70,6 +70,34 @@ def test_runs_leave_nothing_behind_but_what_libraries_keep() -> None:
     assert held[3] == held[1], held
 
 
+def test_a_run_that_is_let_go_while_another_is_captured_does_not_break_it() -> None:
+    """Destroying a graph is forbidden inside a capture, and runs are the collector's: they refer to themselves."""
+    x = torch.zeros(8, device="cuda")
+
+    def more() -> None:
+        x.add_(1)
+
+    old: dict[str, object] = {"run": Captured(more)}
+    old["run"]()  # type: ignore[operator]
+    old["itself"] = old
+    left = [old]
+    del old
+    calls = []
+
+    def work() -> None:
+        x.add_(1)
+        calls.append(len(calls))
+        if len(calls) == 2:  # now it is captured
+            left.clear()
+            kept = [[] for _ in range(200_000)]  # the collector's turn, several times over
+            del kept
+
+    run = Captured(work)
+    for _ in range(3):
+        run()
+    assert float(x.sum()) == 8 * 4 and len(calls) == 2
+
+
 def test_what_broke_a_capture_is_what_is_raised() -> None:
     x = torch.ones(8, device="cuda")
     calls = []
