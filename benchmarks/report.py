@@ -186,10 +186,11 @@ def _cell(value: float | None, width: int, digits: int) -> str:
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The new record's cases beside the old one's. A case is of one run, or its ratios would compare two: one of the
     same run gains participants, one of another run is replaced."""
+    parts = ("cases", "sweeps", "swept")
     whole = (
         old
-        | {key: value for key, value in new.items() if key not in ("cases", "sweeps")}
-        | {key: old.get(key, {}) | new.get(key, {}) for key in ("cases", "sweeps")}
+        | {key: value for key, value in new.items() if key not in parts}
+        | {key: old.get(key, {}) | new.get(key, {}) for key in parts if key in old or key in new}
     )
     for name, case in new.get("cases", {}).items():
         there = old.get("cases", {}).get(name)

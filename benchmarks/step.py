@@ -137,7 +137,7 @@ class Run:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.models: dict[cases.Shape, Model] = {}
         self.environment = environment(options, folder)
-        self.result: dict[str, Any] = facts(options) | {"cases": {}, "sweeps": {}}
+        self.result: dict[str, Any] = facts(options) | {"cases": {}, "sweeps": {}, "swept": {}}
         self.old: dict[str, Any] | None = None
         self.failed = False
 
@@ -222,6 +222,7 @@ class Run:
     def sweep(self, axis: str) -> None:
         curves: dict[str, Any] = {}
         self.result["sweeps"][axis] = curves
+        self.result["swept"][axis] = {key: self.result[key] for key in ("commit", "date", "run")}
         for curve, points in cases.sweep(axis).items():
             names = [name for _, name in points]
             # Adapters are no part of the floor: one point serves a sweep of ranks.

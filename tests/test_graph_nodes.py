@@ -112,9 +112,10 @@ def test_neighbours_stay(put):
 
 
 def test_what_is_set(put):
-    """Values of one and two bytes are repeated in a word; the first and the last node have neighbours on one side."""
+    """Values of one and two bytes, of which the driver may tell more, are repeated in a word; the first and the last
+    node have neighbours on one side."""
     nodes = {
-        1: Node(MEMSET, [], (0x10, 0xAB, 1, 4, 1)),
+        1: Node(MEMSET, [], (0x10, 0xFFFFFFAB, 1, 4, 1)),
         2: Node(MEMSET, [1], (0x20, 0xABCD, 2, 6, 1)),
         3: Node(MEMSET, [2], (0x30, 0x12345678, 4, 1000, 1)),
     }

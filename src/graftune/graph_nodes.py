@@ -70,7 +70,8 @@ class _Memset(ctypes.Structure):
 
     @property
     def word(self) -> int:
-        return int(self.value) * {1: 0x01010101, 2: 0x00010001, 4: 1}[self.element]
+        times, most = {1: (0x01010101, 0xFF), 2: (0x00010001, 0xFFFF), 4: (1, 0xFFFFFFFF)}[self.element]
+        return (int(self.value) & most) * times
 
 
 class _Kernel(ctypes.Structure):

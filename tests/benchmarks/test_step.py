@@ -292,6 +292,8 @@ def test_a_merged_record_replaces_whole_cases(tmp_path):
     old = {"gpu": "A", "cases": {"a": case("1", ours=figures(1)), "b": case("1", ours=figures(2))}, "sweeps": {"r": 1}}
     new = {"gpu": "A", "cases": {"b": case("2", peft=figures(3))}, "sweeps": {}}
     assert report.merged(old, new) == old | {"cases": old["cases"] | new["cases"]}
+    old["swept"], new["swept"] = {"r": {"commit": "1"}, "s": {"commit": "1"}}, {"s": {"commit": "2"}}
+    assert report.merged(old, new)["swept"] == {"r": {"commit": "1"}, "s": {"commit": "2"}}
     report.write(tmp_path / "deep" / "r.json", new)
     assert json.loads((tmp_path / "deep" / "r.json").read_text()) == new
 

@@ -12,7 +12,7 @@ from graftune.batch import Example
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.graph import Captured
-from graftune.kernels import attention
+from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
 from graftune.model.spec import ModelSpec
 from graftune.train.hot import hot_loop
@@ -68,6 +68,20 @@ def test_runs_leave_nothing_behind_but_what_libraries_keep() -> None:
         torch.cuda.empty_cache()
         held.append(torch.cuda.memory_allocated())
     assert held[3] == held[1], held
+
+
+def test_no_rows_at_all() -> None:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, device="cuda", dtype=torch.bfloat16)
+
+    weight, total = torch.ones(32, device="cuda"), torch.zeros(16, 32, device="cuda")
+    out, rstd = empty(0, 32), torch.zeros(0, device="cuda")
+    rms_norm.add_forward(empty(0, 32), None, weight, 1e-5, out)
+    assert rms_norm.add_backward(empty(0, 32), empty(0, 32), rstd, weight).shape == (0, 32)
+    assert lora_linear.down(empty(0, 32), empty(16, 32)).shape == (0, 16)
+    lora_linear.down_backward(empty(0, 16), empty(0, 32), total, rstd=rstd, weight=weight)
+    swiglu.forward(empty(0, 64), out)
+    assert not total.any()
 
 
 def test_a_run_that_is_let_go_while_another_is_captured_does_not_break_it() -> None:

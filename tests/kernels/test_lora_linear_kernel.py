@@ -226,7 +226,7 @@ def test_both_in_one_pass(kernels_on, device, dtype, tokens, columns, rank):
     ("tokens", "width", "thin"), [(1, 2, 1), (5, 64, 3), (128, 65, 16), (129, 30, 17), (33, 129, 40), (7, 100, 64)]
 )
 def test_down_backward(kernels_on, device, dtype, tokens, width, thin, normed):
-    """With a norm, x is what it read; g * rstd is rounded before the product, so that one rounding is allowed then."""
+    """With a norm, x is what it read; g * rstd (in fp16 x * rstd) is rounded before the product: once, then."""
     torch.manual_seed(width)
     x = beside(torch.randn(tokens, width) * 3, dtype, device, 6)[:tokens, :width]
     g = beside(torch.randn(tokens, thin), dtype, device, 2)[:tokens, :thin]
@@ -238,6 +238,18 @@ def test_down_backward(kernels_on, device, dtype, tokens, width, thin, normed):
     read = rms_norm.reference.apply(x.float(), rstd, weight) if normed else x.float()
     reference.down_backward(g.float(), read, want)
     close(got, want, max(SUMMED, TOLERANCE[dtype]) if normed else SUMMED)
+
+
+@pytest.mark.parametrize("large", [30.0, 1000.0])
+def test_small_gradients_of_a_large_stream(kernels_on, device, dtype, large):
+    """Streams grow to hundreds, so that rstd is small; in fp16 a gradient times that would have few digits or none."""
+    torch.manual_seed(1)
+    x, g = (torch.randn(128, 64) * large).to(dtype).to(device), (torch.randn(128, 16) * 1e-4).to(dtype).to(device)
+    rstd, weight = x.float().square().mean(1).rsqrt(), torch.ones(64, device=device)
+    got, want = torch.zeros(16, 64, device=device), torch.zeros(16, 64, device=device)
+    lora_linear.down_backward(g, x, got, rstd=rstd, weight=weight)
+    reference.down_backward(g.float(), x.float() * rstd[:, None], want)
+    assert float((got - want).norm() / want.norm()) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
 @pytest.mark.parametrize(

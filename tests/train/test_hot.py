@@ -73,13 +73,13 @@ def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Ma
 def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
     """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
     done = [Mark(), Mark()]
-    loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[])
+    loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
     loop.reports = torch.zeros(2, 3)
     loop._fetch_oldest = lambda: DeviceLoop._fetch_oldest(loop)
     seen, sending = [torch.profiler.ProfilerActivity.CPU], pytest.raises(AttributeError, match="count")
     with torch.profiler.profile(activities=seen) as profile, sending:  # of a loop that has nothing to send
         DeviceLoop.step(loop, [], {}, [])
-    assert [mark.said for mark in done] == [[("synchronize", None)], []] and len(loop.ready) == 1
+    assert [mark.said for mark in done] == [[("synchronize", None)], []] and len(loop.ready) == 1 and loop.waited > 0
     assert [e.count for e in profile.key_averages() if e.key == "graftune: wait for the device"] == [1]
 
 

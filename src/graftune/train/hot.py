@@ -11,6 +11,7 @@ On a CPU, and with `graph` off, the same callables run eagerly and in order.
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Figures(NamedTuple):
 
 
 class Loop(Protocol):
+    waited: float
+
     @property
     def captures(self) -> int: ...
 
@@ -60,6 +63,7 @@ class HostLoop:
     """Everything at once, in order."""
 
     captures = 0
+    waited = 0.0
 
     def __init__(self, step: Step):
         self.work, self.done = step, list[Figures]()
@@ -150,6 +154,7 @@ class DeviceLoop:
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
         self.ready: list[Figures] = []
         self.count = 0
+        self.waited = 0.0  # seconds, for the device to come near: the host is AHEAD steps ahead of it and no more
 
     @property
     def captures(self) -> int:
@@ -177,8 +182,10 @@ class DeviceLoop:
         between: Callable[[], None] = lambda: None,
     ) -> None:
         while len(self.under_way) >= AHEAD:
+            began = time.perf_counter()
             with marked("wait for the device"):
                 self._fetch_oldest()
+            self.waited += time.perf_counter() - began
         main, place = torch.cuda.current_stream(), self.count % len(self.rows)
         self.rows[place] = torch.tensor(self.work.row_of(hyper))
         self.work.row.copy_(self.rows[place], non_blocking=True)

@@ -244,10 +244,12 @@ class Run:
         """Steps until an evaluation is due or the epoch ends."""
         p, settings = self.progress, self.config.train
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.hot.stage):
+            began, waited = time.perf_counter(), self.hot.waited
             self._one_step(micro_batches)
             profile.step()
             for done in self.hot.finished():
                 self.telling.step(done, scaled=self.step.scaler is not None)
+            self.telling.host_seconds.append(time.perf_counter() - began - (self.hot.waited - waited))
             if self._evaluation_due() or p.step >= self.total:
                 return
             if settings.save_every and p.step % settings.save_every == 0:
@@ -264,17 +266,9 @@ class Run:
         hyper |= {"lr": lr, "divisor": float(max(1, responses))}
         draws = [p.step * 4096 + index for index in range(len(micro_batches))]
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
-        began = 0.0
-
-        def between() -> None:
-            nonlocal began
-            began = began or time.perf_counter()  # behind the wait for the device to come near
-            self._between()
-
-        sent = self.telling.host_seconds
-        with marked("first step") if not sent else nullcontext():  # kernels compile, the graph is captured
-            self.hot.step(micro_batches, hyper, draws, facts, between)
-        sent.append(time.perf_counter() - began)
+        first = not self.telling.host_seconds
+        with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
+            self.hot.step(micro_batches, hyper, draws, facts, self._between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         self._tell_chosen()
 

@@ -28,7 +28,7 @@ class Telling:
         self.console, self.log, self.total, self.device = console, log, total, device
         self.plan = plan  # until it was told
         self.bar, self.meter = Progress(total, 0), Meter(total)
-        self.host_seconds: deque[float] = deque(maxlen=1000)  # of the last steps: what sending each one took
+        self.host_seconds: deque[float] = deque(maxlen=1000)  # a step sent, and those done told of
 
     @contextmanager
     def steps(self, done: int) -> Iterator[None]:

@@ -101,7 +101,8 @@ def down_backward(
     weight: torch.Tensor | None = None,
 ) -> None:
     """Adds dA = g' x into `grad_down` [R * members, in] (fp32). With a norm's `rstd` [T] and `weight` [in], x is what
-    the norm read and n = x * rstd * weight what the adapter read: dA = (g * rstd)' x * weight, so n need not exist."""
+    the norm read and n = x * rstd * weight what the adapter read: dA = (g * rstd)' x * weight, so n need not exist.
+    (In fp16 it is x that is multiplied with rstd, in registers: g * rstd may be too small for it.)"""
     assert (rstd is None) == (weight is None)
     if launch.fused(x) and len(grad_down) <= THIN:
         from graftune.kernels.lora_linear import sums

@@ -28,7 +28,7 @@ def _columns(
     tokens, per_split, y_stride, h_stride, split_stride, out_c, out_r, scale,
     c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2,
     R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_COLS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ROWS: tl.constexpr, FP16: tl.constexpr, HAS_COLS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[c, r] (+)= scale * cs[c] * sum over t of rs[t] y[t, c] h[t, r], for the columns of one member."""
     member, block = _member(tl.program_id(0), n0, n1, n2)
@@ -53,7 +53,11 @@ def _columns(
             alive[:, None] & (ranks < R)[None, :], other=0.0,
         )  # fmt: skip
         if HAS_ROWS:
-            h = (h.to(tl.float32) * tl.load(row_scale_ptr + at, alive, other=0.0)[:, None]).to(h.dtype)
+            rows = tl.load(row_scale_ptr + at, alive, other=0.0)[:, None]
+            if FP16:  # the norm's values are near 1; a gradient that is divided by their size may have no digits left
+                y = (y.to(tl.float32) * rows).to(y.dtype)
+            else:
+                h = (h.to(tl.float32) * rows).to(h.dtype)
         acc = tl.dot(tl.trans(y), h, acc, input_precision=PRECISION)
     acc *= scale
     if HAS_COLS:
@@ -138,8 +142,8 @@ def sum_columns_(
     _columns[(blocks, splits)](
         y, h, row_scale, col_scale, out, tokens, per_split, y.stride(0), h.stride(0), total.numel(), *strides, scale,
         *starts, *stops, *offsets, *counts, R=rank, RP=rp, BT=bt, BC=bc, HAS_ROWS=row_scale is not None,
-        HAS_COLS=col_scale is not None, ADD=splits == 1, PRECISION=kernel.precision(y), num_warps=warps,
-        num_stages=stages,
+        FP16=y.dtype == torch.float16, HAS_COLS=col_scale is not None, ADD=splits == 1, PRECISION=kernel.precision(y),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernel.add_up(out, total, add=True)
