@@ -8,10 +8,10 @@ process of its own.
 
 KIND is how the base is held: bf16, nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...). Weights are random. `one` and
 `two` are the codes a value that an fp8 base reads; without either the run decides, and the plan is for two. A process
-calibrates an fp8 base, evaluates one batch and takes a few captured steps, as a run does, and its peak is
-torch.cuda.max_memory_allocated since its start. The CUDA context is not in it. No time is reported, so that several may
-run at once (--jobs), as long as the card holds them together (any three of the default ones: 106 GiB); what they choose
-by timing is forgotten with them.
+calibrates an fp8 base, evaluates one batch, answers a few prompts and takes a few captured steps, as a run does, and
+its peak is torch.cuda.max_memory_allocated since its start. The CUDA context is not in it. No time is reported, so that
+several may run at once (--jobs), as long as the card holds them together (any three of the default ones: 106 GiB); what
+they choose by timing is forgotten with them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from graftune.observe.memory import peak_resident_bytes
 from graftune.weights.base import Base
 
 if TYPE_CHECKING:
+    from graftune.train.engine import Engine
     from graftune.train.plan import Job, Plan
 
 WITHIN, AT_LEAST = 0.03, 12
@@ -145,7 +146,8 @@ def job_of(combination: Combination, device: torch.device, memory: int = 0) -> J
     config = combination.config(device)
     runtime, card = runtime_for(config, memory)
     base = base_of(combination, runtime.device)
-    return Job(config, base, runtime, combination.length, lambda capacity: combination.shape, card, memory)
+    shapes, asked = (lambda capacity: combination.shape), (combination.length // 2,) * config.run.samples
+    return Job(config, base, runtime, combination.length, shapes, card, memory, asked=asked)
 
 
 def planned(combination: Combination, job: Job) -> Plan:
@@ -196,12 +198,14 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         tuned=engine.runtime.device.type == "cuda",
     )
     evaluate(engine.decoder, examples, capacity=plan.capacity, backend=engine.attention.backend)
+    answer(engine, job, plan, rows[0])
     grown["evaluate"] = reserved(engine.runtime.device)
     loop, batch = hot_loop(step), pack(examples, **shape._asdict())
     before = fingerprint(arena.weights)
     for _ in range(STEPS):
         loop.step([loop.stage(batch)], HYPER | {"divisor": float(batch.response_tokens)}, [0])
     figures = loop.finished(wait=True)
+    answer(engine, job, plan, rows[0])
     return memory_of(engine.runtime.device) | {
         "reserved_after": grown,
         "loss": figures[-1].loss,
@@ -211,6 +215,18 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         "inputs": codes,
         "captures": loop.captures,
     }
+
+
+def answer(engine: Engine, job: Job, plan: Plan, row: list[int]) -> None:
+    """As a run answers its samples."""
+    from graftune.infer.generate import generate, in_groups
+    from graftune.infer.sample import Sampling
+    from graftune.train.answers import room
+
+    new = job.config.run.sample_tokens
+    for group in in_groups([n + new for n in job.asked], room(plan.capacity, plan.recompute)):
+        prompts = [row[: job.asked[i]] for i in group]
+        generate(engine.decoder, prompts, Sampling(max_new_tokens=new), (), backend=engine.eager_attention)
 
 
 def memory_of(device: torch.device) -> dict[str, int]:

@@ -119,7 +119,7 @@ def _peers(seconds: int) -> Command:
     return Command("peers", words, seconds, "step", goes_on=True)
 
 
-BROKEN_DOWN = "8b-1x512,350m-full-4x512x4,1.5b-nf4-qv-4x512,8b-fp8-4x2048"
+BROKEN_DOWN = "8b-1x512,350m-full-4x512x4,1.5b-nf4-qv-4x512,8b-fp8-4x2048,8b-4x2048"
 FP8_SIZE = ("--shapes", "8b", "--tokens", "8192", "--quick")
 CURVES = ("benchmarks/curves.py", "{data}", "--base", "{base}", "--device", "{device}")
 STAGES = {

@@ -203,7 +203,15 @@ class Run:
             if stream is not None and 0 in new:
                 stream.push(new[0])
 
-        found = generate(self.engine.decoder, prompts, Sampling(**sampling), stops, adapted=adapted, on_tokens=push)
+        found = generate(
+            self.engine.decoder,
+            prompts,
+            Sampling(**sampling),
+            stops,
+            adapted=adapted,
+            backend=self.engine.eager_attention,
+            on_tokens=push,
+        )
         if stream is not None:
             stream.finish()
         return [self.tokenizer.decode(tokens, skip_special=True) for tokens in found]

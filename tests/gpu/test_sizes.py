@@ -12,6 +12,8 @@ from graftune.batch import Example
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.graph import Captured
+from graftune.infer.cache import Cache
+from graftune.infer.generate import read
 from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
 from graftune.model.spec import ModelSpec
@@ -68,6 +70,29 @@ def test_runs_leave_nothing_behind_but_what_libraries_keep() -> None:
         torch.cuda.empty_cache()
         held.append(torch.cuda.memory_allocated())
     assert held[3] == held[1], held
+
+
+def test_a_long_prompt_is_read_without_all_of_its_scores() -> None:
+    """By the kernels that train, which keep no [heads, tokens, tokens]; the same answers as by the textbook."""
+    torch.manual_seed(4)
+    ours = oracle.place(random_base(SPEC, CUDA), LoraConfig(rank=16), "bf16", "cuda", torch.bfloat16)
+    initialise(ours.arena, ours.lora, seed=1)
+    choice = attention.choose(CUDA, torch.bfloat16, SPEC.head_width, False, False)
+    backend = attention.for_any_shape(choice.backend, CUDA, torch.bfloat16, SPEC.head_width)
+    drawn = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, SPEC.vocab, (n,), generator=drawn).tolist() for n in (3000, 17)]
+    cache = Cache(SPEC, [3000, 17], 3010, CUDA, torch.bfloat16)
+    found, peaks = [], []
+    for name in (backend, "cpu"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            tokens = torch.tensor([t for p in prompts for t in p], device="cuda")
+            found.append(ours.decoder.logits(read(ours.decoder, tokens, [3000, 17], cache, name)))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    scores = SPEC.heads * 3000 * 3000 * 4
+    assert peaks[0] < scores < peaks[1], peaks
+    assert torch.nn.functional.cosine_similarity(found[0], found[1], dim=1).min() > 0.999
 
 
 def test_no_rows_at_all() -> None:

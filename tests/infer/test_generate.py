@@ -14,7 +14,7 @@ import torch
 import graftune
 from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache, Decode, Prefill
-from graftune.infer.generate import generate
+from graftune.infer.generate import generate, in_groups
 from graftune.infer.sample import Sampling, choose
 from tests import oracle, tiny
 
@@ -48,6 +48,20 @@ def greedy(
     found: oracle.Ours, prompts: list[list[int]], count: int, stops: tuple[int, ...] = (), **options: Any
 ) -> Any:
     return generate(found.decoder, prompts, Sampling(max_new_tokens=count), stops, **options)
+
+
+@pytest.mark.parametrize(
+    ("reaches", "room", "groups"),
+    [
+        ([], 10, []),
+        ([4, 4, 4], 12, [[0, 1, 2]]),
+        ([4, 4, 4], 11, [[0, 1], [2]]),
+        ([2, 2, 9, 2], 10, [[0, 1], [2], [3]]),  # a cache is as long as its longest
+        ([30, 5], 10, [[0], [1]]),  # one has to go by itself
+    ],
+)
+def test_as_many_prompts_together_as_have_room(reaches: list[int], room: int, groups: list[list[int]]) -> None:
+    assert in_groups(reaches, room) == groups
 
 
 def without_cache(found: oracle.Ours, prompt: list[int], sampling: Sampling, adapted: bool = True) -> list[int]:

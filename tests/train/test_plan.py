@@ -82,6 +82,7 @@ CASES = {
     "fp8, one code compared with two": setup(kind="fp8", calibrates=True, compares=True),
     "fp8, two codes": setup(kind="fp8", inputs=2),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
+    "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, recompute="full"),
 }
 
 
@@ -92,6 +93,23 @@ def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
     assert foretold.phases == real.phases and foretold.after == real.after
     assert {"adapters", "gradients", "moments"} <= foretold.phases["step"].keys()
     assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_answers_are_planned(device: str) -> None:
+    """Before the first step, and on a GPU beside the graph's pool; many long prompts take turns."""
+    of = setup if device == "cpu" else gpu
+    without = rehearse(of(recompute="full"))
+    few, many = (rehearse(of(recompute="full", asked=(88,) * n, new_tokens=8)) for n in (1, 9))
+    held = spec().layers * 2 * 96 * (2 * 16 * 4 if device == "cpu" else 2 * 64 * 2)  # keys and values of 96 tokens
+    before = without.phases["load"]
+    assert few.phases == many.phases, "one after the other: there is room for 96 tokens"
+    assert sum(few.phases["answer"].values()) > sum(before.values()) + held
+    together = rehearse(of(asked=(88,) * 9, new_tokens=8))
+    assert sum(together.phases["answer"].values()) > sum(few.phases["answer"].values()) + 2 * held
+    assert few.eager >= without.eager
+    if device == "cuda":
+        assert rehearse(of(recompute="full", evaluates=False, asked=(88,), new_tokens=8)).eager > held
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
@@ -353,15 +371,17 @@ def test_cudnn_asks_for_what_the_formula_says() -> None:
     assert libraries.workspace_bytes(grouped) == 256 * 8 * (3 * 64 + 1) * 4
 
 
-def trained(base: Path, folder: Path, kind: str, tokens: int) -> dict[str, Any]:
-    """One step in a process of its own; the event that compares."""
+def trained(base: Path, folder: Path, kind: str, tokens: int, samples: int = 0) -> dict[str, Any]:
+    """One step in a process of its own; the event that compares. Prompts that are answered are long."""
     data = folder / "data.jsonl"
     words = "the cat sat on a mat and looked at some birds while rain fell over hills "
-    rows = [{"prompt": words[:60], "response": words[: 20 + 10 * (i % 3)]} for i in range(14)]
+    asks = words[:60] if not samples else words * (tokens // 20)
+    rows = [{"prompt": asks, "response": words[: 20 + 10 * (i % 3)]} for i in range(14)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [
-        "train", str(base), str(data), "--device", "cpu", "--base-dtype", kind, "--max-steps", "1", "--samples", "0",
-        "--no-score", "--tokens-per-step", str(tokens), "--val-split", "0.1", "--out", str(folder / "run"),
+        "train", str(base), str(data), "--device", "cpu", "--base-dtype", kind, "--max-steps", "1", "--no-score",
+        "--samples", str(samples), "--sample-tokens", "2", "--recompute", "full" if samples else "auto",
+        "--tokens-per-step", str(tokens), "--val-split", "0.1", "--out", str(folder / "run"),
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "graftune", *line], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -371,13 +391,13 @@ def trained(base: Path, folder: Path, kind: str, tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "tokens"),
-    [("real", "fp32", 512), ("real", "keep", 256), ("tiny", "nf4", 512)],
+    ("model", "kind", "tokens", "samples"),
+    [("real", "fp32", 512, 0), ("real", "keep", 256, 0), ("real", "keep", 512, 3), ("tiny", "nf4", 512, 0)],
 )
 def test_resident_memory_within_a_tenth(
-    model: str, kind: str, tokens: int, smollm2: Path, tiny_folder, tmp_path: Path
+    model: str, kind: str, tokens: int, samples: int, smollm2: Path, tiny_folder, tmp_path: Path
 ) -> None:
-    memory = trained(smollm2 if model == "real" else tiny_folder("llama"), tmp_path, kind, tokens)
+    memory = trained(smollm2 if model == "real" else tiny_folder("llama"), tmp_path, kind, tokens, samples)
     off = memory["planned"] / memory["measured"] - 1
     print(f"{model}, {kind}, {tokens} tokens: {memory['planned']} planned, {memory['measured']} measured, {off:+.1%}")
     assert abs(off) < 0.10, memory

@@ -167,6 +167,17 @@ def test_the_largest_micro_batch_is_the_largest(tiny_folder) -> None:
     assert largest(asked, "none") == 0
 
 
+def test_a_micro_batch_below_512_tokens_may_be_the_largest(tiny_folder) -> None:
+    from graftune.train.plan import largest
+
+    asked = job_for(tiny_folder("llama"), 1000 << 20)
+    asked.longest = 64
+    least, more = (asked.plan("none", size).needed for size in (128, 512))
+    assert least < more
+    asked.free = (least + more) // 2
+    assert 64 <= largest(asked, "none") < 512
+
+
 def test_a_card_of_this_machine_has_its_memory_beside_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = job_for(tiny_folder("llama"), 8 << 30)
     monkeypatch.setattr(job, "available_bytes", lambda: 12345)

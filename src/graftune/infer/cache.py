@@ -54,8 +54,8 @@ class _Attend:
 class Prefill(_Attend):
     """All prompts at once, packed; their keys and values go into the cache."""
 
-    def __init__(self, cache: Cache, lengths: tuple[int, ...]):
-        self.cache, self.lengths = cache, lengths
+    def __init__(self, cache: Cache, lengths: tuple[int, ...], backend: str = "cpu"):
+        self.cache, self.lengths, self.backend = cache, lengths, backend
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=cache.lengths.device)
         self.documents = attention.Documents(starts, lengths, max(lengths))
 
@@ -72,7 +72,7 @@ class Prefill(_Attend):
                 stored[block.index][sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
             start += length
         return attention.forward(
-            q, k, v, self.documents, block.score_scale, block.window, out=out, cap=block.score_cap
+            q, k, v, self.documents, block.score_scale, block.window, self.backend, out, block.score_cap
         )[1]
 
 

@@ -23,9 +23,11 @@ def generate(
     stop_ids: Sequence[int],
     *,
     adapted: bool = True,
+    backend: str = "cpu",
     on_tokens: Callable[[dict[int, int]], None] = lambda new: None,
 ) -> list[list[int]]:
-    """Continuations without their stop token. `on_tokens` gets {prompt: token} after every round, stop tokens too."""
+    """Continuations without their stop token. `backend` is the attention that reads the prompts; `on_tokens` gets
+    {prompt: token} after every round, stop tokens too."""
     if not prompts:
         return []
     for prompt in prompts:
@@ -44,10 +46,7 @@ def generate(
     alive = list(range(len(prompts)))
     with torch.no_grad():
         tokens = torch.tensor([t for p in prompts for t in p], device=device)
-        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        run = decoder.begin(positions, Prefill(cache, tuple(lengths)), adapted=adapted)
-        x = decoder.hidden(tokens, run, last)
+        x = read(decoder, tokens, lengths, cache, backend, adapted=adapted)
         while True:
             chosen = choose(decoder.logits(x, adapted=adapted), sampling, generator)
             fresh = dict(zip(alive, chosen.tolist(), strict=True))
@@ -67,10 +66,38 @@ def generate(
                 alive = [alive[place] for place in going]
                 cache.keep(places)
                 chosen = chosen.index_select(0, places)
-            run = decoder.begin(cache.lengths, Decode(cache), adapted=adapted)
-            x = decoder.hidden(chosen, run)
-            cache.lengths += 1
+            x = go_on(decoder, chosen, cache, adapted=adapted)
     return answers
+
+
+def read(
+    decoder: Decoder, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache, backend: str, *, adapted: bool = True
+) -> torch.Tensor:
+    """The prompts into the cache; the stream behind each one's last token, [S, D]."""
+    positions = torch.cat([torch.arange(n, device=decoder.device) for n in lengths])
+    last = torch.tensor(lengths, device=decoder.device).cumsum(0) - 1
+    run = decoder.begin(positions, Prefill(cache, tuple(lengths), backend), adapted=adapted)
+    return decoder.hidden(tokens, run, last)
+
+
+def go_on(decoder: Decoder, tokens: torch.Tensor, cache: Cache, *, adapted: bool = True) -> torch.Tensor:
+    """One more token a sequence, [S] to [S, D]."""
+    x = decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache), adapted=adapted))
+    cache.lengths += 1
+    return x
+
+
+def in_groups(reaches: Sequence[int], room: int) -> list[list[int]]:
+    """Prompts, by number, that are continued together: as many in a row as have room in one cache, each at least by
+    itself. A cache has the longest one's length for all."""
+    groups: list[list[int]] = []
+    for index, reach in enumerate(reaches):
+        held = [reaches[i] for i in groups[-1]] if groups else []
+        if held and max(*held, reach) * (len(held) + 1) <= room:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
 
 
 class TextStream:

@@ -65,9 +65,13 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def forget_peak() -> None:
-    """Begin anew with `peak_resident_bytes`, where the kernel lets us: what comes is then measured by itself."""
+    """Begin anew with `peak_resident_bytes`, where the kernel lets us, and with what torch's allocator counts: what
+    comes is then measured by itself."""
     with suppress(OSError):
         (PROC / "self/clear_refs").write_text("5")
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def total_bytes() -> int:

@@ -5,22 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import chat_format, stop_ids
-from graftune.infer.generate import generate
+from graftune.infer.generate import generate, in_groups
 from graftune.infer.sample import Sampling
 from graftune.observe.console import Answer, Console
 from graftune.tokenizer import Tokenizer
 from graftune.train.engine import Engine
 
 
+def room(capacity: int, recompute: str) -> int:
+    """Tokens of the cache that questions are answered in: no more than what a step of so many tokens takes. One that
+    keeps its activations takes several times as much a token."""
+    return capacity * (4 if recompute in ("none", "selective") else 1)
+
+
 @dataclass(frozen=True)
 class Question:
-    prompt: str  # rendered, ready to continue
+    prompt: list[int]  # rendered, ready to continue
     asked: str  # what a person would recognise of it
     reference: str
 
@@ -28,31 +35,42 @@ class Question:
 class Answers:
     """The questions of a run, the same before and after, and what was answered to them."""
 
-    def __init__(self, validation: Dataset, whole: Config, tokenizer: Tokenizer):
-        """The first records of the validation set: it is a seeded random subset of the data already."""
+    def __init__(self, validation: Dataset, whole: Config, tokenizer: Tokenizer, positions: int):
+        """The first records of the validation set: it is a seeded random subset of the data already. A prompt that is
+        longer than an example may be, or than the model's `positions`, is left out."""
         config = whole.run
         self.stops = stop_ids(tokenizer, chat_format(tokenizer, whole.data))
         self.scored = bool(config.score and len(validation) and is_sample_hash(validation.sha256))
         count = max(config.samples, config.score_records if self.scored else 0)
+        most = min(whole.data.max_seq_len, positions - 1)
         records = zip(validation.prompts, validation.messages, validation.references, strict=True)
-        chosen = [r for r in records if r[0]][:count]
-        self.questions = [Question(prompt, _asked(turns, prompt), reference) for prompt, turns, reference in chosen]
+        asked = (Question(tokenizer.encode(p), _asked(turns, p), reference) for p, turns, reference in records if p)
+        self.questions = list(islice((q for q in asked if len(q.prompt) <= most), count))
         self.shown = min(config.samples, len(self.questions))
         self.length = config.sample_tokens
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the prompts, in tokens."""
+        return tuple(len(q.prompt) for q in self.questions)
+
     def ask(self, engine: Engine, *, adapted: bool, between: Callable[[], None]) -> list[str]:
-        """All questions in one batch, greedily."""
-        tokenizer = engine.tokenizer
-        prompts = [tokenizer.encode(q.prompt) for q in self.questions]
-        answers = generate(
-            engine.decoder,
-            prompts,
-            Sampling(max_new_tokens=self.length),
-            self.stops,
-            adapted=adapted,
-            on_tokens=lambda _: between(),
-        )
-        return [tokenizer.decode(a, skip_special=True) for a in answers]
+        """Greedily, as many questions at once as there is room for."""
+        tokenizer, settings = engine.tokenizer, engine.config.train
+        reaches = [n + self.length for n in self.lengths]
+        found: list[str] = []
+        for group in in_groups(reaches, room(settings.tokens_per_micro_batch, settings.recompute)):
+            answers = generate(
+                engine.decoder,
+                [self.questions[i].prompt for i in group],
+                Sampling(max_new_tokens=self.length),
+                self.stops,
+                adapted=adapted,
+                backend=engine.eager_attention,
+                on_tokens=lambda _: between(),
+            )
+            found += [tokenizer.decode(answer, skip_special=True) for answer in answers]
+        return found
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
         """Base and tuned answers side by side, and their scores; the scores are returned. `before` may be empty."""

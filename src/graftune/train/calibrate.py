@@ -32,7 +32,7 @@ from graftune.data.pack import pack
 from graftune.kernels import attention
 from graftune.model.block import Block, attention_half, mlp_half
 from graftune.model.decoder import Decoder, PackedDocuments
-from graftune.model.frozen import Fp8, Frozen, RowSource
+from graftune.model.frozen import Fp8, Frozen, RowSource, runs
 from graftune.model.frozen.calibrate import Sample
 from graftune.model.run import Pass
 from graftune.observe.marks import marked
@@ -102,7 +102,7 @@ def calibrate(
             told(block.index + 1)
         del streams
         cost = cost_of_one_code(decoder, batches, backend) if inputs == "auto" else 0.0
-        codes = 2 if inputs == "two" or cost > LIMIT else 1
+        codes = 1 if inputs == "one" or (inputs == "auto" and cost <= LIMIT) else 2  # also where it is no number
         decoder.set_inputs(codes)
         digest = _digest(decoder.in_fp8)
     if decoder.device.type == "cuda":
@@ -126,11 +126,9 @@ def compared(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> 
         for codes in (1, 2):
             decoder.set_inputs(codes)
             hidden.append(decoder.hidden(batch.tokens, begun(decoder, batch, backend), batch.rows))
-        rows = max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))
-        parts = (part.split(rows) for part in (*hidden, batch.labels))
-        for one, two, labels in zip(*parts, strict=True):
-            coarse, fine = (decoder.logits(x, adapted=False).log_softmax(-1) for x in (one, two))
-            loss -= fine.gather(1, labels.unsqueeze(1)).sum()
+        for start, stop in runs(len(batch.labels), max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))):
+            coarse, fine = (decoder.logits(x[start:stop], adapted=False).log_softmax(-1) for x in hidden)
+            loss -= fine.gather(1, batch.labels[start:stop].unsqueeze(1)).sum()
             divergence += coarse.sub_(fine).mul_(fine.exp_()).sum().neg_()
     return sums
 

@@ -120,7 +120,7 @@ class Run:
         self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
         planned = sum(self.epoch_steps)
         self.total = min(config.train.max_steps or planned, planned)
-        self.answers = Answers(validation, config, engine.tokenizer)
+        self.answers = Answers(validation, config, engine.tokenizer, engine.base.spec.max_positions)
         self.base_answers: list[str] = []
         self.checkpoints = self.folder / "checkpoints"
         examples = [(e.tokens, e.supervised) for e in (*training.examples, *validation.examples)]

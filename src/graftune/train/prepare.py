@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset, Summary, prepare, split
@@ -24,6 +24,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.memory import forget_peak, human_bytes
 from graftune.runtime import device_of
+from graftune.train.answers import Answers
 from graftune.train.calibrate import Calibration, calibrate, calibrates, sample
 from graftune.train.engine import (
     Engine,
@@ -64,8 +65,8 @@ def prepare_run(
     device_of(config.base.device)  # what is not there is said before data is read
     config, base, adapter = _opened(config)
     path = config.data.data or str(sample_path())
-    training, validation, longest = _read(config, base, adapter, path, console)
-    job = plan_job(config, base, training, validation, resuming=folder is not None)
+    data = _read(config, base, adapter, path, console)
+    job = plan_job(config, base, data, resuming=folder is not None)
     plan = settle(job) if job else None
     if plan is not None:
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
@@ -75,8 +76,9 @@ def prepare_run(
     folder = folder or _new_folder(config, path, [] if made is None else made)
     forget_peak()
     engine = open_engine(config, base=base, placement=job.placement if job else None)
-    engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, longest), out=str(folder))
-    return Prepared(folder, engine, training, validation, plan, _calibrated(engine, training, folder, console))
+    engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
+    calibration = _calibrated(engine, data.training, folder, console)
+    return Prepared(folder, engine, data.training, data.validation, plan, calibration)
 
 
 def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Console) -> Calibration | None:
@@ -118,10 +120,14 @@ def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
     return config, open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch"), adapter
 
 
-def _read(
-    config: Config, base: Base, adapter: Adapter | None, path: str, console: Console
-) -> tuple[Dataset, Dataset, int]:
-    """Data to train on and to validate, and the tokens of the longest example."""
+class Read(NamedTuple):
+    training: Dataset
+    validation: Dataset
+    longest: int  # tokens of an example
+    asked: tuple[int, ...]  # tokens of the prompts that are answered before and after
+
+
+def _read(config: Config, base: Base, adapter: Adapter | None, path: str, console: Console) -> Read:
     new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
     console.note(f"reading {path}")
@@ -138,7 +144,8 @@ def _read(
             where=path,
             mend=f"set max_seq_len to {base.spec.max_positions} or less",
         )
-    return training, validation, longest
+    asked = Answers(validation, config, reader, base.spec.max_positions).lengths
+    return Read(training, validation, longest, asked)
 
 
 def job_of(config: Config, console: Console, memory: int = 0) -> Job:
@@ -150,21 +157,20 @@ def job_of(config: Config, console: Console, memory: int = 0) -> Job:
         )
     config, base, adapter = _opened(config)
     if config.data.data:
-        training, validation, _ = _read(config, base, adapter, config.data.data, console)
-        job = plan_job(config, base, training, validation, memory=memory)
+        data = _read(config, base, adapter, config.data.data, console)
+        job = plan_job(config, base, data, memory=memory)
     else:
         runtime, card = runtime_for(config, memory)
         longest = min(config.data.max_seq_len, base.spec.max_positions)
         planned = runtime.device.type in ("cuda", "cpu")
-        job = Job(config, base, runtime, longest, any_data(longest), card, memory) if planned else None
+        shapes, asked = any_data(longest), (longest,) * config.run.samples
+        job = Job(config, base, runtime, longest, shapes, card, memory, asked=asked) if planned else None
     if job is None:
         raise GraftuneError(f"memory is planned on CUDA and on CPUs, not on {config.base.device}", mend="use --device")
     return job
 
 
-def plan_job(
-    config: Config, base: Base, training: Dataset, validation: Dataset, *, resuming: bool = False, memory: int = 0
-) -> Job | None:
+def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, memory: int = 0) -> Job | None:
     """The run as something to plan, in the shapes that its data comes to; None on devices that are not planned for."""
     runtime, card = runtime_for(config, memory)
     resolved_recompute(config.train.recompute, runtime.device)
@@ -175,7 +181,7 @@ def plan_job(
     def shapes(capacity: int) -> Capacities:
         settings = config.train
         loader = Loader(
-            training.examples,
+            data.training.examples,
             tokens_per_step=settings.tokens_per_step,
             micro_capacity=capacity,
             seed=settings.seed,
@@ -187,11 +193,12 @@ def plan_job(
         config,
         base,
         runtime,
-        longest=max(len(e.tokens) for e in (*training.examples, *validation.examples)),
+        longest=data.longest,
         shapes=shapes,
         card=card,
         memory=memory,
-        evaluates=bool(validation.examples),
+        evaluates=bool(data.validation.examples),
+        asked=data.asked,
         resuming=resuming,
     )
 

@@ -102,20 +102,30 @@ def _automatic(base: Base, runtime: Runtime, free: int) -> Placement:
         return Placement(runtime.compute_name, f"resident: {figures}")
     if not launch.roomy(runtime.device):
         return Placement("keep", f"left in the file: resident would take {figures}")
-    if base.kind == "gguf":
+    if base.kind == "gguf" and not (unknown := _without_kernel(base)):
         return Placement("keep", f"the file's own blocks: {runtime.compute_name} would take {figures}")
-    return Placement("nf4", f"quantised: {runtime.compute_name} would take {figures}")
+    why = f" (no GPU kernel knows the file's {base.tensors[unknown].dtype_name})" if base.kind == "gguf" else ""
+    return Placement("nf4", f"quantised{why}: {runtime.compute_name} would take {figures}")
 
 
 def _check_blocks(base: Base) -> None:
     """That our kernels know all of the blocks."""
-    for name, tensor in base.tensors.items():
-        if base.kind == "gguf" and len(tensor.shape) == 2 and tensor.dtype_name not in GGUF_KINDS:
-            raise GraftuneError(
-                f"tensor {name} is {tensor.dtype_name}, of which no GPU kernel knows the blocks",
-                where=str(base.path),
-                mend="use --base-dtype bf16, or a file in another quantisation",
-            )
+    if name := _without_kernel(base):
+        raise GraftuneError(
+            f"tensor {name} is {base.tensors[name].dtype_name}, of which no GPU kernel knows the blocks",
+            where=str(base.path),
+            mend="use --base-dtype nf4 or bf16, or a file in another quantisation",
+        )
+
+
+def _without_kernel(base: Base) -> str:
+    """The first tensor of a GGUF whose blocks no kernel knows; nothing where all are known."""
+    unknown = (
+        name
+        for name, tensor in base.tensors.items()
+        if base.kind == "gguf" and len(tensor.shape) == 2 and tensor.dtype_name not in GGUF_KINDS
+    )
+    return next(unknown, "")
 
 
 def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:

@@ -29,7 +29,7 @@ from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
 from graftune.model.frozen import calibrate
 from graftune.model.frozen.interface import Roomy, RowSource
-from graftune.model.frozen.mapped import pieces, rows_of
+from graftune.model.frozen.mapped import pieces, rows_of, runs
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
 REST = 2048  # tokens of a second product, which is added to the first: what it takes besides
@@ -303,8 +303,8 @@ class Fp8(Roomy):
         return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack, rest=rest))
 
     def _add_rest(self, product: torch.Tensor, rest: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        for y, codes, scales in zip(product.split(REST), rest.split(REST), scale.split(REST), strict=True):
-            y.add_(self._product(Rows(codes, scales), self.in_features))
+        for start, stop in runs(len(product), REST):
+            product[start:stop] += self._product(Rows(rest[start:stop], scale[start:stop]), self.in_features)
         return product
 
     def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:

@@ -78,5 +78,9 @@ def rows_of(sources: Sequence[RowSource], first: int, last: int) -> Iterator[tup
 
 def pieces(rows: int, width: int) -> list[tuple[int, int]]:
     """Runs of rows that take MAPPED_ROWS_BYTES in fp32."""
-    size = max(1, MAPPED_ROWS_BYTES // (4 * width))
+    return runs(rows, max(1, MAPPED_ROWS_BYTES // (4 * width)))
+
+
+def runs(rows: int, size: int) -> list[tuple[int, int]]:
+    """(first, one past the last) of every `size` rows."""
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -94,7 +94,8 @@ def nearest(job: Job, plan: Plan) -> Plan | None:
 
 
 def largest(job: Job, policy: str) -> int:
-    """Tokens of the largest micro-batch that fits under a policy, in steps of 512 and up to `furthest`; 0: none does.
+    """Tokens of the largest micro-batch that fits under a policy, in steps of 512 and up to `furthest`, or of those
+    below; 0: none does.
     Memory grows with tokens in a straight line as soon as there are as many logits as exist at once: a line through the
     two sizes that come nearest to what is free ends at the right one, or close by."""
     least, top = -(-job.longest // 512), furthest(job) // 512
@@ -114,7 +115,9 @@ def largest(job: Job, policy: str) -> int:
             plan = job.plan(policy, steps * 512)
             over[steps] = plan.needed - plan.free
             below, beyond = (steps, beyond) if plan.fits else (below, steps)
-    return below * 512 if below >= least else 0
+    if below >= least:
+        return below * 512
+    return next((size for size in halves(job, least * 512)[1:] if job.plan(policy, size).fits), 0)
 
 
 def furthest(job: Job) -> int:
@@ -139,7 +142,8 @@ def _mend(job: Job, plan: Plan) -> str:
     found = nearest(job, plan)
     if found is None:
         larger = "a larger card" if plan.device == "cuda" and not plan.fits_device else "a machine with more memory"
-        return f"no recompute policy and no micro-batch makes it fit: take a smaller model or {larger}"
+        shorter = f", --max-seq-len below {job.longest}" if job.longest > LEAST and not job.resuming else ""
+        return f"no recompute policy and no micro-batch makes it fit: take a smaller model{shorter} or {larger}"
     names = ("base_dtype", "recompute", "tokens_per_micro_batch")
     changed = [name for name in names if found.settings[name] != plan.settings[name]]
     flags = " ".join(f"--{name.replace('_', '-')} {found.settings[name]}" for name in changed)

@@ -28,6 +28,8 @@ from graftune.weights.load import Placement, choose_placement, nothing_frozen
 
 CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the card is elsewhere
 CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
+OTHERS = "CUDA context, other processes"  # where more is taken of the card than a context ever is
+MOST_CONTEXT = 2048 * MIB
 # A first, a last and two between, since what is offloaded comes one ahead: from so many on, each further layer adds the
 # same. By two of them, since the arena's buffers are rounded up to whole 2 MiB, which one layer reaches or does not.
 FEW_LAYERS, MORE_LAYERS = 4, 6
@@ -103,6 +105,7 @@ class Job:
     card: standins.Card | None = None
     memory: int = 0  # a limit that is asked for instead of what is free here
     evaluates: bool = True
+    asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     resuming: bool = False  # what the run has begun with has to stay
     _made: dict[tuple[str, int, str, int], Bytes] = field(default_factory=dict)
 
@@ -170,6 +173,8 @@ class Job:
             others=self.attention.others,
             graph=kind == "cuda" and config.train.graph,
             evaluates=self.evaluates,
+            asked=self.asked,
+            new_tokens=config.run.sample_tokens,
             calibrates=calibrates(config, placement),
             compares=calibrates(config, placement) and config.train.fp8_inputs == "auto",
             inputs=most_inputs(config, placement),
@@ -192,7 +197,8 @@ class Job:
 
     def _rest(self, found: Bytes) -> dict[str, int]:
         if self.card is not None:
-            return {CONTEXT: self.card.total - self.card.free}
+            taken = self.card.total - self.card.free
+            return {CONTEXT if taken <= MOST_CONTEXT else OTHERS: taken}
         files = sum(source.nbytes for source in self.base.tensors.values())
         return {FILES: files, PROCESS: resident_bytes()}
 

@@ -3,10 +3,10 @@
 So the plan cannot drift from the code: whoever saves a tensor more, or lets one go earlier, changes both. A formula
 from shapes, as others have it, is right on the day it is written.
 
-Phases, as a run has them: load; calibrate, where it does; evaluate (eager); the first micro-step (eager, on the stream
-that captures it, algorithms are timed); on CUDA the same once more, as it is captured; the update. The peak is that of
-the worst phase. What a captured step holds for a moment stays in its graph's pool for good, so what is eager after that
-needs memory beside it.
+Phases, as a run has them: load; calibrate, where it does; evaluate, and answer prompts (eager); the first micro-step
+(eager, on the stream that captures it, algorithms are timed); on CUDA the same once more, as it is captured; the
+update. The peak is that of the worst phase. What a captured step holds for a moment stays in its graph's pool for good,
+so what is eager after that needs memory beside it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import torch
 from graftune.batch import PackedBatch
 from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
+from graftune.infer.cache import Cache
+from graftune.infer.generate import go_on, in_groups, read
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
+from graftune.train.answers import room
 from graftune.train.calibrate import TOKENS, Through, calibrate_block, compared
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
@@ -55,6 +58,8 @@ class Setup:
     others: tuple[str, ...] = ()  # backends that the first step times beside it
     graph: bool = True
     evaluates: bool = True
+    asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
+    new_tokens: int = 0  # of an answer
     calibrates: bool = False
     compares: bool = False  # one code a value with two, behind that
     inputs: int = 1  # codes a value that an fp8 weight reads
@@ -74,7 +79,7 @@ class Bytes:
     phases: dict[str, dict[str, int]]
     after: int = 0  # what stays when a step is done
     captured: int = 0  # what a captured step holds beside that, and its graph's pool for good
-    eager: int = 0  # what an evaluation holds, from other memory
+    eager: int = 0  # what an evaluation or the answering of prompts holds, from other memory
     host: int = 0
 
     @property
@@ -152,7 +157,10 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
         if setup.evaluates and gpu is not None:  # elsewhere it takes what a step takes, and less
             with phases.phase("evaluate"):
                 _evaluate(decoder, batch, setup)
-        eager = phases.peak("evaluate", kept) - kept
+        if setup.asked:
+            with phases.phase("answer"):
+                _answer(decoder, setup)
+        eager = max(phases.peak(name, kept) for name in ("evaluate", "answer")) - kept
         with phases.phase("step"), aside(stream):
             step.micro_step(batch)
             step.update_step()
@@ -222,6 +230,21 @@ def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
     documents = attention.Documents(batch.cu_seqlens, batch.lengths, setup.shape.longest)
     run = decoder.begin(batch.positions, PackedDocuments(documents, setup.backend))
     decoder.loss(decoder.forward(batch.tokens, run, batch.rows), batch.labels, need_grad=False)
+
+
+def _answer(decoder: Decoder, setup: Setup) -> None:
+    """The group of prompts with the largest cache: read, and a token more of each."""
+    runtime, spec = setup.runtime, decoder.spec
+    reaches = [min(n + setup.new_tokens, spec.max_positions) for n in setup.asked]
+    groups = in_groups(reaches, room(setup.shape.capacity, setup.recompute))
+    group = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
+    lengths, longest = [setup.asked[i] for i in group], max(reaches[i] for i in group)
+    backend = attention.for_any_shape(setup.backend, runtime.device, runtime.compute, spec.head_width)
+    cache = Cache(spec, lengths, longest, runtime.device, decoder.compute)
+    with torch.no_grad():
+        tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
+        decoder.logits(read(decoder, tokens, lengths, cache, backend))
+        decoder.logits(go_on(decoder, tokens[: len(lengths)], cache))
 
 
 def _tell_owners(step: Step, ledger: Ledger) -> None:

@@ -26,7 +26,7 @@ from graftune.kernels.attention.reference import documents
 from graftune.kernels.linear_cross_entropy import reference as cross_entropy
 from graftune.kernels.linear_cross_entropy.reference import to_gradient_
 from graftune.kernels.nf4 import Nf4
-from graftune.model.frozen import Nf4Rows, calibrate, pieces
+from graftune.model.frozen import Nf4Rows, calibrate, pieces, runs
 from graftune.model.frozen.calibrate import blocks
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.train.plan.ledger import MIB, Ledger
@@ -291,11 +291,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+RUNNING = ("graftune.model.frozen.fp8", "graftune.train.calibrate")  # that go through rows in turns
+
+
 @contextmanager
 def fewer_pieces(whole: bool) -> Iterator[None]:
-    """Weights are read a few rows at a time, thousands of times for a large model, and rounded column by column; a CPU
-    attends to documents one by one, and turns logits into gradients a few rows at a time. A few of these times show the
-    same peak. `whole`: all rows are read, in at most eight pieces (a quantiser counts them); else two and the last."""
+    """Weights are read a few rows at a time, thousands of times for a large model, and rounded column by column; second
+    codes are multiplied, and predictions compared, a few rows at a time; a CPU attends to documents one by one, and
+    turns logits into gradients so. A few of these times show the same peak. `whole`: all rows are read, in at most
+    eight pieces (a quantiser counts them); else two and the last."""
 
     def some(rows: int, width: int) -> list[tuple[int, int]]:
         every = pieces(rows, width)
@@ -318,6 +322,8 @@ def fewer_pieces(whole: bool) -> Iterator[None]:
         held.enter_context(replaced(calibrate, "SCALES", calibrate.SCALES[:2]))
         held.enter_context(replaced(calibrate, "round_block_", lambda *_: None))  # which allocates nothing
         for name, module in list(sys.modules.items()):
+            if name in RUNNING:
+                held.enter_context(replaced(module, "runs", lambda rows, size: _few(runs(rows, size))))
             if name.startswith("graftune.model.frozen.") and getattr(module, "pieces", None) is pieces:
                 held.enter_context(replaced(module, "pieces", some))
             if name.startswith("graftune.kernels.attention.") and getattr(module, "documents", None) is documents:
