@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,9 +262,7 @@ def keep(folder: Path, results: Path = RESULTS) -> list[Path]:
         document = json.loads(path.read_text())
         if "stage" in document:
             found = [(c["result"], c["record"]) for c in document["commands"] if c["result"] and c["record"]]
-            if document["stage"] == "tests":
-                files = [{key: c[key] for key in ("name", "exit", "seconds", "said")} for c in document["commands"]]
-                found.append(("tests", {"gpu": document["gpu"], "files": files}))
+            found += [("tests", tests_of(document))] if document["stage"] == "tests" else []
         else:
             found = [("step", document)] if "cases" in document else []
         for result, record in found:
@@ -273,6 +272,8 @@ def keep(folder: Path, results: Path = RESULTS) -> list[Path]:
                 old = made.get(target) or (json.loads(target.read_text()) if target.exists() else {})
                 record = report.merged(old, record) if old else record
                 report.close(record)
+            elif result == "tests":
+                record["files"] = _earlier_tests(target) | record["files"]
             else:
                 told = {key: document[key] for key in ("commit", "date", "run") if document.get(key)}
                 record = record | {key: value for key, value in told.items() if not record.get(key)}
@@ -280,6 +281,21 @@ def keep(folder: Path, results: Path = RESULTS) -> list[Path]:
     for target, record in made.items():
         report.write(target, record)
     return list(made)
+
+
+def tests_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What each file's tests said; nothing of those that were stopped or not begun."""
+    files = {
+        command["name"]: {key: command[key] for key in ("exit", "seconds", "said")} | {"commit": document["commit"]}
+        for command in document["commands"]
+        if command["exit"] not in (STOPPED, NOT_RUN)
+    }
+    return {"gpu": document["gpu"], "files": files}
+
+
+def _earlier_tests(path: Path) -> dict[str, Any]:
+    """Of an earlier session, of its commit: where the next was too short for them."""
+    return dict(json.loads(path.read_text())["files"]) if path.exists() else {}
 
 
 def listed(stages: dict[str, Stage]) -> str:

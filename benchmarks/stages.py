@@ -91,6 +91,7 @@ def tested(path: str, seconds: int, *more: str) -> Command:
 def _tests() -> tuple[Command, ...]:
     """The longest first; the plan has a stage of its own."""
     slow = {"test_attention.py": 150, "test_quantised.py": 200, "test_run.py": 120, "test_full.py": 120}
+    slow |= {"test_lora_linear_kernel.py": 150, "test_whole_step.py": 100, "test_rope_kernel.py": 80}
     slow |= {"test_families.py": 120, "test_moe.py": 90, "test_fp8_kernel.py": 120, "test_fp8_weight.py": 60}
     # Hundreds of variants of a kernel, each compiled: by parts.
     parts = {"test_lora_linear_kernel.py": ("up_backward", "up_grad", "not up_backward and not up_grad")}

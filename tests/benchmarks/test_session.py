@@ -197,9 +197,14 @@ def test_what_the_tests_said_is_kept(tmp_path):
     assert session.main(["tests", "--out", str(tmp_path / "out"), "--commit", "abc"], made) == 0
     [kept] = session.keep(tmp_path / "out", tmp_path / "results")
     record = json.loads(kept.read_text())
-    [file] = record["files"]
-    assert kept.name == "tests-cpu.json" and record["commit"] == "abc"
+    file = record["files"]["one"]
+    assert kept.name == "tests-cpu.json" and file["commit"] == "abc"
     assert file["exit"] == 0 and file["said"].startswith("1 passed")
+    stopped = {"name": "one", "exit": session.STOPPED, "result": "", "record": None}
+    told = {"stage": "tests", "commit": "def", "gpu": "", "commands": [stopped]}
+    (tmp_path / "out" / "tests.json").write_text(json.dumps(told))
+    session.keep(tmp_path / "out", tmp_path / "results")
+    assert json.loads(kept.read_text())["files"] == {"one": file}, "what was stopped said nothing new"
 
 
 def test_what_is_not_timed_is_listed_to_be_paused(tmp_path):
