@@ -117,7 +117,10 @@ def largest(job: Job, policy: str) -> int:
             below, beyond = (steps, beyond) if plan.fits else (below, steps)
     if below >= least:
         return below * 512
-    return next((size for size in halves(job, least * 512)[1:] if job.plan(policy, size).fits), 0)
+    sizes = halves(job, least * 512)[1:]
+    if not sizes or not job.plan(policy, sizes[-1]).fits:
+        return 0
+    return next(size for size in sizes if job.plan(policy, size).fits)
 
 
 def furthest(job: Job) -> int:
