@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test gpu-test lint clean setup
 
@@ -25,7 +26,8 @@ lint: $(VENV)/test.stamp
 setup: $(VENV)/run.stamp
 
 # torch first and at the pinned version: anything that depends on it would otherwise pull another build. Python compiles
-# what it imports when it does: of all that is installed that is little, and compiling all of it takes a minute.
+# what it imports when it does: of all that is installed that is little, and compiling all of it takes a minute. It has to
+# keep that, whatever the environment says: tests start hundreds of processes, and each would compile torch anew.
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("graftune needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
