@@ -82,7 +82,7 @@ CASES = {
     "fp8, one code compared with two": setup(kind="fp8", calibrates=True, compares=True),
     "fp8, two codes": setup(kind="fp8", inputs=2),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
-    "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, recompute="full"),
+    "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, room=100, recompute="full"),
 }
 
 
@@ -100,16 +100,18 @@ def test_answers_are_planned(device: str) -> None:
     """Before the first step, and on a GPU beside the graph's pool; many long prompts take turns."""
     of = setup if device == "cpu" else gpu
     without = rehearse(of(recompute="full"))
-    few, many = (rehearse(of(recompute="full", asked=(88,) * n, new_tokens=8)) for n in (1, 9))
+    few, many = (rehearse(of(recompute="full", asked=(88,) * n, new_tokens=8, room=100)) for n in (1, 9))
     held = spec().layers * 2 * 96 * (2 * 16 * 4 if device == "cpu" else 2 * 64 * 2)  # keys and values of 96 tokens
     before = without.phases["load"]
     assert few.phases == many.phases, "one after the other: there is room for 96 tokens"
     assert sum(few.phases["answer"].values()) > sum(before.values()) + held
-    together = rehearse(of(asked=(88,) * 9, new_tokens=8))
+    together = rehearse(of(asked=(88,) * 9, new_tokens=8, room=400))
     assert sum(together.phases["answer"].values()) > sum(few.phases["answer"].values()) + 2 * held
     assert few.eager >= without.eager
     if device == "cuda":
         assert rehearse(of(recompute="full", evaluates=False, asked=(88,), new_tokens=8)).eager > held
+    mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, room=150))
+    assert mixed.phases["answer"] == few.phases["answer"], "short prompts with the larger cache, a long one to read"
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
@@ -288,7 +290,7 @@ def test_a_job_plans_it_where_the_run_does_it(tiny_folder, monkeypatch: pytest.M
     ):
         config = Config.of({"base": str(tiny_folder("llama")), "device": "cuda", "compute_dtype": "bf16"} | more)
         asked = prepare.job_of(config, QUIET, memory=8 << 30)
-        made = asked.setup("none", asked.shapes(64), asked.placement)
+        made = asked.setup("none", 64, asked.placement)
         assert (made.calibrates, made.inputs) == (expected, inputs)
 
 

@@ -47,7 +47,7 @@ class Answers:
         asked = (Question(tokenizer.encode(p), _asked(turns, p), reference) for p, turns, reference in records if p)
         self.questions = list(islice((q for q in asked if len(q.prompt) <= most), count))
         self.shown = min(config.samples, len(self.questions))
-        self.length = config.sample_tokens
+        self.length, self.positions = config.sample_tokens, positions
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Answers:
     def ask(self, engine: Engine, *, adapted: bool, between: Callable[[], None]) -> list[str]:
         """Greedily, as many questions at once as there is room for."""
         tokenizer, settings = engine.tokenizer, engine.config.train
-        reaches = [n + self.length for n in self.lengths]
+        reaches = [min(n + self.length, self.positions) for n in self.lengths]
         found: list[str] = []
         for group in in_groups(reaches, room(settings.tokens_per_micro_batch, settings.recompute)):
             answers = generate(

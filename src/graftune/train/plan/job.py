@@ -18,6 +18,7 @@ from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
 from graftune.runtime import DTYPES, Runtime, resolve
+from graftune.train.answers import room
 from graftune.train.calibrate import calibrates, most_inputs
 from graftune.train.engine import attention_for
 from graftune.train.plan import standins
@@ -138,7 +139,7 @@ class Job:
         if base_dtype and base_dtype != placement.base_dtype:
             with self._as_there():
                 placement = self.place(base_dtype)
-        setup = self.setup(recompute, self.shapes(capacity), placement)
+        setup = self.setup(recompute, capacity, placement)
         layers = self.base.spec.layers
         if not whole and layers > MORE_LAYERS:
             few, more = (self._bytes(setup.with_layers(n), capacity) for n in (FEW_LAYERS, MORE_LAYERS))
@@ -158,14 +159,14 @@ class Job:
         kind = self.runtime.device.type
         return Plan(kind, self.where, settings, found, self.free, self._rest(found), self.host_free)
 
-    def setup(self, recompute: str, shape: Capacities, placement: Placement) -> Setup:
+    def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
         config, kind = self.config, self.runtime.device.type
         return Setup(
             base=self.base,
             lora=config.lora,
             runtime=self.runtime,
             placement=placement,
-            shape=shape,
+            shape=self.shapes(capacity),
             recompute=recompute,
             method=config.train.method,
             clip_mode=config.optim.clip_mode,
@@ -175,6 +176,7 @@ class Job:
             evaluates=self.evaluates,
             asked=self.asked,
             new_tokens=config.run.sample_tokens,
+            room=room(max(capacity, self.longest), recompute),
             calibrates=calibrates(config, placement),
             compares=calibrates(config, placement) and config.train.fp8_inputs == "auto",
             inputs=most_inputs(config, placement),

@@ -29,7 +29,6 @@ from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
-from graftune.train.answers import room
 from graftune.train.calibrate import TOKENS, Through, calibrate_block, compared
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
@@ -60,6 +59,7 @@ class Setup:
     evaluates: bool = True
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     new_tokens: int = 0  # of an answer
+    room: int = 0  # tokens of the cache that they are answered in
     calibrates: bool = False
     compares: bool = False  # one code a value with two, behind that
     inputs: int = 1  # codes a value that an fp8 weight reads
@@ -233,18 +233,21 @@ def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
 
 
 def _answer(decoder: Decoder, setup: Setup) -> None:
-    """The group of prompts with the largest cache: read, and a token more of each."""
+    """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
     runtime, spec = setup.runtime, decoder.spec
     reaches = [min(n + setup.new_tokens, spec.max_positions) for n in setup.asked]
-    groups = in_groups(reaches, room(setup.shape.capacity, setup.recompute))
-    group = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
-    lengths, longest = [setup.asked[i] for i in group], max(reaches[i] for i in group)
+    groups = in_groups(reaches, setup.room)
+    largest = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
+    fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
     backend = attention.for_any_shape(setup.backend, runtime.device, runtime.compute, spec.head_width)
-    cache = Cache(spec, lengths, longest, runtime.device, decoder.compute)
-    with torch.no_grad():
-        tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
-        decoder.logits(read(decoder, tokens, lengths, cache, backend))
-        decoder.logits(go_on(decoder, tokens[: len(lengths)], cache))
+    for group in (largest, fullest) if fullest is not largest else (largest,):
+        lengths, longest = [setup.asked[i] for i in group], max(reaches[i] for i in group)
+        cache = Cache(spec, lengths, longest, runtime.device, decoder.compute)
+        with torch.no_grad():
+            tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
+            decoder.logits(read(decoder, tokens, lengths, cache, backend))
+            decoder.logits(go_on(decoder, tokens[: len(lengths)], cache))
+        del cache, tokens
 
 
 def _tell_owners(step: Step, ledger: Ledger) -> None:
