@@ -354,6 +354,11 @@ def test_the_base_is_asked_while_it_is_the_base(tiny_folder: Folder, tmp_path: P
     api.train(Config(), console=Console(quiet=True), resume=str(out), overrides={"samples": 1})
     again = [e for e in read_events(out / "metrics.jsonl") if e["event"] == "sample"]
     assert [e["step"] for e in again] == [0, 6, 6]
+    # An adapter's run can ask it again, and does where the questions are others; else what it said is kept.
+    for overrides, steps in (({}, [0, 1, 1]), ({"sample_tokens": 2}, [0, 1, 1, 0, 1])):
+        api.train(Config(), console=Console(quiet=True), resume=str(plain), overrides=overrides)
+        again = [e for e in read_events(plain / "metrics.jsonl") if e["event"] == "sample"]
+        assert [e["step"] for e in again] == steps
 
 
 def test_from_scratch_asks_no_base(tiny_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,7 @@ def generate(
             )
     device, stops = decoder.device, set(stop_ids) | set(sampling.stop_ids)
     lengths = [len(p) for p in prompts]
-    rooms = [min(sampling.max_new_tokens, decoder.spec.max_positions - n) for n in lengths]
-    reaches = [n + room for n, room in zip(lengths, rooms, strict=True)]
+    reaches = reaches_of(lengths, sampling.max_new_tokens, decoder.spec.max_positions)
     capacity = max(reaches)
     generator = torch.Generator().manual_seed(sampling.seed)
     cache = Cache(decoder.spec, lengths, capacity, device, decoder.compute, reaches)
@@ -57,7 +56,7 @@ def generate(
             going = [
                 place
                 for place, index in enumerate(alive)
-                if fresh[index] not in stops and len(answers[index]) < rooms[index]
+                if fresh[index] not in stops and len(prompts[index]) + len(answers[index]) < reaches[index]
             ]
             if not going:
                 break
@@ -85,6 +84,11 @@ def go_on(decoder: Decoder, tokens: torch.Tensor, cache: Cache, *, adapted: bool
     x = decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache), adapted=adapted))
     cache.lengths += 1
     return x
+
+
+def reaches_of(lengths: Sequence[int], new_tokens: int, positions: int) -> list[int]:
+    """Tokens that prompts of these lengths come to, at most."""
+    return [min(n + new_tokens, positions) for n in lengths]
 
 
 def in_groups(reaches: Sequence[int], room: int) -> list[list[int]]:

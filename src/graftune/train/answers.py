@@ -3,6 +3,8 @@ where the data set brings a scorer."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,7 +14,7 @@ from graftune.config import Config
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import chat_format, stop_ids
-from graftune.infer.generate import generate, in_groups
+from graftune.infer.generate import generate, in_groups, reaches_of
 from graftune.infer.sample import Sampling
 from graftune.observe.console import Answer, Console
 from graftune.tokenizer import Tokenizer
@@ -54,10 +56,15 @@ class Answers:
         """Of the prompts, in tokens."""
         return tuple(len(q.prompt) for q in self.questions)
 
+    @property
+    def digest(self) -> str:
+        """Of the prompts and of how long an answer may be: what was answered to others is no answer to these."""
+        return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
+
     def ask(self, engine: Engine, *, adapted: bool, between: Callable[[], None]) -> list[str]:
         """Greedily, as many questions at once as there is room for."""
         tokenizer, settings = engine.tokenizer, engine.config.train
-        reaches = [min(n + self.length, self.positions) for n in self.lengths]
+        reaches = reaches_of(self.lengths, self.length, self.positions)
         found: list[str] = []
         for group in in_groups(reaches, room(settings.tokens_per_micro_batch, settings.recompute)):
             answers = generate(

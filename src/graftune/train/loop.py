@@ -36,7 +36,6 @@ from graftune.observe.marks import Profile, marked
 from graftune.observe.memory import peak_resident_bytes
 from graftune.observe.plot import loss_plot
 from graftune.train import checkpoint
-from graftune.train.answers import Answers
 from graftune.train.checkpoint import Progress
 from graftune.train.evaluate import evaluate
 from graftune.train.hot import hot_loop
@@ -89,7 +88,7 @@ class Run:
     def __init__(self, prepared: Prepared, console: Console):
         self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
         self.training, self.validation = training, validation = prepared.training, prepared.validation
-        self.plan, self.calibration = prepared.plan, prepared.calibration
+        self.plan, self.calibration, self.answers = prepared.plan, prepared.calibration, prepared.answers
         engine = prepared.engine
         self.config = config = engine.config
         self.progress = Progress()
@@ -120,7 +119,6 @@ class Run:
         self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
         planned = sum(self.epoch_steps)
         self.total = min(config.train.max_steps or planned, planned)
-        self.answers = Answers(validation, config, engine.tokenizer, engine.base.spec.max_positions)
         self.base_answers: list[str] = []
         self.checkpoints = self.folder / "checkpoints"
         examples = [(e.tokens, e.supervised) for e in (*training.examples, *validation.examples)]
@@ -170,10 +168,8 @@ class Run:
                 "up in another order; the run goes on with weights as good"
             )
         for event in events:
-            if event["event"] == "sample" and event.get("step") == 0 and "answers" in event:
-                self.base_answers = list(event["answers"])
-        if len(self.base_answers) != len(self.answers.questions):  # resumed with another number of samples
-            self.base_answers = []
+            if event["event"] == "sample" and event["step"] == 0:  # to other questions if resumed with other samples
+                self.base_answers = event["answers"] if event.get("questions") == self.answers.digest else []
         self.log.emit("resume", step=self.progress.step)
         tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
@@ -370,7 +366,7 @@ class Run:
         self.console.note(f"asking the base {count} unseen questions")
         with marked("samples"):
             self.base_answers = self.answers.ask(self.engine, adapted=False, between=self._between)
-        self.log.emit("sample", step=0, answers=self.base_answers)
+        self.log.emit("sample", step=0, answers=self.base_answers, questions=self.answers.digest)
 
     def _compare(self) -> dict[str, Any]:
         """Base and tuned answers side by side, and their scores."""

@@ -54,6 +54,7 @@ class Prepared:
     engine: Engine
     training: Dataset
     validation: Dataset
+    answers: Answers
     plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
     calibration: Calibration | None = None  # of an fp8 base
 
@@ -78,7 +79,7 @@ def prepare_run(
     engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
     calibration = _calibrated(engine, data.training, folder, console)
-    return Prepared(folder, engine, data.training, data.validation, plan, calibration)
+    return Prepared(folder, engine, data.training, data.validation, data.answers, plan, calibration)
 
 
 def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Console) -> Calibration | None:
@@ -124,7 +125,7 @@ class Read(NamedTuple):
     training: Dataset
     validation: Dataset
     longest: int  # tokens of an example
-    asked: tuple[int, ...]  # tokens of the prompts that are answered before and after
+    answers: Answers
 
 
 def _read(config: Config, base: Base, adapter: Adapter | None, path: str, console: Console) -> Read:
@@ -144,8 +145,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: str, consol
             where=path,
             mend=f"set max_seq_len to {base.spec.max_positions} or less",
         )
-    asked = Answers(validation, config, reader, base.spec.max_positions).lengths
-    return Read(training, validation, longest, asked)
+    return Read(training, validation, longest, Answers(validation, config, reader, base.spec.max_positions))
 
 
 def job_of(config: Config, console: Console, memory: int = 0) -> Job:
@@ -198,7 +198,7 @@ def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, 
         card=card,
         memory=memory,
         evaluates=bool(data.validation.examples),
-        asked=data.asked,
+        asked=data.answers.lengths,
         resuming=resuming,
     )
 

@@ -23,7 +23,7 @@ from graftune.batch import PackedBatch
 from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
 from graftune.infer.cache import Cache
-from graftune.infer.generate import go_on, in_groups, read
+from graftune.infer.generate import go_on, in_groups, reaches_of, read
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.frozen import Roomy
@@ -235,7 +235,7 @@ def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
 def _answer(decoder: Decoder, setup: Setup) -> None:
     """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
     runtime, spec = setup.runtime, decoder.spec
-    reaches = [min(n + setup.new_tokens, spec.max_positions) for n in setup.asked]
+    reaches = reaches_of(setup.asked, setup.new_tokens, spec.max_positions)
     groups = in_groups(reaches, setup.room)
     largest = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
     fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
