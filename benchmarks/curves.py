@@ -122,7 +122,7 @@ def opened(args: argparse.Namespace, folder: str, kind: str = "", **more: Any) -
     from graftune.train.engine import open_engine
     from graftune.train.loop import Run
     from graftune.train.prepare import prepare_run
-    from graftune.weights.load import Placement
+    from graftune.weights.placement import Placement
 
     quiet = Console(quiet=True)
     prepared = prepare_run(settings(args, folder, kind, **more), quiet)

@@ -37,7 +37,8 @@ from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena
 from graftune.runtime import resolve
 from graftune.weights.base import default_base, open_base
-from graftune.weights.load import Placement, build_decoder
+from graftune.weights.load import build_decoder
+from graftune.weights.placement import Placement
 
 SHARE, MAPPED_S = 0.6, 2.0
 CONFIG = {

@@ -29,7 +29,8 @@ def ours(
     from graftune.runtime import resolve
     from graftune.train.hot import hot_loop
     from graftune.train.step import Step
-    from graftune.weights.load import Placement, both_ways, build_decoder
+    from graftune.weights.load import build_decoder
+    from graftune.weights.placement import Placement, both_ways
 
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
     lora = LoraConfig(rank=case.rank, alpha=case.alpha, targets=targets, init="kaiming")  # as the peers start

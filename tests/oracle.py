@@ -18,7 +18,8 @@ from graftune.runtime import DTYPES, resolve
 from graftune.train.step import Step
 from graftune.weights import names
 from graftune.weights.base import Base, open_base
-from graftune.weights.load import Placement, build_decoder
+from graftune.weights.load import build_decoder
+from graftune.weights.placement import Placement
 
 
 @dataclass

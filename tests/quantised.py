@@ -18,7 +18,8 @@ from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
-from graftune.weights.load import Placement, build_decoder
+from graftune.weights.load import build_decoder
+from graftune.weights.placement import Placement
 from tests import oracle
 
 

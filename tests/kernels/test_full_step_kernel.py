@@ -11,7 +11,8 @@ from graftune.kernels import launch, lora_linear, rms_norm
 from graftune.model.lora import build_arena
 from graftune.runtime import resolve
 from graftune.weights.base import open_base
-from graftune.weights.load import Placement, build_decoder
+from graftune.weights.load import build_decoder
+from graftune.weights.placement import Placement
 from tests import oracle
 from tests.kernels.test_whole_step import batch, stepped
 

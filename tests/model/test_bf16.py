@@ -11,7 +11,8 @@ from graftune.model.decoder import PackedDocuments
 from graftune.model.lora import build_arena
 from graftune.runtime import Runtime
 from graftune.weights.base import open_base
-from graftune.weights.load import Placement, build_decoder
+from graftune.weights.load import build_decoder
+from graftune.weights.placement import Placement
 from tests import oracle, tiny
 
 

@@ -30,8 +30,9 @@ from graftune.train.engine import open_engine
 from graftune.train.step import Step
 from graftune.weights import names
 from graftune.weights.base import open_base
-from graftune.weights.load import Placement, build_decoder
+from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config, save_model
+from graftune.weights.placement import Placement
 from tests import oracle, tiny
 from tests.weights import tiny_gguf
 

@@ -19,7 +19,7 @@ from graftune.model.frozen import Dense, Mapped, Unpacked
 from graftune.runtime import resolve
 from graftune.train.step import Step
 from graftune.weights.base import Base, open_base
-from graftune.weights.load import choose_placement
+from graftune.weights.placement import choose_placement
 from tests import oracle, quantised, tiny
 from tests.parity.test_transformers import examples
 

@@ -4,11 +4,8 @@ grows and shrinks as it should. What is chosen by it: test_plan_choices.py."""
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +17,15 @@ from graftune.errors import GraftuneError
 from graftune.kernels import nf4
 from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
-from graftune.observe.events import read_events
 from graftune.observe.memory import parse_bytes
 from graftune.runtime import Runtime
 from graftune.train import prepare
 from graftune.train.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
 from graftune.train.plan.ledger import Ledger, block_bytes
 from graftune.train.plan.pretend import Pretend, Pretended
-from graftune.weights import load
+from graftune.weights import placement
 from graftune.weights.base import open_base
-from graftune.weights.load import Placement
+from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
 
 QUIET = Console(quiet=True)
@@ -249,11 +245,11 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
     least = 16 * base.spec.parameters
     where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
     for free, expected in ((least, True), (least - 1, False), (0, False)):
-        placed = load.choose_placement(base, "fp8", where, free)
+        placed = placement.choose_placement(base, "fp8", where, free)
         assert placed.both is expected and ("both ways" in placed.why) is expected
     assert prepare.job_of(config, QUIET, memory=8 << 30).placement.both
     assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.both
-    monkeypatch.setattr(load, "BOTH_WAYS", 1e9)  # given up where a step would otherwise not fit as it is asked for
+    monkeypatch.setattr(placement, "BOTH_WAYS", 1e9)  # given up where a step would otherwise not fit as it is asked for
     wide = spec(width=256, ffn=1024, vocab=4000)
 
     def asked(free: int) -> job.Job:
@@ -371,68 +367,3 @@ def test_cudnn_asks_for_what_the_formula_says() -> None:
     grouped = Shape(torch.bfloat16, 8, 2, 64, 4, 128, 256, 1.0, strides, strides)
     assert libraries.workspace_bytes(plain) == 256 * 8 * (64 + 1) * 4
     assert libraries.workspace_bytes(grouped) == 256 * 8 * (3 * 64 + 1) * 4
-
-
-def trained(base: Path, folder: Path, kind: str, tokens: int, samples: int = 0) -> dict[str, Any]:
-    """One step in a process of its own; the event that compares. Prompts that are answered are long."""
-    data = folder / "data.jsonl"
-    words = "the cat sat on a mat and looked at some birds while rain fell over hills "
-    asks = words[:60] if not samples else words * (tokens // 20)
-    rows = [{"prompt": asks, "response": words[: 20 + 10 * (i % 3)]} for i in range(14)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = [
-        "train", str(base), str(data), "--device", "cpu", "--base-dtype", kind, "--max-steps", "1", "--no-score",
-        "--samples", str(samples), "--sample-tokens", "2", "--recompute", "full" if samples else "auto",
-        "--tokens-per-step", str(tokens), "--val-split", "0.1", "--out", str(folder / "run"),
-    ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "graftune", *line], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "memory: planned" in done.stderr
-    (memory,) = [e for e in read_events(folder / "run" / "metrics.jsonl") if e["event"] == "memory"]
-    return memory
-
-
-@pytest.mark.parametrize(
-    ("model", "kind", "tokens", "samples"),
-    [("real", "fp32", 512, 0), ("real", "keep", 256, 3), ("tiny", "nf4", 512, 0)],
-)
-def test_resident_memory_within_a_tenth(
-    model: str, kind: str, tokens: int, samples: int, smollm2: Path, tiny_folder, tmp_path: Path
-) -> None:
-    memory = trained(smollm2 if model == "real" else tiny_folder("llama"), tmp_path, kind, tokens, samples)
-    off = memory["planned"] / memory["measured"] - 1
-    print(f"{model}, {kind}, {tokens} tokens: {memory['planned']} planned, {memory['measured']} measured, {off:+.1%}")
-    assert abs(off) < 0.10, memory
-
-
-MEDIUM = """
-import json
-import torch
-from graftune.config import LoraConfig
-from graftune.data.pack import Capacities
-from graftune.model.spec import ModelSpec
-from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
-from graftune.runtime import Runtime
-from graftune.train.plan import Setup, rehearse, standins
-from graftune.weights.load import Placement
-from graftune.weights.synthetic import random_base
-
-cpu = torch.device("cpu")
-spec = ModelSpec(family="llama", layers=6, width=512, ffn=1536, heads=8, kv_heads=4, head_width=64, vocab=8000,
-                 norm_eps=1e-5, rope_theta=1e4, max_positions=512, tied=False)
-copies = standins.copies_operand(torch.float32)
-setup = Setup(random_base(spec, cpu), LoraConfig(), Runtime(cpu, torch.float32, ""), Placement("fp32", ""),
-              Capacities(512, 4, 256, 128), copies=copies)
-planned = rehearse(setup).peak + resident_bytes()
-forget_peak()
-rehearse(setup, real=True)
-print(json.dumps([planned, peak_resident_bytes()]))
-"""
-
-
-def test_resident_memory_of_a_model_of_medium_size() -> None:
-    done = subprocess.run([sys.executable, "-c", MEDIUM], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    planned, measured = json.loads(done.stdout)
-    print(f"medium: {planned} planned, {measured} measured, {planned / measured - 1:+.1%}")
-    assert abs(planned / measured - 1) < 0.10

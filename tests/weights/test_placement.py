@@ -18,10 +18,11 @@ from graftune.errors import GraftuneError
 from graftune.kernels import launch, nf4
 from graftune.model.frozen import Dense, FloatRows, GgufRows, Mapped, Nf4Rows, Table, Unpacked
 from graftune.runtime import resolve
-from graftune.weights import load
+from graftune.weights import load, placement
 from graftune.weights.base import Base, FirstRows, open_base
 from graftune.weights.gguf_io import GgufTensor
-from graftune.weights.load import choose_placement, scratch_values
+from graftune.weights.load import scratch_values
+from graftune.weights.placement import choose_placement
 from tests import quantised, tiny
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -74,7 +75,7 @@ def test_auto(kind, gpu, roomy, chosen, said, tiny_folder, tmp_path, monkeypatch
         folder = tiny_folder("llama")
         base = open_base(str(written(folder, tmp_path / "nf4", NF4) if kind == "nf4" else folder))
     monkeypatch.setattr(launch, "roomy", lambda device: gpu)
-    monkeypatch.setattr(load, "_free_bytes", lambda device: base.spec.parameters * (8 if roomy else 6))
+    monkeypatch.setattr(placement, "_free_bytes", lambda device: base.spec.parameters * (8 if roomy else 6))
     found = choose_placement(base, "auto", resolve("cpu", "fp32"))
     assert (found.base_dtype, found.why[: len(said)]) == (chosen, said)
     assert choose_placement(base, "nf4", resolve("cpu", "fp32")).why == "asked for"

@@ -67,7 +67,7 @@ def _explain(name: str, revision: str, console: Console) -> int:
     from graftune.observe.memory import human_bytes
     from graftune.runtime import resolve
     from graftune.weights.describe import describe
-    from graftune.weights.load import choose_placement
+    from graftune.weights.placement import choose_placement
 
     report, base = describe(name, revision)
     facts = dict(report.facts)

@@ -36,7 +36,7 @@ from graftune.model.frozen import Fp8, Frozen, RowSource, runs
 from graftune.model.frozen.calibrate import Sample
 from graftune.model.run import Pass
 from graftune.observe.marks import marked
-from graftune.weights.load import Placement
+from graftune.weights.placement import Placement
 
 TOKENS = 8192
 LIMIT = 0.0025  # of the loss: what one code a value may cost

@@ -21,8 +21,9 @@ from graftune.runtime import Runtime, resolve
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import Adapter, is_adapter, load_adapter, place_adapter, save_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
-from graftune.weights.load import Placement, build_decoder, choose_placement, nothing_frozen
+from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config, is_model, save_model
+from graftune.weights.placement import Placement, choose_placement, nothing_frozen
 
 
 @dataclass

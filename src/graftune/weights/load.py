@@ -1,20 +1,12 @@
 """From an opened base to a decoder on the device: each weight is placed as the run wants it, tensor by tensor.
 
-    bf16 fp16 fp32   resident
-    nf4              projections quantised while they are read (or taken from a checkpoint that already is); embedding
-                     and head in the compute dtype, as bitsandbytes has them
-    fp8              likewise in 8-bit floats, and multiplied as such, on GPUs that have units for it
-    keep             as the file has it: on a GPU its very bytes, uploaded; on a CPU left in the map
-
-`auto` takes the compute dtype if that fits comfortably in the memory that is free; if not, the blocks of a GGUF stay
-what they are, and other weights become NF4 on a GPU or stay in the file on a CPU. However a weight is placed, beside
-the result no more than a few of its rows exist at any time.
+placement.py has the ways and chooses among them. However a weight is placed, beside the result no more than a few of
+its rows exist at any time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -22,8 +14,7 @@ import torch
 
 from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
-from graftune.kernels import fp8, launch
-from graftune.kernels.gguf_dequant import KINDS as GGUF_KINDS
+from graftune.kernels import launch
 from graftune.model.block import Bias, Block, NormWeight
 from graftune.model.decoder import Decoder, Head, NewRows
 from graftune.model.experts import ExpertProjection, Experts, ExpertWeights, Several, Stacked
@@ -49,83 +40,14 @@ from graftune.model.frozen.fp8 import MOST_RANK
 from graftune.model.lora import Arena, expert_groups, lora_groups, room_of, weight_name
 from graftune.model.projection import Projection
 from graftune.model.spec import NORMS, ModelSpec
-from graftune.observe.memory import available_bytes, human_bytes
 from graftune.runtime import DTYPES, Runtime
 from graftune.weights import experts as mixtures
 from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
+from graftune.weights.placement import Placement
 
-COMFORTABLE = 0.6  # share of the free memory that a resident base may take
-BOTH_WAYS = 1 / 8  # share of the free memory that fp8 codes may take to lie ready for both ways
-BOTH_SAID = ", its codes ready for both ways"
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How the frozen weights are held, and the sentence that says why."""
-
-    base_dtype: str  # keep | bf16 | fp16 | fp32 | nf4 | fp8
-    why: str
-    both: bool = False  # of fp8: the codes are there transposed too, for the way back
-
-    @property
-    def one_way(self) -> Placement:
-        return replace(self, both=False, why=self.why.removesuffix(BOTH_SAID))
-
-
-def choose_placement(base: Base, asked: str, runtime: Runtime, free: int = 0) -> Placement:
-    """`free`: the device's bytes, where something is to be trained there; else they are asked for."""
-    chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime, free)
-    if chosen.base_dtype == "keep" and launch.roomy(runtime.device):
-        _check_blocks(base)
-    if chosen.base_dtype == "fp8":
-        fp8.require(runtime.device, runtime.compute)
-        both = both_ways(base.spec, free)
-        return replace(chosen, both=both, why=chosen.why + (BOTH_SAID if both else ""))
-    return chosen
-
-
-def both_ways(spec: ModelSpec, free: int) -> bool:
-    """Whether transposed codes are kept instead of made in every step: 1% of a step's time at 8B, at the memory of a
-    bf16 base. The bits are the same either way."""
-    return 2 * spec.parameters <= BOTH_WAYS * free
-
-
-def _automatic(base: Base, runtime: Runtime, free: int) -> Placement:
-    if is_quantised(base.tensors):
-        return Placement("nf4", "as the checkpoint has it")
-    need, free = base.spec.parameters * runtime.compute.itemsize, free or _free_bytes(runtime.device)
-    figures = f"{human_bytes(need)} of {human_bytes(free)} free"
-    if need <= COMFORTABLE * free:
-        return Placement(runtime.compute_name, f"resident: {figures}")
-    if not launch.roomy(runtime.device):
-        return Placement("keep", f"left in the file: resident would take {figures}")
-    if base.kind == "gguf" and not (unknown := _without_kernel(base)):
-        return Placement("keep", f"the file's own blocks: {runtime.compute_name} would take {figures}")
-    why = f" (no GPU kernel knows the file's {base.tensors[unknown].dtype_name})" if base.kind == "gguf" else ""
-    return Placement("nf4", f"quantised{why}: {runtime.compute_name} would take {figures}")
-
-
-def _check_blocks(base: Base) -> None:
-    """That our kernels know all of the blocks."""
-    if name := _without_kernel(base):
-        raise GraftuneError(
-            f"tensor {name} is {base.tensors[name].dtype_name}, of which no GPU kernel knows the blocks",
-            where=str(base.path),
-            mend="use --base-dtype nf4 or bf16, or a file in another quantisation",
-        )
-
-
-def _without_kernel(base: Base) -> str:
-    """The first tensor of a GGUF whose blocks no kernel knows; nothing where all are known."""
-    unknown = (
-        name
-        for name, tensor in base.tensors.items()
-        if base.kind == "gguf" and len(tensor.shape) == 2 and tensor.dtype_name not in GGUF_KINDS
-    )
-    return next(unknown, "")
 
 
 def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:
@@ -137,19 +59,6 @@ def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:
     if spec.experts:
         largest = max(largest, Scratch.size(2 * spec.experts * spec.ffn, spec.width))
     return max(largest, min(spec.vocab * spec.width, TABLE_VALUES)) if tables else largest
-
-
-def nothing_frozen(base: Base, asked: str, runtime: Runtime) -> Placement:
-    """Of a run that trains every weight: there is nothing to place, but the arena has to fit."""
-    wide, narrow = 4 * 4, 0 if runtime.compute == torch.float32 else runtime.compute.itemsize
-    need, free = base.spec.parameters * (wide + narrow), _free_bytes(runtime.device)
-    if need > free:
-        raise GraftuneError(
-            f"training every weight takes {human_bytes(need)} and {human_bytes(free)} are free",
-            where=base.name,
-            mend="take a smaller model, or method lora",
-        )
-    return Placement(runtime.compute_name if asked == "auto" else asked, "none is frozen: every weight trains")
 
 
 def build_decoder(base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement) -> Decoder:
@@ -403,9 +312,3 @@ class _Placer:
         value = self.arena.view(name, self.arena.weights).copy_((total / table.out_features).float())
         before = value.to(self.compute).clone()
         return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads), before)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()

@@ -3,7 +3,7 @@
 The product wants both operands with the summed dimension contiguous. Forward that is how a weight lies; for dX it is
 not (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of traffic a
 value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base: where a card has
-much more than that (weights/load.py). Scales of the weight's rows serve both ways (kernels/fp8/reference.py), and
+much more than that (weights/placement.py). Scales of the weight's rows serve both ways (kernels/fp8/reference.py), and
 adapters lie beside and below the codes as in any other roomy weight, in three columns of codes a rank instead of one of
 bf16: `share` says where, and whoever publishes the adapters calls `fp8.settle` with the shares.
 

@@ -25,7 +25,7 @@ from graftune.train.plan import standins
 from graftune.train.plan.ledger import MIB
 from graftune.train.plan.rehearse import POOLS, Bytes, Setup, rehearse
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.load import Placement, choose_placement, nothing_frozen
+from graftune.weights.placement import Placement, choose_placement, nothing_frozen
 
 CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the card is elsewhere
 CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"

@@ -35,7 +35,8 @@ from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.train.plan.pretend import Pretend, without_compiler
 from graftune.train.step import Step
 from graftune.weights.base import Base
-from graftune.weights.load import Placement, build_decoder, group_sources
+from graftune.weights.load import build_decoder, group_sources
+from graftune.weights.placement import Placement
 
 SAVED, LOGITS, POOLS = "saved activations", "logits", "graph pools"
 OWNERS = ("base", "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, standins.WORKSPACES)

@@ -1,0 +1,78 @@
+"""Planned against what a process takes of a CPU's memory, each run in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.observe.events import read_events
+
+
+def trained(base: Path, folder: Path, kind: str, tokens: int, samples: int = 0) -> dict[str, Any]:
+    """One step in a process of its own; the event that compares. Prompts that are answered are long."""
+    data = folder / "data.jsonl"
+    words = "the cat sat on a mat and looked at some birds while rain fell over hills "
+    asks = words[:60] if not samples else words * (tokens // 20)
+    rows = [{"prompt": asks, "response": words[: 20 + 10 * (i % 3)]} for i in range(14)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = [
+        "train", str(base), str(data), "--device", "cpu", "--base-dtype", kind, "--max-steps", "1", "--no-score",
+        "--samples", str(samples), "--sample-tokens", "2", "--recompute", "full" if samples else "auto",
+        "--tokens-per-step", str(tokens), "--val-split", "0.1", "--out", str(folder / "run"),
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "graftune", *line], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "memory: planned" in done.stderr
+    (memory,) = [e for e in read_events(folder / "run" / "metrics.jsonl") if e["event"] == "memory"]
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "tokens", "samples"),
+    [("real", "fp32", 512, 0), ("real", "keep", 256, 3), ("tiny", "nf4", 512, 0)],
+)
+def test_resident_memory_within_a_tenth(
+    model: str, kind: str, tokens: int, samples: int, smollm2: Path, tiny_folder, tmp_path: Path
+) -> None:
+    memory = trained(smollm2 if model == "real" else tiny_folder("llama"), tmp_path, kind, tokens, samples)
+    off = memory["planned"] / memory["measured"] - 1
+    print(f"{model}, {kind}, {tokens} tokens: {memory['planned']} planned, {memory['measured']} measured, {off:+.1%}")
+    assert abs(off) < 0.10, memory
+
+
+MEDIUM = """
+import json
+import torch
+from graftune.config import LoraConfig
+from graftune.data.pack import Capacities
+from graftune.model.spec import ModelSpec
+from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
+from graftune.runtime import Runtime
+from graftune.train.plan import Setup, rehearse, standins
+from graftune.weights.placement import Placement
+from graftune.weights.synthetic import random_base
+
+cpu = torch.device("cpu")
+spec = ModelSpec(family="llama", layers=6, width=512, ffn=1536, heads=8, kv_heads=4, head_width=64, vocab=8000,
+                 norm_eps=1e-5, rope_theta=1e4, max_positions=512, tied=False)
+copies = standins.copies_operand(torch.float32)
+setup = Setup(random_base(spec, cpu), LoraConfig(), Runtime(cpu, torch.float32, ""), Placement("fp32", ""),
+              Capacities(512, 4, 256, 128), copies=copies)
+planned = rehearse(setup).peak + resident_bytes()
+forget_peak()
+rehearse(setup, real=True)
+print(json.dumps([planned, peak_resident_bytes()]))
+"""
+
+
+def test_resident_memory_of_a_model_of_medium_size() -> None:
+    done = subprocess.run([sys.executable, "-c", MEDIUM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    planned, measured = json.loads(done.stdout)
+    print(f"medium: {planned} planned, {measured} measured, {planned / measured - 1:+.1%}")
+    assert abs(planned / measured - 1) < 0.10
