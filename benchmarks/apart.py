@@ -23,7 +23,8 @@ FP32 = {"loss": 0.001, "norm": 0.001}
 WINDOW = 20  # steps over which a curve is smoothed
 SCRATCH_FALL = 0.5  # of the first loss: what the last may be
 EARLY = 20  # steps of a model from scratch that are judged: after them the last bit of a sum has grown to percents
-BESIDE = {"fp8": "bf16", "fp8-one": "bf16", "keep": "bf16", "nf4": "dequantised"}  # what is measured by what
+UNASKED = ("fp8-one", "fp8-two")  # how far they are off is told, and nothing is asked of them
+BESIDE = {"fp8": "bf16", **dict.fromkeys(UNASKED, "bf16"), "keep": "bf16", "nf4": "dequantised"}  # measured by what
 YARDSTICK = Path(__file__).resolve().parent / "results" / "noise.json"  # made by noise.py
 
 Gradients = dict[str, torch.Tensor]
@@ -167,7 +168,7 @@ def _step_goal(name: str, apart: dict[str, Any], noise: dict[str, Any]) -> dict[
 
 def compared(found: dict[str, Any], kind: str, grads: dict[str, Gradients]) -> dict[str, Any]:
     """A kind against what it is measured by: losses, and the first gradients tensor by tensor. (Those of fp8 are
-    reported only: its products are of 3 bits, and what is asked of it is the loss; nothing is asked of fp8-one.)"""
+    reported only: its products are of 3 bits, and what is asked of it is the loss; nothing is asked of UNASKED.)"""
     other, curves = BESIDE[kind], found["curves"]
     apart = losses_apart(curves[kind]["losses"], curves[other]["losses"])
     off = gradients_off(grads[kind], grads[other])
@@ -176,7 +177,7 @@ def compared(found: dict[str, Any], kind: str, grads: dict[str, Gradients]) -> d
         noise = losses_apart(curves["rounded"]["losses"], curves["bf16"]["losses"])
         noise_off = gradients_off(grads["rounded"], grads["bf16"])
     goals = []
-    if kind != "fp8-one":
+    if kind not in UNASKED:
         goals = [
             report.goal(f"{kind}: loss apart, mean", "at most", NOISE["loss"], apart["loss_apart_mean"]),
             _step_goal(kind, apart, noise),

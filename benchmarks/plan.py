@@ -160,6 +160,7 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
     from graftune.batch import Example
     from graftune.data.pack import pack
     from graftune.train.calibrate import calibrate, calibrates, sample
+    from graftune.train.codes import share_of_two
     from graftune.train.engine import open_engine
     from graftune.train.evaluate import evaluate
     from graftune.train.hot import hot_loop
@@ -178,7 +179,7 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
     examples = [Example(row, supervised) for row in rows]
     codes = None
     if calibrates(config, engine.placement):
-        made = calibrate(
+        calibrate(
             engine.decoder,
             sample(examples, config.train),
             lambda layer, group: group_sources(job.base, layer, group),
@@ -186,7 +187,7 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
             inputs=config.train.fp8_inputs,
         )
         arena.publish()
-        codes = made.inputs
+        codes = round(share_of_two(engine.decoder), 3)
         grown["calibrate"] = reserved(engine.runtime.device)
     step = Step(
         engine.decoder,
@@ -212,7 +213,7 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         "grad_norm": figures[-1].grad_norm,
         "moved": fingerprint(arena.weights) != before,
         "attention": step.backend,
-        "inputs": codes,
+        "in_two_codes": codes,
         "captures": loop.captures,
     }
 

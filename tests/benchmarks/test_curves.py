@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import apart, curves
 from graftune.kernels import fp8
+from graftune.train import codes
 from graftune.weights.base import open_base
 from tests import tiny
 from tests.train.runs import write_data
@@ -156,10 +157,11 @@ def test_fp8_says_what_calibrating_chose(asked, tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     run(monkeypatch, *asked, "--base-dtype", "fp8", "--json", str(out))
     found = json.loads(out.read_text())
-    assert set(found["curves"]) == {"fp8", "fp8-one", "bf16", "rounded"}
-    auto, one = (found["curves"][kind]["calibration"] for kind in ("fp8", "fp8-one"))
-    assert one["inputs"] == 1 and one["cost"] == 0 and auto["cost"] > 0 and auto["tokens"] == one["tokens"] > 0
-    assert auto["inputs"] == (2 if auto["cost"] > 0.0025 else 1)
+    assert set(found["curves"]) == {"fp8", "fp8-one", "fp8-two", "bf16", "rounded"}
+    auto, one, two = (found["curves"][kind]["calibration"] for kind in ("fp8", *apart.UNASKED))
+    assert one["in_two_codes"] == 0 == one["cost"] and auto["cost"] > 0 and auto["tokens"] == one["tokens"] > 0
+    assert two["in_two_codes"] == 1
+    assert (auto["in_two_codes"] > 0) == (auto["cost"] > codes.LIMIT) and auto["cost_of_inputs"] <= codes.LIMIT
     assert found["compared"]["fp8-one"]["goals"] == [] and found["compared"]["fp8-one"]["loss_apart_mean"] > 0
     rules = {goal["what"]: goal["bound"] for goal in found["compared"]["fp8"]["goals"]}
     names = ("loss apart, mean", "loss apart, most", "loss apart, 20 steps, most", "mean of all losses apart")
@@ -195,6 +197,6 @@ def test_each_kind_asks_for_its_own_placement(tmp_path):
     args = argparse.Namespace(base="b", data="d", steps=1, device="cpu", compute="fp32")
     held = {kind: curves.settings(args, "o", kind).base.base_dtype for kind in ("", *curves.KINDS)}
     same = {kind: kind for kind in ("bf16", "fp8", "keep", "nf4")}
-    assert held == same | {"": "auto", "dequantised": "bf16", "fp8-one": "fp8"}
+    assert held == same | {"": "auto", "dequantised": "bf16", **dict.fromkeys(apart.UNASKED, "fp8")}
     assert curves.settings(args, "o", "fp8").train.fp8_inputs == "auto"
-    assert curves.settings(args, "o", "fp8-one").train.fp8_inputs == "one"
+    assert [curves.settings(args, "o", f"fp8-{n}").train.fp8_inputs for n in ("one", "two")] == ["one", "two"]

@@ -24,6 +24,7 @@ from tests.model import test_calibrate as cpu_calibrate
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
+MIXED = (1, 2, 2, 1, 2, 1, 1, 2)  # codes a value of two blocks' weights
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +188,7 @@ def test_two_codes_are_as_good_as_bf16():
     assert min(far[1]) > 0.02 and max(far[2]) < 0.006, far
 
 
-@pytest.mark.parametrize(("dropout", "inputs"), [(0.0, 1), (0.1, 1), (0.0, 2), (0.1, 2)])
+@pytest.mark.parametrize(("dropout", "inputs"), [(0.0, 1), (0.1, 1), (0.0, 2), (0.1, 2), (0.0, MIXED)])
 def test_captured_steps_are_the_eager_ones_bit_for_bit(dropout, inputs):
     """With dropout the codes go another way. From its second step on nothing waits (`trained` sees to it)."""
     found = []

@@ -18,6 +18,8 @@ from tests.kernels.test_fp8_kernel import NAN, adapters, close, low_of, members_
 from tests.kernels.test_fp8_kernel import honest_rounding as _honest_rounding  # noqa: F401  (a fixture of every test)
 from tests.kernels.test_whole_step import batch
 
+MIXED = (1, 2, 2, 1, 2, 1, 1, 2)  # codes a value of two blocks' weights
+
 
 def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False):
     """A weight with adapters settled, its values and the adapters'."""
@@ -259,6 +261,7 @@ def test_refused(monkeypatch):
         ("qwen2", LoraConfig(rank=4, alpha=8.0, targets=("qv", "up_proj", "down_proj")), "full", True, 4, 1),
         ("llama", LoraConfig(rank=4, alpha=8.0, dropout=0.2), "none", False, 0, 1),  # what adapters read is no code
         ("llama", LoraConfig(rank=4, alpha=8.0), "selective", True, 5, 2),
+        ("llama", LoraConfig(rank=4, alpha=8.0), "none", False, 5, MIXED),
     ],
 )
 def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, long, coded, inputs):
@@ -285,7 +288,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         ours = oracle.ours(folder, lora, base_dtype=kind, device=where)
         monkeypatch.setattr(launch, "fused", lambda x, fused=fused: fused)
         assert {p.frozen.kind for b in ours.decoder.blocks for p in b.projections} == {kind}
-        ours.decoder.set_inputs(inputs)
+        ours.decoder.set_inputs(inputs if kind == "fp8" else 1)
         if kind == "fp8":
             assert {p.frozen.kept is not None for b in ours.decoder.blocks for p in b.projections} == {bool(both)}
         assert kind == "fp32" or all(p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None)
@@ -311,7 +314,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
     )
 
 
-def gradients(folder, recompute: str, inputs: int = 1) -> torch.Tensor:
+def gradients(folder, recompute: str, inputs: int | tuple[int, ...] = 1) -> torch.Tensor:
     """Of a step by the references, with room as on a GPU."""
     torch.manual_seed(0)
     ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0), base_dtype="fp8")
@@ -321,7 +324,7 @@ def gradients(folder, recompute: str, inputs: int = 1) -> torch.Tensor:
     return ours.arena.grads.clone()
 
 
-@pytest.mark.parametrize("inputs", [1, 2])
+@pytest.mark.parametrize("inputs", [1, 2, MIXED])
 def test_what_is_computed_again_is_the_same(shallow_folder, monkeypatch, inputs):
     monkeypatch.setattr(launch, "roomy", lambda device: True)
     folder = shallow_folder("llama", intermediate_size=96)

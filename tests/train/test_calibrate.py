@@ -19,7 +19,7 @@ from graftune.kernels import fp8, launch
 from graftune.model.frozen import Fp8
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
-from graftune.train import calibrate, checkpoint, prepare
+from graftune.train import calibrate, checkpoint, codes, prepare
 from graftune.train.calibrate import Calibration
 from graftune.weights.load import group_sources
 from tests import oracle, tiny
@@ -27,6 +27,7 @@ from tests.train.runs import adapter_bytes, write_data
 
 QUIET = Console(quiet=True)
 LORA = LoraConfig(rank=4, alpha=8.0)
+LIMIT = 7e-7  # of this small model: about a third of what one code for all costs
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def figures(run: Path) -> list[tuple[object, ...]]:
     return [tuple(e.get(n) for n in ("step", "loss", "grad_norm")) for e in (*steps(events), *evals(events))]
 
 
-def codes(run: Path) -> str:
+def digest_of(run: Path) -> str:
     (start,) = [e for e in read_events(run / "metrics.jsonl") if e["event"] == "run_start"]
     return str(start.get("codes", ""))
 
@@ -170,7 +171,7 @@ def test_the_sample_is_the_runs_own_beginning(folder: Path, tmp_path: Path, on_a
 
 def test_resumed_is_straight(folder: Path, tmp_path: Path, on_any_device) -> None:
     straight = train(settings(folder, tmp_path / "straight"), console=QUIET).folder
-    assert len(codes(straight)) == 64
+    assert len(digest_of(straight)) == 64
     resumed = tmp_path / "resumed"
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "adapter")
@@ -187,14 +188,25 @@ def test_resumed_is_straight(folder: Path, tmp_path: Path, on_any_device) -> Non
 
 def test_a_resumed_run_reads_as_many_codes_as_it_began_with(folder: Path, tmp_path: Path, on_any_device, monkeypatch):
     """Whatever this machine would measure."""
-    monkeypatch.setattr(calibrate, "LIMIT", 1e-9)
+    monkeypatch.setattr(codes, "LIMIT", LIMIT)
     run = train(settings(folder, tmp_path / "run", max_steps=2), console=QUIET).folder
     (start,) = [e for e in read_events(run / "metrics.jsonl") if e["event"] == "run_start"]
-    assert start["inputs"] == 2 and start["cost_of_one_code"] > 0
-    monkeypatch.setattr(calibrate, "LIMIT", 1.0)
-    assert prepare.prepare_run(Config.load(run / "config.yaml"), QUIET, run).calibration.inputs == 2  # type: ignore[union-attr]
+    assert set(start["inputs"]) == {"1", "2"} and 0 < start["cost_of_inputs"] <= LIMIT < start["cost_of_one_code"]
+    monkeypatch.setattr(codes, "LIMIT", 1.0)
+
+    def taken() -> tuple[int, ...]:
+        prepared = prepare.prepare_run(Config.load(run / "config.yaml"), QUIET, run)
+        assert prepared.calibration is not None
+        inputs = prepared.calibration.chosen.inputs
+        assert inputs == tuple(weight.inputs for weight in prepared.engine.decoder.in_fp8)
+        return inputs
+
+    assert taken() == tuple(map(int, start["inputs"]))
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace(f'"{start["inputs"]}"', "2"))
+    assert set(taken()) == {2}, "an earlier version had one number for all"
     fresh = prepare.prepare_run(settings(folder, tmp_path / "other"), QUIET)
-    assert fresh.calibration is not None and fresh.calibration.inputs == 1
+    assert fresh.calibration is not None and set(fresh.calibration.chosen.inputs) == {1}
 
 
 def test_other_codes_on_a_resume_are_told(folder: Path, tmp_path: Path, on_any_device, monkeypatch) -> None:
@@ -212,16 +224,16 @@ def test_two_codes_where_one_costs_too_much(folder: Path, monkeypatch: pytest.Mo
     exact = oracle.ours(folder, LORA, base_dtype="fp32", random_b=False)
     found, far = [], []
     for limit, size in ((1.0, 64 << 20), (1e-9, 4 * tiny.VOCAB * 7)):  # all logits at once, or a few rows of them
-        monkeypatch.setattr(calibrate, "LIMIT", limit)
-        monkeypatch.setattr(calibrate, "LOGITS_BYTES", size)
+        monkeypatch.setattr(codes, "LIMIT", limit)
+        monkeypatch.setattr(codes, "LOGITS_BYTES", size)
         ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
         found.append(apply(ours))
-        weights = [p.frozen for block in ours.decoder.blocks for p in block.projections]
-        assert {weight.inputs for weight in weights} == {found[-1].inputs}  # type: ignore[union-attr]
+        assert tuple(weight.inputs for weight in ours.decoder.in_fp8) == found[-1].chosen.inputs
         far.append(divergence(ours, exact))
     one, two = found
-    assert (one.inputs, two.inputs) == (1, 2) and one.digest == two.digest and far[1] < 0.5 * far[0]
-    assert one.cost == pytest.approx(two.cost, rel=1e-3)
+    assert (set(one.chosen.inputs), set(two.chosen.inputs)) == ({1}, {2}) and one.digest == two.digest
+    assert far[1] < 0.5 * far[0] and one.chosen.one == pytest.approx(two.chosen.one, rel=1e-3)
+    assert (one.chosen.taken, two.chosen.taken) == (one.chosen.one, 0)
     # By the whole logits: every token but a text's last has one to foretell.
     divergences, losses = [], []
     for batch in batches(10):
@@ -233,7 +245,36 @@ def test_two_codes_where_one_costs_too_much(folder: Path, monkeypatch: pytest.Mo
         divergences.append((said[1].exp() * (said[1] - said[0])).sum(-1))
         losses.append(-said[1].gather(1, batch.labels.unsqueeze(1)).squeeze(1))
     wanted = torch.cat(divergences).mean() / torch.cat(losses).mean()
-    assert one.cost == pytest.approx(float(wanted), rel=1e-3)
+    assert one.chosen.one == pytest.approx(float(wanted), rel=1e-3)
+
+
+def test_two_codes_where_they_save_most(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some weights, so that the rest costs what it may; more than that would be for nothing."""
+    ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
+    monkeypatch.setattr(codes, "LIMIT", LIMIT)
+    found = apply(ours).chosen
+    share = codes.share_of_two(ours.decoder)
+    assert 0.3 * LIMIT < found.taken <= LIMIT < found.one and 0 < share < 1
+    # Dearer than what one code for all would cost by those products: they were not chosen by their number.
+    saved = (found.one - found.taken) / found.one
+    assert saved > share
+    # What was estimated too low is found out, and where nothing helps all take two.
+    monkeypatch.setattr(codes, "mixed", lambda shares, sizes, limit: (1,) * len(shares))
+    assert set(codes.choose(ours.decoder, batches(10), "cpu").inputs) == {2}
+
+
+def test_no_number_means_two_codes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
+    monkeypatch.setattr(codes, "costs", lambda *how: [float("nan")])
+    assert set(codes.choose(ours.decoder, batches(10), "cpu").inputs) == {2}
+
+
+def test_mixed() -> None:
+    shares, sizes = [0.5, 0.11, 0.29, 0.1], [1, 1, 3, 1]
+    assert codes.mixed(shares, sizes, 1.0) == (1, 1, 1, 1)
+    assert codes.mixed(shares, sizes, 0.9) == (2, 1, 1, 1)
+    assert codes.mixed(shares, sizes, 0.45) == (2, 2, 1, 1)
+    assert codes.mixed(shares, sizes, 0.0) == (2, 2, 2, 2)
 
 
 def test_it_can_be_left_out_and_shows_before_the_first_step(folder: Path, tmp_path: Path, on_any_device) -> None:
@@ -242,7 +283,7 @@ def test_it_can_be_left_out_and_shows_before_the_first_step(folder: Path, tmp_pa
     for name, more in (("by data", {}), ("nearest", {"calibrate": False}), ("exact", {"base_dtype": "fp32"})):
         run = train(settings(folder, tmp_path / name, max_steps=1, **more), console=QUIET).folder
         first[name] = evals(read_events(run / "metrics.jsonl"))[0]["loss"]
-        assert bool(codes(run)) == (name == "by data")
+        assert bool(digest_of(run)) == (name == "by data")
     assert len(set(first.values())) == 3
     prepared = prepare.prepare_run(settings(folder, tmp_path / "full", method="full", rank=16), QUIET)
     assert prepared.calibration is None, "nothing is frozen there"

@@ -94,10 +94,11 @@ class Decoder:
     def in_fp8(self) -> list[Fp8]:
         return [p.frozen for block in self.blocks for p in block.projections if isinstance(p.frozen, Fp8)]
 
-    def set_inputs(self, codes: int) -> None:
-        """How many codes a value weights in fp8 read on the way forward from here on."""
-        for weight in self.in_fp8:
-            weight.inputs = codes
+    def set_inputs(self, codes: int | Sequence[int]) -> None:
+        """How many codes a value weights in fp8 read on the way forward from here on: all, or each."""
+        weights = self.in_fp8
+        for weight, own in zip(weights, [codes] * len(weights) if isinstance(codes, int) else codes, strict=True):
+            weight.inputs = own
 
     def begin(
         self,

@@ -1,5 +1,5 @@
 """What a run over an fp8 base settles by its own data, before the first step: how the weights are rounded
-(model/frozen/calibrate.py has the formula), and how many codes their inputs take.
+(model/frozen/calibrate.py has the formula), and how many codes their inputs take (codes.py).
 
 The sample is the beginning of the run's own data: the first micro-batches of its first epoch, about `TOKENS` tokens.
 It goes through the model block by block, adapters off, in two codes a value. Each block is run once to see what its
@@ -9,10 +9,7 @@ data, and can answer for it. Of H there is one block's at a time, and one weight
 Codes are a function of base, data, seed and settings, and adapters have no part in them: a resumed run makes them again
 instead of storing a copy of the base. `Calibration.digest` says whether it got the same.
 
-What is left then is the rounding of the inputs, every one within 2^-4. What that costs depends on the model (1% of the
-loss of SmolLM2-135M). So the sample goes through once more with one code a value and once with two, which is all but
-exact, and the divergence between what both foretell is what one code costs. Beyond `LIMIT` of the loss the run takes
-two; a resumed run keeps what was chosen.
+What is left then is the rounding of the inputs; a resumed run keeps what was chosen of it.
 """
 
 from __future__ import annotations
@@ -29,18 +26,16 @@ from graftune.batch import Example, PackedBatch
 from graftune.config import Config, TrainConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import pack
-from graftune.kernels import attention
 from graftune.model.block import Block, attention_half, mlp_half
-from graftune.model.decoder import Decoder, PackedDocuments
-from graftune.model.frozen import Fp8, Frozen, RowSource, runs
+from graftune.model.decoder import Decoder
+from graftune.model.frozen import Fp8, Frozen, RowSource
 from graftune.model.frozen.calibrate import Sample
 from graftune.model.run import Pass
 from graftune.observe.marks import marked
+from graftune.train.codes import Chosen, Inputs, begun, choose
 from graftune.weights.placement import Placement
 
 TOKENS = 8192
-LIMIT = 0.0025  # of the loss: what one code a value may cost
-LOGITS_BYTES = 64 << 20  # of the logits that exist at once, of each of the two
 
 Sources = Callable[[int, str], Sequence[RowSource]]  # of a layer's group of projections
 
@@ -50,8 +45,7 @@ class Calibration:
     tokens: int
     seconds: float
     digest: str  # of all codes and scales
-    inputs: int = 1  # codes a value
-    cost: float = 0.0  # of one code, as a share of the loss; 0: not measured
+    chosen: Chosen  # how many codes a value the weights read
 
 
 def calibrates(config: Config, placement: Placement) -> bool:
@@ -87,12 +81,12 @@ def calibrate(
     sources: Sources,
     *,
     backend: str = "cpu",
-    inputs: str = "auto",
+    inputs: str | Inputs = "auto",
     told: Callable[[int], None] = lambda done: None,
 ) -> Calibration:
-    """`sources`: where the rows of a weight are read again; `inputs`: as in the settings; `told` is called with the
-    blocks done. Adapters have to be published afterwards, since they lie at the scales of the weights they are
-    beside."""
+    """`sources`: where the rows of a weight are read again; `inputs`: as in the settings, or what was chosen before;
+    `told` is called with the blocks done. Adapters have to be published afterwards, since they lie at the scales of
+    the weights they are beside."""
     began = time.perf_counter()
     with torch.no_grad(), marked("calibrate"):
         decoder.set_inputs(2)
@@ -101,42 +95,18 @@ def calibrate(
             calibrate_block(block, streams, sources)
             told(block.index + 1)
         del streams
-        cost = cost_of_one_code(decoder, batches, backend) if inputs == "auto" else 0.0
-        codes = 1 if inputs == "one" or (inputs == "auto" and cost <= LIMIT) else 2  # also where it is no number
-        decoder.set_inputs(codes)
+        if inputs == "auto":
+            chosen = choose(decoder, batches, backend)
+        elif isinstance(inputs, str):
+            chosen = Chosen(({"one": 1, "two": 2}[inputs],) * len(decoder.in_fp8))
+        else:
+            chosen = Chosen(inputs)
+        decoder.set_inputs(chosen.inputs)
         digest = _digest(decoder.in_fp8)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # a graph's pool could not have it
     tokens = sum(len(batch.tokens) for batch in batches)
-    return Calibration(tokens, time.perf_counter() - began, digest, codes, cost)
-
-
-def cost_of_one_code(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> float:
-    """Mean KL divergence of the trained tokens' predictions from those with two codes a value, as a share of the loss
-    of the latter."""
-    divergence, loss = compared(decoder, batches, backend).tolist()
-    return float(divergence / loss) if loss > 0 else 0.0
-
-
-def compared(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> torch.Tensor:
-    """(that divergence, that loss), both sums, on the device."""
-    divergence, loss = sums = torch.zeros(2, dtype=torch.float64, device=decoder.device)
-    for batch in batches:
-        batch, hidden = batch.to(decoder.device), []
-        for codes in (1, 2):
-            decoder.set_inputs(codes)
-            hidden.append(decoder.hidden(batch.tokens, begun(decoder, batch, backend), batch.rows))
-        for start, stop in runs(len(batch.labels), max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))):
-            coarse, fine = (decoder.logits(x[start:stop], adapted=False).log_softmax(-1) for x in hidden)
-            loss -= fine.gather(1, batch.labels[start:stop].unsqueeze(1)).sum()
-            divergence += coarse.sub_(fine).mul_(fine.exp_()).sum().neg_()
-    return sums
-
-
-def begun(decoder: Decoder, batch: PackedBatch, backend: str) -> Pass:
-    """A pass over a batch on the device, adapters off."""
-    documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
-    return decoder.begin(batch.positions, PackedDocuments(documents, backend), adapted=False)
+    return Calibration(tokens, time.perf_counter() - began, digest, chosen)
 
 
 @dataclass

@@ -137,8 +137,9 @@ class Run:
         facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
         facts |= {"device": engine.runtime.describe(), "attention": engine.attention.backend}
         if self.calibration is not None:
-            facts |= {"codes": self.calibration.digest, "inputs": self.calibration.inputs}
-            facts |= {"cost_of_one_code": self.calibration.cost}
+            chosen = self.calibration.chosen
+            facts |= {"codes": self.calibration.digest, "inputs": "".join(map(str, chosen.inputs))}
+            facts |= {"cost_of_one_code": chosen.one, "cost_of_inputs": chosen.taken}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
         if self.plan is not None:
             aside = self.folder / "plan.json.part"

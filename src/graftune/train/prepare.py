@@ -26,6 +26,7 @@ from graftune.observe.memory import forget_peak, human_bytes
 from graftune.runtime import device_of
 from graftune.train.answers import Answers
 from graftune.train.calibrate import Calibration, calibrate, calibrates, sample
+from graftune.train.codes import Inputs, share_of_two
 from graftune.train.engine import (
     Engine,
     adapter_folder,
@@ -101,16 +102,21 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
     engine.arena.publish()
     console.note(f"calibrated: fp8 weights rounded by {made.tokens} tokens of the data in {made.seconds:.1f} s")
     if inputs == "auto":
-        chosen = "one" if made.inputs == 1 else "two, with which forward products take twice as long"
-        console.note(f"inputs of fp8 weights: one code a value costs {made.cost:.2%} of the loss; taken: {chosen}")
+        taken = "one" if not (two := share_of_two(engine.decoder)) else f"two for {two:.0%} of the forward products"
+        left = f", which leaves {made.chosen.taken:.2%}" if 0 < two < 1 else ""
+        console.note(
+            f"inputs of fp8 weights: one code a value costs {made.chosen.one:.2%} of the loss; taken: {taken}{left}"
+        )
     return made
 
 
-def _inputs_of(folder: Path) -> str:
+def _inputs_of(folder: Path) -> str | Inputs:
     """What a run that is resumed began with; nothing where there is none."""
     events = read_events(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     known = [e["inputs"] for e in events if e["event"] == "run_start" and "inputs" in e]
-    return {1: "one", 2: "two"}[known[0]] if known else ""
+    if known and isinstance(known[0], int):  # a run of an earlier version, which had one number for all
+        return {1: "one", 2: "two"}[known[0]]
+    return tuple(map(int, known[0])) if known else ()
 
 
 def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:

@@ -29,7 +29,8 @@ from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
 from graftune.runtime import Runtime
-from graftune.train.calibrate import TOKENS, Through, calibrate_block, compared
+from graftune.train.calibrate import TOKENS, Through, calibrate_block
+from graftune.train.codes import divergences
 from graftune.train.plan import standins
 from graftune.train.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.train.plan.pretend import Pretend, without_compiler
@@ -203,7 +204,8 @@ def _calibrate(decoder: Decoder, base: Base, setup: Setup) -> None:
         calibrate_block(decoder.blocks[0], streams[:1], lambda layer, group: group_sources(base, layer, group))
         del streams
         if setup.compares:
-            compared(decoder, [_batch(setup.shape, runtime.device)], backend)
+            mix = (1,) * len(decoder.in_fp8)
+            divergences(decoder, [_batch(setup.shape, runtime.device)], backend, [mix, mix])
 
 
 def _batch(shape: Capacities, device: torch.device) -> PackedBatch:

@@ -291,7 +291,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-RUNNING = ("graftune.model.frozen.fp8", "graftune.train.calibrate")  # that go through rows in turns
+RUNNING = ("graftune.model.frozen.fp8", "graftune.train.codes")  # that go through rows in turns
 
 
 @contextmanager

@@ -1,0 +1,117 @@
+"""How many codes a value the inputs of each fp8 weight take on the way forward: two only where one costs too much.
+
+One code is within 2^-4 of a value; two, hi + lo, within 2^-8, with a second product. What one costs is asked of the
+sample that the weights are calibrated on: the divergence between what the model foretells with it and with two, as a
+share of the loss. Where one for all is within `LIMIT`, that is it. Else two go to the weights where they save most for
+a multiplication. Roundings of different weights hardly know of each other, so what they cost adds up (SmolLM2: its 30
+layers by themselves 0.84%, its four groups 0.89%, all at once 0.81%), and a weight's part is about its layer's by its
+group's: layers + 4 passes tell, where each weight for itself would take 4 x layers and be lost in what bf16 rounds
+anew in every pass. What comes of it is measured before it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from graftune.batch import PackedBatch
+from graftune.kernels import attention
+from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.model.frozen import runs
+from graftune.model.run import Pass
+
+LIMIT = 0.0015  # of the loss: what weights that read one code a value may cost together
+TRIES = 3
+LOGITS_BYTES = 64 << 20  # of the logits that exist at once, of each of the two
+
+Inputs = tuple[int, ...]  # codes a value, of each weight in the order of Decoder.in_fp8
+
+
+class Chosen(NamedTuple):
+    inputs: Inputs
+    one: float = 0.0  # what one code for all costs, as a share of the loss; 0: not measured
+    taken: float = 0.0  # what is taken costs
+
+
+def choose(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> Chosen:
+    weights, layers = decoder.in_fp8, len(decoder.blocks)
+    count, groups = len(weights), len(weights) // layers
+    (whole,) = costs(decoder, batches, backend, [(1,) * count])
+    if whole <= LIMIT:
+        return Chosen((1,) * count, whole, whole)
+    two = Chosen((2,) * count, whole)
+    if not whole < float("inf"):  # also where it is no number
+        return two
+    parts = [[i // groups == layer for i in range(count)] for layer in range(layers)]
+    parts += [[i % groups == group for i in range(count)] for group in range(groups)]
+    alone = costs(decoder, batches, backend, [tuple(1 if own else 2 for own in part) for part in parts])
+    shares = torch.outer(*(_shares(part) for part in (alone[:layers], alone[layers:]))).flatten() * whole
+    sizes = [weight.out_features * weight.in_features for weight in weights]
+    limit = LIMIT
+    for _ in range(TRIES):
+        mix = mixed(shares.tolist(), sizes, limit)
+        (taken,) = costs(decoder, batches, backend, [mix])
+        if taken <= LIMIT:
+            return Chosen(mix, whole, taken)
+        limit *= 0.9 * LIMIT / taken
+    return two
+
+
+def mixed(shares: Sequence[float], sizes: Sequence[int], limit: float) -> Inputs:
+    """Two codes for those that save most for their size, until what the others cost is within the limit."""
+    found, left = [1] * len(shares), sum(shares)
+    for i in sorted(range(len(shares)), key=lambda i: shares[i] / sizes[i], reverse=True):
+        if left <= limit:
+            break
+        found[i], left = 2, left - shares[i]
+    return tuple(found)
+
+
+def share_of_two(decoder: Decoder) -> float:
+    """Of the multiplications of the forward products: how many are done for two codes."""
+    sizes = [(weight.inputs, weight.out_features * weight.in_features) for weight in decoder.in_fp8]
+    return sum(size for inputs, size in sizes if inputs == 2) / max(1, sum(size for _, size in sizes))
+
+
+def costs(decoder: Decoder, batches: Sequence[PackedBatch], backend: str, mixes: Sequence[Inputs]) -> list[float]:
+    """Mean KL divergence of the trained tokens' predictions from those with two codes everywhere, as a share of the
+    loss of the latter: of each mix."""
+    loss, *found = divergences(decoder, batches, backend, mixes).tolist()
+    return [divergence / loss if loss > 0 else 0.0 for divergence in found]
+
+
+def divergences(
+    decoder: Decoder, batches: Sequence[PackedBatch], backend: str, mixes: Sequence[Inputs]
+) -> torch.Tensor:
+    """That loss, then those divergences; sums over the tokens, on the device."""
+    sums = torch.zeros(1 + len(mixes), dtype=torch.float64, device=decoder.device)
+    for batch in batches:
+        batch = batch.to(decoder.device)
+
+        def hidden(inputs: int | Inputs, batch: PackedBatch = batch) -> torch.Tensor:
+            decoder.set_inputs(inputs)
+            return decoder.hidden(batch.tokens, begun(decoder, batch, backend), batch.rows)
+
+        exact = hidden(2)
+        for number, mix in enumerate(mixes):
+            coarse = hidden(mix)
+            for start, stop in runs(len(batch.labels), max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))):
+                said, meant = (decoder.logits(x[start:stop], adapted=False).log_softmax(-1) for x in (coarse, exact))
+                if not number:
+                    sums[0] -= meant.gather(1, batch.labels[start:stop].unsqueeze(1)).sum()
+                sums[1 + number] += said.sub_(meant).mul_(meant.exp_()).sum().neg_()
+    return sums
+
+
+def begun(decoder: Decoder, batch: PackedBatch, backend: str) -> Pass:
+    """A pass over a batch on the device, adapters off."""
+    documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
+    return decoder.begin(batch.positions, PackedDocuments(documents, backend), adapted=False)
+
+
+def _shares(alone: Sequence[float]) -> torch.Tensor:
+    """Each one's of all; divergences are not below zero but by rounding."""
+    found = torch.tensor(alone, dtype=torch.float64).clamp_(min=0)
+    return found / found.sum().clamp_(min=1e-30)
