@@ -36,9 +36,10 @@ FROZEN = {
         --clip-mode --compute-dtype --config --data --deterministic --device --dropout --epochs --eps --eval-data
         --eval-every --fp8-inputs --graph --init --init-scale --json --keep-last --lr --max-seq-len --max-steps --memory
         --method --min-lr --new-tokens --no-any-base --no-append-eos --no-calibrate --no-deterministic --no-graph
-        --no-rslora --no-strict --no-train-norms --patience --rank --recompute --revision --rslora --save-every
-        --schedule --seed --strict --targets --template --threads --tokens-per-micro-batch --tokens-per-step
-        --train-norms --train-on --val-split --warmup --weight-decay -c BASE DATA""",
+        --no-rslora --no-score --no-strict --no-train-norms --patience --rank --recompute --revision --rslora
+        --sample-tokens --samples --save-every --schedule --score --score-records --seed --strict --targets --template
+        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup
+        --weight-decay -c BASE DATA""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
 }

@@ -4,8 +4,10 @@ grows and shrinks as it should. What is chosen by it: test_plan_choices.py."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from graftune.weights import placement
 from graftune.weights.base import open_base
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
+from tests.weights.test_placement import NF4, written
 
 QUIET = Console(quiet=True)
 MIB = 1 << 20
@@ -108,6 +111,59 @@ def test_answers_are_planned(device: str) -> None:
         assert rehearse(of(recompute="full", evaluates=False, asked=(88,), new_tokens=8)).eager > held
     mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, room=150))
     assert mixed.phases["answer"] == few.phases["answer"], "short prompts with the larger cache, a long one to read"
+
+
+@pytest.mark.parametrize("of", [setup, gpu])
+def test_an_evaluation_is_planned_in_its_own_shape(of: Any) -> None:
+    """Validation data may be longer than what is trained on, and have more to predict."""
+    small, large = Capacities(64, 2, 32, 32), Capacities(4096, 2, 4096, 2048)
+    as_it_is, longer = (rehearse(of(shape=small, evaluated=e, recompute="full")) for e in (small, large))
+    assert longer.eager > max(4 * MIB, 1.5 * as_it_is.eager)
+    assert sum(longer.phases["evaluate"].values()) > sum(longer.phases["load"].values()) + 4 * MIB
+    assert ("evaluate" in as_it_is.phases) == (of is gpu), "on a CPU a step takes more than the same evaluated"
+
+
+def test_a_job_evaluates_in_the_shape_of_its_data(tiny_folder, tmp_path: Path) -> None:
+    for name, words in (("short", 3), ("long", 12)):
+        row = json.dumps({"prompt": "the cat", "response": "sat by the mat " * words})
+        (tmp_path / f"{name}.jsonl").write_text((row + "\n") * 8)
+    values = {"base": str(tiny_folder("llama")), "data": str(tmp_path / "short.jsonl"), "device": "cpu"}
+    config = Config.of(values | {"eval_data": str(tmp_path / "long.jsonl"), "compute_dtype": "fp32"})
+    job = prepare.job_of(config, QUIET)
+    made = job.setup("full", 128, job.placement)
+    assert made.evaluated is not None and made.evaluates
+    assert made.evaluated.longest > 2 * made.shape.longest and made.evaluated.max_rows > made.shape.max_rows
+
+
+def test_what_lies_in_the_map_takes_nothing(tiny_folder, tmp_path: Path) -> None:
+    """Of safetensors; a GGUF's rows are made, and so are a folder's in another dtype."""
+    folder = tiny_folder("llama")
+    prequantised = written(folder, tmp_path / "nf4", NF4)
+    loaded = {
+        (path.name, kind): sum(
+            rehearse(dataclasses.replace(setup(kind=kind), base=open_base(str(path)))).phases["load"].values()
+        )
+        for path, kind in ((folder, "keep"), (folder, "fp32"), (prequantised, "keep"))
+    }
+    kept, resident, nf4_kept = loaded.values()
+    assert kept == nf4_kept, "adapters alone"
+    assert resident - kept >= sum(source.nbytes for source in open_base(str(folder)).tensors.values()) * 0.9
+
+
+def test_pages_of_an_embedding_that_are_read(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "the cat", "response": "sat"}) + "\n")
+    data = {"data": str(tmp_path / "data.jsonl"), "val_split": 0.0, "device": "cpu", "compute_dtype": "fp32"}
+    monkeypatch.setattr(job, "FAULT_BYTES", 256)  # a row of this small model
+    found = {}
+    for variant, kind in (("llama", "keep"), ("llama-untied", "keep"), ("llama-untied", "fp32")):
+        config = Config.of(data | {"base": str(tiny_folder(variant)), "base_dtype": kind})
+        made = prepare.job_of(config, QUIET)
+        every = sum(source.nbytes for source in made.base.tensors.values())
+        table = made.base.tensors["embed_tokens.weight"].nbytes
+        found[variant, kind] = made.plan("none", 64).rest[job.FILES] - every + table, made.tokens * 256, table
+    tied, untied, resident = found.values()
+    assert tied[0] == tied[2] and resident[0] == resident[2], "all of it is read"
+    assert untied[0] == untied[1] < untied[2]
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])

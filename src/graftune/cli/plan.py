@@ -16,7 +16,7 @@ from graftune.observe.console import Console
 WIDTH = 40  # of the bar
 
 
-@takes("base", "lora", "data", "optim", "train")
+@takes("base", "lora", "data", "optim", "train", "samples", "sample_tokens", "score", "score_records")
 def plan(
     base: Annotated[str, Parameter(show_default=False)] = "",
     data: Annotated[str, Parameter(show_default=False)] = "",

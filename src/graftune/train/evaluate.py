@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from graftune.batch import Example
-from graftune.data.pack import capacities, pack
+from graftune.data.pack import Capacities, capacities, pack
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 
@@ -40,8 +40,8 @@ def evaluate(
     groups = _groups([len(example.tokens) for example in examples], capacity)
     limits, longest = {}, 0
     if backend != "cpu" and groups:
-        limits = capacities(groups, [len(e.tokens) for e in examples], [e.response_tokens for e in examples])._asdict()
-        longest = limits["longest"]
+        shape = shape_of(examples, capacity)
+        limits, longest = shape._asdict(), shape.longest
     with torch.no_grad():
         for group in groups:
             batch = pack([examples[i] for i in group], **limits).to(decoder.device)
@@ -53,6 +53,12 @@ def evaluate(
             between(done)
     loss = float(total) / max(1, tokens)
     return EvalResult(loss, math.exp(min(loss, 700.0)), tokens, len(examples))
+
+
+def shape_of(examples: Sequence[Example], capacity: int) -> Capacities:
+    """The least that holds every batch."""
+    lengths = [len(example.tokens) for example in examples]
+    return capacities(_groups(lengths, capacity), lengths, [example.response_tokens for example in examples])
 
 
 def _groups(lengths: Sequence[int], capacity: int) -> list[list[int]]:

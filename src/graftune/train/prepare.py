@@ -36,6 +36,7 @@ from graftune.train.engine import (
     with_adapter,
     with_template,
 )
+from graftune.train.evaluate import shape_of
 from graftune.train.plan import Job, Plan, any_data, is_absent, runtime_for, settle
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
@@ -183,6 +184,8 @@ def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, 
     if runtime.device.type not in ("cuda", "cpu"):
         return None
 
+    held_out = data.validation.examples
+
     @functools.cache
     def shapes(capacity: int) -> Capacities:
         settings = config.train
@@ -203,7 +206,9 @@ def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, 
         shapes=shapes,
         card=card,
         memory=memory,
-        evaluates=bool(data.validation.examples),
+        evaluates=bool(held_out),
+        evaluated=functools.cache(lambda capacity: shape_of(held_out, capacity)) if held_out else None,
+        tokens=len({token for example in (*data.training.examples, *held_out) for token in example.tokens}),
         asked=data.answers.lengths,
         resuming=resuming,
     )

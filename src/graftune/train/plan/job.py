@@ -31,6 +31,7 @@ CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the ca
 CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
 OTHERS = "CUDA context, other processes"  # where more is taken of the card than a context ever is
 MOST_CONTEXT = 2048 * MIB
+FAULT_BYTES = 64 << 10  # that Linux maps around a byte of a file that is read
 # A first, a last and two between, since what is offloaded comes one ahead: from so many on, each further layer adds the
 # same. By two of them, since the arena's buffers are rounded up to whole 2 MiB, which one layer reaches or does not.
 FEW_LAYERS, MORE_LAYERS = 4, 6
@@ -106,7 +107,9 @@ class Job:
     card: standins.Card | None = None
     memory: int = 0  # a limit that is asked for instead of what is free here
     evaluates: bool = True
+    evaluated: Callable[[int], Capacities] | None = None  # likewise, of the validation data; None: as those that train
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
+    tokens: int = 0  # different ones that occur in the data; 0: not known
     resuming: bool = False  # what the run has begun with has to stay
     _made: dict[tuple[str, int, str, int], Bytes] = field(default_factory=dict)
 
@@ -157,7 +160,7 @@ class Job:
             "graph": setup.graph,
         }
         kind = self.runtime.device.type
-        return Plan(kind, self.where, settings, found, self.free, self._rest(found), self.host_free)
+        return Plan(kind, self.where, settings, found, self.free, self._rest(setup), self.host_free)
 
     def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
         config, kind = self.config, self.runtime.device.type
@@ -174,6 +177,7 @@ class Job:
             others=self.attention.others,
             graph=kind == "cuda" and config.train.graph,
             evaluates=self.evaluates,
+            evaluated=self.evaluated(max(capacity, self.longest)) if self.evaluated else None,
             asked=self.asked,
             new_tokens=config.run.sample_tokens,
             room=room(max(capacity, self.longest), recompute),
@@ -197,12 +201,20 @@ class Job:
             self._made[key] = rehearse(setup)
         return self._made[key]
 
-    def _rest(self, found: Bytes) -> dict[str, int]:
+    def _rest(self, setup: Setup) -> dict[str, int]:
         if self.card is not None:
             taken = self.card.total - self.card.free
             return {CONTEXT if taken <= MOST_CONTEXT else OTHERS: taken}
-        files = sum(source.nbytes for source in self.base.tensors.values())
-        return {FILES: files, PROCESS: resident_bytes()}
+        return {FILES: self._pages(setup), PROCESS: resident_bytes()}
+
+    def _pages(self, setup: Setup) -> int:
+        """Of the file, that are read and stay mapped: all, but of an embedding that is left there, and is no head, the
+        rows of tokens that occur."""
+        pages, spec = sum(source.nbytes for source in self.base.tensors.values()), self.base.spec
+        table = self.base.tensors.get("embed_tokens.weight")
+        if setup.placement.base_dtype != "keep" or spec.tied or table is None or not self.tokens:
+            return pages
+        return pages - max(0, table.nbytes - self.tokens * FAULT_BYTES)
 
     def _as_there(self) -> Any:
         """As if the card were here: what asks it, is answered."""

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MIB = 1 << 20
-SCRATCH = "scratch"
+SCRATCH, MAPPED = "scratch", "mapped"  # what is mapped lies in a file's pages and takes nothing
 
 
 def block_bytes(size: int) -> int:
@@ -74,7 +74,7 @@ class Ledger:
         key = storage._cdata
         if key not in self.known:
             holder, owner = self.of(kind), self.owners[-1]
-            size = holder.unit(storage.nbytes())
+            size = holder.unit(storage.nbytes()) if owner != MAPPED else 0
             gone = weakref.ref(storage, lambda _: self._gone(key))
             self.known[key] = (gone, kind, owner, size)
             holder.add(owner, size)

@@ -59,6 +59,7 @@ class Setup:
     others: tuple[str, ...] = ()  # backends that the first step times beside it
     graph: bool = True
     evaluates: bool = True
+    evaluated: Capacities | None = None  # the validation data's shape; None: that of a step
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     new_tokens: int = 0  # of an answer
     room: int = 0  # tokens of the cache that they are answered in
@@ -156,9 +157,11 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
     batch = _batch(setup.shape, setup.runtime.device)
     kept, captured = holder.total, 0
     with standins.fewer_pieces(whole=False):
-        if setup.evaluates and gpu is not None:  # elsewhere it takes what a step takes, and less
+        evaluated = setup.evaluated or setup.shape
+        larger = any(mine > theirs for mine, theirs in zip(evaluated, setup.shape, strict=True))
+        if setup.evaluates and (gpu is not None or larger):  # else it takes what a step takes, from the same memory
             with phases.phase("evaluate"):
-                _evaluate(decoder, batch, setup)
+                _evaluate(decoder, _batch(evaluated, setup.runtime.device), setup)
         if setup.asked:
             with phases.phase("answer"):
                 _answer(decoder, setup)
@@ -181,7 +184,7 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder, Base]:
     ledger.give("gradients", arena.grads)
     ledger.give("moments", arena.m, arena.v)
     tensors = {
-        name: source if source.dtype_name == "random" else standins.unread(source)
+        name: source if source.dtype_name == "random" else standins.unread(source, ledger)
         for name, source in setup.base.tensors.items()
     }
     base = dataclasses.replace(setup.base, tensors=tensors)
@@ -230,7 +233,7 @@ def _batch(shape: Capacities, device: torch.device) -> PackedBatch:
 
 
 def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
-    documents = attention.Documents(batch.cu_seqlens, batch.lengths, setup.shape.longest)
+    documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
     run = decoder.begin(batch.positions, PackedDocuments(documents, setup.backend))
     decoder.loss(decoder.forward(batch.tokens, run, batch.rows), batch.labels, need_grad=False)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from graftune.kernels.nf4 import Nf4
 from graftune.model.frozen import Nf4Rows, calibrate, pieces, runs
 from graftune.model.frozen.calibrate import blocks
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
-from graftune.train.plan.ledger import MIB, Ledger
+from graftune.train.plan.ledger import MAPPED, MIB, Ledger
 from graftune.train.plan.libraries import CUBLAS, flash_bytes, index_bytes, workspace_bytes
 from graftune.train.plan.pretend import META, wrap
 
@@ -339,28 +340,34 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8":
 
 
 class Unread:
-    """Mixed into a source of rows: its shape and kind are what they were, its contents are never looked at."""
+    """Mixed into a source of rows: its shape and kind are what they were, its contents are never looked at. What
+    safetensors gives out is its map of the file, not a copy; a GGUF's rows are made."""
 
     shape: tuple[int, ...]
     dtype_name: str
+    ledger: Ledger
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return torch.empty(stop - start, *self.shape[1:], dtype=self._dtype)
+        with self._given_out:
+            return torch.empty(stop - start, *self.shape[1:], dtype=self._dtype)
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(ids), *self.shape[1:], dtype=self._dtype)
 
     def values(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self._dtype)
+        with self._given_out:
+            return torch.empty(self.shape, dtype=self._dtype)
 
     def raw(self, start: int, stop: int) -> torch.Tensor:
         return torch.empty(stop - start, self.nbytes // self.shape[0], dtype=torch.uint8)  # type: ignore[attr-defined]
 
     def load(self, device: torch.device) -> Nf4Rows:
-        """A checkpoint's NF4, with its scales' scales where it has them."""
-        count = 1
-        for n in self.shape:
-            count *= n
+        """A checkpoint's NF4, with its scales' scales where it has them. On a CPU it stays in the map."""
+        with self.ledger.owner(MAPPED) if device.type == "cpu" else nothing():
+            return self._loaded(device)
+
+    def _loaded(self, device: torch.device) -> Nf4Rows:
+        count = math.prod(self.shape)
         blocks, parts = -(-count // 64), vars(self)["parts"]
         codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=device)
         if not any(name.endswith(".nested_absmax") for name in parts):
@@ -370,17 +377,22 @@ class Unread:
         return Nf4Rows(Nf4(self.shape, torch.bfloat16, codes, scales, groups, entries, offset))
 
     @property
+    def _given_out(self) -> AbstractContextManager[None]:
+        return self.ledger.owner(MAPPED) if hasattr(self, "shard") else nothing()
+
+    @property
     def _dtype(self) -> torch.dtype:
         """Plain floats of a safetensors file come as they are; blocks, and a GGUF's floats, in fp32."""
         return DTYPES.get(self.dtype_name, torch.float32) if hasattr(self, "shard") else torch.float32
 
 
-def unread(source: Any) -> Any:
+def unread(source: Any, ledger: Ledger) -> Any:
     """The same source without its contents; still an instance of its own class, which loading asks for."""
     kind = type("Unread" + type(source).__name__, (Unread, type(source)), {})
     copy: Any = object.__new__(kind)
+    vars(copy)["ledger"] = ledger
     for name, value in vars(source).items():
-        vars(copy)[name] = unread(value) if _is_source(value) else value
+        vars(copy)[name] = unread(value, ledger) if _is_source(value) else value
     return copy
 
 
