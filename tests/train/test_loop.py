@@ -24,7 +24,7 @@ from graftune.model.lora import Arena, Slot
 from graftune.observe import marks
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
-from graftune.train import checkpoint, loop
+from graftune.train import checkpoint, loop, telling
 from graftune.train.checkpoint import Progress
 from graftune.train.hot import Figures, HostLoop
 from graftune.train.scaler import LossScaler
@@ -49,6 +49,7 @@ class LateLoop(HostLoop):
 
 
 def settings(folder: Path, out: Path, **more: Any) -> Config:
+    out.parent.mkdir(parents=True, exist_ok=True)
     data = write_data(out.parent / "data.jsonl")
     values = {
         "base": str(folder), "data": str(data), "out": str(out), "device": "cpu", "compute_dtype": "fp32", "rank": 4,
@@ -305,3 +306,11 @@ def test_tools_for_other_loops_are_at_hand() -> None:
     sums = graftune.Accumulator({"a": (2,)})
     sums.accumulate("a", torch.ones(2))
     assert sums["a"].tolist() == [1.0, 1.0]
+
+
+def test_a_run_that_outgrows_its_plan_says_so(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for off, told in ((10.0, 0), (-0.9, 1)):
+        monkeypatch.setattr(telling, "OFF", {"cpu": off})
+        run = train(settings(tiny_folder("llama"), tmp_path / str(told) / "run", max_steps=1), console=QUIET).folder
+        said = [e["text"] for e in read_events(run / "metrics.jsonl") if e["event"] == "warning"]
+        assert len([text for text in said if "were planned" in text]) == told

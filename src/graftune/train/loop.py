@@ -350,11 +350,11 @@ class Run:
         summary: dict[str, Any] = {
             "best_step": p.best_step,
             "validation_loss": {"start": p.first_loss, "best": p.best_loss},
-            "peak_memory": peak_resident_bytes(),
         }
         if self.answers.questions:
             summary |= self._compare()
-        summary |= self._cost()
+        summary |= self._cost() | {"peak_memory": peak_resident_bytes()}
+        self.telling.memory_in_all(p.step)
         self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
         loss_plot(self.folder / "metrics.jsonl", self.folder / "loss.png", self.folder.name)
         return summary

@@ -21,12 +21,13 @@ from graftune.train.hot import Figures
 from graftune.train.plan import Plan
 
 SAY_EVERY = 15.0  # seconds between two words from a long evaluation
+OFF = {"cuda": 0.03, "cpu": 0.10}  # what a plan may be off by
 
 
 class Telling:
     def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
         self.console, self.log, self.total, self.device = console, log, total, device
-        self.plan = plan  # until it was told
+        self.plan, self.told_plan = plan, False
         self.bar, self.meter = Progress(total, 0), Meter(total)
         self.host_seconds: deque[float] = deque(maxlen=1000)  # a step sent, and those done told of
 
@@ -43,9 +44,9 @@ class Telling:
         self.bar.update(step, loss=done.loss, tok_s=speed, lr=facts["lr"])
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures)
-        if self.plan is not None:
+        if self.plan is not None and not self.told_plan:
             self._memory(self.plan, step)
-            self.plan = None
+            self.told_plan = True
         if done.skipped:
             what = "the gradient was not finite; this update was skipped"
             if scaled:
@@ -62,6 +63,17 @@ class Telling:
             f"memory: planned {human_bytes(plan.expected)}, measured {human_bytes(measured)} ({off:+.1%})"
         )
         self.log.emit("memory", step=step, planned=plan.expected, measured=measured, owners=plan.owners())
+
+    def memory_in_all(self, step: int) -> None:
+        """What came after the first step took what a step takes, or less; where not, the plan was wrong, and is said to
+        have been."""
+        if self.plan is None:
+            return
+        allowed, most = OFF[self.plan.device], device_bytes(self.device).peak
+        if most > (1 + allowed) * self.plan.expected:
+            text = f"memory: the run came to {human_bytes(most)}, and {human_bytes(self.plan.expected)} were planned"
+            self.console.warn(text)
+            self.log.emit("warning", step=step, text=text)
 
     def evaluation(self, result: EvalResult, step: int, epoch: int) -> None:
         self.log.emit("eval", step=step, epoch=epoch, **asdict(result))
