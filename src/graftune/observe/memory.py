@@ -6,6 +6,7 @@ justify a dependency, and psutil does not look at cgroup limits, which are what 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -62,6 +63,14 @@ def free_bytes(device: torch.device | str) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return device_bytes(device).free
+
+
+def forget_earlier_runs() -> None:
+    """What a process's earlier run left behind refers to itself (a graph does), and lies in memory until Python looks
+    for such; what is free, and what the next one takes, are not to be told with it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def forget_peak() -> None:

@@ -22,7 +22,7 @@ from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.observe.memory import forget_peak, human_bytes
+from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.runtime import device_of
 from graftune.train.answers import Answers
 from graftune.train.calibrate import Calibration, calibrate, calibrates, sample
@@ -66,6 +66,7 @@ def prepare_run(
 ) -> Prepared:
     """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
     device_of(config.base.device)  # what is not there is said before data is read
+    forget_earlier_runs()
     config, base, adapter = _opened(config)
     path = config.data.data or str(sample_path())
     data = _read(config, base, adapter, path, console)
