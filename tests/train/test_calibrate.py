@@ -269,6 +269,14 @@ def test_no_number_means_two_codes(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert set(codes.choose(ours.decoder, batches(10), "cpu").inputs) == {2}
 
 
+def test_noise_is_in_every_figure_once() -> None:
+    parts, noise = [0.3, 0.1, 0.2, 0.4], 0.05
+    assert codes.noise_of(sum(parts) + noise, [part + noise for part in parts]) == pytest.approx(noise)
+    assert codes.noise_of(sum(parts), parts) == pytest.approx(0)
+    assert codes.noise_of(1.2 * sum(parts), parts) == 0, "they help each other, and there is none"
+    assert codes.noise_of(0.0, parts) == 0.1, "not more than the least has"
+
+
 def test_mixed() -> None:
     shares, sizes = [0.5, 0.11, 0.29, 0.1], [1, 1, 3, 1]
     assert codes.mixed(shares, sizes, 1.0) == (1, 1, 1, 1)

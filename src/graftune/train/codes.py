@@ -3,10 +3,13 @@
 One code is within 2^-4 of a value; two, hi + lo, within 2^-8, with a second product. What one costs is asked of the
 sample that the weights are calibrated on: the divergence between what the model foretells with it and with two, as a
 share of the loss. Where one for all is within `LIMIT`, that is it. Else two go to the weights where they save most for
-a multiplication. Roundings of different weights hardly know of each other, so what they cost adds up (SmolLM2: its 30
-layers by themselves 0.84%, its four groups 0.89%, all at once 0.81%), and a weight's part is about its layer's by its
-group's: layers + 4 passes tell, where each weight for itself would take 4 x layers and be lost in what bf16 rounds
-anew in every pass. What comes of it is measured before it is taken.
+a multiplication. Roundings of different weights hardly know of each other, so what they cost adds up (SmolLM2 in fp32:
+its 30 layers by themselves 0.84%, its four groups 0.89%, all at once 0.81%), and a weight's part is about its layer's
+by its group's: layers + 4 passes tell, of a quarter of the sample.
+
+Any change at all makes bf16 round otherwise from there on. That divergence is in every figure once, however many
+weights changed; so what the layers sum to beyond all at once is that noise, and it is taken off. What is chosen is
+measured on the whole sample before it is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ Inputs = tuple[int, ...]  # codes a value, of each weight in the order of Decode
 class Chosen(NamedTuple):
     inputs: Inputs
     one: float = 0.0  # what one code for all costs, as a share of the loss; 0: not measured
-    taken: float = 0.0  # what is taken costs
+    taken: float = 0.0  # what is taken costs beyond the noise
+    noise: float = 0.0
 
 
 def choose(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> Chosen:
@@ -46,17 +50,25 @@ def choose(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> Ch
         return two
     parts = [[i // groups == layer for i in range(count)] for layer in range(layers)]
     parts += [[i % groups == group for i in range(count)] for group in range(groups)]
-    alone = costs(decoder, batches, backend, [tuple(1 if own else 2 for own in part) for part in parts])
-    shares = torch.outer(*(_shares(part) for part in (alone[:layers], alone[layers:]))).flatten() * whole
+    mixes = [(1,) * count, *(tuple(1 if own else 2 for own in part) for part in parts)]
+    together, *alone = costs(decoder, batches[: -(-len(batches) // 4)], backend, mixes)
+    noise = noise_of(together, alone[:layers])
+    by_layer, by_group = (_shares(part, noise) for part in (alone[:layers], alone[layers:]))
+    shares = torch.outer(by_layer, by_group).flatten() * (whole - noise)
     sizes = [weight.out_features * weight.in_features for weight in weights]
     limit = LIMIT
     for _ in range(TRIES):
         mix = mixed(shares.tolist(), sizes, limit)
-        (taken,) = costs(decoder, batches, backend, [mix])
+        taken = max(0.0, costs(decoder, batches, backend, [mix])[0] - noise)
         if taken <= LIMIT:
-            return Chosen(mix, whole, taken)
+            return Chosen(mix, whole, taken, noise)
         limit *= 0.9 * LIMIT / taken
     return two
+
+
+def noise_of(together: float, alone: Sequence[float]) -> float:
+    """What is in each of these divergences and in that of all together alike; not more than the least of them."""
+    return max(0.0, min((sum(alone) - together) / max(1, len(alone) - 1), *alone))
 
 
 def mixed(shares: Sequence[float], sizes: Sequence[int], limit: float) -> Inputs:
@@ -111,7 +123,7 @@ def begun(decoder: Decoder, batch: PackedBatch, backend: str) -> Pass:
     return decoder.begin(batch.positions, PackedDocuments(documents, backend), adapted=False)
 
 
-def _shares(alone: Sequence[float]) -> torch.Tensor:
-    """Each one's of all; divergences are not below zero but by rounding."""
-    found = torch.tensor(alone, dtype=torch.float64).clamp_(min=0)
+def _shares(alone: Sequence[float], noise: float) -> torch.Tensor:
+    """Each one's of all."""
+    found = torch.tensor(alone, dtype=torch.float64).sub_(noise).clamp_(min=0)
     return found / found.sum().clamp_(min=1e-30)

@@ -105,7 +105,7 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
     console.note(f"calibrated: fp8 weights rounded by {made.tokens} tokens of the data in {made.seconds:.1f} s")
     if inputs == "auto":
         taken = "one" if not (two := share_of_two(engine.decoder)) else f"two for {two:.0%} of the forward products"
-        left = f", which leaves {made.chosen.taken:.2%}" if 0 < two < 1 else ""
+        left = f", with which the others cost {made.chosen.taken:.2%}" if 0 < two < 1 else ""
         console.note(
             f"inputs of fp8 weights: one code a value costs {made.chosen.one:.2%} of the loss; taken: {taken}{left}"
         )
