@@ -25,7 +25,7 @@ from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.frozen import runs
 from graftune.model.run import Pass
 
-LIMIT = 0.0006  # of the loss: what weights that read one code a value may cost together
+LIMIT = 0.0015  # of the loss: what weights that read one code a value may cost together
 TRIES = 3
 LOGITS_BYTES = 64 << 20  # of the logits that exist at once, of each of the two
 
