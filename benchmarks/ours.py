@@ -27,9 +27,11 @@ def ours(
     from graftune.kernels import attention, fp8
     from graftune.model.lora import build_arena, initialise
     from graftune.runtime import resolve
+    from graftune.train.calibrate import calibrate
+    from graftune.train.codes import share_of_two
     from graftune.train.hot import hot_loop
     from graftune.train.step import Step
-    from graftune.weights.load import build_decoder
+    from graftune.weights.load import build_decoder, group_sources
     from graftune.weights.placement import Placement, both_ways
 
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
@@ -45,13 +47,21 @@ def ours(
     both = case.base == "fp8" and both_ways(spec, free)
     placement = Placement(held.get(case.base, case.base), "the benchmark's", both)
     decoder = build_decoder(base, arena, lora, runtime, placement)
-    decoder.set_inputs(case.inputs)
+    decoder.set_inputs(2 if case.inputs == "two" else 1)
     if case.method == "full":
         arena.publish()
     else:
         initialise(arena, lora, seed=1)
     choice = attention.choose(runtime.device, runtime.compute, spec.head_width, deterministic, False)
     tuned = not deterministic
+    supervised = [i >= case.prompt for i in range(case.length)]
+    batches = [
+        [pack([Example(row, supervised) for row in micro]) for micro in batch] for batch in tokens(case).tolist()
+    ]
+    if case.inputs == "auto":
+        eager = attention.for_any_shape(choice.backend, runtime.device, runtime.compute, spec.head_width)
+        calibrate(decoder, batches[0], lambda layer, group: group_sources(base, layer, group), backend=eager)
+        arena.publish()
     step = Step(
         decoder,
         arena,
@@ -64,10 +74,6 @@ def ours(
     if without_update:
         step.update_step = lambda: step.report  # type: ignore[method-assign]
     loop = hot_loop(step, graph=graph)
-    supervised = [i >= case.prompt for i in range(case.length)]
-    batches = [
-        [pack([Example(row, supervised) for row in micro]) for micro in batch] for batch in tokens(case).tolist()
-    ]
     hyper = HYPER | {"divisor": float(sum(micro.response_tokens for micro in batches[0]))}
 
     def staged(index: int) -> list[Any]:
@@ -88,8 +94,11 @@ def ours(
 
     mode = "captured" if graph and device.type == "cuda" else "eager"
 
+    read = f", {share_of_two(decoder):.1%} of its products of two codes" if case.base == "fp8" else ""
+
     def note() -> str:
-        return f"{runtime.describe()}; attention {step.backend}; {mode}; base {case.base}; recompute {case.recompute}"
+        how = f"{mode}; base {case.base}{read}; recompute {case.recompute}"
+        return f"{runtime.describe()}; attention {step.backend}; {how}"
 
     runner = Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note())
     return runner
