@@ -71,8 +71,9 @@ def gpu() -> str:
 
 
 def _steps() -> str:
-    lines = ["| GPU, case | ours: ms, tok/s, peak | floor, ms | ours / floor | peers, ms (as multiples of ours) |"]
-    lines.append("|---|---|---|---|---|")
+    peers = "peers, ms (as multiples of ours)"
+    lines = [f"| GPU, case | ours: ms, tok/s, peak | floor, ms | ours / floor | {peers} | commit |"]
+    lines.append("|---|---|---|---|---|---|")
     for record in _records("step"):
         for name, case in record["cases"].items():
             who = case["participants"]
@@ -85,7 +86,7 @@ def _steps() -> str:
             share = [f"{floor:.1f}", f"{ours['ms'] / floor:.2f}"] if floor else ["-", "-"]
             if floor and "ms_sustained" in ours:
                 share[1] += f" (sustained {ours['ms_sustained'] / floor:.2f})"
-            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", own, *share, beside]) + " |")
+            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", own, *share, beside, case["commit"]]) + " |")
     return "\n".join(lines)
 
 

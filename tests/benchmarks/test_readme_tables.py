@@ -40,7 +40,7 @@ def test_without_records_everything_is_not_measured_yet(results):
 
 
 def test_measured_rows_have_their_verdict(results):
-    run = {"run": "1", "tokens": 8192}
+    run = {"run": "1", "tokens": 8192, "commit": "abc1234"}
     record = {
         "gpu": "NVIDIA H9",
         "cases": {
