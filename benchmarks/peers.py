@@ -157,17 +157,17 @@ def unsloth_runner(case: Case, place: Place) -> Runner:
     return _trainer(model.train(), case, place.device, note=f"adapters {' and '.join(kinds)}{again}")
 
 
+def adamw(trained: list[torch.Tensor]) -> torch.optim.AdamW:
+    betas = HYPER["beta1"], HYPER["beta2"]
+    return torch.optim.AdamW(
+        trained, lr=HYPER["lr"], betas=betas, eps=HYPER["eps"], weight_decay=HYPER["weight_decay"], fused=True
+    )
+
+
 def _trainer(model: Any, case: Case, device: torch.device, *, note: str, compiled: bool = False) -> Runner:
     trained = [p for p in model.parameters() if p.requires_grad]
     assert trained, "nothing is to be trained"
-    optimizer = torch.optim.AdamW(
-        trained,
-        lr=HYPER["lr"],
-        betas=(HYPER["beta1"], HYPER["beta2"]),
-        eps=HYPER["eps"],
-        weight_decay=HYPER["weight_decay"],
-        fused=True,
-    )
+    optimizer = adamw(trained)
     ids = tokens(case)
     targets = labels(ids, case).to(device)
     ids = ids.to(device)

@@ -28,15 +28,7 @@ def losses(case: cases.Case, device: torch.device, dtype: torch.dtype) -> list[f
     )
     model = peft.get_peft_model(model, config).train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    hyper = cases.HYPER
-    optimizer = torch.optim.AdamW(
-        trained,
-        lr=hyper["lr"],
-        betas=(hyper["beta1"], hyper["beta2"]),
-        eps=hyper["eps"],
-        weight_decay=hyper["weight_decay"],
-        fused=True,
-    )
+    optimizer = peers.adamw(trained)
     ids = cases.tokens(case)
     targets, ids = cases.labels(ids, case).to(device), ids.to(device)
     found = []
@@ -48,7 +40,7 @@ def losses(case: cases.Case, device: torch.device, dtype: torch.dtype) -> list[f
                 loss = model(input_ids=rows, labels=wanted, use_cache=False).loss / case.micro
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(trained, hyper["clip"])
+        torch.nn.utils.clip_grad_norm_(trained, cases.HYPER["clip"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         found.append(round(total, 4))

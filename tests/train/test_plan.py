@@ -29,7 +29,6 @@ from graftune.weights import placement
 from graftune.weights.base import open_base
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
-from tests.weights.test_placement import NF4, written
 
 QUIET = Console(quiet=True)
 MIB = 1 << 20
@@ -133,37 +132,6 @@ def test_a_job_evaluates_in_the_shape_of_its_data(tiny_folder, tmp_path: Path) -
     made = job.setup("full", 128, job.placement)
     assert made.evaluated is not None and made.evaluates
     assert made.evaluated.longest >= 2 * made.shape.longest and made.evaluated.max_rows > made.shape.max_rows
-
-
-def test_what_lies_in_the_map_takes_nothing(tiny_folder, tmp_path: Path) -> None:
-    """Of safetensors; a GGUF's rows are made, and so are a folder's in another dtype."""
-    folder = tiny_folder("llama")
-    prequantised = written(folder, tmp_path / "nf4", NF4)
-    loaded = {
-        (path.name, kind): sum(
-            rehearse(dataclasses.replace(setup(kind=kind), base=open_base(str(path)))).phases["load"].values()
-        )
-        for path, kind in ((folder, "keep"), (folder, "fp32"), (prequantised, "keep"))
-    }
-    kept, resident, nf4_kept = loaded.values()
-    assert kept == nf4_kept, "adapters alone"
-    assert resident - kept >= sum(source.nbytes for source in open_base(str(folder)).tensors.values()) * 0.9
-
-
-def test_pages_of_an_embedding_that_are_read(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "the cat", "response": "sat"}) + "\n")
-    data = {"data": str(tmp_path / "data.jsonl"), "val_split": 0.0, "device": "cpu", "compute_dtype": "fp32"}
-    monkeypatch.setattr(job, "FAULT_BYTES", 256)  # a row of this small model
-    found = {}
-    for variant, kind in (("llama", "keep"), ("llama-untied", "keep"), ("llama-untied", "fp32")):
-        config = Config.of(data | {"base": str(tiny_folder(variant)), "base_dtype": kind})
-        made = prepare.job_of(config, QUIET)
-        every = sum(source.nbytes for source in made.base.tensors.values())
-        table = made.base.tensors["embed_tokens.weight"].nbytes
-        found[variant, kind] = made.plan("none", 64).rest[job.FILES] - every + table, made.tokens * 256, table
-    tied, untied, resident = found.values()
-    assert tied[0] == tied[2] and resident[0] == resident[2], "all of it is read"
-    assert untied[0] == untied[1] < untied[2]
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])

@@ -1,7 +1,8 @@
-"""Planned against what a process takes of a CPU's memory, each run in a process of its own."""
+"""Planned against what processes take of a CPU's memory, and what of it lies in the base's file."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from graftune.config import Config
 from graftune.observe.events import read_events
+from graftune.train import prepare
+from graftune.train.plan import job, rehearse
+from graftune.weights.base import open_base
 from tests import tiny
+from tests.train.test_plan import QUIET, setup
 from tests.weights.test_placement import NF4, written
 
 
@@ -87,3 +93,34 @@ def test_resident_memory_of_a_model_of_medium_size() -> None:
     planned, measured = json.loads(done.stdout)
     print(f"medium: {planned} planned, {measured} measured, {planned / measured - 1:+.1%}")
     assert abs(planned / measured - 1) < 0.10
+
+
+def test_what_lies_in_the_map_takes_nothing(tiny_folder, tmp_path: Path) -> None:
+    """Of safetensors; a GGUF's rows are made, and so are a folder's in another dtype."""
+    folder = tiny_folder("llama")
+    prequantised = written(folder, tmp_path / "nf4", NF4)
+    loaded = {
+        (path.name, kind): sum(
+            rehearse(dataclasses.replace(setup(kind=kind), base=open_base(str(path)))).phases["load"].values()
+        )
+        for path, kind in ((folder, "keep"), (folder, "fp32"), (prequantised, "keep"))
+    }
+    kept, resident, nf4_kept = loaded.values()
+    assert kept == nf4_kept, "adapters alone"
+    assert resident - kept >= sum(source.nbytes for source in open_base(str(folder)).tensors.values()) * 0.9
+
+
+def test_pages_of_an_embedding_that_are_read(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "the cat", "response": "sat"}) + "\n")
+    data = {"data": str(tmp_path / "data.jsonl"), "val_split": 0.0, "device": "cpu", "compute_dtype": "fp32"}
+    monkeypatch.setattr(job, "FAULT_BYTES", 256)  # a row of this small model
+    found = {}
+    for variant, kind in (("llama", "keep"), ("llama-untied", "keep"), ("llama-untied", "fp32")):
+        config = Config.of(data | {"base": str(tiny_folder(variant)), "base_dtype": kind})
+        made = prepare.job_of(config, QUIET)
+        every = sum(source.nbytes for source in made.base.tensors.values())
+        table = made.base.tensors["embed_tokens.weight"].nbytes
+        found[variant, kind] = made.plan("none", 64).rest[job.FILES] - every + table, made.tokens * 256, table
+    tied, untied, resident = found.values()
+    assert tied[0] == tied[2] and resident[0] == resident[2], "all of it is read"
+    assert untied[0] == untied[1] < untied[2]

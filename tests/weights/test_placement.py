@@ -75,7 +75,7 @@ def test_auto(kind, gpu, roomy, chosen, said, tiny_folder, tmp_path, monkeypatch
         folder = tiny_folder("llama")
         base = open_base(str(written(folder, tmp_path / "nf4", NF4) if kind == "nf4" else folder))
     monkeypatch.setattr(launch, "roomy", lambda device: gpu)
-    monkeypatch.setattr(placement, "_free_bytes", lambda device: base.spec.parameters * (8 if roomy else 6))
+    monkeypatch.setattr(placement, "free_bytes", lambda device: base.spec.parameters * (8 if roomy else 6))
     found = choose_placement(base, "auto", resolve("cpu", "fp32"))
     assert (found.base_dtype, found.why[: len(said)]) == (chosen, said)
     assert choose_placement(base, "nf4", resolve("cpu", "fp32")).why == "asked for"

@@ -42,16 +42,17 @@ class Chosen(NamedTuple):
 def choose(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> Chosen:
     weights, layers = decoder.in_fp8, len(decoder.blocks)
     count, groups = len(weights), len(weights) // layers
-    (whole,) = costs(decoder, batches, backend, [(1,) * count])
+    ones = (1,) * count
+    (whole,) = costs(decoder, batches, backend, [ones])
     if whole <= LIMIT:
-        return Chosen((1,) * count, whole, whole)
+        return Chosen(ones, whole, whole)
     two = Chosen((2,) * count, whole)
     if not whole < float("inf"):  # also where it is no number
         return two
-    parts = [[i // groups == layer for i in range(count)] for layer in range(layers)]
-    parts += [[i % groups == group for i in range(count)] for group in range(groups)]
-    mixes = [(1,) * count, *(tuple(1 if own else 2 for own in part) for part in parts)]
-    together, *alone = costs(decoder, batches[: -(-len(batches) // 4)], backend, mixes)
+    one_layer = [tuple(1 if i // groups == layer else 2 for i in range(count)) for layer in range(layers)]
+    one_group = [tuple(1 if i % groups == group else 2 for i in range(count)) for group in range(groups)]
+    some = batches[: -(-len(batches) // 4)]
+    together, *alone = costs(decoder, some, backend, [ones, *one_layer, *one_group])
     noise = noise_of(together, alone[:layers])
     by_layer, by_group = (_shares(part, noise) for part in (alone[:layers], alone[layers:]))
     shares = torch.outer(by_layer, by_group).flatten() * (whole - noise)
@@ -101,20 +102,20 @@ def divergences(
     sums = torch.zeros(1 + len(mixes), dtype=torch.float64, device=decoder.device)
     for batch in batches:
         batch = batch.to(decoder.device)
-
-        def hidden(inputs: int | Inputs, batch: PackedBatch = batch) -> torch.Tensor:
-            decoder.set_inputs(inputs)
-            return decoder.hidden(batch.tokens, begun(decoder, batch, backend), batch.rows)
-
-        exact = hidden(2)
+        exact = _hidden(decoder, batch, backend, 2)
         for number, mix in enumerate(mixes):
-            coarse = hidden(mix)
+            coarse = _hidden(decoder, batch, backend, mix)
             for start, stop in runs(len(batch.labels), max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))):
                 said, meant = (decoder.logits(x[start:stop], adapted=False).log_softmax(-1) for x in (coarse, exact))
                 if not number:
                     sums[0] -= meant.gather(1, batch.labels[start:stop].unsqueeze(1)).sum()
                 sums[1 + number] += said.sub_(meant).mul_(meant.exp_()).sum().neg_()
     return sums
+
+
+def _hidden(decoder: Decoder, batch: PackedBatch, backend: str, inputs: int | Inputs) -> torch.Tensor:
+    decoder.set_inputs(inputs)
+    return decoder.hidden(batch.tokens, begun(decoder, batch, backend), batch.rows)
 
 
 def begun(decoder: Decoder, batch: PackedBatch, backend: str) -> Pass:

@@ -65,8 +65,7 @@ class Telling:
         self.log.emit("memory", step=step, planned=plan.expected, measured=measured, owners=plan.owners())
 
     def memory_in_all(self, step: int) -> None:
-        """What came after the first step took what a step takes, or less; where not, the plan was wrong, and is said to
-        have been."""
+        """At a run's end: nothing is said unless it took more than was planned."""
         if self.plan is None:
             return
         allowed, most = OFF[self.plan.device], device_bytes(self.device).peak

@@ -20,7 +20,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch
 from graftune.kernels.gguf_dequant import KINDS as GGUF_KINDS
 from graftune.model.spec import ModelSpec
-from graftune.observe.memory import available_bytes, human_bytes
+from graftune.observe.memory import free_bytes, human_bytes
 from graftune.runtime import Runtime
 from graftune.weights.base import Base
 from graftune.weights.bnb_io import is_quantised
@@ -64,7 +64,7 @@ def both_ways(spec: ModelSpec, free: int) -> bool:
 def _automatic(base: Base, runtime: Runtime, free: int) -> Placement:
     if is_quantised(base.tensors):
         return Placement("nf4", "as the checkpoint has it")
-    need, free = base.spec.parameters * runtime.compute.itemsize, free or _free_bytes(runtime.device)
+    need, free = base.spec.parameters * runtime.compute.itemsize, free or free_bytes(runtime.device)
     figures = f"{human_bytes(need)} of {human_bytes(free)} free"
     if need <= COMFORTABLE * free:
         return Placement(runtime.compute_name, f"resident: {figures}")
@@ -99,7 +99,7 @@ def _without_kernel(base: Base) -> str:
 def nothing_frozen(base: Base, asked: str, runtime: Runtime) -> Placement:
     """Of a run that trains every weight: there is nothing to place, but the arena has to fit."""
     wide, narrow = 4 * 4, 0 if runtime.compute == torch.float32 else runtime.compute.itemsize
-    need, free = base.spec.parameters * (wide + narrow), _free_bytes(runtime.device)
+    need, free = base.spec.parameters * (wide + narrow), free_bytes(runtime.device)
     if need > free:
         raise GraftuneError(
             f"training every weight takes {human_bytes(need)} and {human_bytes(free)} are free",
@@ -107,9 +107,3 @@ def nothing_frozen(base: Base, asked: str, runtime: Runtime) -> Placement:
             mend="take a smaller model, or method lora",
         )
     return Placement(runtime.compute_name if asked == "auto" else asked, "none is frozen: every weight trains")
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()
