@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,7 +61,8 @@ def ours(
     ]
     if case.inputs == "auto":
         eager = attention.for_any_shape(choice.backend, runtime.device, runtime.compute, spec.head_width)
-        calibrate(decoder, batches[0], lambda layer, group: group_sources(base, layer, group), backend=eager)
+        sources = functools.partial(group_sources, base)
+        chosen = calibrate(decoder, batches[0], sources, backend=eager).chosen
         arena.publish()
     step = Step(
         decoder,
@@ -95,6 +97,8 @@ def ours(
     mode = "captured" if graph and device.type == "cuda" else "eager"
 
     read = f", {share_of_two(decoder):.1%} of its products of two codes" if case.base == "fp8" else ""
+    if case.inputs == "auto":
+        read += f" (one for all costs {chosen.one:.3%} of the loss, this {chosen.taken:.3%}, noise {chosen.noise:.3%})"
 
     def note() -> str:
         how = f"{mode}; base {case.base}{read}; recompute {case.recompute}"
