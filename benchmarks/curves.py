@@ -161,7 +161,8 @@ def curve(args: argparse.Namespace, kind: str = "", **more: Any) -> dict[str, An
     steps = [event for event in events if event["event"] == "step"]
     end = {k: v for k, v in events[-1].items() if k in ("captures", "host_ms", "peak_device_memory")}
     if made:  # of an fp8 base: what share of its products reads two codes a value, and what one or this costs
-        costs = {"cost": made.chosen.one, "cost_of_inputs": made.chosen.taken, "noise": made.chosen.noise}
+        costs = {"cost_of_weights": made.chosen.weights, "cost": made.chosen.one}
+        costs |= {"cost_of_inputs": made.chosen.taken, "noise": made.chosen.noise}
         end["calibration"] = costs | {"in_two_codes": two, "tokens": made.tokens, "seconds": made.seconds}
     return {
         "losses": [round(e["loss"], 6) for e in steps],

@@ -62,7 +62,7 @@ def ours(
     if case.inputs == "auto":
         eager = attention.for_any_shape(choice.backend, runtime.device, runtime.compute, spec.head_width)
         sources = functools.partial(group_sources, base)
-        chosen = calibrate(decoder, batches[0], sources, backend=eager).chosen
+        made = calibrate(decoder, batches[0], sources, backend=eager)
         arena.publish()
     step = Step(
         decoder,
@@ -98,7 +98,9 @@ def ours(
 
     read = f", {share_of_two(decoder):.1%} of its products of two codes" if case.base == "fp8" else ""
     if case.inputs == "auto":
-        read += f" (one for all costs {chosen.one:.3%} of the loss, this {chosen.taken:.3%}, noise {chosen.noise:.3%})"
+        weights, one, taken, noise = (f"{cost:.3%}" for cost in made.chosen[1:])
+        costs = f"{weights} of the loss, one code for all {one}, this {taken}, noise {noise}"
+        read += f" (calibrated and chosen in {made.seconds:.0f} s: rounding the weights costs {costs})"
 
     def note() -> str:
         how = f"{mode}; base {case.base}{read}; recompute {case.recompute}"

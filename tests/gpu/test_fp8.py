@@ -71,6 +71,25 @@ def test_the_product_is_that_of_the_codes(m, n, k, room, tuned):
             x, w = Rows(a, x.scale + torch.rand(m, device=GPU)), Rows(b, w.scale + torch.rand(n, device=GPU))
 
 
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_product_onto_what_is_there(tuned, monkeypatch):
+    """What the second codes make, added: also the first time, when algorithms are timed."""
+    monkeypatch.setattr(matmul, "PIECE", 500)
+    m, n, k = 1333, 640, 528
+    a, b = fp8.buffer(m, k, GPU), fp8.buffer(n, k, GPU)
+    for codes in (a, b):
+        codes.copy_(torch.randn(codes.shape, device=GPU).mul_(60).clamp_(-448, 448).to(E4M3))
+    x, w = Rows(a, torch.rand(m, device=GPU) + 0.1), Rows(b, torch.rand(n, device=GPU) + 0.1)
+    product = reference.mm(x, w, torch.float32)
+    total = torch.randn(m, n, device=GPU).mul_(16 * product.std())
+    got = total.bfloat16()
+    with matmul.tuned(tuned):
+        for times in (1, 2):
+            fp8.add_mm_(got, x, w)
+            assert off(got, total + times * product) < 0.004
+            assert abs(((got - total) * product).sum() / product.square().sum() / times - 1) < 0.01
+
+
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize(
     ("out", "into", "columns"),

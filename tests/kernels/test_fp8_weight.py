@@ -174,7 +174,7 @@ def test_two_codes_of_an_input(request, device, monkeypatch, fused):
     if fused:
         request.getfixturevalue("kernels_on")
     device = device if fused else "cpu"
-    monkeypatch.setattr("graftune.model.frozen.fp8.REST", 4)
+    monkeypatch.setattr("graftune.kernels.matmul.PIECE", 4)
     columns, out, into, rank, tokens = ((0, 48), (48, 96)), 96, 64, 16, 9
     weight, values, given = weight_of(out, into, columns, rank, size=0.01, device=device)
     x = rows_of(tokens, into, torch.bfloat16)

@@ -218,3 +218,42 @@ def test_turns(monkeypatch):
     turn = 2 * round(cublaslt.TURN / 2 / 2.0)
     warm = round(cublaslt.WARMING / 2.0)
     assert ran == ["a"] * (warm + turn) + ["b"] * turn
+
+
+def test_a_product_is_added_onto_what_is_there(monkeypatch):
+    """The library adds (beta is 1), and what is timed before that leaves the sum alone."""
+    codes, scale = torch.ones(8, 16).to(torch.float8_e4m3fn), torch.ones(8)
+    total, timed, ran = torch.full((8, 8), 5.0).bfloat16(), [], []
+
+    def fastest(shape, operands):
+        timed.append(operands)
+        operands.out.zero_()
+        return cublaslt.Plan(None, None, None)
+
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    monkeypatch.setattr(cublaslt, "_fastest", fastest)
+    monkeypatch.setattr(cublaslt, "_run", lambda plan, operands: ran.append(operands))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(2):
+        cublaslt.scaled_mm(codes, codes.t(), (scale, scale), torch.bfloat16, onto=total)
+    cublaslt.scaled_mm(codes, codes.t(), (scale, scale), torch.bfloat16)
+    assert (total == 5).all() and [operands.onto for operands in timed] == [False]
+    assert [(operands.onto, operands.out is total) for operands in ran] == [(True, True)] * 2 + [(False, False)]
+
+
+def test_beta(monkeypatch):
+    given = []
+
+    class Once(Library):
+        def cublasLtMatmul(self, *words):
+            given.append((words[2]._obj.value, words[7]._obj.value))
+            return 0
+
+    monkeypatch.setattr(cublaslt, "_library", lambda: Once([], None))
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    monkeypatch.setattr(cublaslt, "_workspace", lambda device, stream: torch.empty(1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    plan = cublaslt.Plan(None, (None, None, None), cublaslt._Result())
+    for onto in (False, True):
+        cublaslt._run(plan, cublaslt.Operands(*[torch.ones(4, 4).bfloat16()] * 3, onto=onto))
+    assert given == [(1.0, 0.0), (1.0, 1.0)]

@@ -111,9 +111,9 @@ def test_blocks_see_what_the_rounded_ones_before_them_make(folder: Path, monkeyp
     seen: list[torch.Tensor] = []
     block = calibrate.calibrate_block
 
-    def noted(last: Any, streams: Any, sources: Any) -> None:
+    def noted(last: Any, streams: Any, *rest: Any) -> None:
         seen[:] = [stream.x for stream in streams]
-        block(last, streams, sources)
+        block(last, streams, *rest)
 
     monkeypatch.setattr(calibrate, "calibrate_block", noted)
     ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
@@ -261,6 +261,45 @@ def test_two_codes_where_they_save_most(folder: Path, monkeypatch: pytest.Monkey
     # What was estimated too low is found out, and where nothing helps all take two.
     monkeypatch.setattr(codes, "mixed", lambda shares, sizes, limit: (1,) * len(shares))
     assert set(codes.choose(ours.decoder, batches(10), "cpu").inputs) == {2}
+
+
+def test_what_rounding_the_weights_costs(folder: Path) -> None:
+    """Against the model of the exact weights, and rows are read once for it and for the codes."""
+    exact, ours = (oracle.ours(folder, LORA, base_dtype=kind, random_b=False) for kind in ("fp32", "fp8"))
+    read = dict[str, int]()
+    for name, source in ours.base.tensors.items():
+
+        def counted(start: int, stop: int, name: str = name, real: Any = source.read) -> torch.Tensor:
+            read[name] = read.get(name, 0) + stop - start
+            return real(start, stop)
+
+        object.__setattr__(source, "read", counted)
+    found = apply(ours).chosen
+    projections = {name: len(ours.base.tensors[name].values()) for name in read}
+    assert read == projections and len(read) == 4 * 7
+    divergences, losses = [], []
+    ours.decoder.set_inputs(2)
+    for batch in batches(10):
+        documents = [part.tolist() for part in batch.tokens.split(list(batch.lengths))]
+        meant, said = (m.logits(documents, adapted=False)[batch.rows].log_softmax(-1) for m in (exact, ours))
+        divergences.append((meant.exp() * (meant - said)).sum(-1))
+        losses.append(-meant.gather(1, batch.labels.unsqueeze(1)).squeeze(1))
+    wanted = float(torch.cat(divergences).mean() / torch.cat(losses).mean())
+    assert found.weights == pytest.approx(wanted, rel=1e-3) and wanted > 1e-8
+
+
+def test_inputs_need_not_be_much_better_than_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = oracle.ours(folder, LORA, base_dtype="fp8", random_b=False)
+    monkeypatch.setattr(codes, "LIMIT", 1e-9)
+    shares, costs = [], []
+    for share_of_weights in (0.0, 15.0, 1e3):  # its weights cost a fortieth of its inputs
+        monkeypatch.setattr(codes, "OF_WEIGHTS", share_of_weights)
+        found = apply(ours).chosen
+        shares.append(codes.share_of_two(ours.decoder))
+        costs.append(found.taken / found.weights)
+    assert shares[0] == 1 and 0 < shares[1] < 1 and shares[2] == 0
+    assert costs[0] == 0 < costs[1] <= 15.0 < costs[2]
+    assert codes.limit_of(float("nan")) == codes.limit_of(float("inf")) == codes.limit_of(-1.0) == 1e-9
 
 
 def test_no_number_means_two_codes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@
 The sample is the beginning of the run's own data: the first micro-batches of its first epoch, about `TOKENS` tokens.
 It goes through the model block by block, adapters off, in two codes a value. Each block is run once to see what its
 four weights read, they are rounded, and the block is run again: the next one sees what the rounded weights make of the
-data, and can answer for it. Of H there is one block's at a time, and one weight in fp32.
+data, and can answer for it. Of H there is one block's at a time, and one weight in fp32. A second stream goes through
+the weights as they were read, of which a block's are there at a time: where it comes to tells what rounding them costs.
 
 Codes are a function of base, data, seed and settings, and adapters have no part in them: a resumed run makes them again
 instead of storing a copy of the base. `Calibration.digest` says whether it got the same.
@@ -19,6 +20,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -28,8 +30,9 @@ from graftune.data.loader import Loader
 from graftune.data.pack import pack
 from graftune.model.block import Block, attention_half, mlp_half
 from graftune.model.decoder import Decoder
-from graftune.model.frozen import Fp8, Frozen, RowSource
+from graftune.model.frozen import Dense, Fp8, Frozen, RowSource
 from graftune.model.frozen.calibrate import Sample
+from graftune.model.projection import Projection
 from graftune.model.run import Pass
 from graftune.observe.marks import marked
 from graftune.train.codes import Chosen, Inputs, begun, choose
@@ -91,12 +94,13 @@ def calibrate(
     with torch.no_grad(), marked("calibrate"):
         decoder.set_inputs(2)
         streams = [Through.of(decoder, batch, backend) for batch in batches]
+        unrounded = [dataclasses.replace(stream) for stream in streams] if inputs == "auto" else []
         for block in decoder.blocks:
-            calibrate_block(block, streams, sources)
+            calibrate_block(block, streams, sources, unrounded)
             told(block.index + 1)
         del streams
         if inputs == "auto":
-            chosen = choose(decoder, batches, backend)
+            chosen = choose(decoder, batches, backend, [stream.x for stream in unrounded])
         elif isinstance(inputs, str):
             chosen = Chosen(({"one": 1, "two": 2}[inputs],) * len(decoder.in_fp8))
         else:
@@ -129,9 +133,13 @@ class Through:
         return y.add_(x)
 
 
-def calibrate_block(block: Block, streams: Sequence[Through], sources: Sources) -> None:
-    """Rounds a block's weights by what they read of the streams, and takes these to the next block."""
+def calibrate_block(
+    block: Block, streams: Sequence[Through], sources: Sources, unrounded: Sequence[Through] = ()
+) -> None:
+    """Rounds a block's weights by what they read of the streams, and takes these to the next block; the unrounded ones
+    by the weights as they are read."""
     samples: dict[int, Sample] = {}
+    as_read: dict[str, Projection] = {}
 
     def watch(x: torch.Tensor, frozen: Frozen) -> None:
         if id(frozen) not in samples:
@@ -143,8 +151,15 @@ def calibrate_block(block: Block, streams: Sequence[Through], sources: Sources) 
     for group in ("qkv", "o", "gate_up", "down"):
         frozen = getattr(block, group).frozen
         assert isinstance(frozen, Fp8), "experts are never in fp8"
-        frozen.calibrate(sources(block.index, group), samples.pop(id(frozen)))
+        kept = torch.empty_like(frozen.weight, dtype=frozen.compute) if unrounded else None
+        frozen.calibrate(sources(block.index, group), samples.pop(id(frozen)), kept)
+        if kept is not None:
+            as_read[group] = Projection(Dense(kept, frozen.compute))
     for stream in streams:
+        stream.x = stream.behind(block)
+    if unrounded:
+        block = dataclasses.replace(block, **cast(dict[str, Any], as_read))
+    for stream in unrounded:
         stream.x = stream.behind(block)
 
 

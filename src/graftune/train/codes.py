@@ -7,6 +7,9 @@ a multiplication. Roundings of different weights hardly know of each other, so w
 its 30 layers by themselves 0.84%, its four groups 0.89%, all at once 0.81%), and a weight's part is about its layer's
 by its group's: layers + 4 passes tell, of a quarter of the sample.
 
+The weights are rounded too, and nothing here mends that. Where it costs more than `LIMIT`, inputs that are much better
+than the weights are for nothing: they may cost `OF_WEIGHTS` of it.
+
 Any change at all makes bf16 round otherwise from there on. That divergence is in every figure once, however many
 weights changed; so what the layers sum to beyond all at once is that noise, and it is taken off. What is chosen is
 measured on the whole sample before it is taken.
@@ -26,6 +29,7 @@ from graftune.model.frozen import runs
 from graftune.model.run import Pass
 
 LIMIT = 0.0015  # of the loss: what weights that read one code a value may cost together
+OF_WEIGHTS = 0.5  # of what rounding the weights costs: the same
 TRIES = 3
 LOGITS_BYTES = 64 << 20  # of the logits that exist at once, of each of the two
 
@@ -33,22 +37,28 @@ Inputs = tuple[int, ...]  # codes a value, of each weight in the order of Decode
 
 
 class Chosen(NamedTuple):
+    """What it costs is a share of the loss; 0: not measured."""
+
     inputs: Inputs
-    one: float = 0.0  # what one code for all costs, as a share of the loss; 0: not measured
-    taken: float = 0.0  # what is taken costs beyond the noise
+    weights: float = 0.0  # of rounding the weights
+    one: float = 0.0  # of one code for all, beside two
+    taken: float = 0.0  # of what is taken, beyond the noise
     noise: float = 0.0
 
 
-def choose(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> Chosen:
+def choose(
+    decoder: Decoder, batches: Sequence[PackedBatch], backend: str, unrounded: Sequence[torch.Tensor] = ()
+) -> Chosen:
+    """`unrounded`: of each batch the stream behind the last block [T, D] by weights as the base has them."""
     weights, layers = decoder.in_fp8, len(decoder.blocks)
     count, groups = len(weights), len(weights) // layers
     ones = (1,) * count
     (whole,) = costs(decoder, batches, backend, [ones])
+    found = Chosen((2,) * count, cost_of_weights(decoder, batches, backend, unrounded), whole)
     if whole <= LIMIT:
-        return Chosen(ones, whole, whole)
-    two = Chosen((2,) * count, whole)
+        return found._replace(inputs=ones, taken=whole)
     if not whole < float("inf"):  # also where it is no number
-        return two
+        return found
     one_layer = [tuple(1 if i // groups == layer else 2 for i in range(count)) for layer in range(layers)]
     one_group = [tuple(1 if i % groups == group else 2 for i in range(count)) for group in range(groups)]
     some = batches[: -(-len(batches) // 4)]
@@ -57,14 +67,19 @@ def choose(decoder: Decoder, batches: Sequence[PackedBatch], backend: str) -> Ch
     by_layer, by_group = (_shares(part, noise) for part in (alone[:layers], alone[layers:]))
     shares = torch.outer(by_layer, by_group).flatten() * (whole - noise)
     sizes = [weight.out_features * weight.in_features for weight in weights]
-    limit = LIMIT
+    limit = aim = limit_of(found.weights - noise)
     for _ in range(TRIES):
-        mix = mixed(shares.tolist(), sizes, limit)
+        mix = mixed(shares.tolist(), sizes, aim)
         taken = max(0.0, costs(decoder, batches, backend, [mix])[0] - noise)
-        if taken <= LIMIT:
-            return Chosen(mix, whole, taken, noise)
-        limit *= 0.9 * LIMIT / taken
-    return two
+        if taken <= limit:
+            return found._replace(inputs=mix, taken=taken, noise=noise)
+        aim *= 0.9 * limit / taken
+    return found._replace(noise=noise)
+
+
+def limit_of(weights: float) -> float:
+    """What inputs may cost where rounding the weights costs this."""
+    return max(LIMIT, OF_WEIGHTS * weights) if weights < float("inf") else LIMIT
 
 
 def noise_of(together: float, alone: Sequence[float]) -> float:
@@ -95,6 +110,19 @@ def costs(decoder: Decoder, batches: Sequence[PackedBatch], backend: str, mixes:
     return [divergence / loss if loss > 0 else 0.0 for divergence in found]
 
 
+def cost_of_weights(
+    decoder: Decoder, batches: Sequence[PackedBatch], backend: str, unrounded: Sequence[torch.Tensor]
+) -> float:
+    """As in `costs`, of the decoder with two codes everywhere, from what the unrounded weights foretell."""
+    sums = torch.zeros(2, dtype=torch.float64, device=decoder.device)
+    for batch, stream in zip(batches, unrounded, strict=False):
+        batch = batch.to(decoder.device)
+        exact = stream.index_select(0, batch.rows)
+        sums += _compared(decoder, batch, _hidden(decoder, batch, backend, 2), exact)
+    loss, divergence = sums.tolist()
+    return divergence / loss if loss > 0 else 0.0
+
+
 def divergences(
     decoder: Decoder, batches: Sequence[PackedBatch], backend: str, mixes: Sequence[Inputs]
 ) -> torch.Tensor:
@@ -104,12 +132,20 @@ def divergences(
         batch = batch.to(decoder.device)
         exact = _hidden(decoder, batch, backend, 2)
         for number, mix in enumerate(mixes):
-            coarse = _hidden(decoder, batch, backend, mix)
-            for start, stop in runs(len(batch.labels), max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))):
-                said, meant = (decoder.logits(x[start:stop], adapted=False).log_softmax(-1) for x in (coarse, exact))
-                if not number:
-                    sums[0] -= meant.gather(1, batch.labels[start:stop].unsqueeze(1)).sum()
-                sums[1 + number] += said.sub_(meant).mul_(meant.exp_()).sum().neg_()
+            loss, divergence = _compared(decoder, batch, _hidden(decoder, batch, backend, mix), exact)
+            sums[1 + number] += divergence
+            if not number:
+                sums[0] += loss
+    return sums
+
+
+def _compared(decoder: Decoder, batch: PackedBatch, coarse: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """[2]: the loss of the exact hidden rows, and the divergence of the coarse ones from it; summed over the tokens."""
+    sums = torch.zeros(2, dtype=torch.float64, device=decoder.device)
+    for start, stop in runs(len(batch.labels), max(1, LOGITS_BYTES // (4 * decoder.spec.vocab))):
+        said, meant = (decoder.logits(x[start:stop], adapted=False).log_softmax(-1) for x in (coarse, exact))
+        sums[0] -= meant.gather(1, batch.labels[start:stop].unsqueeze(1)).sum()
+        sums[1] += said.sub_(meant).mul_(meant.exp_()).sum().neg_()
     return sums
 
 

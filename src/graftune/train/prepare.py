@@ -107,7 +107,8 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
         taken = "one" if not (two := share_of_two(engine.decoder)) else f"two for {two:.0%} of the forward products"
         left = f", with which the others cost {made.chosen.taken:.2%}" if 0 < two < 1 else ""
         console.note(
-            f"inputs of fp8 weights: one code a value costs {made.chosen.one:.2%} of the loss; taken: {taken}{left}"
+            f"rounding the weights to fp8 costs {made.chosen.weights:.2%} of the loss, and their inputs to one code a "
+            f"value {made.chosen.one:.2%}; taken: {taken}{left}"
         )
     return made
 

@@ -20,8 +20,8 @@ from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows,
 from graftune.kernels.lora_linear import THIN, Low
 
 __all__ = [
-    "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "aligned", "buffer", "down", "lay", "mm",
-    "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "rope_backward", "scale_of", "settle",
+    "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "add_mm_", "aligned", "buffer", "down", "lay",
+    "mm", "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "rope_backward", "scale_of", "settle",
     "transpose", "up_backward", "up_both",
 ]  # fmt: skip
 
@@ -107,6 +107,14 @@ def mm(a: Rows, b: Rows, dtype: torch.dtype, *, fast_sums: bool = True) -> torch
     if not a.codes.is_cuda:
         return reference.mm(a, b, dtype)
     return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype, fast_sums=fast_sums)
+
+
+def add_mm_(out: torch.Tensor, a: Rows, b: Rows) -> None:
+    """out [M, N] += a b', in the units' own sums."""
+    if not a.codes.is_cuda:
+        out += reference.mm(a, b, out.dtype)
+    else:
+        matmul.add_scaled_mm_(out, a.codes, b.codes.t(), (a.scale, b.scale))
 
 
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:

@@ -29,10 +29,9 @@ from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
 from graftune.model.frozen import calibrate
 from graftune.model.frozen.interface import Roomy, RowSource
-from graftune.model.frozen.mapped import pieces, rows_of, runs
+from graftune.model.frozen.mapped import pieces, rows_of
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
-REST = 2048  # tokens of a second product, which is added to the first: what it takes besides
 
 
 class Turned:
@@ -121,15 +120,19 @@ class Fp8(Roomy):
         place = slice(start, start + len(values))
         self.scale[place] = fp8.quantise(values.to(self.storage.device), self.weight[place])
 
-    def calibrate(self, sources: Sequence[RowSource], sample: calibrate.Sample) -> None:
+    def calibrate(
+        self, sources: Sequence[RowSource], sample: calibrate.Sample, kept: torch.Tensor | None = None
+    ) -> None:
         """Codes and scales anew, of the same rows: by what they will be multiplied with. The adapters' share lies at
-        the old scales until it is settled again."""
+        the old scales until it is settled again. `kept` [out, in] takes the rows as they were read."""
         factor = sample.factor()
         size = max(1, calibrate.ROWS_BYTES // (4 * self.in_features))
         for first in range(0, self.out_features, size):
             last = min(first + size, self.out_features)
             units = torch.empty(self.in_features, last - first, dtype=torch.float32, device=self.scale.device)
             for at, values in rows_of(sources, first, last):
+                if kept is not None:
+                    kept[at : at + len(values)] = values
                 rows = values.to(units.device).float().index_select(1, factor.columns)
                 scale = calibrate.scales(rows, fp8.scale_of(rows), factor)
                 self.scale[at : at + len(rows)] = scale
@@ -303,8 +306,8 @@ class Fp8(Roomy):
         return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack, rest=rest))
 
     def _add_rest(self, product: torch.Tensor, rest: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        for start, stop in runs(len(product), REST):
-            product[start:stop] += self._product(Rows(rest[start:stop], scale[start:stop]), self.in_features)
+        """What the second codes make: a sixteenth of the first's product, so the units' own sums do."""
+        fp8.add_mm_(product, Rows(rest, scale), Rows(self.weight, self.scale))
         return product
 
     def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:

@@ -12,6 +12,7 @@ so what is eager after that needs memory beside it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -204,7 +205,9 @@ def _calibrate(decoder: Decoder, base: Base, setup: Setup) -> None:
     count = -(-TOKENS // capacity)
     with torch.no_grad():
         streams = [Through.of(decoder, _batch(setup.shape, runtime.device), backend) for _ in range(count)]
-        calibrate_block(decoder.blocks[0], streams[:1], lambda layer, group: group_sources(base, layer, group))
+        unrounded = [dataclasses.replace(stream, x=stream.x.clone()) for stream in streams if setup.compares]
+        sources = functools.partial(group_sources, base)
+        calibrate_block(decoder.blocks[0], streams[:1], sources, unrounded[:1])
         del streams
         if setup.compares:
             mix = (1,) * len(decoder.in_fp8)

@@ -30,6 +30,7 @@ from graftune.kernels.nf4 import Nf4
 from graftune.model.frozen import Nf4Rows, calibrate, pieces, runs
 from graftune.model.frozen.calibrate import blocks
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
+from graftune.train import codes
 from graftune.train.plan.ledger import MAPPED, MIB, Ledger
 from graftune.train.plan.libraries import CUBLAS, flash_bytes, index_bytes, workspace_bytes
 from graftune.train.plan.pretend import META, wrap
@@ -292,15 +293,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-RUNNING = ("graftune.model.frozen.fp8", "graftune.train.codes")  # that go through rows in turns
-
-
 @contextmanager
 def fewer_pieces(whole: bool) -> Iterator[None]:
-    """Weights are read a few rows at a time, thousands of times for a large model, and rounded column by column; second
-    codes are multiplied, and predictions compared, a few rows at a time; a CPU attends to documents one by one, and
-    turns logits into gradients so. A few of these times show the same peak. `whole`: all rows are read, in at most
-    eight pieces (a quantiser counts them); else two and the last."""
+    """Weights are read a few rows at a time, thousands of times for a large model, and rounded column by column;
+    predictions are compared a few rows at a time; a CPU attends to documents one by one, and turns logits into
+    gradients so. A few of these times show the same peak. `whole`: all rows are read, in at most eight pieces (a
+    quantiser counts them); else two and the last."""
 
     def some(rows: int, width: int) -> list[tuple[int, int]]:
         every = pieces(rows, width)
@@ -319,12 +317,11 @@ def fewer_pieces(whole: bool) -> Iterator[None]:
 
     with ExitStack() as held:
         held.enter_context(replaced(cross_entropy, "to_gradient_", once))
+        held.enter_context(replaced(codes, "runs", lambda rows, size: _few(runs(rows, size))))
         held.enter_context(replaced(calibrate, "blocks", lambda width: _few(blocks(width))))
         held.enter_context(replaced(calibrate, "SCALES", calibrate.SCALES[:2]))
         held.enter_context(replaced(calibrate, "round_block_", lambda *_: None))  # which allocates nothing
         for name, module in list(sys.modules.items()):
-            if name in RUNNING:
-                held.enter_context(replaced(module, "runs", lambda rows, size: _few(runs(rows, size))))
             if name.startswith("graftune.model.frozen.") and getattr(module, "pieces", None) is pieces:
                 held.enter_context(replaced(module, "pieces", some))
             if name.startswith("graftune.kernels.attention.") and getattr(module, "documents", None) is documents:
