@@ -98,8 +98,8 @@ def ours(
 
     read = f", {share_of_two(decoder):.1%} of its products of two codes" if case.base == "fp8" else ""
     if case.inputs == "auto":
-        weights, one, taken, noise = (f"{cost:.3%}" for cost in made.chosen[1:])
-        costs = f"{weights} of the loss, one code for all {one}, this {taken}, noise {noise}"
+        of_weights, of_one, taken, noise = (f"{cost:.3%}" for cost in made.chosen[1:])
+        costs = f"{of_weights} of the loss, one code for all {of_one}, this {taken}, noise {noise}"
         read += f" (calibrated and chosen in {made.seconds:.0f} s: rounding the weights costs {costs})"
 
     def note() -> str:

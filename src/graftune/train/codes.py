@@ -113,9 +113,10 @@ def costs(decoder: Decoder, batches: Sequence[PackedBatch], backend: str, mixes:
 def cost_of_weights(
     decoder: Decoder, batches: Sequence[PackedBatch], backend: str, unrounded: Sequence[torch.Tensor]
 ) -> float:
-    """As in `costs`, of the decoder with two codes everywhere, from what the unrounded weights foretell."""
+    """As in `costs`, of the decoder with two codes everywhere, from what the unrounded weights foretell; 0 where
+    nothing went through those."""
     sums = torch.zeros(2, dtype=torch.float64, device=decoder.device)
-    for batch, stream in zip(batches, unrounded, strict=False):
+    for batch, stream in zip(batches, unrounded, strict=True) if unrounded else ():
         batch = batch.to(decoder.device)
         exact = stream.index_select(0, batch.rows)
         sums += _compared(decoder, batch, _hidden(decoder, batch, backend, 2), exact)

@@ -6,9 +6,9 @@
 The weight's scales belong to its rows [out], which are what the way back sums over: there they are multiplied into dY
 before it is quantised (`factor`), and the same codes serve both ways.
 
-**Adapters.** y must also get s h B', in bf16's precision, and the product cannot add to what is there. So it goes
-along as more columns. A number is two codes, v = hi + lo, good to 2^-8 of itself (and to 2^-10 absolutely, where the
-largest code is 448), and
+**Adapters.** y must also get s h B', in bf16's precision, and adding it to what is there would read y once more. So it
+goes along as more columns. A number is two codes, v = hi + lo, good to 2^-8 of itself (and to 2^-10 absolutely, where
+the largest code is 448), and
 
     [x | hi(h) | hi(h) | lo(h)] [W | hi(B) | lo(B) | hi(B)]'  =  x W' + (hi + lo)(h) (hi + lo)(B)' - lo(h) lo(B)'
 
