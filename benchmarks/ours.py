@@ -98,8 +98,9 @@ def ours(
 
     read = f", {share_of_two(decoder):.1%} of its products of two codes" if case.base == "fp8" else ""
     if case.inputs == "auto":
-        of_weights, of_one, taken, noise = (f"{cost:.3%}" for cost in made.chosen[1:])
-        costs = f"{of_weights} of the loss, one code for all {of_one}, this {taken}, noise {noise}"
+        cost = made.chosen
+        costs = f"{cost.weights:.3%} of the loss, one code for all {cost.one:.3%}, this {cost.taken:.3%}"
+        costs += f", noise {cost.noise:.3%}"
         read += f" (calibrated and chosen in {made.seconds:.0f} s: rounding the weights costs {costs})"
 
     def note() -> str:

@@ -189,7 +189,7 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     parts = ("cases", "sweeps", "swept")
     whole = (
         old
-        | {key: value for key, value in new.items() if key not in parts}
+        | {key: value for key, value in new.items() if key not in parts and (value or key not in old)}
         | {key: old.get(key, {}) | new.get(key, {}) for key in parts if key in old or key in new}
     )
     for name, case in new.get("cases", {}).items():

@@ -135,7 +135,8 @@ class TrainConfig:
         "auto",
         "codes a value that an fp8 weight reads on the way forward: one, or two: near bf16's precision, with forward "
         "products twice as long; auto: one, and two for the weights where calibrating shows that one would cost most, "
-        "until the others cost less together than 0.15% of the loss, or than half of what rounding the weights does",
+        "until the others together cost less than 0.15% of the loss or half of what rounding the weights costs, "
+        "whichever is more",
     )
     graph: bool = opt(True, "on CUDA, replay steps from CUDA graphs")
     recompute: Literal["auto", "none", "selective", "full", "offload"] = opt(

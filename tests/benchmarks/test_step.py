@@ -297,6 +297,8 @@ def test_a_merged_record_replaces_whole_cases(tmp_path):
     old = {"gpu": "A", "cases": {"a": case("1", ours=figures(1)), "b": case("1", ours=figures(2))}, "sweeps": {"r": 1}}
     new = {"gpu": "A", "cases": {"b": case("2", peft=figures(3))}, "sweeps": {}}
     assert report.merged(old, new) == old | {"cases": old["cases"] | new["cases"]}
+    silent = report.merged(old | {"torch": "2"}, new | {"torch": "", "triton": ""})
+    assert (silent["torch"], silent["triton"]) == ("2", ""), "a call in which nobody came that far says nothing of it"
     old["swept"], new["swept"] = {"r": {"commit": "1"}, "s": {"commit": "1"}}, {"s": {"commit": "2"}}
     assert report.merged(old, new)["swept"] == {"r": {"commit": "1"}, "s": {"commit": "2"}}
     report.write(tmp_path / "deep" / "r.json", new)

@@ -170,7 +170,8 @@ def test_the_ways_agree(kernels_on, device):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_two_codes_of_an_input(request, device, monkeypatch, fused):
-    """Without adapters and with, in pieces: as near to the exact product as bf16 inputs are; the way back as before."""
+    """Without adapters and with, on a GPU in pieces: as near to the exact product as bf16 inputs are; the way back as
+    before."""
     if fused:
         request.getfixturevalue("kernels_on")
     device = device if fused else "cpu"

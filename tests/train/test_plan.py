@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
 from graftune.runtime import Runtime
-from graftune.train import prepare
+from graftune.train import calibrate, prepare
 from graftune.train.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
 from graftune.train.plan.ledger import Ledger, block_bytes
 from graftune.train.plan.pretend import Pretend, Pretended
@@ -253,6 +254,11 @@ def test_calibrating_is_planned() -> None:
     taken = found.phases["calibrate"]["scratch"] - found.phases["load"].get("scratch", 0)
     # Ordered by rows and columns at once they would take six: torch writes both indices out on a GPU.
     assert 2 * sums < taken < 2.2 * sums and found.peak > without.peak + sums
+    # To compare, a block's weights as they are read, and a second stream of every micro-batch.
+    compared = rehearse(of(calibrates=True, compares=True))
+    block = sum(math.prod(shape) for shape in of().base.spec.projections.values())
+    more = sum(compared.phases["calibrate"].values()) - sum(found.phases["calibrate"].values())
+    assert more == pytest.approx(2 * (block + calibrate.TOKENS * 256), rel=0.01)
     small = rehearse(of(ffn=512, calibrates=True, compares=True))
     assert small.peak == rehearse(of(ffn=512)).peak, "elsewhere it fits into what a step takes"
     whole = rehearse(of(12, calibrates=True))

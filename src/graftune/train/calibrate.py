@@ -20,7 +20,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -94,17 +94,19 @@ def calibrate(
     with torch.no_grad(), marked("calibrate"):
         decoder.set_inputs(2)
         streams = [Through.of(decoder, batch, backend) for batch in batches]
-        unrounded = [dataclasses.replace(stream) for stream in streams] if inputs == "auto" else []
+        beside = [dataclasses.replace(stream) for stream in streams] if inputs == "auto" else []
         for block in decoder.blocks:
-            calibrate_block(block, streams, sources, unrounded)
+            calibrate_block(block, streams, sources, beside)
             told(block.index + 1)
-        del streams
+        unrounded = [stream.x for stream in beside]
+        del streams, beside
         if inputs == "auto":
-            chosen = choose(decoder, batches, backend, [stream.x for stream in unrounded])
+            chosen = choose(decoder, batches, backend, unrounded)
         elif isinstance(inputs, str):
             chosen = Chosen(({"one": 1, "two": 2}[inputs],) * len(decoder.in_fp8))
         else:
             chosen = Chosen(inputs)
+        del unrounded
         decoder.set_inputs(chosen.inputs)
         digest = _digest(decoder.in_fp8)
     if decoder.device.type == "cuda":
@@ -133,13 +135,11 @@ class Through:
         return y.add_(x)
 
 
-def calibrate_block(
-    block: Block, streams: Sequence[Through], sources: Sources, unrounded: Sequence[Through] = ()
-) -> None:
-    """Rounds a block's weights by what they read of the streams, and takes these to the next block; the unrounded ones
-    by the weights as they are read."""
+def calibrate_block(block: Block, streams: Sequence[Through], sources: Sources, unrounded: Sequence[Through]) -> None:
+    """Rounds a block's weights by what they read of the streams, and takes these to the next block; the unrounded ones,
+    where there are any, by the weights as they are read."""
     samples: dict[int, Sample] = {}
-    as_read: dict[str, Projection] = {}
+    as_read: dict[str, Any] = {}
 
     def watch(x: torch.Tensor, frozen: Frozen) -> None:
         if id(frozen) not in samples:
@@ -158,7 +158,7 @@ def calibrate_block(
     for stream in streams:
         stream.x = stream.behind(block)
     if unrounded:
-        block = dataclasses.replace(block, **cast(dict[str, Any], as_read))
+        block = dataclasses.replace(block, **as_read)
     for stream in unrounded:
         stream.x = stream.behind(block)
 

@@ -7,8 +7,8 @@ a multiplication. Roundings of different weights hardly know of each other, so w
 its 30 layers by themselves 0.84%, its four groups 0.89%, all at once 0.81%), and a weight's part is about its layer's
 by its group's: layers + 4 passes tell, of a quarter of the sample.
 
-The weights are rounded too, and nothing here mends that. Where it costs more than `LIMIT`, inputs that are much better
-than the weights are for nothing: they may cost `OF_WEIGHTS` of it.
+The weights are rounded too, and nothing here mends that. The more it costs, the less of the whole do better inputs take
+off, for the same time: they may cost `OF_WEIGHTS` of it where that is more than `LIMIT`.
 
 Any change at all makes bf16 round otherwise from there on. That divergence is in every figure once, however many
 weights changed; so what the layers sum to beyond all at once is that noise, and it is taken off. What is chosen is
@@ -46,12 +46,10 @@ class Chosen(NamedTuple):
     noise: float = 0.0
 
 
-def choose(
-    decoder: Decoder, batches: Sequence[PackedBatch], backend: str, unrounded: Sequence[torch.Tensor] = ()
-) -> Chosen:
+def choose(decoder: Decoder, batches: Sequence[PackedBatch], backend: str, unrounded: Sequence[torch.Tensor]) -> Chosen:
     """`unrounded`: of each batch the stream behind the last block [T, D] by weights as the base has them."""
-    weights, layers = decoder.in_fp8, len(decoder.blocks)
-    count, groups = len(weights), len(weights) // layers
+    sizes, layers = [weight.out_features * weight.in_features for weight in decoder.in_fp8], len(decoder.blocks)
+    count, groups = len(sizes), len(sizes) // layers
     ones = (1,) * count
     (whole,) = costs(decoder, batches, backend, [ones])
     found = Chosen((2,) * count, cost_of_weights(decoder, batches, backend, unrounded), whole)
@@ -66,7 +64,6 @@ def choose(
     noise = noise_of(together, alone[:layers])
     by_layer, by_group = (_shares(part, noise) for part in (alone[:layers], alone[layers:]))
     shares = torch.outer(by_layer, by_group).flatten() * (whole - noise)
-    sizes = [weight.out_features * weight.in_features for weight in weights]
     limit = aim = limit_of(found.weights - noise)
     for _ in range(TRIES):
         mix = mixed(shares.tolist(), sizes, aim)
@@ -113,10 +110,9 @@ def costs(decoder: Decoder, batches: Sequence[PackedBatch], backend: str, mixes:
 def cost_of_weights(
     decoder: Decoder, batches: Sequence[PackedBatch], backend: str, unrounded: Sequence[torch.Tensor]
 ) -> float:
-    """As in `costs`, of the decoder with two codes everywhere, from what the unrounded weights foretell; 0 where
-    nothing went through those."""
+    """As in `costs`, of the decoder with two codes everywhere, from what the unrounded weights foretell."""
     sums = torch.zeros(2, dtype=torch.float64, device=decoder.device)
-    for batch, stream in zip(batches, unrounded, strict=True) if unrounded else ():
+    for batch, stream in zip(batches, unrounded, strict=True):
         batch = batch.to(decoder.device)
         exact = stream.index_select(0, batch.rows)
         sums += _compared(decoder, batch, _hidden(decoder, batch, backend, 2), exact)

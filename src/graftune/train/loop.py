@@ -139,8 +139,8 @@ class Run:
         if self.calibration is not None:
             chosen = self.calibration.chosen
             facts |= {"codes": self.calibration.digest, "inputs": "".join(map(str, chosen.inputs))}
-            facts |= {"cost_of_weights": chosen.weights}
-            facts |= {"cost_of_one_code": chosen.one, "cost_of_inputs": chosen.taken}
+            facts |= {"cost_of_weights": chosen.weights, "cost_of_one_code": chosen.one}
+            facts |= {"cost_of_inputs": chosen.taken, "noise": chosen.noise}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
         if self.plan is not None:
             aside = self.folder / "plan.json.part"

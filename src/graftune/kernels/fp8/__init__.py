@@ -110,7 +110,8 @@ def mm(a: Rows, b: Rows, dtype: torch.dtype, *, fast_sums: bool = True) -> torch
 
 
 def add_mm_(out: torch.Tensor, a: Rows, b: Rows) -> None:
-    """out [M, N] += a b', in the units' own sums."""
+    """out [M, N] += `mm` of a and b, in the units' own sums."""
+    assert a.codes.shape[1] == b.codes.shape[1] and out.shape == (len(a.codes), len(b.codes))
     if not a.codes.is_cuda:
         out += reference.mm(a, b, out.dtype)
     else:

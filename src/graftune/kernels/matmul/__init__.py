@@ -62,7 +62,8 @@ def scaled_mm(
 def add_scaled_mm_(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """out [M, N], contiguous, += `scaled_mm` of them."""
+    """out [M, N] += `scaled_mm` of them."""
+    assert out.is_contiguous(), out.stride()
     if _tunes_codes(a.device):
         from graftune.kernels.matmul import cublaslt
 

@@ -131,9 +131,10 @@ class Fp8(Roomy):
             last = min(first + size, self.out_features)
             units = torch.empty(self.in_features, last - first, dtype=torch.float32, device=self.scale.device)
             for at, values in rows_of(sources, first, last):
+                values = values.to(units.device)
                 if kept is not None:
                     kept[at : at + len(values)] = values
-                rows = values.to(units.device).float().index_select(1, factor.columns)
+                rows = values.float().index_select(1, factor.columns)
                 scale = calibrate.scales(rows, fp8.scale_of(rows), factor)
                 self.scale[at : at + len(rows)] = scale
                 units[:, at - first : at - first + len(rows)] = rows.mul_(scale.reciprocal().unsqueeze(1)).t()
