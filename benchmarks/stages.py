@@ -148,7 +148,7 @@ STAGES = {
                 timed("8b-fp8-two-4x2048", "floor,ours", 40),
             ),
         ),
-        Stage("fp8", "8B over FP8 as a run chooses it", (timed("8b-fp8-auto-4x2048", "floor,ours", 150),)),
+        Stage("fp8", "8B over FP8 as a run chooses it", (timed("8b-fp8-auto-4x2048", "floor,ours", 240),)),
         Stage("large", "ours at 70B", (timed("70b-nf4-1x2048-full", "ours", 95),)),
         Stage("peers", "the others, five at once, each timed alone", (_peers(400),)),
         Stage(

@@ -96,7 +96,7 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
         made = calibrate(
             engine.decoder,
             batches,
-            lambda layer, group: group_sources(base, layer, group),
+            functools.partial(group_sources, base),
             backend=engine.eager_attention,
             inputs=inputs,
             told=bar.update,
