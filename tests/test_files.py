@@ -1,0 +1,188 @@
+"""Files and folders are old or new at whatever call a process dies, and a folder has one writer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune import files
+from graftune.errors import GraftuneError
+from graftune.files import FolderLock, new_file, new_folder, replace_folder, whole, write_file
+
+
+class Died(BaseException):
+    """No cleaning up after this one gets anywhere: every later call fails too, as in a process that is gone."""
+
+
+class Deaths:
+    """Lets the n-th call that changes the disk and all after it fail, for n = 1, 2, ... until the work is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls = self.at = 0
+        for owner, name in [
+            *((os, name) for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")), (files, "_exchange")
+        ]:  # fmt: skip
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            if self.at:
+                self.calls += 1
+                if self.calls >= self.at:
+                    raise Died
+            return real(*args, **named)
+
+        return call
+
+    def each(self, work: Callable[[], None]) -> Iterator[bool]:
+        for number in range(1, 40):
+            self.calls, self.at = 0, number
+            try:
+                work()
+                done = True
+            except Died:
+                done = False
+            finally:
+                self.at = 0
+            yield done
+            if done:
+                return
+        raise AssertionError("more calls than expected")
+
+
+def test_a_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, tried = tmp_path / "config.yaml", 0
+    write_file(place, "old")
+    for done in Deaths(monkeypatch).each(lambda: write_file(place, b"new")):
+        tried += 1
+        assert place.read_text() in ("old", "new") and (not done or place.read_text() == "new")
+        write_file(place, "old")
+        assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert tried > 3
+
+
+@pytest.mark.parametrize("there_is_one", [True, False])
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_is_the_old_or_the_new_one(
+    can_exchange: bool, there_is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(files, "_swapper", lambda: None)
+    place, tried = tmp_path / "adapter", 0
+
+    def put(content: str) -> None:
+        with new_folder(place) as aside:
+            for name in ("a", "b"):
+                (aside / name).write_text(content)
+
+    def read() -> set[str]:
+        return {path.read_text() for path in whole(place).iterdir()}
+
+    if there_is_one:
+        put("old")
+    for done in Deaths(monkeypatch).each(lambda: put("new")):
+        tried += 1
+        if there_is_one or whole(place).exists():
+            assert read() in ({"old"}, {"new"}) and (not done or read() == {"new"})
+        if can_exchange and there_is_one:
+            assert place.exists(), "there was a moment with neither"
+        put("old")
+        assert read() == {"old"} and [path.name for path in tmp_path.iterdir()] == ["adapter"]
+        if not there_is_one:
+            files.remove(place)
+    assert tried > 5
+
+
+def test_this_system_exchanges(tmp_path: Path) -> None:
+    """Or the test above has shown the fallback twice."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not files._exchange(tmp_path / "one", tmp_path / "two"):
+        pytest.skip("this file system has no exchange")
+    assert (tmp_path / "one" / "two").exists() and (tmp_path / "two" / "one").exists()
+
+
+def test_a_second_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_swapper", lambda: None)
+    for name in ("a.part", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text(name)
+    rename = os.rename
+
+    def refusing(source: Path, target: Path) -> None:
+        if source.name == "a.part":
+            raise OSError(errno.EIO, "input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refusing)
+    with pytest.raises(OSError, match="input/output"):
+        replace_folder(tmp_path / "a.part", tmp_path / "a")
+    assert (tmp_path / "a" / "x").read_text() == "a" and not (tmp_path / "a.old").exists()
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    for way in (new_file, new_folder):
+        with pytest.raises(ZeroDivisionError), way(tmp_path / "x") as aside:
+            aside.write_text("half") if way is new_file else (aside / "half").touch()
+            raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_writers_of_one_file(tmp_path: Path) -> None:
+    with new_file(tmp_path / "x", unique=True) as aside:
+        aside.write_text("mine")
+        (tmp_path / "x.part").write_text("another's")
+    assert (tmp_path / "x").read_text() == "mine" and (tmp_path / "x.part").exists()
+
+
+def test_a_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from graftune.files import FolderLock\n"
+        "lock = FolderLock(sys.argv[1]).acquire(); print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(GraftuneError, match=f"process {other.pid} is training in this folder; wait until"):
+            FolderLock(tmp_path).acquire()
+        other.kill()
+    with FolderLock(tmp_path) as lock, pytest.raises(GraftuneError, match=f"process {os.getpid()} "):
+        FolderLock(tmp_path).acquire()
+    assert not lock.unsupported
+    with FolderLock(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_taken_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, its last owner deletes it: a lock on no file would keep nobody out."""
+    lock, real = FolderLock(tmp_path), os.open
+    opened: list[object] = []
+
+    def then_gone(path: Any, *how: Any) -> int:
+        handle = real(path, *how)
+        if not opened:
+            lock.path.unlink()
+        opened.append(path)
+        return handle
+
+    monkeypatch.setattr(os, "open", then_gone)
+    with lock:
+        assert len(opened) == 2
+        with pytest.raises(GraftuneError, match="is training"):
+            FolderLock(tmp_path).acquire()
+
+
+def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    with FolderLock(tmp_path) as lock:
+        assert "locks" in lock.unsupported.lower()
