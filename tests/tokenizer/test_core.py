@@ -78,6 +78,32 @@ def test_offsets_cover_the_text_in_order(made: dict[str, Tokenizer], source: str
         assert offsets[0][0] == 0
 
 
+@ANY
+@QUICK
+@given(texts=st.lists(st.one_of(MIXED, st.text("ab <>|_/sé\n", max_size=30)), max_size=5), data=st.data())
+def test_a_batch_is_its_texts_one_by_one(
+    made: dict[str, Tokenizer], source: str, texts: list[str], data: st.DataObject
+) -> None:
+    tokenizer = made[source]
+    for text, (ids, offsets) in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        alone, pairs = tokenizer.encode_with_offsets(text)
+        place = data.draw(st.integers(0, len(text)))
+        border = offsets.border(place)
+        if border is not None:  # the answer without the list is the list's own
+            assert border == sum(end <= place for _, end in pairs) == sum(start < place for start, _ in pairs)
+        assert ids == alone and list(offsets) == pairs and len(offsets) == len(ids)
+        assert offsets[1:] == pairs[1:], "a place or a slice is the list's"
+
+
+def test_borders_between_words_are_found_without_the_list(made: dict[str, Tokenizer]) -> None:
+    text = "<|im_start|>user\nWhat is it?<|im_end|>"
+    ((ids, offsets),) = made["byte-level"].encode_batch([text])
+    assert [offsets.border(place) for place in (0, 12, text.index("<|im_end|>"), len(text))] == [
+        0, 1, len(ids) - 1, len(ids),
+    ]  # fmt: skip
+    assert offsets._whole is None and offsets.border(3) is None
+
+
 def test_offsets_of_split_characters_and_special_tokens(smollm: Tokenizer) -> None:
     text = "<|im_start|>a 𓀀!"
     ids, offsets = smollm.encode_with_offsets(text)

@@ -34,6 +34,7 @@ class Passage:
     messages: list[Message]
     trained: tuple[int, ...]
     reference: str
+    tools: list[Any] | None = None
 
     @property
     def prompt(self) -> str:
@@ -80,9 +81,16 @@ def passages(
     joint = len(turns) == 1 or (not form.append and all(turn.honest and whole.startswith(turn.text) for turn in turns))
     if joint:
         spans = tuple((turn.start, len(turn.text)) for turn in turns)
-        return [Passage(whole, spans, messages, tuple(trained), messages[-1]["content"].strip())]
+        return [Passage(whole, spans, messages, tuple(trained), messages[-1]["content"].strip(), tools)]
     return [
-        Passage(turn.text, ((turn.start, len(turn.text)),), messages[: i + 1], (i,), messages[i]["content"].strip())
+        Passage(
+            turn.text,
+            ((turn.start, len(turn.text)),),
+            messages[: i + 1],
+            (i,),
+            messages[i]["content"].strip(),
+            tools,
+        )
         for i, turn in zip(trained, turns, strict=True)
     ]
 

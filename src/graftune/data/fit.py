@@ -46,18 +46,34 @@ class Fitter:
         self.special = special_tokens(tokenizer).keys()
         self.ends = frozenset(i for i in allowed if i is not None)
 
+    def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
+        """The texts of one conversation, not yet tokenised: many of them are encoded at once (`finish`)."""
+        return passages(self.form, self.tokenizer, messages, tools, trained)
+
+    def finish(
+        self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
+    ) -> Iterator[Built]:
+        """The examples of a passage whose text was encoded as `tokens`; what does not fit is shortened one by one."""
+        example = self._masked(passage, tokens, offsets, row)
+        if len(example.tokens) <= self.limit:
+            yield Built(example, passage.prompt, passage.reference, passage.asked)
+        else:
+            yield from self._without_early_turns(passage, passage.tools, row)
+
     def build(
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
     ) -> Iterator[Built]:
-        for passage in passages(self.form, self.tokenizer, messages, tools, trained):
-            example = self._tokenised(passage, row)
-            if len(example.tokens) <= self.limit:
-                yield Built(example, passage.prompt, passage.reference, passage.asked)
-            else:
-                yield from self._without_early_turns(passage, tools, row)
+        for passage in self.passages(messages, tools, trained):
+            yield from self.finish(passage, *self.tokenizer.encode_with_offsets(passage.text), row)
 
     def _tokenised(self, passage: Passage, row: int) -> Example:
-        tokens, offsets = self.tokenizer.encode_with_offsets(passage.text)
+        return self._masked(passage, *self.tokenizer.encode_with_offsets(passage.text), row)
+
+    def _masked(self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int) -> Example:
+        exact = mask.exact_ranges(offsets, passage.spans)
+        if exact is not None:
+            mask.check(tokens, None, passage.spans, exact, self.ends)
+            return Example(tokens, mask.flags(len(tokens), exact), row)
         ranges = mask.token_ranges(offsets, passage.spans)
         cuts = [
             start
@@ -76,8 +92,8 @@ class Fitter:
         return Example(tokens, mask.flags(len(tokens), ranges), row)
 
     def _divided(
-        self, text: str, cuts: list[int], tokens: list[int], offsets: list[tuple[int, int]]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+        self, text: str, cuts: list[int], tokens: list[int], offsets: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], Sequence[tuple[int, int]]]:
         """Tokens that stop at `cuts`, where a prompt's last characters went into one token with the answer's first.
 
         Inference tokenises the prompt alone, so the answer has to start with a token of its own. Vocabularies that

@@ -17,6 +17,7 @@ from pathlib import Path
 import tokenizers
 
 from graftune.errors import GraftuneError
+from graftune.tokenizer.offsets import Offsets
 from graftune.tokenizer.template import ChatTemplate
 
 # Control tokens by which the known families end a turn. Files often name only one of them as EOS (Llama 3 has three),
@@ -138,14 +139,28 @@ class Tokenizer:
         (the last one takes what is left), and the pieces of one split character all get that character.
         """
         encoding = self._run(self._untrimmed, text)
-        offsets, reached = [], 0
-        for start, end in encoding.offsets:
-            start, end = min(start, reached), max(end, reached)
-            offsets.append((start, end))
-            reached = end
-        if offsets:
-            offsets[-1] = (offsets[-1][0], len(text))
-        return encoding.ids, offsets
+        return encoding.ids, Offsets(encoding, len(text), plain=False).whole()
+
+    def encode_batch(self, texts: list[str]) -> list[tuple[list[int], Offsets]]:
+        """`encode_with_offsets` of many texts at once, on all cores (the library's own threads: after a fork, and with
+        TOKENIZERS_PARALLELISM=false, it keeps to one)."""
+        for text in texts:
+            if not text.isascii():
+                _check_text(text, "what is tokenised")
+        made = []
+        for text, encoding in zip(texts, self._untrimmed.encode_batch(texts, add_special_tokens=False), strict=True):
+            ids = encoding.ids
+            if self.rows:
+                self._check_rows(ids)
+            made.append((ids, Offsets(encoding, len(text), self._keeps_places(text))))
+        return made
+
+    def _keeps_places(self, text: str) -> bool:
+        return self._unnormalised or text.isascii()
+
+    @functools.cached_property
+    def _unnormalised(self) -> bool:
+        return self._untrimmed.normalizer is None
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of `ids`. An id past the vocabulary (a padded embedding row) has no text and prints nothing."""
@@ -248,10 +263,14 @@ class Tokenizer:
     def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         _check_text(text, "what is tokenised")
         encoding = backend.encode(text, add_special_tokens=False)
-        if self.rows and max(encoding.ids, default=0) >= self.rows:
-            token = self.token(next(id for id in encoding.ids if id >= self.rows))
+        if self.rows:
+            self._check_rows(encoding.ids)
+        return encoding
+
+    def _check_rows(self, ids: list[int]) -> None:
+        if max(ids, default=0) >= self.rows:
+            token = self.token(next(id for id in ids if id >= self.rows))
             raise GraftuneError(
                 f"the text holds {token}, a special token that the model has no row for",
                 mend="take it out: this model was not made to read it",
             )
-        return encoding

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from graftune import digest
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
@@ -26,7 +27,7 @@ from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import HOMES, norm_names
 from graftune.model.spec import ModelSpec
-from graftune.weights import bnb_io, digest, experts, fp8_io, hub, names, safetensors_io
+from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
 from graftune.weights import rows as rows_
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")

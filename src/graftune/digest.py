@@ -1,4 +1,4 @@
-"""The digest of a base's files, remembered: tens of gigabytes take tens of seconds, at every run and every adapter.
+"""The digest of large files (a base, a data set), remembered: tens of gigabytes take tens of seconds, at every start.
 
 A file is taken for unchanged while its place, size, inode and times are the same, the time of its last change of state
 among them: contents put in its place under the old modification time are still seen. What was changed a moment ago is

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graftune import remembered
-from graftune.weights import digest
+from graftune import digest, remembered
 
 
 @pytest.fixture
