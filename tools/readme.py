@@ -1,9 +1,10 @@
-"""Writes the generated parts of README.md: the table of settings from the code, the benchmark tables from their data,
-and the image of the sweeps where it was drawn.
+"""Writes the generated parts of README.md and docs/: the table of settings from the code, the benchmark and memory
+tables from their records, and the image of the sweeps where it was drawn.
 
-python tools/readme.py          rewrites README.md in place; a test checks that nothing is left to rewrite
+python tools/readme.py          rewrites the documents in place; a test checks that nothing is left to rewrite
 
-What was to be reached on a GPU is listed whether or not there is a record of it: what has none is `not measured yet`.
+A part stands between `<!-- name -->` and `<!-- end name -->`, in any document. What was to be reached on a GPU stands there
+whether or not there is a record of it: what has none is `not measured yet`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 ABSENT = "not measured yet"
+# The README's rows: a case, and what it is in words.
+SPEED = {
+    "8b-4x2048": "8B LoRA, bf16, 8,192 tokens per step",
+    "8b-1x512": "8B LoRA, bf16, 512 tokens per step",
+    "8b-nf4-4x2048-offload": "8B QLoRA (NF4), 8,192 tokens, recomputing from host memory",
+    "350m-full-4x512x4": "350M, every weight, 4 x 2,048 tokens",
+}
+PEER_NAMES = {"unsloth": "Unsloth", "peft": "PEFT", "liger": "PEFT + Liger", "hf-compiled": "transformers, compiled"}
 # Records beside the steps': (their name, the part of them, what it is and what makes it).
 OTHERS = (
     ("graph", "1b-4x512", "graph against eager, 1b-4x512 (`graph.py`)"),
@@ -64,6 +74,52 @@ def cpu() -> str:
         columns = [f"{result['cpu']} ({dtype})", *figures, ratios]
         lines.append("| " + " | ".join(map(str, columns)) + " |")
     return "\n".join(lines)
+
+
+def speed() -> str:
+    """Four rows for the README, each from one run with its fastest peer."""
+    lines = ["| one step | graftune | fastest peer in the same run | ratio |", "|---|---|---|---|"]
+    found = {name: case for record in _records("step") for name, case in record["cases"].items()}
+    for name, words in SPEED.items():
+        who = found[name]["participants"]
+        ours = who["ours"]
+        peers = {peer: figures for peer, figures in who.items() if peer in PEER_NAMES and "ms" in figures}
+        best = min(peers, key=lambda peer: peers[peer]["ms"])
+        columns = [words, _figures(ours), f"{PEER_NAMES[best]}: {_figures(peers[best])}"]
+        lines.append("| " + " | ".join([*columns, f"{peers[best]['ms'] / ours['ms']:.2f}x"]) + " |")
+    return "\n".join(lines)
+
+
+def _figures(found: dict[str, Any]) -> str:
+    return f"{found['tok_s']:,.0f} tokens/s, {found['peak_gib']:.1f} GiB"
+
+
+def fit() -> str:
+    """For the README: the least memory of each precision, and the quickest way."""
+    lines = ["| model | LoRA, bf16 | QLoRA, NF4 |", "|---|---|---|"]
+    for name, row in _fit()["rows"].items():
+        bf16 = f"{_gib(row['bf16 full'])} to {_gib(row['bf16 none'])}"
+        lines.append(f"| {name} | {bf16} | {_gib(row['nf4 offload'])} to {_gib(row['nf4 none'])} |")
+    return "\n".join(lines)
+
+
+def fit_by_policy() -> str:
+    """For docs/memory.md: every way that was planned."""
+    ways = list(next(iter(_fit()["rows"].values())))
+    lines = ["| model | " + " | ".join(f"`{way.replace(' ', '`, `')}`" for way in ways) + " |"]
+    lines.append("|---" * (1 + len(ways)) + "|")
+    for name, row in _fit()["rows"].items():
+        columns = [name, *(_gib(row[way]) for way in ways)]
+        lines.append("| " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def _fit() -> dict[str, Any]:
+    return dict(json.loads((ROOT / "benchmarks" / "results" / "fit.json").read_text()))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"
 
 
 def gpu() -> str:
@@ -134,13 +190,13 @@ def sweeps() -> str:
             for axis, curves in found.items()
         }
         if failed := [axis for axis, ours in timed.items() if not all("ms" in each for each in ours)]:
-            said += f" Ours failed at some sizes of: {', '.join(failed)} (docs/log.md says where)."
+            said += f" Ours failed at some sizes of: {', '.join(failed)}."
         if not all("sustained_s" in each for ours in timed.values() for each in ours if "ms" in each):
             said += (
                 " Ours was timed after a few steps and the floor after a second, when the chip's clocks have fallen:"
                 " the shorter a step, the nearer it looks."
             )
-        image = f"![Milliseconds of a step and its multiple of the floor as sizes grow](docs/images/{path.name})"
+        image = f"![Milliseconds of a step and its multiple of the floor as sizes grow](images/{path.name})"
         parts.append(f"{image}\n\n{said}")
     return "\n\n".join(parts)
 
@@ -151,9 +207,26 @@ def _records(kind: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths if path.name != "gsm8k-cpu.json"]
 
 
+PARTS: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "cpu": cpu,
+    "gpu": gpu,
+    "sweeps": sweeps,
+    "speed": speed,
+    "fit": fit,
+    "fit by policy": fit_by_policy,
+}
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 def rewritten(text: str) -> str:
-    for name, make in (("settings", settings), ("cpu", cpu), ("gpu", gpu), ("sweeps", sweeps)):
+    for name, make in PARTS.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        if begin not in text:
+            continue
         made = make()
         whole = begin + (f"{made}\n" if made else "") + end
         text = re.sub(f"{begin}.*?{end}", lambda _, whole=whole: whole, text, count=1, flags=re.S)
@@ -161,5 +234,5 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(rewritten(path.read_text()))
+    for path in documents():
+        path.write_text(rewritten(path.read_text()))

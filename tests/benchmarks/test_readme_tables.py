@@ -1,4 +1,4 @@
-"""The README's tables of GPU figures know every goal: measured ones with their verdict, the others as not measured."""
+"""The tables of GPU figures know every goal: measured ones with their verdict, the others as not measured."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_the_images_of_a_record(tmp_path):
 
 def test_the_readme_shows_the_sweeps_that_were_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "IMAGES", tmp_path)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     without = readme.rewritten(text)
     assert "<!-- sweeps -->\n<!-- end sweeps -->" in without and "sweeps-" not in without
     (tmp_path / "sweeps-h200.png").write_bytes(b"")
     shown = readme.rewritten(without)
-    assert "](docs/images/sweeps-h200.png)" in shown and readme.rewritten(shown) == shown
+    assert "](images/sweeps-h200.png)" in shown and readme.rewritten(shown) == shown
     (tmp_path / "sweeps-h200.png").unlink()
     assert readme.rewritten(shown) == without
 
