@@ -3,8 +3,8 @@ tables from their records, and the image of the sweeps where it was drawn.
 
 python tools/readme.py          rewrites the documents in place; a test checks that nothing is left to rewrite
 
-A part stands between `<!-- name -->` and `<!-- end name -->`, in any document. What was to be reached on a GPU stands there
-whether or not there is a record of it: what has none is `not measured yet`.
+A part stands between `<!-- name -->` and `<!-- end name -->`, in any document. What was to be reached on a GPU is
+listed whether or not there is a record of it: what has none is `not measured yet`.
 """
 
 from __future__ import annotations
