@@ -56,6 +56,11 @@ class _Turn:
     honest: bool
 
 
+def said(message: Message) -> str:
+    """A message's text; beside tool calls it may have none."""
+    return message["content"] or ""
+
+
 def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
     """Indices of the messages to train; raises Refusal where there is none."""
     turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
@@ -81,14 +86,14 @@ def passages(
     joint = len(turns) == 1 or (not form.append and all(turn.honest and whole.startswith(turn.text) for turn in turns))
     if joint:
         spans = tuple((turn.start, len(turn.text)) for turn in turns)
-        return [Passage(whole, spans, messages, tuple(trained), messages[-1]["content"].strip(), tools)]
+        return [Passage(whole, spans, messages, tuple(trained), said(messages[-1]).strip(), tools)]
     return [
         Passage(
             turn.text,
             ((turn.start, len(turn.text)),),
             messages[: i + 1],
             (i,),
-            messages[i]["content"].strip(),
+            said(messages[i]).strip(),
             tools,
         )
         for i, turn in zip(trained, turns, strict=True)
@@ -137,5 +142,5 @@ def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> No
                 raise Refusal("refused by the chat template", "it does not render tool calls")
         elif message["role"] not in ("system", "user", "assistant"):
             shown = form.render(messages[: i + 1], record.tools)
-            if shown == form.render([*messages[:i], {**message, "content": message["content"] + "?"}], record.tools):
+            if shown == form.render([*messages[:i], {**message, "content": said(message) + "?"}], record.tools):
                 raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")

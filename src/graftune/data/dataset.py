@@ -19,9 +19,10 @@ from graftune.config import DataConfig
 from graftune.data.chat import check_roles, trained_turns
 from graftune.data.fit import Built, Fitter, build_text
 from graftune.data.record import Message, Record, to_record
-from graftune.data.source import Refusal, Row, check_file, read_rows, sha256_of
+from graftune.data.source import Refusal, Row, digest_of, rows, sources
 from graftune.data.template import chat_format, plain_format, special_pattern
 from graftune.errors import GraftuneError
+from graftune.mixture import DataValue, label
 from graftune.tokenizer import Tokenizer
 
 
@@ -87,20 +88,23 @@ class Dataset:
         )
 
 
-def prepare(path: str, tokenizer: Tokenizer, config: DataConfig) -> Dataset:
-    """Everything in the file that can be trained on; GraftuneError if that is nothing."""
-    check_file(path)
-    maker = _Maker(tokenizer, config, str(path))
-    data = Dataset([], [], [], [], maker.summary, sha256_of(path), str(path))
-    for row in read_rows(path):
+def prepare(value: DataValue, tokenizer: Tokenizer, config: DataConfig) -> Dataset:
+    """Everything in the data that can be trained on; GraftuneError if that is nothing."""
+    notes: list[str] = []
+    files, path = sources(value, notes.append), label(value)
+    maker = _Maker(tokenizer, config, path)
+    data = Dataset([], [], [], [], maker.summary, digest_of(files), path)
+    for row in rows(files, note=notes.append):
         for built in maker.examples(row):
-            if built.example is not None:
+            for _ in range(row.times if built.example is not None else 0):
+                assert built.example is not None
                 data.examples.append(built.example)
                 data.prompts.append(built.prompt)
                 data.references.append(built.reference)
                 data.messages.append(built.messages)
+    maker.summary.notes.update(dict.fromkeys(notes, 0))
     if not data.examples:
-        raise _nothing(maker.summary, str(path))
+        raise _nothing(maker.summary, path)
     return data
 
 
@@ -142,14 +146,16 @@ class _Maker:
             if isinstance(row.value, Refusal):
                 raise row.value
             record = to_record(row.value)
-            built = list(self._of(record, row.number))
+            built = list(self._of(record, row.key))
         except Refusal as refusal:
             if self.config.strict:
                 raise GraftuneError(
-                    refusal.text, where=f"{self.path}, row {row.number}", mend="mend the row, or leave out strict"
+                    refusal.text,
+                    where=row.place if row.file else f"{self.path}, {row.place}",
+                    mend="fix the row, or leave out strict",
                 ) from None
             self._bump(self.summary.refused, refusal.reason)
-            self.summary.details.append((row.number, refusal.text))
+            self.summary.details.append((row.key, refusal.text if not row.file else f"{row.place}: {refusal.text}"))
             return
         self._bump(self.summary.kinds, record.kind)
         for one in built:
@@ -165,6 +171,8 @@ class _Maker:
     def _of(self, record: Record, row: int) -> Iterator[Built]:
         for name in record.ignored:
             self._note(f"column not used: {name}")
+        for note in record.notes:
+            self._note(note)
         if record.kind == "text":
             self._note_control([record.text])
             windows = build_text(record.text, self.tokenizer, self.config.max_seq_len, row)
@@ -182,7 +190,7 @@ class _Maker:
         check_roles(form, record, messages)
         if record.tools and form.render(messages, record.tools) == form.render(messages, None):
             self._note("tools given that the template does not render")
-        self._note_control([message["content"] for message in messages])
+        self._note_control([message["content"] or "" for message in messages])
         built = list(fitter.build(messages, record.tools, trained, row))
         if len(built) > 1:
             self._note("conversations divided into several examples")

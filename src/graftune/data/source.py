@@ -1,72 +1,66 @@
-"""Files -> rows: numbered, parsed, not yet understood.
+"""Data -> rows: which files, in which order, how often, with columns renamed as asked.
 
-One small reader per file type, all yielding the same `Row`: its number, and either the object found there or the
-reason why there is none. A bad row never stops a reader; whether it stops the run is for the caller to say
-(`strict`). Only what spoils the whole file (missing, empty, not UTF-8, not a table) is an error here. A data-frame
-library would read these formats in fewer lines, but it guesses types and forgets line numbers.
-
-Row numbers: the line in .jsonl and .ndjson (blank lines count, but are not rows), the record's place from 1 elsewhere.
+`sources` finds the files (downloading those of a Hub data set), `rows` reads them. Two steps, so that a cache can be
+looked up by the files before any of them is read. A row's place is its file and number; its key is unique over all
+files, and equal to its number where there is one file.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
+import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, normal, refusal_of_all
+from graftune.data.find import check_file, files_of
+from graftune.data.readers import read
+from graftune.data.row import Refusal, Row, SourceFile, quoted, type_name
 from graftune.errors import GraftuneError
+from graftune.mixture import DataValue, entries
+
+__all__ = [
+    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "read_rows", "rows", "sha256_of", "sources", "type_name",
+]  # fmt: skip
+
+LOOKED_AT = 100  # rows of a file, before the first is handed out
+STRATUM = 10  # a fraction of the rows is taken from every ten of them
+Note = Callable[[str], None]
+_TOGETHER = (frozenset((*ASKS, *ANSWERS, "input", "context", "history")), frozenset(CHATS), frozenset({"text"}))
+_BESIDE = frozenset((*SYSTEMS, "tools"))
 
 
-class Refusal(Exception):
-    """Why one row is not used. `reason` is what the summary counts; `detail` adds what is particular to the row."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        self.reason = reason
-        self.text = f"{reason}: {detail}" if detail else reason
-        super().__init__(self.text)
+def _silent(text: str) -> None:
+    pass
 
 
-@dataclass(frozen=True)
-class Row:
-    number: int
-    value: dict[str, Any] | Refusal
+def sources(data: DataValue, note: Note = _silent) -> list[SourceFile]:
+    """The files that `data` names, in order; GraftuneError where there are none."""
+    return [file for source in entries(data) for file in files_of(source, note)]
+
+
+def rows(files: Sequence[SourceFile], map: Mapping[str, str] | None = None, note: Note = _silent) -> Iterator[Row]:
+    """Every row of the files, in order. `note` is told what was taken otherwise than by the book."""
+    before = 0
+    for file in files:
+        shown = file.shown if len(files) > 1 else ""
+        renaming = dict(file.map) if file.map is not None else dict(map or {})
+        counts = _counts(file.weight)
+        number = 0
+        for number, value in _checked(_renamed(read(file, note), renaming, file.shown), file.shown):
+            times = next(counts)
+            if times:
+                yield Row(number, value, shown, before + number, times)
+        before += number
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """Every row of a .jsonl, .ndjson, .json, .csv or .parquet file, in order."""
-    path = check_file(path)
-    return _READERS[path.suffix.lower()](path)
-
-
-def check_file(path: str | Path) -> Path:
-    """The path, once it is sure to be a file that can be read and whose type is known."""
-    path = Path(path)
-    where = str(path)
-    if path.is_dir():
-        raise GraftuneError("is a folder", where=where, mend="name the data file inside it")
-    if not path.exists():
-        raise GraftuneError("no such file", where=where, mend="check the path of the data")
-    if path.suffix.lower() not in _READERS:
-        known = ", ".join(_READERS)
-        shown = path.suffix or "no extension"
-        raise GraftuneError(f"unknown kind of data file ({shown})", where=where, mend=f"use one of {known}")
-    try:
-        with path.open("rb") as file:
-            head = file.read(4)
-    except OSError as error:
-        raise GraftuneError(
-            f"cannot be read ({error.strerror})", where=where, mend="check the file's permissions"
-        ) from None
-    if not head:
-        raise GraftuneError("is empty", where=where, mend="give a file with at least one record")
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise GraftuneError("is UTF-16 text", where=where, mend="save it as UTF-8")
-    return path
+    """Every row of one file."""
+    return rows(sources(str(path)))
 
 
 def sha256_of(path: str | Path) -> str:
@@ -74,140 +68,80 @@ def sha256_of(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield Row(number, _parsed(line))
+def digest_of(files: Sequence[SourceFile], sha256: Callable[[Path], str] = sha256_of) -> str:
+    """What the data is: the file's own hash where it is one file with weight 1 and no map of its own, otherwise a hash
+    over those of all."""
+    hashes = [sha256(file.path) for file in files]
+    if len(files) == 1 and files[0].weight == 1 and files[0].map is None:
+        return hashes[0]
+    parts = [[sha, file.weight, file.map] for sha, file in zip(hashes, files, strict=True)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _parsed(line: bytes) -> dict[str, Any] | Refusal:
-    try:
-        return _object(json.loads(line.decode("utf-8")))
-    except UnicodeDecodeError as error:
-        return Refusal("not UTF-8", f"byte {error.start + 1} of the line")
-    except json.JSONDecodeError as error:
-        return Refusal("broken JSON", f"{error.msg} at column {error.colno}")
-    except RecursionError:
-        return Refusal("broken JSON", "nested too deeply")
-    except ValueError as error:  # an integer of thousands of digits
-        return Refusal("broken JSON", str(error).split(";")[0])
+def _counts(weight: float) -> Iterator[int]:
+    """How often each row occurs: the whole part of the weight, and once more for a share of the rows.
+
+    The share is exact in every stretch of ten rows (up to rounding that is carried on) and random within it, by a
+    fixed seed: the same rows at every start, whatever the run's seed.
+    """
+    whole, share = int(weight), weight - int(weight)
+    if not share:
+        yield from itertools.repeat(whole)
+    for stratum in itertools.count():
+        order = np.random.default_rng([0x301D, stratum]).permutation(STRATUM)
+        quota = int((stratum + 1) * STRATUM * share + 0.5) - int(stratum * STRATUM * share + 0.5)
+        yield from (whole + int(place < quota) for place in order)
 
 
-def _object(value: object) -> dict[str, Any] | Refusal:
-    if isinstance(value, dict):
+Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
+
+
+def _checked(numbered: Numbered, shown: str) -> Numbered:
+    """Refuses a file by its first rows if it is made for losses that do not exist here."""
+    first = list(itertools.islice(numbered, LOOKED_AT))
+    for _, value in first:
+        error = None if isinstance(value, Refusal) else refusal_of_all(value)
+        if error is not None:
+            raise GraftuneError(error.what, where=shown, mend=error.mend)
+    yield from first
+    yield from numbered
+
+
+def _renamed(numbered: Numbered, renaming: dict[str, str], shown: str) -> Numbered:
+    """Rows with the columns of `map` under the names that it gives them."""
+    if not renaming:
+        yield from numbered
+        return
+    unknown = [target for target in renaming if normal(target) not in TARGETS]
+    if unknown:
+        raise GraftuneError(f"map: there is no field {unknown[0]!r}", mend=f"a map names {', '.join(TARGETS)}")
+    renaming = {normal(target): column for target, column in renaming.items()}
+    first = list(itertools.islice(numbered, LOOKED_AT))
+    found = list(dict.fromkeys(name for _, value in first if isinstance(value, dict) for name in value))
+    missing = [column for column in renaming.values() if column not in found]
+    if missing and found:
+        listed = ", ".join(quoted(name) for name in found[:20]) + (", ..." if len(found) > 20 else "")
+        raise GraftuneError(f"map: there is no column {quoted(missing[0])}", where=shown, mend=f"it has {listed}")
+    hidden = _hidden(set(renaming))
+    for number, value in itertools.chain(first, numbered):
+        yield number, _rename(value, renaming, hidden)
+
+
+def _hidden(targets: set[str]) -> Callable[[str], bool]:
+    """Columns that are not looked at any more: those of other kinds of records; and where the answer itself was named,
+    everything unknown too, so that `--map response=chosen` trains on preferred answers."""
+    mine = [group for group in _TOGETHER if group & targets]
+    others = KNOWN - frozenset().union(*mine, _BESIDE) if mine else frozenset()
+    explicit = bool(targets & {*ANSWERS, *CHATS, "text"})
+    return lambda name: name in targets or name in others or (explicit and name not in KNOWN)
+
+
+def _rename(value: dict[str, Any] | Refusal, renaming: dict[str, str], hidden: Callable[[str], bool]) -> Any:
+    if isinstance(value, Refusal):
         return value
-    return Refusal("not an object", f"the row is {type_name(value)}, not an object with keys")
-
-
-def _read_json(path: Path) -> Iterator[Row]:
-    where = str(path)
-    text = _decoded(path)
-    try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            raise GraftuneError(
-                f"holds more than one JSON value (line {error.lineno})",
-                where=where,
-                mend="if it has one object a line, name it .jsonl",
-            ) from None
-        raise GraftuneError(
-            f"broken JSON at line {error.lineno}, column {error.colno} ({error.msg})", where=where, mend="mend the file"
-        ) from None
-    except (RecursionError, ValueError):
-        raise GraftuneError("JSON that cannot be parsed", where=where, mend="mend the file") from None
-    if isinstance(tree, dict) and isinstance(tree.get("data"), list):
-        tree = tree["data"]
-    if not isinstance(tree, list):
-        raise GraftuneError(
-            f"holds {type_name(tree)}, not a list of records", where=where, mend='write [{...}, ...] or {"data": [...]}'
-        )
-    for number, value in enumerate(tree, 1):
-        yield Row(number, _object(value))
-
-
-def _read_csv(path: Path) -> Iterator[Row]:
-    text = _decoded(path)
-    limit = csv.field_size_limit(len(text) + 1)  # the module's default refuses cells over 128 KiB
-    try:
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        rows = [_cells(number, cells) for number, cells in enumerate(reader, 1)]
-    except csv.Error as error:
-        raise GraftuneError(
-            f"broken CSV at line {reader.line_num} ({error})", where=str(path), mend="mend the file"
-        ) from None
-    finally:
-        csv.field_size_limit(limit)
-    yield from rows
-
-
-def _cells(number: int, cells: dict[Any, Any]) -> Row:
-    if None in cells:
-        return Row(number, Refusal("more cells than the header has columns"))
-    missing = [name for name, cell in cells.items() if cell is None]
-    if missing:
-        return Row(number, Refusal("fewer cells than the header has columns"))
-    for name in ("messages", "conversations", "tools"):  # nested values are JSON inside a cell
-        if cells.get(name):
-            try:
-                cells[name] = json.loads(cells[name])
-            except ValueError:
-                return Row(number, Refusal("broken JSON", f"in column {name!r}"))
-    return Row(number, cells)
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise GraftuneError(
-            "reading .parquet needs pyarrow", where=str(path), mend="pip install graftune[parquet]"
-        ) from None
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in table.iter_batches():
-            for record in batch.to_pylist():
-                number += 1
-                # A column of lists of structs gives every struct every field: the absent ones are None.
-                yield Row(number, _without_none(record))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise GraftuneError(
-            f"is not a Parquet file that can be read ({str(error).splitlines()[0]})",
-            where=str(path),
-            mend="write it again",
-        ) from None
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_none(inner) for inner in value]
-    return value
-
-
-def _decoded(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise GraftuneError(f"is not UTF-8 (byte {error.start})", where=str(path), mend="save it as UTF-8") from None
-
-
-def type_name(value: object) -> str:
-    """A JSON value's type in the user's words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
-
-
-_READERS = {
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+    missing = next((column for column in renaming.values() if column not in value), None)
+    if missing is not None:
+        return Refusal("missing column", f"{quoted(missing)}, which map names")
+    taken = set(renaming.values())
+    kept = {name: inner for name, inner in value.items() if name not in taken and not hidden(normal(name))}
+    return {target: value[column] for target, column in renaming.items()} | kept

@@ -55,7 +55,7 @@ class PlainTemplate:
             if message.get("tool_calls") or message["role"] not in ("system", "user", "assistant"):
                 raise GraftuneError("plain text has no tool calls and no roles beyond system, user and assistant")
             if message["role"] == "assistant":
-                parts.append(message["content"] + self.eos)
+                parts.append((message["content"] or "") + self.eos)
             else:
                 before_another = place + 1 < len(messages) and messages[place + 1]["role"] != "assistant"
                 parts.append(message["content"] + ("\n" if before_another else ""))

@@ -1,0 +1,172 @@
+"""Which column of a row is what: by name, once for each set of names, with a note for everything unusual.
+
+Names are compared without capitals, spaces and hyphens. A pair that data sets agree on (prompt/response,
+question/answer ...) is taken before other combinations; where two pairs fit, the row is refused and `map` is named
+rather than one of them guessed. Preference data looks like answers with something beside them, so it is looked for
+first: training on rejected answers would be the worst of silent mistakes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graftune.data.row import quoted
+from graftune.errors import GraftuneError
+
+Kind = Literal["messages", "conversations", "alpaca", "prompt/response", "text"]
+
+CHATS = ("messages", "conversations", "conversation")
+ASKS = ("prompt", "question", "query", "instruction")
+ANSWERS = ("response", "completion", "answer", "output")
+PAIRS = (
+    ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("query", "response"),
+    ("instruction", "output"), ("instruction", "response"),
+)  # fmt: skip
+EXTRAS = ("input", "context")  # what an instruction is about (alpaca's, dolly's)
+SYSTEMS = ("system", "system_prompt")
+KNOWN = frozenset((*CHATS, *ASKS, *ANSWERS, *EXTRAS, *SYSTEMS, "text", "tools", "history"))
+TARGETS = tuple(sorted(KNOWN - {"conversation", "context", "system_prompt"}))  # of `map`
+EXPECTED = "prompt/response, question/answer, instruction/output, messages, conversations or text"
+
+_BETTER = {"chosen", "preferred", "chosen_response", "response_chosen", "preferred_response", "preferred_output",
+           "response_0", "response_a", "response_j"}  # fmt: skip
+_WORSE = {"rejected", "rejected_response", "response_rejected", "dispreferred", "non_preferred_output", "response_1",
+          "response_b", "response_k"}  # fmt: skip
+_LABELS = ("label", "kto_tag")
+PREFERENCE, RATED = "preference data", "answers rated good or bad (KTO)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Columns by their own names, "" where there is none. `refusal` is (reason, detail) of rows with these columns."""
+
+    kind: Kind = "text"
+    ask: str = ""  # of chats the turns, of texts the text
+    answer: str = ""
+    extra: str = ""
+    system: str = ""
+    tools: str = ""
+    history: str = ""
+    label: str = ""
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    refusal: tuple[str, str] | None = None
+
+
+def normal(name: object) -> str:
+    return str(name).strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def plan_for(row: dict[str, Any]) -> Plan:
+    """How to read the row. Columns that are null do not count, unless nothing is left without them."""
+    if None in row.values():
+        plan = _plan(tuple(name for name, value in row.items() if value is not None))
+        if plan.refusal is None:
+            return plan
+    return _plan(tuple(row))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(names: tuple[str, ...]) -> Plan:
+    own: dict[str, str] = {}
+    for name in names:
+        if normal(name) not in own or name == normal(name):
+            own[normal(name)] = name
+    worse = sorted(_WORSE & own.keys())
+    if worse and _BETTER & own.keys():
+        return Plan(refusal=(PREFERENCE, f"it has the column {quoted(own[worse[0]])}"))
+    system = next((own[name] for name in SYSTEMS if name in own), "")
+    found = _chat(own) or _pair(own) or _text(own)
+    if found.refusal is not None:
+        return found
+    tools, history = own.get("tools", ""), own.get("history", "") if found.kind != "text" else ""
+    if found.kind == "text":
+        system = tools = ""
+    used = {found.ask, found.answer, found.extra, system, tools, history}
+    notes = [f"column {quoted(name)} read as {normal(name)}" for name in used if name and name != normal(name)]
+    return Plan(
+        found.kind,
+        found.ask,
+        found.answer,
+        found.extra,
+        system=system,
+        tools=tools,
+        history=history,
+        label=next((own[name] for name in _LABELS if name in own), ""),
+        ignored=tuple(str(name) for name in names if name not in used),
+        notes=(*found.notes, *sorted(notes)),
+    )
+
+
+def _chat(own: dict[str, str]) -> Plan | None:
+    for name in CHATS:
+        if name in own:
+            return Plan("messages" if name == "messages" else "conversations", own[name])
+    return None
+
+
+def _pair(own: dict[str, str]) -> Plan | None:
+    """A question and an answer. Pairs that data sets agree on come first; input/output needs to stand alone."""
+    found = [(ask, answer) for ask, answer in PAIRS if ask in own and answer in own]
+    notes: tuple[str, ...] = ()
+    if not found:
+        asks, answers = [n for n in ASKS if n in own], [n for n in ANSWERS if n in own]
+        found = [(ask, answer) for ask in asks for answer in answers]
+        if not asks and answers == ["output"] and "input" in own:
+            found = [("input", "output")]
+        elif len(found) == 1:
+            notes = (f"columns {found[0][0]!r} and {found[0][1]!r} read as prompt and response",)
+    if not found:
+        return None
+    if len(found) > 1:
+        shown = " or ".join(f"{own[ask]}/{own[answer]}" for ask, answer in found)
+        ask, answer = (own[name] for name in found[0])
+        return Plan(refusal=("ambiguous columns", f"{shown}; say which with --map prompt={ask},response={answer}"))
+    ((ask, answer),) = found
+    extra = next((own[name] for name in EXTRAS if name in own), "") if ask == "instruction" else ""
+    kind: Kind = "alpaca" if ask == "instruction" else "prompt/response"
+    return Plan(kind, own[ask], own[answer], extra, notes=notes)
+
+
+def _text(own: dict[str, str]) -> Plan:
+    if "text" in own:
+        return Plan("text", own["text"])
+    for ask, answer in PAIRS:
+        if ask in own or answer in own:
+            has, lacks = (ask, answer) if ask in own else (answer, ask)
+            if "prompt" in (has, lacks):
+                return Plan(refusal=("missing key", "a prompt needs a response (or completion) beside it"))
+            return Plan(refusal=("missing key", f"{lacks!r} beside {has!r}"))
+    shown = [quoted(name) for name in own.values()][:6]
+    listed = (", ".join(shown) + (", ..." if len(own) > 6 else "")) or "no keys"
+    return Plan(refusal=("unknown keys", f"found {listed}; expected {EXPECTED}, or name them with map"))
+
+
+def refusal_of_all(row: dict[str, Any]) -> GraftuneError | None:
+    """Why a whole file with such a row is refused: it is for other losses than there are."""
+    plan = plan_for(row)
+    if plan.refusal is not None and plan.refusal[0] == PREFERENCE:
+        better = next((str(name) for name in row if normal(name) in _BETTER), "")
+        target = "messages" if isinstance(row.get(better), list) else "response"
+        return GraftuneError(
+            f"is {PREFERENCE} ({plan.refusal[1]}), which takes a preference loss (DPO, ORPO) that graftune does not "
+            "have yet",
+            mend=f"to train on the preferred answers alone, say so with --map {target}={better}",
+        )
+    if is_rated(plan, row):
+        return GraftuneError(
+            f"is data of {RATED}, by its column {quoted(plan.label)}, which takes a loss that graftune does not have "
+            "yet",
+            mend="remove the bad answers and the column, and train on the good ones",
+        )
+    return None
+
+
+def is_rated(plan: Plan, row: dict[str, Any]) -> bool:
+    """Whether the answer is marked good or bad: `label` true or false, as text in a CSV file."""
+    if not plan.label or plan.kind == "text":
+        return False
+    value = row[plan.label]
+    return isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))

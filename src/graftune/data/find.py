@@ -1,0 +1,159 @@
+"""The value of `data` -> the files to read: a file, a folder, a glob, or a data set on the Hub.
+
+Folders follow the convention of the Hub: files named by a split (train.jsonl, test-00000-of-00002.parquet, valid/x.csv)
+belong to it, and training takes `train`. So one rule serves both, and a folder with a test set beside the training set
+is not trained on its test set.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from graftune.data.row import SourceFile
+from graftune.data.streams import FORMATS, format_of
+from graftune.errors import GraftuneError
+from graftune.mixture import GLOB, Source
+
+Note = Callable[[str], None]
+SPLITS = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+MOST_NAMED = 20  # of a list in a sentence
+# Files about data sets, not of them.
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "package.json", "config.json"}
+_KNOWN = ", ".join(FORMATS) + " (text formats also as .gz, .zst, .bz2 or .xz)"
+
+
+def files_of(source: Source, note: Note) -> list[SourceFile]:
+    """The files of one source, in order."""
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        found = _in_folder(path, source, note)
+    elif path.exists() or path.is_symlink():
+        check_file(path)
+        found = [path]
+    elif GLOB & set(source.path) and "://" not in source.path:
+        found = _matching(str(path), source.path)
+    else:
+        from graftune.data import hub
+
+        return [_described(file, source, shown) for file, shown in hub.files_of(source, note)]
+    if (source.subset or source.split) and not path.is_dir():
+        raise GraftuneError(
+            "is a file, and split and subset choose among the files of a folder or Hub data set",
+            where=source.path, mend="leave them out",
+        )  # fmt: skip
+    return [_described(file, source, str(file)) for file in found]
+
+
+def _described(path: Path, source: Source, shown: str) -> SourceFile:
+    try:
+        known = path.stat()
+    except OSError as error:
+        raise GraftuneError(
+            f"cannot be read ({error.strerror})", where=shown, mend="check the file's permissions"
+        ) from None
+    renamed = None if source.map is None else tuple(source.map.items())
+    return SourceFile(path, known.st_size, known.st_mtime_ns, shown, source.weight, renamed)
+
+
+def check_file(path: str | Path) -> Path:
+    """The path, once it is sure to be a file that can be read and whose type is known."""
+    path, where = Path(path), str(path)
+    if not path.exists():
+        raise GraftuneError("no such file", where=where, mend="check the path of the data")
+    if format_of(path) is None:
+        shown = path.suffix or "no extension"
+        raise GraftuneError(f"unknown kind of data file ({shown})", where=where, mend=f"use one of {_KNOWN}")
+    try:
+        with path.open("rb") as file:
+            head = file.read(1)
+    except OSError as error:
+        raise GraftuneError(
+            f"cannot be read ({error.strerror})", where=where, mend="check the file's permissions"
+        ) from None
+    if not head:
+        raise GraftuneError("is empty", where=where, mend="give a file with at least one record")
+    return path
+
+
+def _matching(pattern: str, shown: str) -> list[Path]:
+    found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    data = [path for path in found if path.is_file() and format_of(path)]
+    if not data:
+        what = f"matches {len(found)} files but no data file" if found else "matches no file"
+        raise GraftuneError(what, where=shown, mend=f"data files are {_KNOWN}")
+    return [check_file(path) for path in data]
+
+
+def _in_folder(folder: Path, source: Source, note: Note) -> list[Path]:
+    where = str(folder)
+    names = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(root).relative_to(folder)
+        names += [str(inside / name) for name in files if not name.startswith(".")]
+    data = sorted(name for name in names if is_data(name))
+    if not data:
+        if any(name.endswith(".arrow") for name in names):
+            raise GraftuneError(
+                "is a folder of Arrow files, as save_to_disk writes them",
+                where=where, mend="write Parquet files with Dataset.to_parquet and give those",
+            )  # fmt: skip
+        raise GraftuneError("is a folder without data files", where=where, mend=f"data files are {_KNOWN}")
+    if source.subset:
+        data = [name for name in data if Path(name).parts[0] == source.subset or source.subset in Path(name).stem]
+        if not data:
+            raise GraftuneError(f"has no subset {source.subset!r}", where=where, mend="check the folder's names")
+    chosen = of_split(data, source.split, where)
+    others = [name for name in data if name not in chosen]
+    if others:
+        note(f"{where}: took {_listed(chosen)}; left for other splits: {_listed(others)}")
+    return [check_file(folder / name) for name in chosen]
+
+
+def is_data(name: str) -> bool:
+    return format_of(name) is not None and Path(name).name.lower() not in _ABOUT
+
+
+def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
+    """The files of a split, train where none is asked for. Files without a split's name are all one split, train."""
+    splits: dict[str, list[str]] = {}
+    for name in names:
+        splits.setdefault(split_of(name) or "", []).append(name)
+    wanted = split or "train"
+    for key in (wanted, SPLITS.get(wanted, wanted)):
+        if splits.get(key):
+            return splits[key]
+    loose = [name for name in splits.get("", []) if re.search(rf"(^|[\W_]){re.escape(wanted)}([\W_]|$)", name)]
+    if loose:
+        return loose
+    if not split and list(splits) == [""]:
+        return splits[""]
+    if split == "train" and list(splits) == [""]:
+        return splits[""]
+    shown = ", ".join(sorted(key or "(files without a split's name)" for key in splits))
+    raise GraftuneError(
+        f"has no split {wanted!r}; it has {shown}", where=where, mend="name one of them with split, or give its files"
+    )
+
+
+def split_of(name: str) -> str | None:
+    """train for train.jsonl, data/train-00000-of-00004.parquet, train/x.csv and my_train.jsonl; None for others."""
+    path = Path(name)
+    stem = path.name.split(".")[0].lower()
+    for text in (stem, *(part.lower() for part in reversed(path.parts[:-1]))):
+        for word in re.split(r"[^a-z]+", text):
+            if word in SPLITS:
+                return SPLITS[word]
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,90 @@
+"""Parquet files, a thousand rows at a time.
+
+Columns that can hold no text (times, decimals, raw bytes such as pictures) are not read at all: a value out of range
+in one of them would otherwise cost the row. What still cannot be converted refuses its row, not the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from graftune.data.columns import KNOWN, normal
+from graftune.data.row import Refusal, SourceFile
+from graftune.errors import GraftuneError
+
+BATCH = 1024  # rows
+
+
+def read_parquet(file: SourceFile, note: Callable[[str], None]) -> Iterator[tuple[int, dict[str, Any] | Refusal]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise GraftuneError(
+            "reading .parquet needs pyarrow", where=file.shown, mend="pip install graftune[parquet]"
+        ) from None
+    try:
+        with pyarrow.parquet.ParquetFile(file.path, buffer_size=1 << 20) as table:
+            names, left = _columns(table.schema_arrow, pyarrow.types)
+            if left:
+                note(f"columns of {file.shown} that hold no text are not used: {', '.join(left)}")
+            number = 0
+            for batch in table.iter_batches(batch_size=BATCH, columns=names):
+                for value in _records(batch, pyarrow.ArrowException):
+                    number += 1
+                    yield number, value
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise GraftuneError(
+            f"is not a Parquet file that can be read ({reason})", where=file.shown, mend="write it again"
+        ) from None
+
+
+def _columns(schema: Any, types: Any) -> tuple[list[str], list[str]]:
+    """Names of the columns to read, and of those left alone."""
+    names: list[str] = []
+    left: list[str] = []
+    for field in schema:
+        if field.name in names or field.name in left:
+            raise GraftuneError(f"has two columns named {field.name!r}", mend="rename or remove one of them")
+        raw = types.is_binary(field.type) or types.is_large_binary(field.type) or types.is_fixed_size_binary(field.type)
+        other = types.is_temporal(field.type) or types.is_decimal(field.type)
+        (left if other or (raw and normal(field.name) not in KNOWN) else names).append(field.name)
+    return names, left
+
+
+def _records(batch: Any, failure: type[Exception]) -> Iterator[dict[str, Any] | Refusal]:
+    try:
+        records = batch.to_pylist()
+    except (failure, ValueError, OverflowError, RecursionError):
+        records = [_record(batch.slice(place, 1), failure) for place in range(batch.num_rows)]
+    for record in records:
+        yield record if isinstance(record, Refusal) else _plain(record)
+
+
+def _record(row: Any, failure: type[Exception]) -> dict[str, Any] | Refusal:
+    """One row, column by column, so that the refusal can name the one at fault."""
+    found = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            found[name] = column[0].as_py()
+        except (failure, ValueError, OverflowError, RecursionError) as error:
+            return Refusal("a value that cannot be read", f"in column {name!r} ({type(error).__name__})")
+    return found
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any] | Refusal:
+    """Without what is absent: a column of lists of structs gives every struct every field, None where it had none."""
+    try:
+        return {name: _without_none(value) for name, value in record.items()}
+    except UnicodeDecodeError:
+        return Refusal("not UTF-8", "in a column of raw bytes")
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_none(inner) for inner in value]
+    return value.decode("utf-8") if isinstance(value, bytes) else value

@@ -1,0 +1,269 @@
+"""Files -> rows: numbered, parsed, not yet understood. One small reader per format.
+
+A bad row never stops a reader: it comes out as the reason why there is none. Only what spoils the whole file (not a
+table, cut off, wrong encoding) is an error. All readers stream, so memory does not grow with the number of rows. A
+data-frame library would read these formats in fewer lines, but it guesses types and forgets line numbers.
+
+Row numbers: the line in JSON lines (blank lines count, but are not rows), the record's place from 1 elsewhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from io import TextIOBase
+from typing import Any
+
+from graftune.data.columns import KNOWN, normal
+from graftune.data.row import Refusal, SourceFile, quoted, type_name
+from graftune.data.streams import CHUNK, Opened, binary_of, format_of, look, text_of
+from graftune.errors import GraftuneError
+
+Note = Callable[[str], None]
+Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
+WRAPPERS = ("data", "train", "rows", "examples", "records", "instances", "items")
+
+
+def read(file: SourceFile, note: Note) -> Numbered:
+    """Every row of a file, in order."""
+    kind = format_of(file.path)
+    if kind == ".parquet":
+        from graftune.data.parquet import read_parquet
+
+        yield from read_parquet(file, note)
+        return
+    opened = look(file.path, file.shown)
+    for text in opened.notes:
+        note(text)
+    if kind in (".csv", ".tsv"):
+        yield from _read_csv(opened, kind, note)
+        return
+    is_lines, is_list = _shape(opened)
+    if is_list:
+        if kind != ".json":
+            note(f"{file.shown} holds one JSON list, not one object per line, and was read as such")
+        yield from _read_list(opened)
+    elif is_lines or kind != ".json":
+        if kind == ".json":
+            note(f"{file.shown} holds one JSON object per line and was read as JSON lines")
+        yield from _read_lines(opened)
+    else:
+        yield from _read_wrapped(opened)
+
+
+def _shape(opened: Opened) -> tuple[bool, bool]:
+    """(one object per line, one list) as far as the first line tells."""
+    head = opened.head.decode(opened.encoding.removesuffix("-sig"), errors="replace").lstrip("\ufeff \t\r\n")
+    if head.startswith("["):
+        line = head.partition("\n")[0].rstrip()
+        rest = head[len(line) :].lstrip()
+        # Lines that are lists each are bad rows, not a list of rows.
+        return False, not (line.endswith("]") and rest.startswith(("[", "{")))
+    first, _, rest = head.partition("\n")
+    return isinstance(_loaded(first), dict) and bool(rest.strip()), False
+
+
+def _loaded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_lines(opened: Opened) -> Numbered:
+    if not opened.encoding.startswith("utf-8"):
+        with text_of(opened) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip("\ufeff \t\r\n"):
+                    yield number, _parsed(line.lstrip("\ufeff"))
+        return
+    with binary_of(opened) as file:
+        for number, raw in enumerate(file, 1):
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            if raw.strip():
+                yield number, _parsed(raw)
+
+
+def _parsed(line: bytes | str) -> dict[str, Any] | Refusal:
+    try:
+        return _object(json.loads(line if isinstance(line, str) else line.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        return Refusal("not UTF-8", f"byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return Refusal("broken JSON", f"{error.msg} at column {error.colno}")
+    except RecursionError:
+        return Refusal("broken JSON", "nested too deeply")
+    except ValueError as error:  # an integer of thousands of digits
+        return Refusal("broken JSON", str(error).split(";")[0])
+
+
+def _object(value: object) -> dict[str, Any] | Refusal:
+    if isinstance(value, dict):
+        return value
+    return Refusal("not an object", f"the row is {type_name(value)}, not an object with keys")
+
+
+def _read_wrapped(opened: Opened) -> Numbered:
+    """A .json file that is one object: rows under a key such as "data"."""
+    with text_of(opened) as text:
+        window = _Window(text, opened.shown)
+        window.skip()
+        tree = window.value()
+        if window.skip():
+            raise GraftuneError(
+                f"holds more than one JSON value (line {window.place()[0]})",
+                where=opened.shown,
+                mend="write one object per line, or one list [{...}, ...]",
+            )
+    lists = [tree[key] for key in WRAPPERS if isinstance(tree, dict) and isinstance(tree.get(key), list)]
+    if len(lists) != 1:
+        raise GraftuneError(
+            f"holds {type_name(tree)}, not a list of records",
+            where=opened.shown,
+            mend='write [{...}, ...] or {"data": [...]} (in pandas: to_json(FILE, orient="records"))',
+        )
+    for number, value in enumerate(lists[0], 1):
+        yield number, _object(value)
+
+
+def _read_list(opened: Opened) -> Numbered:
+    """A JSON list, one element in memory at a time."""
+    with text_of(opened) as text:
+        window = _Window(text, opened.shown)
+        window.skip()
+        window.at += 1
+        for number in itertools.count(1):
+            if window.skip() == "]" and number == 1:
+                break
+            yield number, _object(window.value())
+            after = window.skip()
+            if after not in (",", "]"):
+                raise window.broken("the list never ends" if not after else "Expecting ',' delimiter")
+            if after == "]":
+                break
+            window.at += 1
+        window.at += 1
+        if window.skip():
+            raise GraftuneError(
+                f"holds more than one JSON value (line {window.place()[0]})",
+                where=opened.shown,
+                mend="write one list [{...}, ...], or one object per line",
+            )
+
+
+class _Window:
+    """A stretch of JSON text that moves over a file. It doubles where a value does not end in it, so that each
+    character is looked at a bounded number of times."""
+
+    def __init__(self, text: TextIOBase, shown: str):
+        self.text, self.shown = text, shown
+        self.buffer, self.at, self.ended = "", 0, False
+        self.line, self.column = 1, 1  # of the buffer's start
+        self.decoder = json.JSONDecoder()
+
+    def more(self) -> None:
+        self.line, self.column = self.place()
+        kept = self.buffer[self.at :]
+        fresh = self.text.read(max(CHUNK, len(kept)))
+        self.ended = not fresh
+        self.buffer, self.at = kept + fresh, 0
+
+    def skip(self) -> str:
+        """The next character that is not blank, "" at the end."""
+        while True:
+            while self.at < len(self.buffer):
+                letter = self.buffer[self.at]
+                if letter not in " \t\r\n\ufeff":
+                    return letter
+                self.at += 1
+            if self.ended:
+                return ""
+            self.more()
+
+    def value(self) -> object:
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.buffer, self.at)
+                if end < len(self.buffer) or self.ended:
+                    self.at = end
+                    return value
+            except json.JSONDecodeError as error:
+                if self.ended:
+                    self.at = error.pos
+                    raise self.broken(error.msg) from None
+            except (RecursionError, ValueError):
+                raise self.broken("nested too deeply, or a number of thousands of digits") from None
+            self.more()
+
+    def place(self) -> tuple[int, int]:
+        """Line and column of `at`."""
+        before = self.buffer[: self.at]
+        lines = before.count("\n")
+        column = len(before) - before.rfind("\n") if lines else self.column + len(before)
+        return self.line + lines, column
+
+    def broken(self, why: str) -> GraftuneError:
+        line, column = self.place()
+        return GraftuneError(
+            f"broken JSON at line {line}, column {column} ({why})", where=self.shown, mend="fix the file"
+        )
+
+
+def _read_csv(opened: Opened, kind: str, note: Note) -> Numbered:
+    with text_of(opened) as text:
+        first = text.readline()
+        if not first.strip():
+            raise GraftuneError("has no header", where=opened.shown, mend="name the columns in the first line")
+        separator = _separator(first)
+        if separator != ("\t" if kind == ".tsv" else ","):
+            shown = {",": "commas", "\t": "tabs"}.get(separator, repr(separator))
+            note(f"{opened.shown} separates its columns by {shown} and was read so")
+        csv.field_size_limit(2**31 - 1)  # the module's default refuses cells over 128 KiB
+        reader = csv.reader(itertools.chain([first], text), delimiter=separator, strict=True)
+        number = 0
+        try:
+            names = [name.strip() for name in next(reader)]
+            _check_header(names, opened.shown)
+            for cells in reader:
+                if cells:
+                    number += 1
+                    yield number, _cells(names, cells)
+        except csv.Error as error:
+            hint = ", or a quote that is never closed" if "end of data" in str(error) else ""
+            raise GraftuneError(
+                f"broken CSV at line {reader.line_num}, after row {number} ({error}{hint})",
+                where=opened.shown,
+                mend="fix the file",
+            ) from None
+
+
+def _separator(header: str) -> str:
+    """The one under which the header has most columns that are known, or else most columns; a comma if in doubt."""
+
+    def rank(separator: str) -> tuple[int, int]:
+        try:
+            names = next(csv.reader([header], delimiter=separator))
+        except csv.Error:
+            return 0, 0
+        return sum(normal(name) in KNOWN for name in names), len(names)
+
+    return max((",", ";", "\t", "|"), key=rank)
+
+
+def _check_header(names: list[str], shown: str) -> None:
+    twice = [name for place, name in enumerate(names) if name and name in names[:place]]
+    if twice:
+        raise GraftuneError(
+            f"has two columns named {quoted(twice[0])}", where=shown, mend="rename or remove one of them"
+        )
+
+
+def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Refusal:
+    if len(cells) > len(names):
+        return Refusal("more cells than the header has columns")
+    if len(cells) < len(names):
+        return Refusal("fewer cells than the header has columns")
+    return {name: cell for name, cell in zip(names, cells, strict=True) if name}

@@ -1,0 +1,60 @@
+"""What passes from the readers to everything else: a row and its place, or the reason why it cannot be used.
+
+Apart from the readers, so that recognition (columns, turns) and reading do not import each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LONGEST_QUOTE = 60
+
+
+class Refusal(Exception):
+    """Why one row is not used. `reason` is what the summary counts; `detail` adds what is particular to the row."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        self.reason = reason
+        self.text = f"{reason}: {detail}" if detail else reason
+        super().__init__(self.text)
+
+
+class Row(NamedTuple):
+    """`number` counts in its own file, `key` over all files of the data (with one file they are equal)."""
+
+    number: int
+    value: dict[str, Any] | Refusal
+    file: str = ""  # as messages name it; empty where there is only one
+    key: int = 0
+    times: int = 1  # how often it occurs per epoch, by the weight of its source
+
+    @property
+    def place(self) -> str:
+        """Where a user finds it."""
+        return f"{self.file}, row {self.number}" if self.file else f"row {self.number}"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file to read. All fields but `shown` decide what the rows are; size and mtime_ns tell a changed file."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    shown: str
+    weight: float = 1.0
+    map: tuple[tuple[str, str], ...] | None = None  # its source's own renaming of columns; None: the settings'
+
+
+def quoted(value: object) -> str:
+    """Something from a file inside a message: escaped, in quotes, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 4] + "..." + text[0]
+
+
+def type_name(value: object) -> str:
+    """A JSON value's type in the user's words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)

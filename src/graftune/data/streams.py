@@ -1,0 +1,176 @@
+"""Opening a text file as people have it: compressed or not, UTF-8 or what Excel and Windows write.
+
+Compression is told by a file's first bytes, not by its name. Text is UTF-8 unless it cannot be; what is taken for
+something else is said in a note, and what could be several things is refused with the command that converts it. A
+detector by letter statistics would accept more files and train on wrong letters now and then.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from graftune.errors import GraftuneError
+
+TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+FORMATS = (*TEXT_FORMATS, ".parquet")
+COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00"}
+SCANNED = 64 << 20  # bytes looked at to tell the encoding
+CHUNK = 1 << 20
+CONVERT = "convert it, as with: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW (naming its true encoding)"
+
+# Letters and signs of Western European text in Windows-1252. Those by which Polish, Czech or Turkish text in a code
+# page of its own would show are not among them.
+_WESTERN = bytes(
+    byte
+    for first, last in (
+        (0x80, 0x80), (0x85, 0x85), (0x8C, 0x8C), (0x91, 0x94), (0x96, 0x97), (0x9C, 0x9C), (0xA0, 0xA1), (0xA3, 0xA3),
+        (0xA7, 0xA7), (0xA9, 0xA9), (0xAB, 0xAB), (0xAE, 0xAE), (0xB0, 0xB0), (0xB4, 0xB4), (0xB7, 0xB7), (0xBB, 0xBB),
+        (0xBF, 0xCF), (0xD1, 0xD6), (0xD8, 0xDC), (0xDF, 0xEF), (0xF1, 0xF6), (0xF8, 0xFC),
+    )
+    for byte in range(first, last + 1)
+)  # fmt: skip
+_OTHERS = {
+    b"PAR1": ("is a Parquet file", "name it .parquet"),
+    b"PK\x03\x04": ("is a zip archive or an Excel workbook", "save the sheet as CSV, or unpack it"),
+    b"version https://git-lfs": ("is a Git LFS pointer, not the data", "run `git lfs pull` where it came from"),
+    b"<!DOCTYPE": ("is a web page, not data", "download the file itself"),
+    b"<html": ("is a web page, not data", "download the file itself"),
+    b"ARROW1": ("is an Arrow file", "write it as Parquet: Dataset.to_parquet"),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a file's first bytes tell: `head` is unpacked; `notes` are for the user."""
+
+    path: Path
+    shown: str
+    compression: str
+    encoding: str
+    head: bytes
+    notes: tuple[str, ...]
+
+
+def format_of(path: str | Path) -> str | None:
+    """The kind of a data file by its name, without the ending of a compression; None for anything else."""
+    name = Path(path).name.lower()
+    packed = next((ending for ending in COMPRESSED if name.endswith(ending)), "")
+    known = TEXT_FORMATS if packed else FORMATS
+    suffix = Path(name.removesuffix(packed)).suffix
+    return suffix if suffix in known else None
+
+
+def look(path: Path, shown: str) -> Opened:
+    """Compression and encoding of a text file; GraftuneError where neither can be read."""
+    with reading(shown):
+        with path.open("rb") as file:
+            head = file.read(64)
+        packed = next((ending for ending, magic in COMPRESSED.items() if head.startswith(magic)), "")
+        with _unpacked(path, packed, shown) as stream:
+            head = stream.read(CHUNK)
+            if not head:
+                raise GraftuneError("is empty", where=shown, mend="give a file with at least one record")
+            for magic, (what, mend) in _OTHERS.items():
+                if head.startswith(magic):
+                    raise GraftuneError(what, where=shown, mend=mend)
+            encoding = _encoding(head, stream)
+    named = next((ending for ending in COMPRESSED if path.name.lower().endswith(ending)), "")
+    notes = []
+    if packed != named:
+        notes.append(f"{shown} is {'compressed (' + packed + ')' if packed else 'not compressed'}, whatever its name")
+    if encoding.startswith("utf-16"):
+        notes.append(f"{shown} is UTF-16 text and was read as such")
+    elif encoding == "cp1252":
+        notes.append(f"{shown} is not UTF-8 and was read as Windows-1252 (Latin-1); if letters look wrong, convert it")
+    return Opened(path, shown, packed, encoding, head, tuple(notes))
+
+
+def _encoding(head: bytes, stream: BinaryIO) -> str:
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "utf-16"
+    if len(head) > 1 and 0 in head[:2]:
+        return "utf-16-be" if head[0] == 0 else "utf-16-le"
+    decoder, chunk, seen, letters = codecs.getincrementaldecoder("utf-8")(), head, 0, False
+    while chunk and seen < SCANNED:
+        try:
+            letters = not decoder.decode(chunk).isascii() or letters
+        except UnicodeDecodeError:
+            return "cp1252" if not letters and _western(chunk + stream.read(CHUNK)) else "utf-8-sig"
+        seen += len(chunk)
+        chunk = stream.read(CHUNK)
+    return "utf-8-sig"
+
+
+def _western(data: bytes) -> bool:
+    """Whether Windows-1252 is the only likely reading: known letters, standing alone as accented letters do, and none
+    that would be a letter in UTF-8."""
+    high = data.translate(None, bytes(range(128)))
+    if high.translate(None, _WESTERN):
+        return False
+    return re.search(rb"[\x80-\xff]{4}|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}", data) is None
+
+
+@contextmanager
+def text_of(opened: Opened) -> Iterator[io.TextIOWrapper]:
+    """The file's text with its line ends as they are."""
+    with binary_of(opened) as stream:
+        yield io.TextIOWrapper(stream, encoding=opened.encoding, newline="\n")
+
+
+@contextmanager
+def binary_of(opened: Opened) -> Iterator[BinaryIO]:
+    with reading(opened.shown), _unpacked(opened.path, opened.compression, opened.shown) as stream:
+        yield stream
+
+
+@contextmanager
+def reading(shown: str) -> Iterator[None]:
+    """Turns what can go wrong between the disk and the text into sentences."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise GraftuneError("is not UTF-8 text", where=shown, mend=CONVERT) from None
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise GraftuneError(
+            f"is damaged or cut off ({error})", where=shown, mend="download or compress it again"
+        ) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise GraftuneError(f"cannot be read ({reason})", where=shown, mend="check the file's permissions") from None
+
+
+@contextmanager
+def _unpacked(path: Path, packed: str, shown: str) -> Iterator[BinaryIO]:
+    if packed == ".zst":
+        with path.open("rb") as file, _zstandard(shown, file) as stream:
+            yield stream
+        return
+    opener: Any = {"": Path.open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[packed]
+    with opener(path, "rb") as stream:
+        yield stream
+
+
+@contextmanager
+def _zstandard(shown: str, file: BinaryIO) -> Iterator[BinaryIO]:
+    try:
+        import zstandard
+    except ImportError:
+        raise GraftuneError(
+            "reading .zst needs zstandard", where=shown, mend="pip install graftune[zstd], or unpack it with zstd -d"
+        ) from None
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as stream:
+            yield io.BufferedReader(stream, CHUNK)
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from None

@@ -1,0 +1,196 @@
+"""One turn of a conversation -> a message in the form that chat templates read (OpenAI's).
+
+Turns are written as role/content or as from/value, with the speakers' names of a dozen tools; calls of functions as
+`tool_calls`, as OpenAI's older `function_call`, or as ShareGPT turns of a speaker of their own. All of it comes out as
+one shape, as an inference server would hand it to the template. What has no place in that shape refuses the row by its
+own name; what was spelt in an unusual way is noted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from graftune.data.row import Refusal, quoted, type_name
+
+Message = dict[str, Any]
+
+DEEPEST = 64  # levels of lists and objects in tools and arguments: templates walk them by recursion
+_ROLES = {
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "ai": "assistant",
+    "system": "system", "developer": "system",
+    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool",
+    "function_call": "call", "tool_call": "call",
+}  # fmt: skip
+_PLAIN = frozenset({"user", "assistant", "system", "tool", "human", "gpt"})  # need no note
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_ASIDE = frozenset({"train", "weight", "role", "from", "content", "value", "function_call", "refusal", "tool_calls"})
+
+
+@dataclass
+class Turns:
+    """The messages of a row as they are converted. `flags[i]` is message i's own wish to be trained, if any."""
+
+    messages: list[Message] = field(default_factory=list)
+    flags: list[bool | None] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    arguments_were_text: bool = False
+
+    def add(self, message: Message, flag: bool | None = None) -> None:
+        self.messages.append(message)
+        self.flags.append(flag)
+
+    def convert(self, turn: dict[str, Any], place: int) -> None:
+        """Adds turn number `place`."""
+        role = self._role(turn, place)
+        content = _content(place, turn["content"] if turn.get("content") is not None else turn.get("value"))
+        message: Message = {"role": role, "content": content}
+        message.update((k, v) for k, v in turn.items() if k not in _ASIDE and v is not None)
+        if len(message) > 2:
+            check_depth(message, f"message {place}")
+        if role == "call":
+            role = message["role"] = "assistant"
+            message |= {"content": None, "tool_calls": self._spoken_calls(content, place)}
+        elif turn.get("tool_calls") or turn.get("function_call") or turn.get("refusal"):
+            self._beside(message, turn, place)
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        if role in ("user", "assistant") and not (message["content"] or "").strip() and "tool_calls" not in message:
+            raise Refusal("blank response" if role == "assistant" else "blank prompt", f"message {place}")
+        self.add(message, _flag(place, turn))
+
+    def _role(self, turn: dict[str, Any], place: int) -> str:
+        own = turn.get("role")
+        speaker = own if own is not None else turn.get("from")
+        if not isinstance(speaker, str) or not speaker.strip():
+            raise Refusal("wrong type", f"message {place} has no 'role' (or 'from')")
+        role = _ROLES.get(speaker)
+        if role is None:
+            role = _ROLES.get(speaker.strip().lower())
+            if role is None:
+                if own is None:
+                    raise Refusal("unknown speaker", f"turn {place} is from {quoted(speaker)}; expected human or gpt")
+                return speaker  # a role that the model's template may know
+        if speaker not in _PLAIN:
+            meant = "the assistant's tool call" if role == "call" else role
+            self.notes.append(f"turns of {quoted(speaker)} read as {meant}")
+        return role
+
+    def _beside(self, message: Message, turn: dict[str, Any], place: int) -> None:
+        """Tool calls, OpenAI's older function_call, and refusals."""
+        if message["role"] != "assistant":
+            what = next(name for name in ("tool_calls", "function_call", "refusal") if turn.get(name))
+            raise Refusal(f"{what} in a turn that is not the assistant's", f"message {place}")
+        if turn.get("tool_calls"):
+            calls = self._json(turn["tool_calls"], f"in the tool_calls of message {place}")
+            if not isinstance(calls, list):
+                raise Refusal("wrong type", f"the tool_calls of message {place} must be a list of objects")
+            message["tool_calls"] = [self._call(call, place) for call in calls]
+        elif turn.get("function_call"):
+            message["tool_calls"] = [self._call(turn["function_call"], place)]
+            self.notes.append("'function_call' read as tool_calls")
+        elif turn.get("refusal") is not None and not message["content"]:
+            if not isinstance(turn["refusal"], str):
+                raise Refusal("wrong type", f"the refusal of message {place} must be text")
+            message["content"] = as_unicode(turn["refusal"])
+            self.notes.append("'refusal' read as the assistant's text")
+
+    def _spoken_calls(self, content: str | None, place: int) -> list[Message]:
+        """A turn of the speaker function_call: its text is one call, or a list of them, in JSON."""
+        calls = self._json(content or "", f"in the function call of turn {place}")
+        return [self._call(call, place) for call in (calls if isinstance(calls, list) else [calls])]
+
+    def _call(self, call: object, place: int) -> Message:
+        """A call with its arguments as an object: OpenAI sends them as JSON text, and templates that print JSON would
+        quote them twice."""
+        holder = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(call, dict) or not isinstance(holder, dict) or not isinstance(holder.get("name"), str):
+            raise Refusal("wrong type", f"a tool call of message {place} is no object with a function's name")
+        arguments = holder.get("arguments", holder.get("parameters", {}))
+        if isinstance(arguments, str):
+            self.arguments_were_text = True
+            text = arguments if arguments.strip() else "{}"
+            arguments = self._json(text, f"in a tool call's arguments, message {place}")
+        check_depth(arguments, f"a tool call's arguments, message {place}")
+        function = {k: v for k, v in holder.items() if k not in ("arguments", "parameters", "type", "id")}
+        function["arguments"] = {} if arguments is None else arguments
+        outer = {k: call[k] for k in ("id", "type") if isinstance(call.get(k), str)}
+        return {"type": "function", **outer, "function": function}
+
+    @staticmethod
+    def _json(value: object, where: str) -> Any:
+        return parsed(value, where) if isinstance(value, str) else value
+
+
+def parsed(text: str, where: str) -> Any:
+    """JSON inside a value; `where` says in which."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise Refusal("broken JSON", f"{where} (nested too deeply)") from None
+    except ValueError:
+        raise Refusal("broken JSON", where) from None
+
+
+def check_depth(value: object, where: str) -> None:
+    """Refuses what is nested so deeply that rendering it would end in a recursion error."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise Refusal("nested too deeply", f"{where}, over {DEEPEST} levels")
+
+
+def _content(place: int, content: object) -> str | None:
+    """Text, OpenAI's list of text parts joined, or None."""
+    if isinstance(content, str):
+        return as_unicode(content)
+    if content is None:
+        return None
+    if isinstance(content, list):
+        return as_unicode("".join(_part(place, part) for part in content))
+    raise Refusal("wrong type", f"the content of message {place} must be text, is {type_name(content)}")
+
+
+def _part(place: int, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        kind = part.get("type", "text")
+        text = part.get("refusal") if kind == "refusal" else part.get("text")
+        if kind in (*_TEXT_PARTS, "refusal") and isinstance(text, str):
+            return text
+        raise Refusal("wrong type", f"message {place} has content that is not text ({quoted(kind)})")
+    raise Refusal("wrong type", f"message {place} has content that is not text")
+
+
+def _flag(place: int, turn: Message) -> bool | None:
+    train, weight = turn.get("train"), turn.get("weight")
+    if train is not None:
+        if not isinstance(train, bool):
+            raise Refusal("wrong type", f"'train' of message {place} must be true or false")
+        return train
+    if weight is None:
+        return None
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise Refusal("wrong type", f"'weight' of message {place} must be 0 or 1")
+    return bool(weight)
+
+
+def as_unicode(text: str) -> str:
+    """JSON may escape half of a surrogate pair; no tokenizer can encode that."""
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise Refusal("not Unicode text", f"a lone surrogate at character {error.start + 1}") from None
+    return text
