@@ -30,7 +30,7 @@ def complaint(*layers: dict[str, Any]) -> str:
 
 def test_defaults_are_those_of_the_design() -> None:
     c = Config()
-    assert (c.lora.rank, c.lora.alpha, c.optim.lr, c.train.epochs, c.data.max_seq_len) == (16, 32, 2e-4, 3, 512)
+    assert (c.lora.rank, c.lora.alpha, c.optim.lr, c.train.epochs, c.data.max_seq_len) == (16, 32, 2e-4, 3, 0)
     assert (c.optim.clip, c.optim.clip_mode, c.train.tokens_per_step) == (1.0, "global", 4096)
     assert (c.optim.warmup, c.optim.schedule, c.optim.min_lr) == (0.1, "cosine", 1e-6)
     assert (c.optim.beta1, c.optim.beta2, c.optim.eps, c.optim.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
@@ -148,6 +148,17 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
         return st.sampled_from(typing.get_args(leaf.type))
     if typing.get_origin(leaf.type) is tuple:
         return st.lists(st.text(min_size=1)).map(tuple)
+    if leaf.type == dict[str, str]:
+        return st.dictionaries(st.text(min_size=1), st.text(min_size=1))
+    if typing.get_origin(leaf.type) is dict:
+        scalars = (
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+        )
+        return st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars))
+    if leaf.name == "date":
+        return st.dates().map(str)
+    if leaf.name == "max_seq_len":
+        return st.sampled_from([0, 8, 4096])
     if leaf.type is bool:
         return st.booleans()
     if leaf.type is int:

@@ -57,7 +57,7 @@ def settings() -> str:
             section = leaf.section
             lines.append(f"| **{section}** | | |")
         default = ", ".join(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
-        shown = f"`{default}`" if default not in ("", ()) else "(empty)"
+        shown = f"`{default}`" if default not in ("", (), {}) else "(empty)"
         lines.append(f"| `{leaf.name}` | {shown} | {leaf.help} |")
     return "\n".join(lines)
 

@@ -9,21 +9,22 @@ leave them flat. A key that no field reads is an error.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import functools
-import math
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from graftune.errors import GraftuneError
+from graftune.values import checked, shown
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 TARGETS = (*PROJECTIONS, *FUSED)
+LENGTH, SHORTEST = 2048, 8  # tokens of an example: the longest unless set, and the least that may be set
 TARGET_SHORTHANDS = {
     "all_linear": PROJECTIONS,
     "attention": PROJECTIONS[:4],
@@ -36,7 +37,10 @@ def opt(
     default: Any, help: str, *, min: float | None = None, max: float | None = None, above: float | None = None
 ) -> Any:
     """A field with its help text and its inclusive range (`above` is an exclusive lower bound)."""
-    return field(default=default, metadata={"help": help, "min": min, "max": max, "above": above})
+    metadata = {"help": help, "min": min, "max": max, "above": above}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,36 @@ class DataConfig:
     data: str = opt("", "training data: .jsonl, .json, .csv or .parquet; empty: the bundled sample")
     eval_data: str = opt("", "validation data; empty: split off the training data")
     val_split: float = opt(0.2, "share of the data held out for validation", min=0, max=0.9)
-    max_seq_len: int = opt(512, "longest example, in tokens", min=8)
-    train_on: Literal["assistant", "last", "flagged"] = opt(
-        "assistant", 'which turns are trained: every assistant turn, the last one, or those with "train": true'
+    eval_examples: int = opt(0, "use at most this many validation examples; 0: all", min=0)
+    map: dict[str, str] = opt(  # noqa: RUF009 (opt makes a default_factory)
+        {}, "which column is which, as prompt=Question,response=Answer; empty: recognised by their names"
     )
+    max_seq_len: int = opt(
+        0, "longest example in tokens, at least 8; 0: 2048, or the base's context where that is shorter", min=0
+    )
+    train_on: Literal["assistant", "last", "flagged"] = opt(
+        "assistant",
+        "which turns are trained: every assistant turn (but those with weight 0 or train: false), the last one, or "
+        "only those flagged with train: true",
+    )
+    prompt_form: Literal["inference", "template"] = opt(
+        "inference",
+        "text before an answer: the prompt as inference gives it, or the conversation as the template renders it",
+    )
+    template_vars: dict[str, Any] = opt(  # noqa: RUF009
+        {}, "variables given to the chat template, as enable_thinking=false,reasoning_effort=high"
+    )
+    train_reasoning: Literal["all", "none", "not_empty"] = opt(
+        "all", "which reasoning (thinking) blocks are trained: all, none, or those that are not empty"
+    )
+    date: str = opt("", "date that a chat template prints, as 2026-11-17; empty: the day the run starts")
     template: str = opt("auto", "chat template: auto (the model's own), none (prompt ++ response), or a Jinja file")
     append_eos: bool = opt(False, "append EOS to turns of a template that has no end token")
     strict: bool = opt(False, "stop at the first bad row instead of counting it")
+
+    def longest(self, context: int = LENGTH) -> int:
+        """max_seq_len, with 0 resolved for a base of that context."""
+        return self.max_seq_len or min(LENGTH, context)
 
 
 @dataclass(frozen=True)
@@ -111,7 +138,7 @@ class TrainConfig:
     method: Literal["lora", "full", "scratch"] = opt(
         "lora", "what trains: adapters, every weight of the base, or every weight from random ones (base: a config)"
     )
-    epochs: int = opt(3, "passes over the data", min=1)
+    epochs: float = opt(3.0, "passes over the data; 0.5 is half a pass", above=0)
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", min=0)
     tokens_per_step: int = opt(4096, "tokens of one optimizer step", min=8)
     tokens_per_micro_batch: int = opt(
@@ -122,6 +149,7 @@ class TrainConfig:
     )
     eval_every: int = opt(0, "evaluate every N steps, besides before the first and after each epoch; 0: off", min=0)
     save_every: int = opt(0, "checkpoint every N steps, besides after each epoch; 0: off", min=0)
+    save_minutes: float = opt(15.0, "checkpoint after this many minutes without one; 0: off", min=0)
     keep_last: int = opt(2, "checkpoints kept beside the best one", min=1)
     patience: int = opt(5, "evaluations without improvement before stopping; 0: never", min=0)
     seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0, max=2**63 - 1)
@@ -221,10 +249,14 @@ class Leaf:
 
 def leaves() -> list[Leaf]:
     return [
-        Leaf(name, f.name, _hints(section)[f.name], f.default, f.metadata["help"])
+        Leaf(name, f.name, _hints(section)[f.name], _default(f), f.metadata["help"])
         for name, section in _sections().items()
         for f in dataclasses.fields(section)
     ]
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -307,72 +339,18 @@ def _unknown(shown: str, key: str, known: list[str], where: str) -> GraftuneErro
 
 
 def _checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
-    """`value` as the field's type, or an error that names the field. Nothing is guessed: '3' is not a number."""
-    value = _coerced(f.name, hint, value, where)
+    value = checked(f, hint, value, where)
     if f.name == "targets":
         expand_targets(value, where)
-    low, high, above = f.metadata["min"], f.metadata["max"], f.metadata["above"]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        bad = (
-            (low is not None and value < low)
-            or (high is not None and value > high)
-            or (above is not None and value <= above)
-        )
-        infinite = isinstance(value, float) and not math.isfinite(value)
-        if bad or infinite:
-            bounds = [
-                "a finite number" if infinite else "",
-                f"at least {low}" if low is not None else "",
-                f"above {above}" if above is not None else "",
-                f"at most {high}" if high is not None else "",
-            ]
-            raise GraftuneError(
-                f"{f.name} is {value}", where=where, mend="it must be " + " and ".join(b for b in bounds if b)
-            )
+    elif f.name == "max_seq_len" and 0 < value < SHORTEST:
+        raise GraftuneError(f"max_seq_len is {value}", where=where, mend=f"it must be at least {SHORTEST}, or 0")
+    elif f.name == "date" and value and not _is_date(value):
+        raise GraftuneError(f"date is {shown(value)}", where=where, mend="write it as year-month-day, as 2026-11-17")
     return value
 
 
-def _coerced(name: str, hint: Any, value: Any, where: str) -> Any:
-    def wrong(expected: str) -> GraftuneError:
-        return GraftuneError(f"{name} is {value!r}", where=where, mend=f"it must be {expected}")
-
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        raise AssertionError(f"{name}: optional fields are not part of the tree; use an empty value")
-    if origin is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise wrong("one of " + ", ".join(map(str, choices)))
-        return value
-    if origin is tuple:
-        if isinstance(value, str):
-            value = tuple(part.strip() for part in value.split(",") if part.strip())
-        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-            raise wrong("a list of names")
-        return tuple(value)
-    if hint is bool:
-        if not isinstance(value, bool):
-            raise wrong("true or false")
-        return value
-    if hint is int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong("a whole number")
-        return value
-    if hint is float:
-        if isinstance(value, str):  # YAML reads 2e-4 (without a dot) as text
-            try:
-                return float(value)
-            except ValueError:
-                raise wrong("a number") from None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise wrong("a number")
-        try:
-            return float(value)
-        except OverflowError:
-            raise wrong("a number that a double can hold") from None
-    assert hint is str, hint
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise wrong("text")
-    return value
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

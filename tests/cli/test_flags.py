@@ -17,28 +17,30 @@ from graftune.config import leaves
 
 FROZEN = {
     "train": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --calibrate --clip
-        --clip-mode --compute-dtype --config --data --deterministic --device --dropout --epochs --eps --eval-data
-        --eval-every --fp8-inputs --graph --init --init-scale --json --keep-last --lr --max-seq-len --max-steps
-        --method --min-lr --new-tokens --no-any-base --no-append-eos --no-calibrate --no-deterministic --no-graph
-        --no-rslora --no-score --no-strict --no-train-norms --out --patience --profile --quiet --rank --recompute
-        --resume --revision --rslora --sample-tokens --samples --save-every --schedule --score --score-records --seed
-        --strict --targets --template --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on
-        --val-split --warmup --weight-decay -c BASE DATA""",
-    "chat": """--any-base --append-eos --base --base-dtype --compare --compute-dtype --device --json --max-new-tokens
-        --no-any-base --no-append-eos --prompt --quiet --revision --seed --system --temperature --template --threads
-        --top-k --top-p TARGET""",
-    "eval": """--any-base --append-eos --base --base-dtype --base-too --compute-dtype --device --json --max-seq-len
-        --no-any-base --no-append-eos --no-strict --quiet --revision --strict --template --threads --train-on DATA
-        TARGET""",
-    "data": """--append-eos --base --config --json --max-seq-len --no-append-eos --no-strict --revision --show --strict
-        --template --train-on -c DATA""",
+        --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
+        --eval-data --eval-every --eval-examples --fp8-inputs --graph --init --init-scale --json --keep-last --lr
+        --map --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base --no-append-eos --no-calibrate
+        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience --profile
+        --prompt-form --quiet --rank --recompute --resume --revision --rslora --sample-tokens --samples --save-every
+        --save-minutes --schedule --score --score-records --seed --strict --targets --template --template-vars
+        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split
+        --warmup --weight-decay -c BASE DATA""",
+    "chat": """--any-base --append-eos --base --base-dtype --compare --compute-dtype --date --device --json
+        --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --system --temperature
+        --template --template-vars --threads --top-k --top-p TARGET""",
+    "eval": """--any-base --append-eos --base --base-dtype --base-too --compute-dtype --date --device --json --map
+        --max-seq-len --no-any-base --no-append-eos --no-strict --prompt-form --quiet --revision --strict --template
+        --template-vars --threads --train-on --train-reasoning DATA TARGET""",
+    "data": """--append-eos --base --config --date --json --map --max-seq-len --no-append-eos --no-strict
+        --prompt-form --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA""",
     "plan": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --calibrate --clip
-        --clip-mode --compute-dtype --config --data --deterministic --device --dropout --epochs --eps --eval-data
-        --eval-every --fp8-inputs --graph --init --init-scale --json --keep-last --lr --max-seq-len --max-steps --memory
-        --method --min-lr --new-tokens --no-any-base --no-append-eos --no-calibrate --no-deterministic --no-graph
-        --no-rslora --no-score --no-strict --no-train-norms --patience --rank --recompute --revision --rslora
-        --sample-tokens --samples --save-every --schedule --score --score-records --seed --strict --targets --template
-        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --val-split --warmup
+        --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
+        --eval-data --eval-every --eval-examples --fp8-inputs --graph --init --init-scale --json --keep-last --lr
+        --map --max-seq-len --max-steps --memory --method --min-lr --new-tokens --no-any-base --no-append-eos
+        --no-calibrate --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience
+        --prompt-form --rank --recompute --revision --rslora --sample-tokens --samples --save-every --save-minutes
+        --schedule --score --score-records --seed --strict --targets --template --template-vars --threads
+        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split --warmup
         --weight-decay -c BASE DATA""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
@@ -74,7 +76,7 @@ def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default() -> Non
         flag = "--" + leaf.name.replace("_", "-")
         row = next(line for line in shown.stdout.splitlines() if line.startswith(f"│ {flag} "))
         assert leaf.help in row
-        if leaf.default not in ("", ()):
+        if leaf.default not in ("", (), {}):
             assert "[default: " in row
 
 

@@ -20,6 +20,11 @@ from graftune.errors import GraftuneError
 from graftune.observe.console import Answer, Console
 
 Message = dict[str, str]
+# Settings of data that have no meaning for a conversation.
+NOT_CHATTED = (
+    "data", "eval_data", "val_split", "eval_examples", "map", "max_seq_len", "train_on", "prompt_form",
+    "train_reasoning", "strict",
+)  # fmt: skip
 
 
 @Parameter(name="*", group=Group("Sampling", sort_key=5))
@@ -44,7 +49,7 @@ class Sampling:
         in_range("--max-new-tokens", self.max_new_tokens, at_least=1)
 
 
-@takes("base", "data", omit=("data", "eval_data", "val_split", "max_seq_len", "train_on", "strict"))
+@takes("base", "data", omit=NOT_CHATTED)
 def chat(
     target: str,
     /,

@@ -18,7 +18,17 @@ from graftune.observe.console import Console
 @takes(
     "base",
     "data",
-    omit=("data", "eval_data", "val_split", "device", "base_dtype", "compute_dtype", "threads", "any_base"),
+    omit=(
+        "data",
+        "eval_data",
+        "val_split",
+        "eval_examples",
+        "device",
+        "base_dtype",
+        "compute_dtype",
+        "threads",
+        "any_base",
+    ),
 )
 def data(
     data: Annotated[str, Parameter(show_default=False)] = "",
@@ -51,7 +61,8 @@ def data(
     from graftune.data.preview import preview, summary_json
     from graftune.data.sample import sample_path
 
-    tokenizer = _tokenizer(whole)
+    tokenizer, context = _tokenizer(whole)
+    whole = whole.replace(max_seq_len=whole.data.longest(context))
     dataset = prepare(whole.data.data or str(sample_path()), tokenizer, whole.data)
     if json:
         console.result(summary_json(dataset, tokenizer, show))
@@ -60,8 +71,10 @@ def data(
     return 0
 
 
-def _tokenizer(config: Config) -> Any:
+def _tokenizer(config: Config) -> tuple[Any, int]:
+    """The base's tokenizer, and the longest context it takes."""
     from graftune.weights.base import open_base
 
-    tokenizer = open_base(config.base.base, config.base.revision).tokenizer
-    return tokenizer.with_tokens(config.lora.new_tokens) if config.lora.new_tokens else tokenizer
+    base = open_base(config.base.base, config.base.revision)
+    new = config.lora.new_tokens
+    return base.tokenizer.with_tokens(new) if new else base.tokenizer, base.spec.max_positions

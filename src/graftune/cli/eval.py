@@ -9,7 +9,7 @@ from graftune.cli.target import open_target
 from graftune.observe.console import Console
 
 
-@takes("base", "data", omit=("data", "eval_data", "val_split"))
+@takes("base", "data", omit=("data", "eval_data", "val_split", "eval_examples"))
 def evaluate(
     target: str,
     data: str,

@@ -40,7 +40,7 @@ def takes(*names: str, omit: Sequence[str] = ()) -> Callable[[Command], Command]
     def dressed(command: Command) -> Command:
         flags = dataclasses.make_dataclass(
             f"{command.__name__.title()}Settings",
-            [(leaf.name, Annotated[leaf.type | None, _parameter(leaf)], None) for leaf in chosen],
+            [(leaf.name, Annotated[_typed(leaf) | None, _parameter(leaf)], None) for leaf in chosen],
             frozen=True,
             kw_only=True,
         )
@@ -119,8 +119,13 @@ Count = Annotated[int, Parameter(converter=whole_number)]
 Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
+def _typed(leaf: Leaf) -> Any:
+    """The type of a leaf's flag: a mapping comes as texts of the form key=value."""
+    return tuple[str, ...] if typing.get_origin(leaf.type) is dict else leaf.type
+
+
 def _parameter(leaf: Leaf) -> Parameter:
-    is_list = typing.get_origin(leaf.type) is tuple
+    is_list = typing.get_origin(leaf.type) in (tuple, dict)
     return Parameter(
         name=flag(leaf.name),
         help=leaf.help + (f" [default: {shown}]" if (shown := _shown(leaf.default)) else ""),
@@ -134,7 +139,9 @@ def _parameter(leaf: Leaf) -> Parameter:
 
 
 def _shown(default: Any) -> str:
-    if isinstance(default, tuple):
+    if isinstance(default, float) and default.is_integer():
+        return str(int(default))
+    if isinstance(default, tuple | dict):
         return ",".join(default)
     if isinstance(default, bool):
         return "yes" if default else "no"

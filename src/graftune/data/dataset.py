@@ -175,7 +175,7 @@ class _Maker:
             self._note(note)
         if record.kind == "text":
             self._note_control([record.text])
-            windows = build_text(record.text, self.tokenizer, self.config.max_seq_len, row)
+            windows = build_text(record.text, self.tokenizer, self.config.longest(), row)
             if len(windows) > 1:
                 self._note("texts longer than max_seq_len, divided into several examples")
             yield from windows
@@ -211,7 +211,7 @@ class _Maker:
         form = chat_format(self.tokenizer, self.config) or plain_format(self.tokenizer)
         self.summary.template = form.name
         self.summary.notes.update(dict.fromkeys(form.notes, 0))
-        self.fitter = Fitter(form, self.tokenizer, self.config.max_seq_len)
+        self.fitter = Fitter(form, self.tokenizer, self.config.longest())
         return self.fitter
 
     def _note_control(self, texts: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ class Answers:
         self.stops = stop_ids(tokenizer, chat_format(tokenizer, whole.data))
         self.scored = bool(config.score and len(validation) and is_sample_hash(validation.sha256))
         count = max(config.samples, config.score_records if self.scored else 0)
-        most = min(whole.data.max_seq_len, positions - 1)
+        most = min(whole.data.longest(positions), positions - 1)
         records = zip(validation.prompts, validation.messages, validation.references, strict=True)
         asked = (Question(tokenizer.encode(p), _asked(turns, p), reference) for p, turns, reference in records if p)
         self.questions = list(islice((q for q in asked if len(q.prompt) <= most), count))

@@ -100,6 +100,7 @@ def open_engine(config: Config, *, base: Base | None = None, placement: Placemen
     if lora.new_tokens:
         base = with_new_tokens(base, lora.new_tokens)
     base = with_template(base, config, adapter)
+    config = config.replace(max_seq_len=config.data.longest(base.spec.max_positions))
     attend = attention_for(base, runtime, config.data.max_seq_len)
     whole = hf_config(base) if method != "lora" else None
     place = choose_placement if method == "lora" else nothing_frozen

@@ -100,7 +100,7 @@ class Run:
             seed=config.train.seed,
             fixed=captured,
         )
-        self.shape = self.loader.capacities(config.train.epochs) if captured else None
+        self.shape = self.loader.capacities(math.ceil(config.train.epochs)) if captured else None
         self.step = Step(
             engine.decoder,
             engine.arena,
@@ -116,7 +116,7 @@ class Run:
         self.attention, self.captures = engine.attention.backend, 0  # as far as they were told
         self.graph = config.train.graph
         self.hot = hot_loop(self.step, graph=self.graph)
-        self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(config.train.epochs)]
+        self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(math.ceil(config.train.epochs))]
         planned = sum(self.epoch_steps)
         self.total = min(config.train.max_steps or planned, planned)
         self.base_answers: list[str] = []

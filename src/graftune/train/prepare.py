@@ -7,6 +7,7 @@ model is loaded. What was made for a run that does not come to its start is take
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -127,7 +128,8 @@ def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
     check_method(config)
     adapter = load_adapter(adapter_folder(Path(config.lora.adapter))) if config.lora.adapter else None
     config = with_full_paths(with_adapter(config, adapter) if adapter else config)
-    return config, open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch"), adapter
+    base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
+    return config.replace(max_seq_len=config.data.longest(base.spec.max_positions)), base, adapter
 
 
 class Read(NamedTuple):
@@ -170,7 +172,7 @@ def job_of(config: Config, console: Console, memory: int = 0) -> Job:
         job = plan_job(config, base, data, memory=memory)
     else:
         runtime, card = runtime_for(config, memory)
-        longest = min(config.data.max_seq_len, base.spec.max_positions)
+        longest = min(config.data.longest(), base.spec.max_positions)
         planned = runtime.device.type in ("cuda", "cpu")
         shapes, asked = any_data(longest), (longest,) * config.run.samples
         job = Job(config, base, runtime, longest, shapes, card, memory, asked=asked) if planned else None
@@ -198,7 +200,7 @@ def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, 
             seed=settings.seed,
             fixed=True,
         )
-        return loader.capacities(settings.epochs)
+        return loader.capacities(math.ceil(settings.epochs))
 
     return Job(
         config,

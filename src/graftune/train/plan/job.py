@@ -120,7 +120,9 @@ class Job:
         self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
         with self._as_there():
             self.placement = self.place(self.config.base.base_dtype)
-            self.attention = attention_for(self.base, self.runtime, self.config.data.max_seq_len)
+            self.attention = attention_for(
+                self.base, self.runtime, self.config.data.longest(self.base.spec.max_positions)
+            )
         self.host_free = available_bytes() if self.card is not None and self.card.here else None
 
     def place(self, asked: str) -> Placement:

@@ -1,0 +1,164 @@
+"""One setting's value against its type and range: what YAML or a flag holds -> what the config tree holds.
+
+Nothing is guessed: the text '3' is not a number. A validation library would word its complaints for programmers; here
+each names the setting, the value and what it must be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any, Literal
+
+from graftune.errors import GraftuneError
+
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_DEEPEST = 8  # levels of a value inside a mapping
+_SHOWN = 200  # characters of a value in a message
+
+
+def checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
+    """`value` as the field's type and within its range, or an error that names the field."""
+    value = coerced(f.name, hint, value, where)
+    low, high, above = f.metadata["min"], f.metadata["max"], f.metadata["above"]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        bad = (
+            (low is not None and value < low)
+            or (high is not None and value > high)
+            or (above is not None and value <= above)
+        )
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if bad or infinite:
+            bounds = [
+                "a finite number" if infinite else "",
+                f"at least {low}" if low is not None else "",
+                f"above {above}" if above is not None else "",
+                f"at most {high}" if high is not None else "",
+            ]
+            raise GraftuneError(
+                f"{f.name} is {shown(value)}", where=where, mend="it must be " + " and ".join(b for b in bounds if b)
+            )
+    return value
+
+
+def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
+    def wrong(expected: str) -> GraftuneError:
+        return GraftuneError(f"{name} is {shown(value)}", where=where, mend=f"it must be {expected}")
+
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        raise AssertionError(f"{name}: optional fields are not part of the tree; use an empty value")
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise wrong("one of " + ", ".join(map(str, choices)))
+        return value
+    if origin is tuple:
+        if isinstance(value, str):
+            value = tuple(part.strip() for part in value.split(",") if part.strip())
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise wrong("a list of names")
+        return tuple(value)
+    if origin is dict:
+        return _mapping(name, typing.get_args(hint)[1], value, where)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise wrong("true or false")
+        return value
+    if hint is int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong("a whole number")
+        return value
+    if hint is float:
+        return _number(value, wrong)
+    assert hint is str, hint
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise wrong("text")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it: on one line, cut where it is long, and whatever its size."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python likes to print
+        text = "a number of thousands of digits"
+    except RecursionError:
+        text = "something nested very deeply"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _number(value: Any, wrong: typing.Callable[[str], GraftuneError]) -> float:
+    if isinstance(value, str):  # YAML reads 2e-4 (without a dot) as text
+        try:
+            return float(value)
+        except ValueError:
+            raise wrong("a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong("a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise wrong("a number that a double can hold") from None
+
+
+def _mapping(name: str, kind: Any, value: Any, where: str) -> dict[str, Any]:
+    """A YAML mapping, or `key=value,key=value` as a flag has it."""
+    how = f"write {name} as key=value,key=value, or as a mapping in a YAML file"
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        value = _pairs(name, value, kind, where, how)
+    if not isinstance(value, dict):
+        raise GraftuneError(f"{name} is {shown(value)}", where=where, mend=how)
+    for key, inner in value.items():
+        if not isinstance(key, str) or not key:
+            raise GraftuneError(f"{name} has the key {shown(key)}, which is not a name", where=where, mend=how)
+        if kind is str and (not isinstance(inner, str) or not inner):
+            raise GraftuneError(f"{name}: {key} is {shown(inner)}", where=where, mend="it must be a name")
+        if not _plain(inner, _DEEPEST):
+            raise GraftuneError(
+                f"{name}: {key} is {shown(inner)}", where=where, mend="it must be text, a number, true, false or a list"
+            )
+    return dict(value)
+
+
+def _pairs(name: str, text: str, kind: Any, where: str, how: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        key, value = key.strip(), value.strip()
+        if not part.strip():
+            continue
+        if not key or not equals:
+            raise GraftuneError(f"{name}: {shown(part.strip())} is not of the form key=value", where=where, mend=how)
+        if key in found:
+            raise GraftuneError(f"{name}: {key} is given twice", where=where, mend="give it once")
+        found[key] = value if kind is str else _scalar(value)
+    return found
+
+
+def _scalar(text: str) -> Any:
+    """The value of a flag's `key=value`: true, false, null and numbers are what they look like, all else is text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        return number if math.isfinite(number) else text
+    return text
+
+
+def _plain(value: Any, levels: int) -> bool:
+    """Whether a value is made of what both YAML and JSON hold."""
+    if isinstance(value, dict):
+        return levels > 0 and all(isinstance(k, str) and _plain(v, levels - 1) for k, v in value.items())
+    if isinstance(value, list):
+        return levels > 0 and all(_plain(v, levels - 1) for v in value)
+    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
