@@ -5,13 +5,12 @@ The lists are written out: whoever adds, renames or drops a setting has to say s
 
 from __future__ import annotations
 
-import os
-import resource
 import subprocess
 import sys
 
 import pytest
 
+from graftune.cli import main
 from graftune.cli.app import app
 from graftune.config import leaves
 
@@ -52,11 +51,6 @@ def flags(command: str) -> list[str]:
     return sorted(name for argument in arguments for name in argument.names if name != "*")
 
 
-def children_seconds() -> float:
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
 def test_commands_are_frozen() -> None:
     assert sorted(name for name in app if not name.startswith("-")) == sorted(FROZEN)
 
@@ -66,33 +60,26 @@ def test_flags_are_frozen(command: str) -> None:
     assert flags(command) == FROZEN[command].split()
 
 
-def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default() -> None:
-    os.environ["COLUMNS"] = "400"
-    try:
-        shown = subprocess.run([sys.executable, "-m", "graftune", "train", "--help"], capture_output=True, text=True)
-    finally:
-        del os.environ["COLUMNS"]
+def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "600")
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
     for leaf in leaves():
         flag = "--" + leaf.name.replace("_", "-")
-        row = next(line for line in shown.stdout.splitlines() if line.startswith(f"│ {flag} "))
+        row = next(line for line in out.splitlines() if line.startswith(f"│ {flag} "))
         assert leaf.help in row
         if leaf.default not in ("", (), {}):
             assert "[default: " in row
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "--rnak"]])
-def test_help_is_quick_and_torch_free(arguments: list[str]) -> None:
-    """0.7 s is what feels immediate. Processor time, so that what else the machine does is not counted."""
+def test_help_and_mistakes_load_nothing_heavy() -> None:
+    """What makes them immediate: torch alone takes seconds to import."""
+    lines = [["--help"], ["--version"], ["train", "--help"], ["train", "--rnak"]]
     code = (
-        "import sys; from graftune.cli import main; main(sys.argv[1:]);"
+        f"import sys; from graftune.cli import main\nfor line in {lines}:\n    main(line)\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'tokenizers'} & set(sys.modules); assert not heavy, heavy"
     )
-    best = float("inf")
-    for _ in range(3):
-        start = children_seconds()
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-        best = min(best, children_seconds() - start)
-        assert done.returncode == 0, done.stderr
-        if best < 0.7:
-            break
-    assert best < 1.5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
