@@ -9,7 +9,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
 ROWS = [
-    ["errors", "files", "remembered", "values", "digest", "hub", "mixture", "config", "batch", "runtime", "graph_nodes", "graph"],
+    [
+        "errors",
+        "files",
+        "remembered",
+        "values",
+        "digest",
+        "hub",
+        "mixture",
+        "config",
+        "batch",
+        "runtime",
+        "graph_nodes",
+        "graph",
+    ],
     ["kernels", "observe", "tokenizer"],
     ["model", "data"],
     ["weights", "dist"],
