@@ -113,7 +113,7 @@ def _in_folder(folder: Path, source: Source, note: Note) -> list[Path]:
     chosen = of_split(data, source.split, where)
     others = [name for name in data if name not in chosen]
     if others:
-        note(f"{where}: took {_listed(chosen)}; left for other splits: {_listed(others)}")
+        note(f"{where}: took {listed(chosen)}; left for other splits: {listed(others)}")
     return [check_file(folder / name) for name in chosen]
 
 
@@ -154,6 +154,6 @@ def split_of(name: str) -> str | None:
     return None
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,13 +1,204 @@
-"""Data sets from the Hugging Face Hub."""
+"""Data sets from the Hugging Face Hub, by name: OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME/SUBSET:SPLIT or their page.
+
+Only the files of the split that is read are fetched, as they lie in the repository; the `datasets` library would
+convert all splits into a cache of its own first. Which files make up a subset and a split is what the repository's
+README says (`configs:`), or else what folders and files are called. Where a repository has no files that are read here
+(a loading script, archives), the Hub's own conversion to Parquet is taken (revision refs/convert/parquet).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import glob
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from graftune.data.find import is_data, listed, of_split, split_of
+from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
+from graftune.hub import download, unreachable
 from graftune.mixture import Source
+
+CONVERTED = "refs/convert/parquet"
+Splits = dict[str, list[str]]
+_ADDRESS = re.compile(r"^(https?://(www\.)?(huggingface\.co|hf\.co)/|hf://)datasets/")
+_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(/(?P<subset>[\w. -]+))?(:(?P<split>[\w.-]+))?")
 
 
 def files_of(source: Source, note: Callable[[str], None]) -> list[tuple[Path, str]]:
-    raise GraftuneError("no such file", where=source.path, mend="check the path of the data")
+    """The data set's files on this machine, each with the name that messages give it."""
+    repo, subset, split = _named(source)
+    where = f"{repo}/{subset}" if subset else repo
+    folder = download(repo, source.revision, ("README.md", ".gitattributes"), "dataset")
+    revision, names = folder.name, _listed(repo, folder)
+    chosen = _chosen(_configs(folder), names, subset, split, where)
+    if not chosen and not source.revision:
+        try:
+            folder = download(repo, CONVERTED, (".gitattributes",), "dataset")
+        except GraftuneError:
+            raise _nothing(where, names) from None
+        revision, names = folder.name, _listed(repo, folder)
+        chosen = _of_converted(names, subset, split, where)
+        note(f"{where}: read from the Hub's own conversion to Parquet")
+    if not chosen:
+        raise _nothing(where, names)
+    download(repo, revision, (".gitattributes", *map(glob.escape, chosen)), "dataset")
+    missing = next((name for name in chosen if not (folder / name).is_file()), None)
+    if missing is not None:
+        raise GraftuneError(
+            f"{missing} is not in the cache, and the Hub could not be reached",
+            where=where, mend="ask again with a network",
+        )  # fmt: skip
+    note(f"{where}: split {split or 'train'}, {listed(chosen)}")
+    return [(folder / name, f"{repo}/{name}") for name in chosen]
+
+
+def _named(source: Source) -> tuple[str, str, str]:
+    """(OWNER/NAME, subset, split) of what was given; or why it can be none."""
+    path = _ADDRESS.sub("", source.path).removesuffix("/")
+    match = _NAME.fullmatch(path)
+    if "://" in path:
+        raise GraftuneError("is an address on the web", where=source.path, mend="download the file and give its path")
+    if match is None or format_of(path) is not None or path.startswith((".", "/", "~")):
+        mend = "check the path of the data" if "/" in path else "check the path, or name a Hub data set as OWNER/NAME"
+        raise GraftuneError("no such file", where=source.path, mend=mend)
+    for key, own in (("subset", source.subset), ("split", source.split)):
+        if own and match[key] and own != match[key]:
+            raise GraftuneError(
+                f"its name says {key} {match[key]!r} and its {key} is {own!r}", where=source.path, mend="say it once"
+            )
+    return match["repo"], source.subset or match["subset"] or "", source.split or match["split"] or ""
+
+
+def _listed(repo: str, folder: Path) -> list[str]:
+    """The names of the repository's files; where the Hub does not answer, of those in the cache."""
+    from huggingface_hub import HfApi
+
+    try:
+        return sorted(HfApi().list_repo_files(repo, revision=folder.name, repo_type="dataset"))
+    except Exception as error:  # whatever the HTTP client of the day raises, as in `download`
+        cached = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if is_data(file.name))
+        if not cached:
+            raise unreachable(repo, error, "") from None
+        return cached
+
+
+def _configs(folder: Path) -> list[dict[str, Any]]:
+    """What the README's header says of subsets; nothing where it has none that can be read."""
+    import yaml
+
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8-sig")
+        header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+        tree = yaml.safe_load(header[1]) if header else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return []
+    configs = tree.get("configs") if isinstance(tree, dict) else None
+    return [c for c in configs if isinstance(c, dict) and c.get("data_files")] if isinstance(configs, list) else []
+
+
+def _chosen(configs: list[dict[str, Any]], names: Sequence[str], subset: str, split: str, where: str) -> list[str]:
+    """The files of the subset and split; none where the repository holds no data files."""
+    data = [name for name in names if is_data(name)]
+    if configs:
+        config = _config(configs, subset, where)
+        splits = _splits(config, data)
+        if any(splits.values()):
+            return _of(splits, split, where)
+    if subset:
+        inside = [name for name in data if subset in (*Path(name).parts[:-1], Path(name).name.split(".")[0])]
+        if data and not inside:
+            folders = sorted({Path(name).parts[0] for name in data if "/" in name})
+            raise GraftuneError(
+                f"has no subset {subset!r}",
+                where=where,
+                mend=f"its folders are {listed(folders)}" if folders else "leave out the subset",
+            )
+        data = inside
+    kind = next((kind for kind in reversed(FORMATS) if any(format_of(name) == kind for name in data)), "")
+    data = [name for name in data if format_of(name) == kind]
+    return of_split(data, split, where) if data else []
+
+
+def _config(configs: list[dict[str, Any]], subset: str, where: str) -> dict[str, Any]:
+    by_name = {str(config.get("config_name", "default")): config for config in configs}
+    if subset:
+        if subset not in by_name:
+            raise GraftuneError(f"has no subset {subset!r}", where=where, mend=f"it has {listed(list(by_name))}")
+        return by_name[subset]
+    marked = [name for name, config in by_name.items() if config.get("default") is True]
+    for name in (*marked, "default"):
+        if name in by_name:
+            return by_name[name]
+    if len(by_name) > 1:
+        raise _several(where, list(by_name))
+    return configs[0]
+
+
+def _several(where: str, subsets: Sequence[str]) -> GraftuneError:
+    return GraftuneError(
+        f"has the subsets {listed(subsets)}", where=where, mend=f"name one with subset, or as {where}/{subsets[0]}"
+    )
+
+
+def _splits(config: dict[str, Any], data: Sequence[str]) -> Splits:
+    """Split -> files, by the patterns of the README: a text, a list of them, {split: pattern} or [{split, path}]."""
+    given, splits = config["data_files"], Splits()
+    folder = str(config.get("data_dir") or "").strip("./")
+    if isinstance(given, dict):
+        given = [{"split": split, "path": path} for split, path in given.items()]
+    for entry in given if isinstance(given, list) else [given]:
+        split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (None, entry)
+        for pattern in paths if isinstance(paths, list) else [paths]:
+            full = f"{folder}/{pattern}" if folder else str(pattern)
+            for name in (name for name in data if _pattern(full).fullmatch(name)):
+                splits.setdefault(str(split) if split else split_of(name) or "train", []).append(name)
+    return {split: sorted(set(names)) for split, names in splits.items()}
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """`**/` is any folders, `*` anything within a name."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", text.removeprefix("./"))
+    meanings = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(meanings.get(part, re.escape(part)) for part in parts))
+
+
+def _of(splits: Splits, split: str, where: str) -> list[str]:
+    """The files of a split. Without one: train, or the only one there is unless it is for testing."""
+    if (split or "train") in splits:
+        return splits[split or "train"]
+    if not split and len(splits) == 1:
+        ((only, names),) = splits.items()
+        if only not in ("test", "validation"):
+            return names
+    example = next(iter(splits))
+    raise GraftuneError(
+        f"has no split {split or 'train'!r}; it has {listed(list(splits))}",
+        where=where,
+        mend=f"name one of them with split, or as {where}:{example}",
+    )
+
+
+def _of_converted(names: Sequence[str], subset: str, split: str, where: str) -> list[str]:
+    """The Hub's own layout: SUBSET/SPLIT/0000.parquet, partial-SPLIT where it stopped after some gigabytes."""
+    found: dict[str, Splits] = {}
+    for name in names:
+        parts = name.split("/")
+        if len(parts) == 3 and format_of(name):
+            found.setdefault(parts[0], {}).setdefault(parts[1].removeprefix("partial-"), []).append(name)
+    if subset and subset not in found:
+        raise GraftuneError(f"has no subset {subset!r}", where=where, mend=f"it has {listed(sorted(found))}")
+    if not subset and len(found) > 1 and "default" not in found:
+        raise _several(where, sorted(found))
+    chosen = subset or ("default" if "default" in found else next(iter(found), ""))
+    return _of(found[chosen], split, where) if chosen else []
+
+
+def _nothing(where: str, names: Sequence[str]) -> GraftuneError:
+    shown = listed([name for name in names if not name.startswith(".")]) or "no files"
+    return GraftuneError(
+        f"is a data set on the Hub without files that can be read here ({shown})",
+        where=where,
+        mend=f"data files are {', '.join(FORMATS)}",
+    )

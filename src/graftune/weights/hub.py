@@ -1,10 +1,5 @@
 """Models from the Hugging Face Hub: downloaded once, kept in its cache, found there again without a network.
 
-huggingface_hub does the work: files go to a cache that other programs share, a connection that breaks off is taken up
-where it ended, a later command fetches only the files that are not whole yet, and with HF_HUB_OFFLINE=1 or without a
-network the cache alone is asked. Here its errors become sentences, and its progress becomes lines where no terminal is:
-bars redrawn into a log file help nobody.
-
 Of a repository only what is read is fetched: what describes the model, then the files that its index names (some hold
 the same weights a second time in another layout). One that holds GGUF files is asked as llama.cpp is: OWNER/NAME:Q4_K_M
 names a file by its type, OWNER/NAME/FILE.gguf by itself, and OWNER/NAME alone will do where there is only one.
@@ -13,19 +8,14 @@ names a file by its type, OWNER/NAME/FILE.gguf by itself, and OWNER/NAME alone w
 from __future__ import annotations
 
 import glob
-import io
 import re
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.observe.memory import human_bytes
+from graftune.hub import download, unreachable
 from graftune.weights import safetensors_io
 
-LINE_EVERY = 10.0  # seconds
 # Of a model, beside its weights. Every repository has the last one: patterns that match nothing are warned of.
 DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", ".gitattributes")
 MOST_NAMED = 20  # files in a sentence
@@ -96,7 +86,7 @@ def _listed(repo: str, folder: Path) -> list[str]:
     except Exception as error:  # as in `download`
         cached = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
         if not cached:
-            raise _unreachable(repo, error, "") from None
+            raise unreachable(repo, error, "") from None
         return cached
 
 
@@ -112,76 +102,3 @@ def _models(files: Sequence[str]) -> list[str]:
 def _is_of(file: str, kind: str) -> bool:
     """Q4_K names model-Q4_K.gguf and Q4_K/model.gguf, not model-Q4_K_M.gguf."""
     return re.search(rf"(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9_])", file, re.IGNORECASE) is not None
-
-
-def download(name: str, revision: str, wanted: Sequence[str]) -> Path:
-    """The folder that holds the model's files of these patterns at this revision ("" for the newest)."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-
-    settings: dict[str, Any] = {"revision": revision or None, "allow_patterns": list(wanted)}
-    if not sys.stderr.isatty():
-        settings["tqdm_class"] = _lines(name)
-    try:
-        return Path(snapshot_download(name, **settings))
-    except RevisionNotFoundError:
-        raise GraftuneError(f"has no revision {revision!r} on the Hub", where=name, mend="check --revision") from None
-    except LocalEntryNotFoundError as error:
-        raise _unreachable(name, error, "it is not in the cache, and ") from None
-    except RepositoryNotFoundError:
-        raise GraftuneError(
-            "is neither a file or folder here nor a model on the Hub", where=name, mend="check the name or log in"
-        ) from None
-    except Exception as error:  # whatever the HTTP client of the day raises: its classes differ between versions
-        raise _unreachable(name, error, "") from None
-
-
-def _unreachable(name: str, error: Exception, also: str) -> GraftuneError:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return GraftuneError(
-            "is no file or folder here and not in the cache, and HF_HUB_OFFLINE forbids to ask the Hub", where=name,
-            mend="check the name, or download it once without HF_HUB_OFFLINE",
-        )  # fmt: skip
-    reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-    return GraftuneError(
-        f"is no file or folder here, {also or 'and '}the Hub could not be reached ({reason})",
-        where=name,
-        mend="check the name and the network and ask again (files that came whole are kept), or give a local path",
-    )
-
-
-def _lines(name: str) -> Any:
-    """A progress bar that writes lines: how many bytes now and then, how many files at the end. The package makes
-    several bars of it at once, one of them for the files; nothing is said where all of them were in the cache."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-    class Lines(tqdm):  # the package's own bars show nothing where no terminal is
-        shown, received = time.monotonic(), 0
-
-        def __init__(self, *values: Any, **settings: Any) -> None:
-            super().__init__(*values, **{**settings, "disable": False, "file": io.StringIO()})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            shown: bool | None = super().update(n)  # it displays now and then, and not at all what is quick
-            self._note()
-            return shown
-
-        def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            self._note()
-            if self.unit == "B" and time.monotonic() - Lines.shown > LINE_EVERY:
-                Lines.shown = time.monotonic()
-                sys.stderr.write(f"{name}: {human_bytes(Lines.received)} downloaded\n")
-
-        def _note(self) -> None:
-            if self.unit == "B":
-                Lines.received = max(Lines.received, int(self.n))
-
-        def close(self) -> None:
-            if not self.disable and self.unit != "B" and Lines.received:
-                received = human_bytes(Lines.received)
-                sys.stderr.write(f"{name}: {self.n} of {self.total} files are here, {received} downloaded\n")
-            super().close()
-
-    return Lines
