@@ -116,7 +116,7 @@ def _chosen(configs: list[dict[str, Any]], names: Sequence[str], subset: str, sp
                 mend=f"its folders are {listed(folders)}" if folders else "leave out the subset",
             )
         data = inside
-    kind = next((kind for kind in reversed(FORMATS) if any(format_of(name) == kind for name in data)), "")
+    kind = next((kind for kind in (FORMATS[-1], *FORMATS) if any(format_of(name) == kind for name in data)), "")
     data = [name for name in data if format_of(name) == kind]
     return of_split(data, split, where) if data else []
 
