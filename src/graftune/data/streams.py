@@ -14,7 +14,7 @@ import io
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +172,33 @@ def _zstandard(shown: str, file: BinaryIO) -> Iterator[BinaryIO]:
             "reading .zst needs zstandard", where=shown, mend="pip install graftune[zstd], or unpack it with zstd -d"
         ) from None
     try:
-        with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as stream:
-            yield io.BufferedReader(stream, CHUNK)
+        yield io.BufferedReader(_Frames(file, zstandard.ZstdDecompressor().decompressobj), CHUNK)
     except zstandard.ZstdError as error:
         raise EOFError(str(error)) from None
+
+
+class _Frames(io.RawIOBase):
+    """The frames of a .zst file as one stream; the package's own reader takes a file that was cut off for a whole one."""
+
+    def __init__(self, file: BinaryIO, frame: Callable[[], Any]):
+        self.file, self.new_frame = file, frame
+        self.frame: Any = None  # the one that is open
+        self.ready, self.rest = memoryview(b""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while not self.ready:
+            packed = self.rest or self.file.read(1 << 16)
+            if not packed:
+                if self.frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            self.frame = self.frame or self.new_frame()
+            self.ready, self.rest = memoryview(self.frame.decompress(packed)), b""
+            if self.frame.eof:
+                self.frame, self.rest = None, self.frame.unused_data
+        count = min(len(target), len(self.ready))
+        target[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
