@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graftune.errors import GraftuneError
+from graftune.mixture import DataValue
 from graftune.values import checked, shown
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -84,8 +85,15 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    data: str = opt("", "training data: .jsonl, .json, .csv or .parquet; empty: the bundled sample")
-    eval_data: str = opt("", "validation data; empty: split off the training data")
+    data: DataValue = opt(  # noqa: RUF009 (an alias of immutable types)
+        "",
+        "training data: file (.jsonl, .json, .csv, .tsv, .parquet), folder, glob or Hub data set (owner/name:split); a "
+        "list mixes sources, in YAML as {path, weight, split, subset, map}: weight 2 takes each row twice per epoch, "
+        "0.5 a fixed half of the rows; empty: the bundled sample",
+    )
+    eval_data: DataValue = opt(  # noqa: RUF009
+        "", "validation data, given like data; empty: split off the training data"
+    )
     val_split: float = opt(0.2, "share of the data held out for validation", min=0, max=0.9)
     eval_examples: int = opt(0, "use at most this many validation examples; 0: all", min=0)
     map: dict[str, str] = opt(  # noqa: RUF009 (opt makes a default_factory)
@@ -284,7 +292,9 @@ def flatten(tree: dict[str, Any], where: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     sections, known = _sections(), {leaf.name: leaf.section for leaf in leaves()}
     for key, value in tree.items():
-        if key in sections and (isinstance(value, dict) or (value is None and key not in known)):
+        if key == "data" and isinstance(value, dict) and "path" in value:
+            found = {key: value}  # one source of a mixture
+        elif key in sections and (isinstance(value, dict) or (value is None and key not in known)):
             found = dict(value or {})
             for inner in found:
                 if known.get(inner) != key:

@@ -8,6 +8,7 @@ the settings tree would need a conversion in each of those places.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,3 +109,9 @@ def label(value: DataValue) -> str:
         return value
     more = len(value) - 1
     return str(value[0]["path"]) + (f" and {more} more" if more else "")
+
+
+def slug(value: DataValue) -> str:
+    """The same as part of a folder's name."""
+    path = value if isinstance(value, str) else value[0]["path"]
+    return re.sub(r"[^\w.-]+", "-", Path(path).name.split(".")[0]).strip("-") or "data"

@@ -13,6 +13,8 @@ import typing
 from typing import Any, Literal
 
 from graftune.errors import GraftuneError
+from graftune.mixture import DataValue
+from graftune.mixture import checked as checked_data
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _DEEPEST = 8  # levels of a value inside a mapping
@@ -47,6 +49,8 @@ def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
     def wrong(expected: str) -> GraftuneError:
         return GraftuneError(f"{name} is {shown(value)}", where=where, mend=f"it must be {expected}")
 
+    if hint == DataValue:
+        return checked_data(name, value, where)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         raise AssertionError(f"{name}: optional fields are not part of the tree; use an empty value")

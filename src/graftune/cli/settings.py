@@ -17,6 +17,7 @@ from cyclopts import Group, Parameter, Token
 
 from graftune.config import Config, Leaf, leaves
 from graftune.errors import GraftuneError
+from graftune.mixture import DataValue
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -57,14 +58,17 @@ def given(settings: Any) -> dict[str, Any]:
     if settings is None:
         return {}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
-    flags = {
-        name: ",".join(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value is not None
-    }
+    flags = {name: _joined(name, value) for name, value in values.items() if value is not None}
     for name, value in flags.items():
         checked(flag(name), name, value)
     return flags
+
+
+def _joined(name: str, value: Any) -> Any:
+    """A flag that was repeated, as one value. Names of files may hold commas."""
+    if name in ("data", "eval_data"):
+        return value[0] if len(value) == 1 else list(value)
+    return ",".join(value) if isinstance(value, tuple) else value
 
 
 def checked(shown: str, name: str, value: Any) -> Any:
@@ -120,12 +124,12 @@ Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 def _typed(leaf: Leaf) -> Any:
-    """The type of a leaf's flag: a mapping comes as texts of the form key=value."""
-    return tuple[str, ...] if typing.get_origin(leaf.type) is dict else leaf.type
+    """The type of a leaf's flag: a mapping comes as texts of the form key=value, several sources as a repeated flag."""
+    return tuple[str, ...] if typing.get_origin(leaf.type) is dict or leaf.type == DataValue else leaf.type
 
 
 def _parameter(leaf: Leaf) -> Parameter:
-    is_list = typing.get_origin(leaf.type) in (tuple, dict)
+    is_list = typing.get_origin(leaf.type) in (tuple, dict) or leaf.type == DataValue
     return Parameter(
         name=flag(leaf.name),
         help=leaf.help + (f" [default: {shown}]" if (shown := _shown(leaf.default)) else ""),

@@ -178,7 +178,7 @@ def _zstandard(shown: str, file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 class _Frames(io.RawIOBase):
-    """The frames of a .zst file as one stream; the package's own reader takes a file that was cut off for a whole one."""
+    """The frames of a .zst file as one stream. The package's own reader takes a file that was cut off as whole."""
 
     def __init__(self, file: BinaryIO, frame: Callable[[], Any]):
         self.file, self.new_frame = file, frame

@@ -22,6 +22,7 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
+from graftune.mixture import DataValue, absolute, label, slug
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
@@ -70,7 +71,7 @@ def prepare_run(
     device_of(config.base.device)  # what is not there is said before data is read
     forget_earlier_runs()
     config, base, adapter = _opened(config)
-    path = config.data.data or str(sample_path())
+    path: DataValue = config.data.data or str(sample_path())
     data = _read(config, base, adapter, path, console)
     job = plan_job(config, base, data, resuming=folder is not None)
     plan = settle(job) if job else None
@@ -140,10 +141,10 @@ class Read(NamedTuple):
     answers: Answers
 
 
-def _read(config: Config, base: Base, adapter: Adapter | None, path: str, console: Console) -> Read:
+def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, console: Console) -> Read:
     new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
-    console.note(f"reading {path}")
+    console.note(f"reading {label(path)}")
     whole = prepare(path, reader, config.data)
     if config.data.eval_data:
         training, validation = whole, prepare(config.data.eval_data, reader, config.data)
@@ -154,7 +155,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: str, consol
     if longest > base.spec.max_positions:
         raise GraftuneError(
             f"an example has {longest} tokens and {base.name} takes {base.spec.max_positions}",
-            where=path,
+            where=label(path),
             mend=f"set max_seq_len to {base.spec.max_positions} or less",
         )
     return Read(training, validation, longest, Answers(validation, config, reader, base.spec.max_positions))
@@ -237,9 +238,9 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
 
 def with_full_paths(config: Config) -> Config:
     """Files and folders of the user's by their full path, so that a run can be resumed from anywhere."""
-    names = ("base", "data", "eval_data", "template", "adapter")
-    values = {name: value for name, value in config.flat().items() if name in names and value}
-    return config.replace(**{n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)})
+    values = {name: value for name, value in config.flat().items() if name in ("base", "template", "adapter") and value}
+    full: dict[str, Any] = {n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)}
+    return config.replace(**full, data=absolute(config.data.data), eval_data=absolute(config.data.eval_data))
 
 
 def _exists(value: str) -> bool:
@@ -304,9 +305,9 @@ def removed_unless_started() -> Iterator[list[Path]]:
         raise
 
 
-def _new_folder(config: Config, data: str, made: list[Path]) -> Path:
+def _new_folder(config: Config, data: DataValue, made: list[Path]) -> Path:
     """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
-    chosen = config.run.out or f"runs/{Path(data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    chosen = config.run.out or f"runs/{slug(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(chosen)
     if (folder / "config.yaml").exists():
         raise GraftuneError(
