@@ -1,6 +1,6 @@
 """The stages of a session: which commands, and how long each takes.
 
-The seconds are those of an H200 with cold kernel caches: measured where docs/log.md and earlier records have them,
+The seconds are those of an H200 with cold kernel caches: measured where docs/lessons.md and earlier records have them,
 estimated from those where not. A call may take nine minutes, so each stage takes less. One run has three calls, with
 the same --run and --out: `ours`, then `peers`, again if it has somebody left; the other stages are in any order.
 """

@@ -153,7 +153,7 @@ def has_fast_bf16(device: torch.device) -> bool:
     """Whether bf16 products are faster than fp32 ones: AMX, AVX-512 BF16 or Arm's BF16 on a CPU, Ampere and later.
 
     Asked of the hardware rather than timed, so that the same machine always answers the same. It matters: without
-    such units torch's bf16 product runs below 1 GFLOP/s where fp32 runs at 75 (Neoverse-N1, docs/log.md).
+    such units torch's bf16 product runs below 1 GFLOP/s where fp32 runs at 75 (Neoverse-N1, docs/lessons.md).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from graftune.batch import Example, PackedBatch
-from graftune.data.encoded import flat, lengths_of
 
 LOOK_AHEAD = 64
 TILE = 64  # fixed shapes are multiples of this: the sides that products and attention are cut into
@@ -37,13 +36,11 @@ class Capacities(NamedTuple):
 
 
 def plan_epoch(
-    lengths: Sequence[int] | np.ndarray, *, tokens_per_step: int, micro_capacity: int, seed: int, epoch: int
+    lengths: Sequence[int], *, tokens_per_step: int, micro_capacity: int, seed: int, epoch: int
 ) -> list[list[list[int]]]:
     """Steps -> micro-batches -> indices into `lengths`; each index once, no micro-batch empty. A step exceeds
     `tokens_per_step` only where a single example does."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    assert micro_capacity > 0 and lengths.max(initial=0) <= micro_capacity, "an example exceeds a bin"
-    lengths = lengths.tolist()  # single numbers of an array are slow to take
+    assert micro_capacity > 0 and all(length <= micro_capacity for length in lengths), "an example exceeds a bin"
     order = np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist()
     order.reverse()  # taken from the end
     waiting: list[int] = []
@@ -80,21 +77,14 @@ class _Step:
         return False
 
 
-def capacities(
-    bins: Iterable[Sequence[int]], lengths: Sequence[int] | np.ndarray, responses: Sequence[int] | np.ndarray
-) -> Capacities:
+def capacities(bins: Iterable[Sequence[int]], lengths: Sequence[int], responses: Sequence[int]) -> Capacities:
     """The least that holds every one of these bins of indices, in whole tiles."""
-    held = list(bins)
+    held = [(len(indices), sum(lengths[i] for i in indices), sum(responses[i] for i in indices)) for indices in bins]
     assert held, "there is nothing to hold"
-    counts = np.fromiter(map(len, held), np.int64, len(held))
-    order = np.fromiter(chain.from_iterable(held), np.int64, int(counts.sum()))
-    starts = np.cumsum(counts) - counts
-    tokens = np.add.reduceat(np.asarray(lengths, dtype=np.int64)[order], starts)
-    rows = np.add.reduceat(np.asarray(responses, dtype=np.int64)[order], starts)
-    capacity = _up(int(tokens.max()))
-    longest = min(capacity, _up(int(np.max(lengths))))
-    docs = int((counts + -(-(capacity - tokens) // longest)).max())
-    return Capacities(capacity, docs, _up(max(1, int(rows.max()))), longest)
+    capacity = _up(max(tokens for _, tokens, _ in held))
+    longest = min(capacity, _up(max(lengths)))
+    docs = max(count + -(-(capacity - tokens) // longest) for count, tokens, _ in held)
+    return Capacities(capacity, docs, _up(max(1, *(rows for _, _, rows in held))), longest)
 
 
 def _up(count: int) -> int:
@@ -115,10 +105,11 @@ def pack(
     has to count; documents that are not there have length 0. Padding rows are row 0 with label -1.
     """
     assert examples, "a micro-batch holds at least one example"
-    counts = lengths_of(examples).tolist()
+    counts = [len(example.tokens) for example in examples]
     total = sum(counts)
     assert all(counts), "an example has at least one token"
-    tokens, supervised = flat(examples)
+    tokens = np.fromiter(chain.from_iterable(e.tokens for e in examples), dtype=np.int64, count=total)
+    supervised = np.fromiter(chain.from_iterable(e.supervised for e in examples), dtype=np.bool_, count=total)
     bounds = np.concatenate([[0], np.cumsum(counts)])
     positions = np.arange(total) - np.repeat(bounds[:-1], counts)
     supervised[bounds[:-1]] = False  # nothing before a document's first token predicts it

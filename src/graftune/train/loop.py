@@ -121,7 +121,8 @@ class Run:
         self.total = min(config.train.max_steps or planned, planned)
         self.base_answers: list[str] = []
         self.checkpoints = self.folder / "checkpoints"
-        self.examples_sha256 = _digest(training.digest + validation.digest)
+        examples = [(e.tokens, e.supervised) for e in (*training.examples, *validation.examples)]
+        self.examples_sha256 = _digest(json.dumps(examples))
         self.signal = 0
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog

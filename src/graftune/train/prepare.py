@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset, Summary, prepare, split
-from graftune.data.encoded import distinct_tokens
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
@@ -151,7 +150,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
     _tell_data(console, whole, training, validation)
-    longest = max(training.longest, validation.longest)
+    longest = max(len(e.tokens) for e in (*training.examples, *validation.examples))
     if longest > base.spec.max_positions:
         raise GraftuneError(
             f"an example has {longest} tokens and {base.name} takes {base.spec.max_positions}",
@@ -214,7 +213,7 @@ def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, 
         memory=memory,
         evaluates=bool(held_out),
         evaluated=functools.cache(lambda capacity: shape_of(held_out, capacity)) if held_out else None,
-        tokens=distinct_tokens(data.training.examples, held_out),
+        tokens=len({token for example in (*data.training.examples, *held_out) for token in example.tokens}),
         asked=data.answers.lengths,
         resuming=resuming,
     )

@@ -19,7 +19,7 @@ need be by up to 2^6 costs nothing that the 3 bits have not cost already. The sh
 where it is tiny, a thousandth of what rounding y to bf16 costs. The same holds for dX and g A, with W and A, dY and g.
 
 Rejected: adding h B' to y afterwards (a pass over y: 18 ms of a step of 290 at 8B, 8192 tokens), letting the consumers
-of y add it (products in their tiles: docs/log.md), one code instead of two (an error of 2^-4).
+of y add it (products in their tiles: docs/lessons.md), one code instead of two (an error of 2^-4).
 """
 
 from __future__ import annotations

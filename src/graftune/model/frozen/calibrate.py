@@ -12,7 +12,7 @@ needs one factor of H and no inverse. Over a sample without correlations it is r
 
 e4m3's steps double from octave to octave, so between a scale and its double lie other roundings of the same row. A few
 are tried, each value to its nearest, with columns counting by H's diagonal. (By the formula they count by L_kk^2; that
-measured no better: docs/log.md.)
+measured no better: docs/lessons.md.)
 
 H is damped by a share of its mean diagonal, which counts the error of every value for itself beside what the sample
 says of it: other tokens will come, and dX = dY W reads the weight across its rows. A tenth costs the sample's own error
