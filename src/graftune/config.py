@@ -185,10 +185,10 @@ class TrainConfig:
 @dataclass(frozen=True)
 class RunConfig:
     out: str = opt("", "run folder; empty: runs/ and a name of its own")
-    samples: int = opt(4, "validation prompts answered before and after; 0: none", min=0)
+    samples: int = opt(4, "validation prompts answered by base and tuned model at the end; 0: none", min=0)
     sample_tokens: int = opt(64, "longest sample answer, in tokens", min=1)
     score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
-    score_records: int = opt(24, "unseen records scored before and after", min=1)
+    score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", min=0)
     profile: int = opt(0, "steps, from the fifth on, written as a trace to the run folder, profile.json.gz", min=0)
 
 

@@ -1,16 +1,48 @@
-"""The one error a user sees: what is wrong, where, and how to mend it, in one sentence.
+"""The one error a user sees: what is wrong, where, and how to fix it, in one sentence.
 
 A single class rather than a hierarchy: nobody catches graftune's mistakes by kind; the command line turns every
 one of them into one line on stderr and exit code 2. Broken invariants of our own are plain asserts.
+
+Names and values in a message often come from somebody's file. They are escaped and cut here, in the one place that
+every message passes, rather than where each of them is quoted: a tokenizer must not be able to clear somebody's
+terminal or fill it with a page of one token's name.
 """
 
 from __future__ import annotations
 
+_CONTROLS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # Unicode's control pictures
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+    # Directional overrides can make a line read other than it is.
+    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+    # So can line breaks that a terminal or a log viewer knows and we do not.
+    **dict.fromkeys((0x2028, 0x2029), 0xFFFD),
+    **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),  # half a character: no stream could encode it
+}
+LONGEST = 600  # characters of each part of a message
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters made visible; newlines and tabs stay, and CR LF is a newline."""
+    return text.replace("\r\n", "\n").translate(_CONTROLS)
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """`text` made printable, on one line, and cut in the middle if it is longer than `longest` characters."""
+    line = " ".join(printable(text[: 8 * longest] + (text[-longest:] if len(text) > 8 * longest else "")).split())
+    if len(line) <= longest:
+        return line
+    head = longest * 2 // 3
+    return f"{line[:head]} … {line[-(longest - head) :]}"
+
 
 class GraftuneError(ValueError):
-    """A mistake the user can mend. `where` is a file, line, field or row; `mend` says what to do."""
+    """A mistake the user can fix. `where` is a file, line, field or row; `mend` says what to do."""
 
     def __init__(self, what: str, *, where: str | None = None, mend: str | None = None):
-        self.what, self.where, self.mend = what, where, mend
-        head = f"{where}: {what}" if where else what
-        super().__init__(f"{head}; {mend}" if mend else head)
+        self.what = one_line(what)
+        self.where = None if where is None else one_line(where)
+        self.mend = None if mend is None else one_line(mend)
+        head = f"{self.where}: {self.what}" if where else self.what
+        super().__init__(f"{head}; {self.mend}" if mend else head)

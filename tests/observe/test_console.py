@@ -7,11 +7,14 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from graftune.observe.console import Answer, Console, LineProgress, printable
+from graftune.observe import progress as progress_module
+from graftune.observe.console import Answer, Console, printable
+from graftune.observe.progress import BarProgress, LineProgress, Progress
 
 EVIL = "[bold red]x[/] \x1b[2J\x1b]0;title\x07 :smile: \u202e"
 
@@ -119,29 +122,38 @@ def test_progress_on_a_terminal_is_a_bar_with_figures() -> None:
     console, out, err = make(terminal=True)
     with console.progress(60) as progress:
         for step in range(1, 61):
-            progress.update(step, loss=0.713, lr=1.8e-4, tok_s=142)
+            progress.update(step, loss=0.713, lr=1.8e-4, tokens=142)
         console.note("in between")
         console.line("a result")
-    assert "60/60" in err.getvalue() and "loss 0.713" in err.getvalue() and "142 tok/s" in err.getvalue()
+    assert "60/60" in err.getvalue() and "loss 0.713" in err.getvalue() and "tok/s" in err.getvalue()
     assert "in between" in err.getvalue() and out.getvalue() == "a result\n"
 
 
-def lines(total: int, seconds_a_step: float, done: int = 0) -> list[str]:
+def lines(total: int, seconds_a_step: float, done: int = 0, first: float = 0.0) -> list[str]:
     now, shown = [0.0], []
     progress = LineProgress(total, done, "training", shown.append, clock=lambda: now[0])
+    now[0] += first
     for step in range(done + 1, total + 1):
         now[0] += seconds_a_step
-        progress.update(step, loss=0.7134, lr=1.8e-4, tok_s=142.4)
+        progress.update(step, loss=0.7134, lr=1.8e-4, tokens=926)
     return shown
 
 
 def test_plain_progress_line() -> None:
-    assert lines(60, 6.5)[0] == "step  1/60  loss 0.713  lr 1.8e-04  142 tok/s  left 0:06:24"
-    assert lines(60, 6.5)[-1].startswith("step 60/60") and lines(60, 6.5)[-1].endswith("left 0:00:00")
+    shown = lines(60, 6.5)
+    assert shown[0] == "step  1/60  loss 0.713  lr 1.8e-04  142 tok/s"
+    assert shown[1] == "step  2/60  loss 0.713  lr 1.8e-04  142 tok/s  left 0:06:17"
+    assert shown[-1].startswith("step 60/60") and shown[-1].endswith("left 0:00:00")
+
+
+def test_what_went_before_the_steps_is_in_no_estimate() -> None:
+    shown = lines(60, 6.5, first=300.0)
+    assert "left" not in shown[0], "there is nothing yet to estimate by"
+    assert set(shown[1:]) <= set(lines(60, 6.5)), "the estimates are those of a run that began at once"
 
 
 @pytest.mark.parametrize(
-    ("total", "pace", "most"), [(60, 0.01, 22), (10_000, 0.001, 22), (1000, 0.5, 60), (100_000, 0.9, 2000), (1, 1, 1)]
+    ("total", "pace", "most"), [(60, 0.01, 22), (10_000, 0.001, 22), (1000, 0.5, 110), (100_000, 0.9, 2000), (1, 1, 1)]
 )
 def test_plain_progress_is_sparse_but_has_first_and_last(total: int, pace: float, most: int) -> None:
     shown = lines(total, pace)
@@ -150,7 +162,141 @@ def test_plain_progress_is_sparse_but_has_first_and_last(total: int, pace: float
 
 
 def test_resumed_progress_counts_time_from_the_resume() -> None:
-    assert lines(100, 2.0, done=90)[0] == "step  91/100  loss 0.713  lr 1.8e-04  142 tok/s  left 0:00:18"
+    assert lines(100, 2.0, done=90)[1] == "step  92/100  loss 0.713  lr 1.8e-04  463 tok/s  left 0:00:16"
+
+
+def test_other_work_is_counted_in_its_own_units() -> None:
+    now, shown = [0.0], []
+    progress = LineProgress(24, 0, "asking", shown.append, unit="answers", clock=lambda: now[0])
+    for tick in range(1, 241):  # a round of tokens a second; every tenth completes an answer
+        now[0] += 1
+        progress.update(tick // 10)
+    assert shown[0] == "asking: 0/24 answers" and shown[1] == "asking: 0/24 answers, 0:00:05"
+    assert shown[-1] == "asking: 24/24 answers, 0:04:00"
+    assert shown[10].endswith(f"left 0:0{(240 - 50) // 60}:{(240 - 50) % 60:02d}") and len(shown) < 60
+    quick: list[str] = []
+    LineProgress(3, 0, "asking", quick.append, unit="answers", clock=lambda: 0.0).update(3)
+    assert quick == ["asking: 0/3 answers"]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "SILENCE", 0.02)
+
+
+class Waiting(io.StringIO):
+    """Lets a test wait until something was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
+
+    def wait(self) -> None:
+        self.written.clear()
+        assert self.written.wait(10), "nothing was said"
+
+
+def test_nothing_is_silent_for_long(impatient: None) -> None:
+    """Whatever the main thread does: here it only waits."""
+    err = Waiting()
+    console = Console(stdout=io.StringIO(), stderr=err)
+    with console.working("planning memory"):
+        err.wait()
+    assert err.getvalue().startswith("planning memory: 0:00:00 so far\n")
+    with console.progress(24) as bar:
+        err.wait()
+        bar.update(7, loss=1.0)
+        with console.progress(60, label="validating", unit="examples"):
+            err.wait()
+            err.wait()
+        err.wait()
+        err.wait()
+    text = err.getvalue()
+    before, _, after = text.rpartition("validating")
+    assert "step 1/24: running for 0 s" in before and "validating: 0/60 examples" in text
+    assert "step 8/24: running for 0 s" in after, "the outer work speaks again once the inner one is done"
+    assert not [thread for thread in threading.enumerate() if thread.name == "graftune-beat"]
+
+
+def test_quick_work_without_a_count_says_nothing() -> None:
+    console, out, err = make()
+    with console.working("planning memory"):
+        pass
+    assert out.getvalue() == err.getvalue() == ""
+
+
+class Bar:
+    """As much of rich's progress as one line of it needs."""
+
+    def add_task(self, label: str, **how: object) -> int:
+        return 0
+
+    def update(self, task: int, **how: object) -> None:
+        pass
+
+
+def bar_of(total: int, pace: float) -> tuple[BarProgress, list[tuple[float, str]]]:
+    now, shown = [0.0], []
+    progress = BarProgress(total, 0, "training", Bar(), lambda text: shown.append((now[0], text)), clock=lambda: now[0])
+    for step in range(1, total + 1):
+        now[0] += pace
+        progress.update(step, loss=0.7134, lr=1.8e-4, tokens=426)
+    return progress, shown
+
+
+@pytest.mark.parametrize(
+    ("total", "pace", "least", "most"),
+    [(24, 10.0, 7, 9), (3000, 1.0, 18, 22), (86_400, 1.0, 140, 150), (20, 0.1, 1, 1)],
+)
+def test_a_terminal_keeps_lines_with_the_loss(total: int, pace: float, least: int, most: int) -> None:
+    _, shown = bar_of(total, pace)
+    assert least <= len(shown) <= most
+    assert all("loss 0.713" in text for _, text in shown) and f"{total}/{total}" in shown[-1][1]
+
+
+def test_a_narrow_terminal_keeps_count_and_loss() -> None:
+    now = [0.0]
+    progress = BarProgress(12_000, 0, "training", Bar(), lambda _: None, clock=lambda: now[0])
+    for step in range(1, 1001):
+        now[0] += 3
+        progress.update(step, loss=0.7134, lr=1.8e-4, tokens=426)
+
+    def shown(width: int) -> list[str]:
+        return [text for text, _ in progress.parts(width)]
+
+    for width in (24, 40, 60, 80, 120):
+        assert "1000/12000" in shown(width) and "loss 0.713" in shown(width)
+        assert len("  ".join(shown(width))) <= width
+    assert shown(120) == [
+        "training", "1000/12000", "loss 0.713", "lr 1.8e-04", "142 tok/s", "0:50:00", "left 9:10:00",
+    ]  # fmt: skip
+    assert shown(40) == ["training", "1000/12000", "loss 0.713"]
+
+
+def test_a_drawn_bar_stays_within_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    console, _, err = make(terminal=True)
+    with console.progress(12_000) as bar:
+        bar.update(1000, loss=0.713, lr=1e-4, tokens=100)
+        with console.progress(60, label="validating", unit="examples") as inner:
+            inner.update(30)
+            console.note("in between")  # takes the display off the screen and draws it again
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", err.getvalue())
+    drawn = [line for line in re.split(r"[\r\n]", text) if "1000/12000" in line]
+    assert drawn and all("loss 0.713" in line and len(line.rstrip()) <= 40 for line in drawn)
+    assert "30/60 examples" in text
+
+
+def test_a_quiet_progress_still_measures() -> None:
+    console, _, err = make(quiet=True)
+    with console.progress(3) as bar:
+        assert type(bar) is Progress
+        assert bar.update(1, tokens=10) > 0
+    assert err.getvalue() == ""
 
 
 def test_observe_imports_without_rich_and_matplotlib() -> None:

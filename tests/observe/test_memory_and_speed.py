@@ -70,8 +70,11 @@ def test_meter_follows_the_last_steps() -> None:
     assert meter.tok_s == 0 and meter.left is None
     now[0] += 60  # a slow first step
     meter.update(1, 600)
-    assert meter.tok_s == 10 and meter.left == 99 * 60
-    for step in range(2, 11):
+    assert meter.tok_s == 10 and meter.left is None, "a first step is no measure of the others"
+    now[0] += 2
+    meter.update(2, 600)
+    assert meter.tok_s == 300 and meter.left == 98 * 2, "and it is left out as soon as there is another"
+    for step in range(3, 11):
         now[0] += 2
         meter.update(step, 600)
     assert meter.tok_s == 300 and meter.left == 90 * 2
@@ -83,7 +86,14 @@ def test_pauses_and_a_resumed_start_do_not_count() -> None:
     now[0] += 1
     with meter.paused():
         now[0] += 1000
-    assert meter.update(11, 50) == 50 and meter.left == 9 and meter.elapsed == 1
+    assert meter.update(11, 50) == 50 and meter.left is None and meter.elapsed == 1
+    now[0] += 3
+    with meter.paused():
+        now[0] += 1000
+    assert meter.update(12, 60) == 20 and meter.left == 8 * 3 and meter.elapsed == 4
+    now[0] += 3
+    meter.update(20, 60)
+    assert meter.left == 0
 
 
 def test_clock_text() -> None:

@@ -57,7 +57,7 @@ def evaluate(
 
 def _with_progress(run: Any, examples: Any, console: Console, adapted: bool) -> Any:
     label = "evaluating" if adapted else "evaluating the base"
-    with console.progress(len(examples.examples), label=label) as bar:
+    with console.progress(len(examples.examples), label=label, unit="examples") as bar:
         return run.evaluate(examples, adapted=adapted, on_progress=bar.update)
 
 

@@ -238,7 +238,7 @@ def _merged(source: Source, place: Path, kind: str, console: Console) -> Exporte
     _room(place, need)
     survival = Survival()
     shown = dict(zip(map(id, tensors.values()), dtypes.values(), strict=True))
-    with console.progress(len(tensors), label="merging" if source.adapters else "writing") as bar:
+    with console.progress(len(tensors), label="merging" if source.adapters else "writing", unit="tensors") as bar:
         write_model(
             place,
             tensors,
@@ -276,7 +276,7 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
     survival = Survival()
     shown = {id(t.source): DTYPES.get(t.kind) for t in tensors}
     end = form.end_id if form is not None and form.end_id != whole.tokenizer.eos_id else None
-    with console.progress(len(tensors), label="merging" if source.adapters else "writing") as bar:
+    with console.progress(len(tensors), label="merging" if source.adapters else "writing", unit="tensors") as bar:
 
         def write(aside: Path) -> None:
             write_model_gguf(

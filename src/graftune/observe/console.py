@@ -13,27 +13,18 @@ import importlib.util
 import shutil
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from graftune.errors import printable
 from graftune.observe.events import to_json
-from graftune.observe.speed import clock_text
+from graftune.observe.progress import TRAINING, BarProgress, Beat, LineProgress, Progress, rich_bar
 
-_CONTROLS = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # Unicode's control pictures
-    0x7F: 0x2421,
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-    # Directional overrides can make a line read other than it is.
-    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
-}
-
-
-def printable(text: str) -> str:
-    """`text` with its control characters made visible; newlines and tabs stay, a carriage return becomes a newline."""
-    return text.replace("\r\n", "\n").translate(_CONTROLS)
+__all__ = ["Answer", "Console", "Progress", "printable"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,9 @@ class Console:
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
         self._rich: dict[int, Any] = {}
         self._bar: Any = None  # the live progress bar, if one is on the terminal
+        self._writing = threading.RLock()  # a beat may speak while the main thread does
+        self._active: list[LineProgress] = []  # work under way, the innermost last
+        self._wrote = time.monotonic()
         if not _has_rich() and (self._out.isatty() or self._err.isatty()):
             self.note("rich is not installed: plain output")
 
@@ -142,19 +136,63 @@ class Console:
         return self._drawn(self._results)
 
     @contextmanager
-    def progress(self, total: int, done: int = 0, label: str = "training") -> Iterator[Progress]:
-        """Progress over `total` steps of which `done` are behind us (a resumed run)."""
+    def progress(self, total: int, done: int = 0, label: str = TRAINING, unit: str = "") -> Iterator[Progress]:
+        """Progress over `total` units, named by `unit` in the plural, of which `done` are behind us (a resumed run).
+
+        Inside another progress it is shown beside the outer one on a terminal, and instead of it elsewhere.
+        """
         if self.quiet:
-            yield Progress(total, done)
+            yield Progress(total, done, label, unit)
         elif self._drawn(self._err):
-            with _rich_bar(self._rich_console(self._err)) as bar:
-                self._bar = bar
+            with self._live(keep=label == TRAINING) as bar:
+                shown = BarProgress(total, done, label, bar, lambda text: self._write(self._err, text), unit=unit)
                 try:
-                    yield BarProgress(total, done, bar, label)
+                    yield shown
                 finally:
-                    self._bar = None
+                    if label != TRAINING:
+                        bar.remove_task(shown.task)
         else:
-            yield LineProgress(total, done, label, lambda text: self._write(self._err, text))
+            with self._beating(
+                LineProgress(total, done, label, lambda text: self._write(self._err, text), unit=unit)
+            ) as lines:
+                yield lines
+
+    @contextmanager
+    def working(self, label: str) -> Iterator[None]:
+        """Work that cannot be counted: named with a clock on a terminal, elsewhere once it has taken some seconds."""
+        with self.progress(0, label=label):
+            yield
+
+    @contextmanager
+    def _live(self, keep: bool) -> Iterator[Any]:
+        """The live display, which all progress of a terminal shares. The outermost one begins and ends it."""
+        if self._bar is not None:
+            yield self._bar
+            return
+        with rich_bar(self._rich_console(self._err)) as bar:
+            self._bar = bar
+            try:
+                yield bar
+            finally:
+                bar.live.transient = not keep
+                self._bar = None
+
+    @contextmanager
+    def _beating(self, lines: LineProgress) -> Iterator[LineProgress]:
+        self._active.append(lines)
+        beat = None
+        if len(self._active) == 1:
+            self._wrote = time.monotonic()
+            beat = Beat(lambda: time.monotonic() - self._wrote, lambda: self._active[-1].age, self._say_beat)
+        try:
+            yield lines
+        finally:
+            if beat is not None:
+                beat.stop()
+            self._active.remove(lines)
+
+    def _say_beat(self) -> None:
+        self._write(self._err, self._active[-1].beat())
 
     @property
     def _results(self) -> TextIO:
@@ -173,20 +211,22 @@ class Console:
             with self._bar_aside():
                 stream.write(text + "\n")
                 stream.flush()
+        self._wrote = time.monotonic()
 
     @contextmanager
     def _bar_aside(self) -> Iterator[None]:
         """Take the live bar off the screen while something else is written."""
-        bar = self._bar
-        if bar is not None:
-            bar.live.transient = True  # a bar that stops for good stays on the screen; this one must leave it
-            bar.stop()
-        try:
-            yield
-        finally:
+        with self._writing:
+            bar = self._bar
             if bar is not None:
-                bar.live.transient = False
-                bar.start()
+                bar.live.transient = True  # a bar that stops for good stays on the screen; this one must leave it
+                bar.stop()
+            try:
+                yield
+            finally:
+                if bar is not None:
+                    bar.live.transient = False
+                    bar.start()
 
     def _rich_console(self, stream: TextIO) -> Any:
         from rich.console import Console as RichConsole
@@ -207,109 +247,6 @@ class _Harmless:
 
         for text, style, control in console.render(self._inner, options):
             yield Segment(printable(text), style, control)
-
-
-class Progress:
-    """What `Console.progress` yields; this one, used when quiet, shows nothing."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self.total, self.done = total, done
-
-    def update(
-        self, step: int, *, loss: float | None = None, tok_s: float | None = None, lr: float | None = None
-    ) -> None:
-        """`step` steps are done. Figures that are not known are left out."""
-        self.done = step
-
-
-AT_LEAST = 1.0  # seconds between two lines
-
-
-class LineProgress(Progress):
-    """Plain lines: the first step, the last, and between them one every 5% of the steps or every ten seconds, but not
-    more than one a second. The ten seconds grow with the run, up to a minute, so that a day's log stays a log.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        done: int,
-        label: str,
-        write: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(total, done)
-        self._label, self._line, self._clock = label, write, clock
-        self._start, self._pace_from = clock(), (clock(), done)
-        self._shown: tuple[float, int] | None = None  # time and step of the last line
-
-    def update(
-        self, step: int, *, loss: float | None = None, tok_s: float | None = None, lr: float | None = None
-    ) -> None:
-        super().update(step)
-        now, since = self._clock(), self._pace_from
-        if self._shown is None:
-            # What comes before the first step (an evaluation, warming up) says nothing of the pace of the others.
-            self._pace_from = (now, step)
-        if self._shown is not None and step < self.total:
-            interval = min(60.0, max(10.0, (now - self._start) / 60))
-            passed, made = now - self._shown[0], step - self._shown[1]
-            if passed < AT_LEAST or (passed < interval and made < max(1, self.total / 20)):
-                return
-        self._shown = (now, step)
-        steps = step - since[1]
-        left = (now - since[0]) / steps * (self.total - step) if steps > 0 else None
-        prefix = "" if self._label == "training" else f"{self._label}: "
-        figures = [*_figures(loss, lr, tok_s), f"left {clock_text(left)}"]
-        width = len(str(self.total))
-        self._line(f"{prefix}step {step:>{width}}/{self.total}  {'  '.join(figures)}")
-
-
-class BarProgress(Progress):
-    """A rich progress bar with the figures beside it."""
-
-    def __init__(self, total: int, done: int, bar: Any, label: str) -> None:
-        super().__init__(total, done)
-        self._bar = bar
-        self._task = bar.add_task(label, total=total, completed=done, figures="")
-
-    def update(
-        self, step: int, *, loss: float | None = None, tok_s: float | None = None, lr: float | None = None
-    ) -> None:
-        super().update(step)
-        self._bar.update(self._task, completed=step, figures="  ".join(_figures(loss, lr, tok_s)))
-
-
-def _rich_bar(console: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
-
-    return RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left", style="dim"),
-        TimeRemainingColumn(),
-        console=console,
-        expand=True,
-        refresh_per_second=4,
-        # The streams are ours to manage: other people's prints must land where they were sent.
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
-def _figures(loss: float | None, lr: float | None, tok_s: float | None) -> list[str]:
-    shown = []
-    if loss is not None:
-        shown.append(f"loss {loss:.3f}")
-    if lr is not None:
-        shown.append(f"lr {lr:.1e}")
-    if tok_s is not None:
-        shown.append(f"{tok_s:,.0f} tok/s")
-    return shown
 
 
 def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:

@@ -1,8 +1,9 @@
 """Tokens per second over the last steps, and the time left.
 
 A moving window rather than the mean of the whole run: the first steps (page faults, autotuning, capture) would weigh on
-the figure for hours, and a machine that slows down would not show it. Time spent paused (evaluation, checkpoints,
-samples) belongs to neither figure; the time left is therefore that of the training steps alone.
+the figure for hours, and a machine that slows down would not show it. The first step leaves both figures as soon as
+there is a second one, and until then there is no estimate: it may hold minutes of compiling. Time spent paused
+(evaluation, checkpoints, samples) belongs to neither figure; the time left is that of the training steps alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Meter:
         self.total, self.done, self._clock = total, done, clock
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=window + 1)  # (working time, steps, tokens so far)
         self._tokens, self._paused = 0, 0.0
+        self._warm = False  # the first step no longer counts
         self._started = clock()
         self._marks.append((0.0, done, 0))
 
@@ -35,6 +37,9 @@ class Meter:
         self.done = step
         self._tokens += tokens
         self._marks.append((self.elapsed, step, self._tokens))
+        if not self._warm and len(self._marks) > 2:
+            self._marks.popleft()
+            self._warm = True
         return self.tok_s
 
     @property
@@ -44,9 +49,11 @@ class Meter:
 
     @property
     def left(self) -> float | None:
-        """Seconds until `total` steps are done at the window's pace; None until a step has been seen."""
+        """Seconds until `total` steps are done at the window's pace; None until there is a step besides the first."""
+        if self.done >= self.total:
+            return 0.0
         seconds, steps, _ = self._span()
-        return (self.total - self.done) * seconds / steps if steps > 0 else None
+        return (self.total - self.done) * seconds / steps if self._warm and steps > 0 else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

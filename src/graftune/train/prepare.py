@@ -94,7 +94,7 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
         return None
     base, batches = engine.base, sample(training.examples, settings)
     inputs = _inputs_of(folder) or settings.fp8_inputs
-    with console.progress(len(blocks), label="calibrating") as bar:
+    with console.progress(len(blocks), label="calibrating", unit="layers") as bar:
         made = calibrate(
             engine.decoder,
             batches,
