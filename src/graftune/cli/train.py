@@ -73,7 +73,8 @@ def run_config(folder: str) -> Config:
 
 
 def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any]) -> Any:
-    from graftune import api
+    with console.working("starting PyTorch"):
+        from graftune import api
 
     return api.train(config, console=console, resume=resume, overrides=overrides)
 

@@ -40,13 +40,12 @@ class Progress:
 
     def update(
         self, done: int, *, loss: float | None = None, lr: float | None = None, tokens: int | None = None
-    ) -> float:
-        """`done` units are done; of training steps with their figures. Returns tokens per second."""
+    ) -> None:
+        """`done` units are done; of training steps with their figures."""
         # The same count again means that the work is alive; it is no unit, and no time for one.
         tok_s = self.meter.update(done, tokens or 0) if done != self.done or tokens else self.meter.tok_s
         self.done, self.since = done, self.clock()
         self.figures = _figures(loss, lr, tok_s if tokens else None) or self.figures
-        return tok_s
 
     @property
     def age(self) -> float:
@@ -97,11 +96,10 @@ class LineProgress(Progress):
 
     def update(
         self, done: int, *, loss: float | None = None, lr: float | None = None, tokens: int | None = None
-    ) -> float:
-        tok_s = super().update(done, loss=loss, lr=lr, tokens=tokens)
+    ) -> None:
+        super().update(done, loss=loss, lr=lr, tokens=tokens)
         if self._due():
             self._say(self.line())
-        return tok_s
 
     def beat(self) -> str:
         """What to say when nothing was written for a while."""
@@ -148,13 +146,12 @@ class BarProgress(Progress):
 
     def update(
         self, done: int, *, loss: float | None = None, lr: float | None = None, tokens: int | None = None
-    ) -> float:
-        tok_s = super().update(done, loss=loss, lr=lr, tokens=tokens)
+    ) -> None:
+        super().update(done, loss=loss, lr=lr, tokens=tokens)
         self._bar.update(self.task, completed=done)
         if self.training and self._due():
             self._shown = self.clock()
             self._write(self.line())
-        return tok_s
 
     def _due(self) -> bool:
         """About twenty lines over a run, and the last step."""

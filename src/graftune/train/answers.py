@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -75,7 +76,6 @@ class Answers:
         reaches = reaches_of(self.lengths, self.length, self.positions)
         found: list[str] = []
         for group in in_groups(reaches, room(settings.tokens_per_micro_batch, settings.recompute)):
-            answered = len(found) + len(group)
             answers = generate(
                 engine.decoder,
                 [self.questions[i].prompt for i in group],
@@ -83,7 +83,7 @@ class Answers:
                 self.stops,
                 adapted=adapted,
                 backend=engine.eager_attention,
-                on_tokens=lambda alive, answered=answered: between(answered - len(alive)),
+                on_tokens=partial(_count, between, len(found) + len(group)),
             )
             found += [tokenizer.decode(answer, skip_special=True) for answer in answers]
             between(len(found))
@@ -103,6 +103,10 @@ class Answers:
         shares = ", ".join(f"{name} {score.share:.0%}" for name, score in scores.items())
         console.line(f"score on {len(references)} unseen records: {shares} exactly right")
         return {"score": {name: _figures(score) for name, score in scores.items()}}
+
+
+def _count(between: Callable[[int], None], asked: int, alive: dict[int, int]) -> None:
+    between(asked - len(alive))
 
 
 def _figures(report: ScoreReport) -> dict[str, Any]:

@@ -73,12 +73,16 @@ def train(
 ) -> TrainResult:
     if resume is not None:
         folder = Path(resume)
-        run = Run(prepare_run(stored_config(folder, overrides or {}), console, folder), console)
-        run.take_up()
+        prepared = prepare_run(stored_config(folder, overrides or {}), console, folder)
+        with console.working("taking up the run"):
+            run = Run(prepared, console)
+            run.take_up()
         return run.go()
     with removed_unless_started() as made:
-        run = Run(prepare_run(config, console, made=made), console)
-        run.start()
+        prepared = prepare_run(config, console, made=made)
+        with console.working("preparing the first step"):
+            run = Run(prepared, console)
+            run.start()
     return run.go()
 
 

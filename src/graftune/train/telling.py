@@ -41,7 +41,8 @@ class Telling:
 
     def step(self, done: Figures, *, scaled: bool) -> None:
         facts, step = done.tag, done.tag["step"]
-        speed = self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"])
+        self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"])
+        speed = self.meter.tok_s
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures)
         if self.plan is not None and not self.told_plan:
