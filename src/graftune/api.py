@@ -105,7 +105,7 @@ class Run:
 
     def batches(self, data: Dataset, epoch: int = 0) -> Iterator[PackedBatch]:
         """One packed micro-batch after another, shuffled by the run's seed."""
-        size = max(self.config.train.tokens_per_step, *(len(e.tokens) for e in data.examples))
+        size = max(self.config.train.tokens_per_step, data.longest)
         loader = Loader(
             data.examples, tokens_per_step=size, micro_capacity=size, seed=self.config.train.seed, fixed=False
         )

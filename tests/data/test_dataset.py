@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from graftune.config import DataConfig
 from graftune.data import fit
-from graftune.data.dataset import Dataset, Summary, prepare, split
-from graftune.data.fit import Fitter, build_text
+from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.fit import Fitter
 from graftune.data.template import chat_format
+from graftune.data.text import build_text
 from graftune.errors import GraftuneError
 from tests.data.helpers import CHATML, shipped, tokenizer, trained_runs, turns, with_template
 
@@ -130,7 +131,8 @@ def test_summary_adds_up(tmp_path: Path) -> None:
     assert summary.response_tokens == sum(e.response_tokens for e in data.examples)
     assert summary.supervised_share == summary.response_tokens / summary.tokens
     assert summary.longest == max(len(e.tokens) for e in data.examples)
-    assert data.records[0] == {"messages": [{"role": "user", "content": "a"}], "reference": "b"} and len(data) == 2
+    first = {"messages": [{"role": "user", "content": "a"}], "reference": "b"}
+    assert next(data.records) == first and len(data) == 2
 
 
 def dataset(rows: list[int]) -> Dataset:
@@ -138,7 +140,7 @@ def dataset(rows: list[int]) -> Dataset:
 
     examples = [Example([1, 2, 3 + i], [False, True, True], row) for i, row in enumerate(rows)]
     names = [str(i) for i in range(len(rows))]
-    return Dataset(examples, names, names, [[] for _ in names], Summary(), "", "data.jsonl")
+    return Dataset.of(examples, names, names, path="data.jsonl")
 
 
 @settings(max_examples=100, deadline=None)
@@ -154,7 +156,7 @@ def test_split(rows: list[int], share: float, seed: int) -> None:
             split(data, share, seed)
         return
     train, val = split(data, share, seed)
-    assert sorted(train.prompts + val.prompts) == sorted(data.prompts)
+    assert sorted([*train.prompts, *val.prompts]) == sorted(data.prompts)
     assert not {e.row for e in train.examples} & {e.row for e in val.examples}
     held = len({e.row for e in val.examples})
     assert held == (min(len(set(rows)) - 1, max(1, round(len(set(rows)) * share))) if share else 0)

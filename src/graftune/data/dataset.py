@@ -1,247 +1,253 @@
-"""A data file -> tokenised examples, with an account of every row.
+"""Data -> tokenised examples, with an account of every row.
 
-`prepare` walks the file once: row -> record -> conversation -> text with trained spans -> tokens with a mask. Nothing
-is left out silently: each row ends as an example, or under a reason that the summary counts and lists with the row's
-number. `split` holds out whole source rows, so that two turns of one conversation never lie on both sides.
+`prepare` encodes the data once and finds it again at the next start (cached.py): a data set is a view over a mapped
+file (encoded.py), and nothing in it grows with the number of rows but a few arrays. Nothing is left out silently: each
+row ends as an example, or under a reason that the summary counts and the file lists. `split` holds out whole source
+rows, with their exact repeats, so that neither two turns of one conversation nor two copies of it lie on both sides.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from graftune import digest
 from graftune.batch import Example
 from graftune.config import DataConfig
-from graftune.data.chat import check_roles, trained_turns
-from graftune.data.fit import Built, Fitter, build_text
-from graftune.data.record import Message, Record, to_record
-from graftune.data.source import Refusal, Row, digest_of, rows, sources
-from graftune.data.template import chat_format, plain_format, special_pattern
+from graftune.data import cached
+from graftune.data.encoded import Entry, Examples, Store, Writer
+from graftune.data.maker import Maker
+from graftune.data.record import Message
+from graftune.data.source import digest_of, rows, sources
+from graftune.data.summary import Summary, nothing_usable
 from graftune.errors import GraftuneError
 from graftune.mixture import DataValue, label
 from graftune.tokenizer import Tokenizer
 
 
-@dataclass
-class Summary:
-    """What became of the file. `refused` rows were bad, `dropped` examples too long, `truncated` ones made to fit."""
+class _Texts(Sequence[Any]):
+    """One of the texts kept with each example; read when it is looked at."""
 
-    kinds: dict[str, int] = field(default_factory=dict)
-    rows: int = 0
-    examples: int = 0
-    tokens: int = 0
-    response_tokens: int = 0
-    longest: int = 0
-    truncated: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
-    details: list[tuple[int, str]] = field(default_factory=list)  # (row, why) for each row refused or dropped
-    notes: dict[str, int] = field(default_factory=dict)  # what a user should know, and for how many rows
-    template: str = ""
+    def __init__(self, examples: Examples, name: str):
+        self.examples, self.name = examples, name
 
-    @property
-    def supervised_share(self) -> float:
-        """Trained tokens among all of them."""
-        return self.response_tokens / self.tokens if self.tokens else 0.0
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        text = self.examples.store.text(int(self.examples.chosen[place]), self.name)
+        if self.name != "messages":
+            return text
+        return json.loads(text) if text else []
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Dataset:
     """Examples and, index by index, what sample answers need: the text to continue for the example's last trained
     answer, that answer, and the messages the text was rendered from (none for `text` records)."""
 
-    examples: list[Example]
-    prompts: list[str]
-    references: list[str]
-    messages: list[list[Message]]
+    examples: Examples
     summary: Summary
     sha256: str
     path: str
+    uncached: str = ""  # why the next start will have to encode it again
+
+    @staticmethod
+    def of(
+        examples: Sequence[Example],
+        prompts: Sequence[str] = (),
+        references: Sequence[str] = (),
+        messages: Sequence[list[Message]] = (),
+        path: str = "",
+    ) -> Dataset:
+        """From examples in memory."""
+        file, none = io.BytesIO(), [""] * len(examples)
+        writer = Writer(file, 1 + max((max(e.tokens, default=0) for e in examples), default=0))
+        texts = zip(examples, prompts or none, references or none, messages or [[] for _ in examples], strict=True)
+        writer.add([Entry(example, ask, answer, turns) for example, ask, answer, turns in texts])
+        writer.close()
+        return Dataset(Examples(Store(file.getvalue())), Summary(), "", path).subset(range(len(examples)))
 
     def __len__(self) -> int:
         return len(self.examples)
 
     @property
-    def records(self) -> list[dict[str, Any]]:
+    def prompts(self) -> Sequence[str]:
+        return _Texts(self.examples, "prompt")
+
+    @property
+    def references(self) -> Sequence[str]:
+        return _Texts(self.examples, "reference")
+
+    @property
+    def messages(self) -> Sequence[list[Message]]:
+        return _Texts(self.examples, "messages")
+
+    @property
+    def records(self) -> Iterator[dict[str, Any]]:
         """Each example's prompt messages and reference answer."""
         pairs = zip(self.messages, self.references, strict=True)
-        return [{"messages": messages, "reference": reference} for messages, reference in pairs]
+        return ({"messages": messages, "reference": reference} for messages, reference in pairs)
 
-    def subset(self, indices: Sequence[int]) -> Dataset:
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example; 0 where there is none."""
+        return int(self.examples.column("count").max(initial=0))
+
+    @property
+    def digest(self) -> str:
+        """Of all tokens and masks in their order, however they are stored: what a run's identity takes in."""
+        return hashlib.sha256(self.examples.digests.tobytes()).hexdigest()
+
+    def details(self) -> Iterator[tuple[int, str]]:
+        """(row, why) for every row of the whole data that was refused or dropped."""
+        return self.examples.store.details()
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
         """These examples with figures of their own; the account of refused rows stays with the whole."""
-        examples = [self.examples[i] for i in indices]
-        summary = Summary(rows=len({e.row for e in examples}), template=self.summary.template)
-        for example in examples:
-            _count(summary, example)
-        return Dataset(
-            examples,
-            [self.prompts[i] for i in indices],
-            [self.references[i] for i in indices],
-            [self.messages[i] for i in indices],
-            summary,
-            self.sha256,
-            self.path,
+        chosen = self.examples.chosen[np.asarray(indices, dtype=np.int64)]
+        part = Examples(self.examples.store, chosen)
+        counts = part.column("count")
+        summary = Summary(
+            rows=len(np.unique(part.column("row"))),
+            examples=len(part),
+            tokens=int(counts.sum()),
+            response_tokens=int(part.column("responses").sum()),
+            longest=int(counts.max(initial=0)),
+            template=self.summary.template,
+            max_seq_len=self.summary.max_seq_len,
         )
+        return dataclasses.replace(self, examples=part, summary=summary)
+
+    def at_most(self, count: int, seed: int) -> Dataset:
+        """So many of the examples, chosen by the seed and in the data's order; 0: all of them."""
+        if not 0 < count < len(self):
+            return self
+        order = np.random.default_rng([seed, 0xE7A1]).permutation(len(self))
+        return self.subset(np.sort(order[:count]))
 
 
-def prepare(value: DataValue, tokenizer: Tokenizer, config: DataConfig) -> Dataset:
-    """Everything in the data that can be trained on; GraftuneError if that is nothing."""
-    notes: list[str] = []
-    files, path = sources(value, notes.append), label(value)
-    maker = _Maker(tokenizer, config, path)
-    data = Dataset([], [], [], [], maker.summary, digest_of(files), path)
-    for row in rows(files, note=notes.append):
-        for built in maker.examples(row):
-            for _ in range(row.times if built.example is not None else 0):
-                assert built.example is not None
-                data.examples.append(built.example)
-                data.prompts.append(built.prompt)
-                data.references.append(built.reference)
-                data.messages.append(built.messages)
-    maker.summary.notes.update(dict.fromkeys(notes, 0))
-    if not data.examples:
-        raise _nothing(maker.summary, path)
-    return data
+def prepare(
+    value: DataValue, tokenizer: Tokenizer, config: DataConfig, told: Callable[[int], None] = lambda rows: None
+) -> Dataset:
+    """Everything in the data that can be trained on; GraftuneError if that is nothing. `told`: rows read so far."""
+    notes: dict[str, int] = {}  # in the order they come, each once
+
+    def note(text: str) -> None:
+        notes.setdefault(text, 0)
+
+    files, path = sources(value, note), label(value)
+    sha256 = digest_of(files, _digest)
+    key = cached.key_of([sha256, [_kind(file.path) for file in files]], tokenizer, config)
+    store, why = cached.find(key), ""
+    if store is None:
+
+        def write(writer: Writer) -> dict[str, Any]:
+            maker = Maker(tokenizer, config, path)
+            for chunk in maker.chunks(rows(files, config.map, note)):
+                writer.add(chunk.entries, chunk.details)
+                told(maker.summary.rows)
+            maker.summary.notes.update(notes)
+            if not maker.summary.examples:
+                raise nothing_usable(maker.summary, path)
+            if digest_of(files, _digest) != sha256:
+                raise GraftuneError("was changed while it was being read", where=path, mend="start again")
+            maker.summary.duplicates = writer.duplicates()
+            return {"summary": maker.summary.document()}
+
+        store, why = cached.make(key, _vocabulary(tokenizer), write)
+    summary = Summary.of(store.header["summary"])
+    summary.notes = notes | summary.notes
+    return Dataset(Examples(store), summary, sha256, path, why)
+
+
+def _digest(path: Path) -> str:
+    return digest.sha256([path])
+
+
+def _kind(path: Path) -> str:
+    """How a file is read: by its endings."""
+    return "".join(path.suffixes[-2:]).lower()
+
+
+def _vocabulary(tokenizer: Tokenizer) -> int:
+    """Above every id: ids may have gaps."""
+    return 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=0)
 
 
 def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Dataset]:
-    """(train, validation) by source row, in the file's order; the same seed always gives the same rows."""
+    """(train, validation) by source row, in the data's order; the same seed always gives the same rows. Rows that
+    repeat each other go to one side together."""
     assert 0 <= val_split < 1, val_split
-    rows = sorted({example.row for example in dataset.examples})
     if val_split == 0:
         return dataset, dataset.subset([])
-    if len(rows) < 2:
+    rows, row_of = np.unique(dataset.examples.column("row"), return_inverse=True)
+    group_of = _groups(row_of, dataset.examples.digests)
+    sizes = np.bincount(group_of)
+    if len(sizes) < 2:
+        all_same = len(rows) > 1
+        what = "all rows are the same" if all_same else f"only {len(rows)} usable row"
         raise GraftuneError(
-            f"only {len(rows)} usable row, which cannot be split into training and validation",
+            f"{what}, which cannot be split into training and validation",
             where=dataset.path,
             mend="give more rows, a file of their own with eval_data, or val_split 0",
         )
     count = min(len(rows) - 1, max(1, round(len(rows) * val_split)))
     order = np.random.default_rng([seed, 0x5917]).permutation(len(rows))
-    held = {rows[i] for i in order[:count]}
-    sides: tuple[list[int], list[int]] = ([], [])
-    for index, example in enumerate(dataset.examples):
-        sides[example.row in held].append(index)
-    return dataset.subset(sides[0]), dataset.subset(sides[1])
+    held = _held(order, group_of, sizes, count)
+    side = held[group_of][row_of]
+    return dataset.subset(np.flatnonzero(~side)), dataset.subset(np.flatnonzero(side))
 
 
-class _Maker:
-    """Rows -> examples, keeping the summary. The model's own template is looked at when the first row needs it."""
-
-    def __init__(self, tokenizer: Tokenizer, config: DataConfig, path: str):
-        self.tokenizer, self.config, self.path = tokenizer, config, path
-        self.summary = Summary()
-        self.control = special_pattern(tokenizer)
-        self.fitter: Fitter | None = None
-        if config.template != "auto":  # a file that is not there is a mistake whatever the rows are
-            self._open()
-
-    def examples(self, row: Row) -> Iterator[Built]:
-        self.summary.rows += 1
-        try:
-            if isinstance(row.value, Refusal):
-                raise row.value
-            record = to_record(row.value)
-            built = list(self._of(record, row.key))
-        except Refusal as refusal:
-            if self.config.strict:
-                raise GraftuneError(
-                    refusal.text,
-                    where=row.place if row.file else f"{self.path}, {row.place}",
-                    mend="fix the row, or leave out strict",
-                ) from None
-            self._bump(self.summary.refused, refusal.reason)
-            self.summary.details.append((row.key, refusal.text if not row.file else f"{row.place}: {refusal.text}"))
-            return
-        self._bump(self.summary.kinds, record.kind)
-        for one in built:
-            if one.dropped:
-                self._bump(self.summary.dropped, one.dropped)
-                self.summary.details.append((row.number, one.dropped))
-            if one.truncated:
-                self._bump(self.summary.truncated, one.truncated)
-            if one.example is not None:
-                _count(self.summary, one.example)
-        yield from built
-
-    def _of(self, record: Record, row: int) -> Iterator[Built]:
-        for name in record.ignored:
-            self._note(f"column not used: {name}")
-        for note in record.notes:
-            self._note(note)
-        if record.kind == "text":
-            self._note_control([record.text])
-            windows = build_text(record.text, self.tokenizer, self.config.longest(), row)
-            if len(windows) > 1:
-                self._note("texts longer than max_seq_len, divided into several examples")
-            yield from windows
-            return
-        fitter, messages = self._fitter(record), record.messages
-        form = fitter.form
-        trained = trained_turns(record, self.config.train_on)
-        if record.flagged and self.config.train_on != "flagged":
-            self._note(f'"train"/"weight" flags not used, since train_on is {self.config.train_on}')
-        if not form.takes_system and messages[0]["role"] == "system":
-            self._note("system turns merged into the first user turn: the template takes none")
-        check_roles(form, record, messages)
-        if record.tools and form.render(messages, record.tools) == form.render(messages, None):
-            self._note("tools given that the template does not render")
-        self._note_control([message["content"] or "" for message in messages])
-        built = list(fitter.build(messages, record.tools, trained, row))
-        if len(built) > 1:
-            self._note("conversations divided into several examples")
-        yield from built
-
-    def _fitter(self, record: Record) -> Fitter:
-        """One format serves the whole file: the template chosen, the model's own, or plain where it has none."""
-        chat = record.kind in ("messages", "conversations")
-        if chat and self.config.template == "auto" and self.tokenizer.template is None:
-            raise GraftuneError(
-                "this is chat data, and the model has no chat template",
-                where=self.path,
-                mend="give a Jinja file with `template: FILE`, or `template: none` for plain text",
-            )
-        return self.fitter or self._open()
-
-    def _open(self) -> Fitter:
-        form = chat_format(self.tokenizer, self.config) or plain_format(self.tokenizer)
-        self.summary.template = form.name
-        self.summary.notes.update(dict.fromkeys(form.notes, 0))
-        self.fitter = Fitter(form, self.tokenizer, self.config.longest())
-        return self.fitter
-
-    def _note_control(self, texts: Sequence[str]) -> None:
-        """Control tokens written in the data are parsed as such, as every other trainer does; the mask holds."""
-        if self.control is not None and any(self.control.search(text) for text in texts):
-            self._note("rows whose text spells a control token of the model")
-
-    def _note(self, text: str) -> None:
-        self._bump(self.summary.notes, text)
-
-    @staticmethod
-    def _bump(counts: dict[str, int], key: str) -> None:
-        counts[key] = counts.get(key, 0) + 1
+def _held(order: np.ndarray, group_of: np.ndarray, sizes: np.ndarray, count: int) -> np.ndarray:
+    """Which groups are held out: in the order's turn, as many as leave `count` rows or fewer; at least one."""
+    held = np.zeros(len(sizes), dtype=np.bool_)
+    if len(sizes) == len(group_of):  # no repeats
+        held[group_of[order[:count]]] = True
+        return held
+    room, seen = count, set()
+    for group in group_of[order].tolist():
+        if group not in seen and sizes[group] <= room:
+            held[group] = True
+            room -= int(sizes[group])
+        seen.add(group)
+        if not room:
+            break
+    if not held.any():
+        held[int(sizes.argmin())] = True
+    return held
 
 
-def _count(summary: Summary, example: Example) -> None:
-    summary.examples += 1
-    summary.tokens += len(example.tokens)
-    summary.response_tokens += example.response_tokens
-    summary.longest = max(summary.longest, len(example.tokens))
-
-
-def _nothing(summary: Summary, path: str) -> GraftuneError:
-    if not summary.rows:
-        return GraftuneError("holds no rows", where=path, mend="give a file with at least one record")
-    counts = Counter(summary.refused) + Counter(summary.dropped)
-    (reason, count), *_ = counts.most_common(1)
-    row, why = next((row, why) for row, why in summary.details if why.startswith(reason))
-    return GraftuneError(
-        f"none of the {summary.rows} rows can be used ({count} for: {reason}; row {row}: {why})",
-        where=path,
-        mend="mend the data or the settings that refuse it",
-    )
+def _groups(row_of: np.ndarray, digests: np.ndarray) -> np.ndarray:
+    """For each row the number of its group: rows that share an example are in one. Without repeats each is its own."""
+    kinds, kind_of = np.unique(digests, return_inverse=True)
+    count = int(row_of.max(initial=-1)) + 1
+    group = np.arange(count)
+    if len(kinds) == len(digests):
+        return group
+    while True:  # each pass carries the least number from a row to those that share an example with it
+        least = np.full(len(kinds), count)
+        np.minimum.at(least, kind_of, group[row_of])
+        following = group.copy()
+        np.minimum.at(following, row_of, least[kind_of])
+        if np.array_equal(following, group):
+            return np.unique(group, return_inverse=True)[1]
+        group = following

@@ -183,31 +183,3 @@ class Fitter:
             [t for t, trained in zip(cut.tokens, cut.supervised, strict=True) if not trained]
         )
         return Built(cut, prompt, passage.reference, passage.asked, truncated=PROMPT)
-
-
-def build_text(text: str, tokenizer: Tokenizer, limit: int, row: int) -> list[Built]:
-    """Plain text, every token trained, BOS as the tokenizer says and EOS always. Too long: several windows.
-
-    Each later window starts with BOS, or else with the last token of the window before it, so that every token is
-    predicted once.
-    """
-    start = tokenizer.bos_id if tokenizer.add_bos else None
-    if tokenizer.eos_id is None:
-        raise Refusal("no EOS token", "the tokenizer names none to end a text with")
-    tokens = ([start] if start is not None else []) + tokenizer.encode(text) + [tokenizer.eos_id]
-    prompt_end = _quarter(text)
-    prompt = ((tokenizer.bos_token or "") if start is not None else "") + text[:prompt_end]
-    built = []
-    while True:
-        window, tokens = tokens[:limit], tokens[limit:]
-        example = Example(window, [True] * len(window), row)
-        built.append(Built(example, prompt, text[prompt_end:].strip()))
-        if not tokens:
-            return built
-        tokens = [start if start is not None else window[-1], *tokens]
-
-
-def _quarter(text: str) -> int:
-    """About a quarter of a text, to the end of a word: what a sample continues."""
-    space = text.find(" ", max(1, len(text) // 4))
-    return space if space > 0 else max(1, len(text) // 4)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from graftune.batch import Example, PackedBatch
+from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import Capacities, capacities, pack, plan_epoch
 
 
@@ -28,8 +29,7 @@ class Loader:
         assert examples, "a loader needs examples"
         self.examples, self.fixed = examples, fixed
         self.tokens_per_step, self.micro_capacity, self.seed = tokens_per_step, micro_capacity, seed
-        self.lengths = [len(example.tokens) for example in examples]
-        self.responses = [example.response_tokens for example in examples]
+        self.lengths, self.responses = lengths_of(examples), responses_of(examples)
         self._limits: Capacities | None = None
         self._planned: tuple[int, list[list[list[int]]]] | None = None
         self._steps: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Loader:
     def counts(self, epoch: int, step: int) -> tuple[int, int]:
         """(tokens, response tokens) of a step, padding left out."""
         held = [index for indices in self.plan(epoch)[step] for index in indices]
-        return sum(self.lengths[i] for i in held), sum(self.responses[i] for i in held)
+        return int(self.lengths[held].sum()), int(self.responses[held].sum())
 
     def capacities(self, epochs: int) -> Capacities:
         """What holds every micro-batch of the first `epochs` epochs; fixes the shapes."""
@@ -81,4 +81,4 @@ class Loader:
 
     def _staged(self, step: list[list[int]], stage: Callable[[PackedBatch], Any]) -> list[Any]:
         limits = self._limits._asdict() if self.fixed and self._limits is not None else {}
-        return [stage(pack([self.examples[i] for i in held], **limits)) for held in step]
+        return [stage(pack(take(self.examples, held), **limits)) for held in step]

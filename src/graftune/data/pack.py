@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from graftune.batch import Example, PackedBatch
+from graftune.data.encoded import flat, lengths_of
 
 LOOK_AHEAD = 64
 TILE = 64  # fixed shapes are multiples of this: the sides that products and attention are cut into
@@ -36,11 +37,13 @@ class Capacities(NamedTuple):
 
 
 def plan_epoch(
-    lengths: Sequence[int], *, tokens_per_step: int, micro_capacity: int, seed: int, epoch: int
+    lengths: Sequence[int] | np.ndarray, *, tokens_per_step: int, micro_capacity: int, seed: int, epoch: int
 ) -> list[list[list[int]]]:
     """Steps -> micro-batches -> indices into `lengths`; each index once, no micro-batch empty. A step exceeds
     `tokens_per_step` only where a single example does."""
-    assert micro_capacity > 0 and all(length <= micro_capacity for length in lengths), "an example exceeds a bin"
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert micro_capacity > 0 and lengths.max(initial=0) <= micro_capacity, "an example exceeds a bin"
+    lengths = lengths.tolist()  # single numbers of an array are slow to take
     order = np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist()
     order.reverse()  # taken from the end
     waiting: list[int] = []
@@ -77,14 +80,21 @@ class _Step:
         return False
 
 
-def capacities(bins: Iterable[Sequence[int]], lengths: Sequence[int], responses: Sequence[int]) -> Capacities:
+def capacities(
+    bins: Iterable[Sequence[int]], lengths: Sequence[int] | np.ndarray, responses: Sequence[int] | np.ndarray
+) -> Capacities:
     """The least that holds every one of these bins of indices, in whole tiles."""
-    held = [(len(indices), sum(lengths[i] for i in indices), sum(responses[i] for i in indices)) for indices in bins]
+    held = list(bins)
     assert held, "there is nothing to hold"
-    capacity = _up(max(tokens for _, tokens, _ in held))
-    longest = min(capacity, _up(max(lengths)))
-    docs = max(count + -(-(capacity - tokens) // longest) for count, tokens, _ in held)
-    return Capacities(capacity, docs, _up(max(1, *(rows for _, _, rows in held))), longest)
+    counts = np.fromiter(map(len, held), np.int64, len(held))
+    order = np.fromiter(chain.from_iterable(held), np.int64, int(counts.sum()))
+    starts = np.cumsum(counts) - counts
+    tokens = np.add.reduceat(np.asarray(lengths, dtype=np.int64)[order], starts)
+    rows = np.add.reduceat(np.asarray(responses, dtype=np.int64)[order], starts)
+    capacity = _up(int(tokens.max()))
+    longest = min(capacity, _up(int(np.max(lengths))))
+    docs = int((counts + -(-(capacity - tokens) // longest)).max())
+    return Capacities(capacity, docs, _up(max(1, int(rows.max()))), longest)
 
 
 def _up(count: int) -> int:
@@ -105,11 +115,10 @@ def pack(
     has to count; documents that are not there have length 0. Padding rows are row 0 with label -1.
     """
     assert examples, "a micro-batch holds at least one example"
-    counts = [len(example.tokens) for example in examples]
+    counts = lengths_of(examples).tolist()
     total = sum(counts)
     assert all(counts), "an example has at least one token"
-    tokens = np.fromiter(chain.from_iterable(e.tokens for e in examples), dtype=np.int64, count=total)
-    supervised = np.fromiter(chain.from_iterable(e.supervised for e in examples), dtype=np.bool_, count=total)
+    tokens, supervised = flat(examples)
     bounds = np.concatenate([[0], np.cumsum(counts)])
     positions = np.arange(total) - np.repeat(bounds[:-1], counts)
     supervised[bounds[:-1]] = False  # nothing before a document's first token predicts it

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from graftune.batch import Example
-from graftune.data.dataset import Dataset, Summary
+from graftune.data.dataset import Dataset
+from graftune.data.summary import Summary
 from graftune.tokenizer import Tokenizer
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -91,8 +92,8 @@ def summary_table(summary: Summary) -> Table:
 
 def _left_out(summary: Summary) -> list[RenderableType]:
     lines = [Text(f"row {row}: {why}") for row, why in summary.details[:SHOWN_DETAILS]]
-    if len(summary.details) > SHOWN_DETAILS:
-        lines.append(Text(f"... and {len(summary.details) - SHOWN_DETAILS} more rows; --json lists them all"))
+    if summary.left_out > SHOWN_DETAILS:
+        lines.append(Text(f"... and {summary.left_out - SHOWN_DETAILS} more rows; --json lists them all"))
     return [Text(""), *lines] if lines else []
 
 
@@ -102,9 +103,9 @@ def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: in
     result: dict[str, Any] = {
         "path": dataset.path,
         "sha256": dataset.sha256,
-        **{key: value for key, value in vars(summary).items() if key != "details"},
+        **{key: value for key, value in summary.document().items() if key != "details"},
         "supervised_share": summary.supervised_share,
-        "details": [{"row": row, "reason": why} for row, why in summary.details],
+        "details": [{"row": row, "reason": why} for row, why in dataset.details()],
     }
     if tokenizer is not None:
         result["preview"] = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -120,6 +121,24 @@ class Tokenizer:
     @functools.cached_property
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of all that decides what a text or a conversation becomes; a template's date only where it can print one."""
+        template = self.template
+        facts: list[object] = [
+            self.bos_id,
+            self.eos_id,
+            self.pad_id,
+            self.add_bos,
+            self.add_eos,
+            self.stop_ids,
+            self.rows,
+        ]
+        if template is not None:
+            facts += [template.source, template.bos_token, template.eos_token, template.name]
+            facts += [str(template.now)] if "strftime_now" in template.source else []
+        return hashlib.sha256((self.backend.to_str() + json.dumps(facts)).encode()).hexdigest()
 
     def encode(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
         """Ids of `text`. `special`: control tokens written in it become their ids; otherwise they are plain text.

@@ -26,6 +26,7 @@ import torch
 
 from graftune.batch import Example, PackedBatch
 from graftune.config import Config, TrainConfig
+from graftune.data.encoded import take
 from graftune.data.loader import Loader
 from graftune.data.pack import pack
 from graftune.model.block import Block, attention_half, mlp_half
@@ -73,7 +74,7 @@ def sample(examples: Sequence[Example], settings: TrainConfig) -> list[PackedBat
     for held in (held for step in loader.plan(0) for held in step):
         if batches and tokens + capacity // 2 > TOKENS:
             break
-        batches.append(pack([examples[i] for i in held]))
+        batches.append(pack(take(examples, held)))
         tokens += len(batches[-1].tokens)
     return batches
 

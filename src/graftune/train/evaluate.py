@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from graftune.batch import Example
+from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import Capacities, capacities, pack
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
@@ -37,14 +38,14 @@ def evaluate(
 ) -> EvalResult:
     """Mean over all response tokens, not over batches. `between` is called with the examples done so far."""
     total, tokens, done = torch.zeros((), device=decoder.device), 0, 0
-    groups = _groups([len(example.tokens) for example in examples], capacity)
+    groups = _groups(lengths_of(examples).tolist(), capacity)
     limits, longest = {}, 0
     if backend != "cpu" and groups:
         shape = shape_of(examples, capacity)
         limits, longest = shape._asdict(), shape.longest
     with torch.no_grad():
         for group in groups:
-            batch = pack([examples[i] for i in group], **limits).to(decoder.device)
+            batch = pack(take(examples, group), **limits).to(decoder.device)
             documents = attention.Documents(batch.cu_seqlens, batch.lengths, longest or max(batch.lengths))
             run = decoder.begin(batch.positions, PackedDocuments(documents, backend), adapted=adapted)
             stream = decoder.forward(batch.tokens, run, batch.rows)
@@ -57,8 +58,8 @@ def evaluate(
 
 def shape_of(examples: Sequence[Example], capacity: int) -> Capacities:
     """The least that holds every batch."""
-    lengths = [len(example.tokens) for example in examples]
-    return capacities(_groups(lengths, capacity), lengths, [example.response_tokens for example in examples])
+    lengths = lengths_of(examples)
+    return capacities(_groups(lengths.tolist(), capacity), lengths, responses_of(examples))
 
 
 def _groups(lengths: Sequence[int], capacity: int) -> list[list[int]]:

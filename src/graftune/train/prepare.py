@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset, Summary, prepare, split
+from graftune.data.encoded import distinct_tokens
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
@@ -69,14 +70,11 @@ def prepare_run(
     """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
     device_of(config.base.device)  # what is not there is said before data is read
     forget_earlier_runs()
-    with console.working("opening the base"):
-        config, base, adapter = _opened(config)
+    config, base, adapter = _opened(config)
     path: DataValue = config.data.data or str(sample_path())
-    with console.working("reading the data"):
-        data = _read(config, base, adapter, path, console)
-    with console.working("planning memory"):
-        job = plan_job(config, base, data, resuming=folder is not None)
-        plan = settle(job) if job else None
+    data = _read(config, base, adapter, path, console)
+    job = plan_job(config, base, data, resuming=folder is not None)
+    plan = settle(job) if job else None
     if plan is not None:
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
     else:
@@ -84,8 +82,7 @@ def prepare_run(
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
     folder = folder or _new_folder(config, path, [] if made is None else made)
     forget_peak()
-    with console.working("loading the base"):
-        engine = open_engine(config, base=base, placement=job.placement if job else None)
+    engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
     calibration = _calibrated(engine, data.training, folder, console)
     return Prepared(folder, engine, data.training, data.validation, data.answers, plan, calibration)
@@ -98,7 +95,7 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
         return None
     base, batches = engine.base, sample(training.examples, settings)
     inputs = _inputs_of(folder) or settings.fp8_inputs
-    with console.progress(len(blocks), label="calibrating", unit="layers") as bar:
+    with console.progress(len(blocks), label="calibrating") as bar:
         made = calibrate(
             engine.decoder,
             batches,
@@ -154,7 +151,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
     _tell_data(console, whole, training, validation)
-    longest = max(len(e.tokens) for e in (*training.examples, *validation.examples))
+    longest = max(training.longest, validation.longest)
     if longest > base.spec.max_positions:
         raise GraftuneError(
             f"an example has {longest} tokens and {base.name} takes {base.spec.max_positions}",
@@ -217,7 +214,7 @@ def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, 
         memory=memory,
         evaluates=bool(held_out),
         evaluated=functools.cache(lambda capacity: shape_of(held_out, capacity)) if held_out else None,
-        tokens=len({token for example in (*data.training.examples, *held_out) for token in example.tokens}),
+        tokens=distinct_tokens(data.training.examples, held_out),
         asked=data.answers.lengths,
         resuming=resuming,
     )

@@ -1,0 +1,132 @@
+"""Encoded data found again: one file per data set and way of encoding it, under the user's cache folder.
+
+The key is everything that decides a token or a mask: the data's content, the tokenizer, the template, the settings of
+the data section, and the code that does it (its own source, so that no version number can be forgotten). Files are
+written aside and renamed, so two processes that encode the same data at once both end with a whole file. Nothing but
+time hangs on an entry: a damaged one is made again, the least recently used go when all of them exceed `LIMIT`, and
+where the folder cannot be written the data lives in a temporary file for as long as the process does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+
+from graftune import files, remembered
+from graftune.config import DataConfig
+from graftune.data.encoded import Damaged, Store, Writer
+from graftune.errors import GraftuneError
+from graftune.tokenizer import Tokenizer
+
+LIMIT = 20 << 30  # bytes of all entries together
+ABANDONED = 86400.0  # seconds without a write after which a half-written file is nobody's
+SUFFIX = ".tokens"
+# Where the data comes from and how it is divided is no part of how it is encoded; a date counts where it is printed.
+_APART = ("data", "eval_data", "val_split", "eval_examples", "date")
+_making = threading.Lock()  # a second thread of this process would write to the same neighbour
+
+
+def folder() -> Path:
+    return remembered.cache_folder() / "data"
+
+
+def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig) -> str:
+    """`sources`: the content of each source and what is done with it, as JSON values."""
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _APART}
+    if config.template not in ("auto", "none"):
+        with suppress(OSError):  # said better by whoever opens it
+            settings["template"] = hashlib.sha256(Path(config.template).read_bytes()).hexdigest()
+    made = [list(sources), tokenizer.fingerprint, settings, _code()]
+    return hashlib.sha256(json.dumps(made, sort_keys=True, default=repr).encode()).hexdigest()[:40]
+
+
+@functools.cache
+def _code() -> str:
+    digest = hashlib.sha256(f"{tokenizers.__version__} {jinja2.__version__}".encode())
+    rooms = Path(__file__).parent, Path(__file__).parents[1] / "tokenizer"
+    for file in sorted(file for room in rooms for file in room.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def find(key: str) -> Store | None:
+    """The entry, if there is a whole one."""
+    path = folder() / f"{key}{SUFFIX}"
+    try:
+        store = Store.open(path)
+        if store.header.get("key") != key:
+            raise Damaged
+    except FileNotFoundError:
+        return None
+    except (OSError, Damaged):  # made again in its place
+        return None
+    with suppress(OSError):  # somebody else's folder: read, but not marked as used
+        os.utime(path)
+    return store
+
+
+def make(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -> tuple[Store, str]:
+    """A new entry, and why it will not be found again, if so. `write` fills it and returns facts for the header."""
+    with _making:
+        path = folder() / f"{key}{SUFFIX}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except (OSError, RuntimeError) as error:  # the last: nobody's home
+            return _temporary(key, vocabulary, write), getattr(error, "strerror", "") or str(error)
+        try:
+            with files.new_file(path, unique=True) as aside, aside.open("wb") as file:
+                writer = Writer(file, vocabulary)
+                writer.close(key=key, **write(writer))
+            store = Store.open(path)
+        except OSError as error:
+            raise GraftuneError(
+                f"the encoded data cannot be written ({error.strerror})",
+                where=str(path.parent),
+                mend="free some space there, or name another folder with GRAFTUNE_CACHE",
+            ) from error
+        prune(keep=path)
+        return store, ""
+
+
+def _temporary(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -> Store:
+    import mmap
+
+    with tempfile.TemporaryFile() as file:
+        writer = Writer(file, vocabulary)
+        writer.close(key=key, **write(writer))
+        return Store(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def prune(keep: Path) -> None:
+    """Take away what was used longest ago until the rest is within LIMIT, and what was left half-written. Whoever has
+    such a file open keeps what it mapped."""
+    found = []
+    with suppress(OSError):
+        for path in folder().iterdir():
+            with suppress(OSError):
+                told = path.stat()
+                if path.suffix == SUFFIX and path != keep:
+                    found.append((told.st_mtime, told.st_size, path))
+                elif path.name.endswith(files.PART) and time.time() - told.st_mtime > ABANDONED:
+                    path.unlink()
+        total = keep.stat().st_size
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > LIMIT:
+                with suppress(OSError):
+                    path.unlink()

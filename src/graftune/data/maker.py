@@ -1,0 +1,239 @@
+"""Rows -> examples, a chunk at a time, with an account of every row.
+
+A chunk's rows become texts (`Fitter.passages`), all texts are encoded in one call that uses every core, and the tokens
+become examples (`Fitter.finish`); only what does not fit is rendered and encoded again, one by one. While one chunk is
+encoded, by threads of the tokenizer library that need no interpreter, the next one is rendered. Rejected: worker
+processes, which would each need the tokenizer and pay to send rows and tokens between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from graftune.config import DataConfig
+from graftune.data.chat import Passage, check_roles, trained_turns
+from graftune.data.encoded import Entry
+from graftune.data.fit import Built, Fitter
+from graftune.data.record import Record, to_record
+from graftune.data.source import Refusal, Row
+from graftune.data.summary import KEPT_DETAILS, Summary
+from graftune.data.template import chat_format, plain_format, special_pattern
+from graftune.data.text import windows
+from graftune.errors import GraftuneError
+from graftune.tokenizer import Tokenizer
+
+CHUNK_ROWS = 1024
+CHUNK_CHARS = 1 << 21  # a chunk ends early after so many: memory must not grow with the rows' length
+Encoded = list[tuple[list[int], Any]]
+
+
+@dataclass
+class Pending:
+    """A row between rendering and encoding: its texts, or why it is not used."""
+
+    row: Row
+    refusal: Refusal | None = None
+    kind: str = ""
+    text: str | None = None  # of a `text` record
+    passages: list[Passage] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        return [passage.text for passage in self.passages] if self.text is None else [self.text]
+
+
+@dataclass
+class Chunk:
+    entries: list[Entry] = field(default_factory=list)
+    details: list[tuple[int, str]] = field(default_factory=list)
+    rows: int = 0
+
+
+class Maker:
+    """Keeps the summary. The model's own template is looked at when the first row needs it."""
+
+    def __init__(self, tokenizer: Tokenizer, config: DataConfig, path: str):
+        self.tokenizer, self.config, self.path = tokenizer, config, path
+        self.summary = Summary(max_seq_len=config.longest())
+        self.control = special_pattern(tokenizer)
+        # A search for any of hundreds of names is slow; almost no text has even their first letters.
+        self.openings = {name[0] for name in _names(tokenizer)}
+        self.fitter: Fitter | None = None
+        if config.template != "auto":  # a file that is not there is a mistake whatever the rows are
+            self._open()
+
+    def chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
+        """Every row's examples, in order."""
+        with ThreadPoolExecutor(1, thread_name_prefix="graftune-encode") as worker:
+            before: tuple[list[Pending], Future[Encoded]] | None = None
+            for pending in self._pending(rows):
+                texts = [text for one in pending for text in one.texts]
+                coming = worker.submit(self.tokenizer.encode_batch, texts)
+                if before is not None:
+                    yield self._chunk(*before)
+                before = pending, coming
+            if before is not None:
+                yield self._chunk(*before)
+
+    def _pending(self, rows: Iterable[Row]) -> Iterator[list[Pending]]:
+        held: list[Pending] = []
+        size = 0
+        for row in rows:
+            held.append(self._rendered(row))
+            size += sum(map(len, held[-1].texts))
+            if len(held) >= CHUNK_ROWS or size >= CHUNK_CHARS:
+                yield held
+                held, size = [], 0
+        if held:
+            yield held
+
+    def _rendered(self, row: Row) -> Pending:
+        try:
+            if isinstance(row.value, Refusal):
+                raise row.value
+            record = to_record(row.value)
+            for name in record.ignored:
+                self._note(f"column not used: {name}")
+            for note in record.notes:
+                self._note(note)
+            if record.kind == "text":
+                self._note_control([record.text])
+                return Pending(row, kind=record.kind, text=record.text)
+            made = Pending(row, kind=record.kind, passages=self._passages(record))
+            for passage in made.passages:
+                _check_unicode(passage.text)
+            return made
+        except Refusal as refusal:
+            return Pending(row, refusal)
+
+    def _passages(self, record: Record) -> list[Passage]:
+        fitter, messages = self._fitter(record), record.messages
+        form = fitter.form
+        trained = trained_turns(record, self.config.train_on)
+        if record.flagged and self.config.train_on != "flagged":
+            self._note(f'"train"/"weight" flags not used, since train_on is {self.config.train_on}')
+        if not form.takes_system and messages[0]["role"] == "system":
+            self._note("system turns merged into the first user turn: the template takes none")
+        check_roles(form, record, messages)
+        if record.tools and form.render(messages, record.tools) == form.render(messages, None):
+            self._note("tools given that the template does not render")
+        self._note_control([message["content"] or "" for message in messages])
+        return fitter.passages(messages, record.tools, trained)
+
+    def _chunk(self, pending: list[Pending], coming: Future[Encoded]) -> Chunk:
+        chunk, encoded = Chunk(rows=len(pending)), iter(coming.result())
+        for one in pending:
+            found = [next(encoded) for _ in one.texts]
+            self._account(one, found, chunk)
+        return chunk
+
+    def _account(self, one: Pending, encoded: Encoded, chunk: Chunk) -> None:
+        summary, row = self.summary, one.row
+        summary.rows += 1
+        try:
+            if one.refusal is not None:
+                raise one.refusal
+            made = self._built(one, encoded)
+        except Refusal as refusal:
+            if self.config.strict:
+                raise GraftuneError(
+                    refusal.text,
+                    where=row.place if row.file else f"{self.path}, {row.place}",
+                    mend="fix the row, or leave out strict",
+                ) from None
+            summary.bump("refused", refusal.reason)
+            self._detail(chunk, row, refusal.text)
+            return
+        summary.bump("kinds", one.kind)
+        for tokens, _ in encoded:
+            size = len(tokens)
+            if one.text is None:  # a long text loses nothing
+                summary.lengths[size] = summary.lengths.get(size, 0) + 1
+        for built in made:
+            self._count(built, one, chunk)
+
+    def _built(self, one: Pending, encoded: Encoded) -> list[Built]:
+        if one.text is not None:
+            ((tokens, _),) = encoded
+            made = list(windows(one.text, tokens, self.tokenizer, self.config.longest(), one.row.key))
+            if len(made) > 1:
+                self._note("texts longer than max_seq_len, divided into several examples")
+            return made
+        assert self.fitter is not None
+        made = []
+        for passage, (tokens, offsets) in zip(one.passages, encoded, strict=True):
+            made += self.fitter.finish(passage, tokens, offsets, one.row.key)
+        if len(made) > 1:
+            self._note("conversations divided into several examples")
+        return made
+
+    def _count(self, built: Built, one: Pending, chunk: Chunk) -> None:
+        summary, example = self.summary, built.example
+        if built.dropped:
+            summary.bump("dropped", built.dropped)
+            self._detail(chunk, one.row, built.dropped)
+        if built.truncated:
+            summary.bump("truncated", built.truncated)
+        if example is not None:
+            size, times = len(example.tokens), one.row.times
+            summary.examples += times
+            summary.tokens += size * times
+            summary.response_tokens += example.response_tokens * times
+            summary.longest = max(summary.longest, size)
+            if one.text is not None:
+                summary.lengths[size] = summary.lengths.get(size, 0) + 1
+            chunk.entries.append(Entry(example, built.prompt, built.reference, built.messages, times))
+
+    def _detail(self, chunk: Chunk, row: Row, why: str) -> None:
+        detail = (row.key, f"{row.place}: {why}" if row.file else why)
+        chunk.details.append(detail)
+        self.summary.left_out += 1
+        if len(self.summary.details) < KEPT_DETAILS:
+            self.summary.details.append(detail)
+
+    def _fitter(self, record: Record) -> Fitter:
+        """One format serves the whole file: the template chosen, the model's own, or plain where it has none."""
+        chat = record.kind in ("messages", "conversations")
+        if chat and self.config.template == "auto" and self.tokenizer.template is None:
+            raise GraftuneError(
+                "this is chat data, and the model has no chat template",
+                where=self.path,
+                mend="give a Jinja file with `template: FILE`, or `template: none` for plain text",
+            )
+        return self.fitter or self._open()
+
+    def _open(self) -> Fitter:
+        form = chat_format(self.tokenizer, self.config) or plain_format(self.tokenizer)
+        self.summary.template = form.name
+        self.summary.notes.update(dict.fromkeys(form.notes, 0))
+        self.fitter = Fitter(form, self.tokenizer, self.config.longest())
+        return self.fitter
+
+    def _note_control(self, texts: list[str]) -> None:
+        """Control tokens written in the data are parsed as such, as every other trainer does; the mask holds."""
+        if self.control is None:
+            return
+        for text in texts:
+            if any(letter in text for letter in self.openings) and self.control.search(text):
+                self._note("rows whose text spells a control token of the model")
+                return
+
+    def _note(self, text: str) -> None:
+        self.summary.bump("notes", text)
+
+
+def _names(tokenizer: Tokenizer) -> list[str]:
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special and token.content]
+
+
+def _check_unicode(text: str) -> None:
+    """What a template prints may come from anywhere in a row, such as a tool call's arguments."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Refusal("not Unicode text", f"a lone surrogate at character {error.start + 1}") from None

@@ -1,0 +1,104 @@
+"""The account of a data set: what became of every row, and what a user should be told about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from graftune.errors import GraftuneError
+
+KEPT_DETAILS = 1000  # rows left out that are described in memory; the encoded file describes them all
+LIMITS = (256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass
+class Summary:
+    """What became of the data. `refused` rows were bad, `dropped` examples too long, `truncated` ones made to fit."""
+
+    kinds: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    response_tokens: int = 0
+    longest: int = 0
+    truncated: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    details: list[tuple[int, str]] = field(default_factory=list)  # (row, why) for the first rows refused or dropped
+    left_out: int = 0  # how many there are in all
+    notes: dict[str, int] = field(default_factory=dict)  # what a user should know, and for how many rows
+    template: str = ""
+    duplicates: int = 0  # examples that repeat an earlier one, token for token
+    max_seq_len: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)  # tokens before anything was cut -> how many examples
+
+    @property
+    def supervised_share(self) -> float:
+        """Trained tokens among all of them."""
+        return self.response_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def needed(self) -> int:
+        """The max_seq_len that would keep every example whole."""
+        return max(self.lengths, default=0)
+
+    def too_long(self, limit: int) -> int:
+        """Examples that a max_seq_len of `limit` would not keep whole."""
+        return sum(count for length, count in self.lengths.items() if length > limit)
+
+    def kept(self) -> dict[int, float]:
+        """The share of examples that each of a few values of max_seq_len would keep whole."""
+        total = sum(self.lengths.values()) or 1
+        limits = [limit for limit in LIMITS if limit < self.needed] + ([self.needed] if self.lengths else [])
+        return {limit: 1 - self.too_long(limit) / total for limit in limits}
+
+    def warnings(self) -> list[str]:
+        """What has to be said aloud, in whole sentences."""
+        found = []
+        shortened, total = self.too_long(self.max_seq_len), sum(self.lengths.values())
+        if shortened and (self.truncated or self.dropped):
+            share = f"{shortened / total:.0%}" if shortened / total >= 0.01 else f"{shortened} of {total}"
+            found.append(
+                f"{share} of the examples are longer than max_seq_len {self.max_seq_len} and were shortened or "
+                f"dropped; max_seq_len {self.needed} keeps all of them whole"
+            )
+        return found
+
+    def says(self) -> list[str]:
+        """Facts to know that are no fault."""
+        if not self.duplicates:
+            return []
+        of = f"{self.duplicates} of {self.examples} examples"
+        verb = "repeats an earlier one" if self.duplicates == 1 else "repeat earlier ones"
+        return [f"{of} {verb} word for word; repeats stay on one side of the split between training and validation"]
+
+    def bump(self, name: str, key: str) -> None:
+        counts = getattr(self, name)
+        counts[key] = counts.get(key, 0) + 1
+
+    def document(self) -> dict[str, Any]:
+        """For JSON, whose keys are text."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {"lengths": sorted(self.lengths.items())}
+
+    @staticmethod
+    def of(document: dict[str, Any]) -> Summary:
+        """What `document` gave; raises TypeError or ValueError for anything else."""
+        values = dict(document)
+        values["lengths"] = {int(length): int(count) for length, count in values["lengths"]}
+        values["details"] = [(int(row), str(why)) for row, why in values["details"]]
+        return Summary(**values)
+
+
+def nothing_usable(summary: Summary, path: str) -> GraftuneError:
+    if not summary.rows:
+        return GraftuneError("holds no rows", where=path, mend="give a file with at least one record")
+    counts = Counter(summary.refused) + Counter(summary.dropped)
+    (reason, count), *_ = counts.most_common(1)
+    first = next(((row, why) for row, why in summary.details if why.startswith(reason)), None)
+    example = f"; row {first[0]}: {first[1]}" if first else ""
+    fix = "raise max_seq_len" if reason in summary.dropped else "fix those rows, or the settings that refuse them"
+    return GraftuneError(
+        f"none of the {summary.rows} rows can be used ({count} for: {reason}{example})", where=path, mend=fix
+    )
