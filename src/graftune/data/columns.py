@@ -148,12 +148,10 @@ def refusal_of_all(row: dict[str, Any]) -> GraftuneError | None:
     """Why a whole file with such a row is refused: it is for other losses than there are."""
     plan = plan_for(row)
     if plan.refusal is not None and plan.refusal[0] == PREFERENCE:
-        better = next((str(name) for name in row if normal(name) in _BETTER), "")
-        target = "messages" if isinstance(row.get(better), list) else "response"
         return GraftuneError(
             f"is {PREFERENCE} ({plan.refusal[1]}), which takes a preference loss (DPO, ORPO) that graftune does not "
             "have yet",
-            mend=f"to train on the preferred answers alone, say so with --map {target}={better}",
+            mend=f"to train on the preferred answers alone, {_preferred(row)}",
         )
     if is_rated(plan, row):
         return GraftuneError(
@@ -162,6 +160,20 @@ def refusal_of_all(row: dict[str, Any]) -> GraftuneError | None:
             mend="remove the bad answers and the column, and train on the good ones",
         )
     return None
+
+
+def _preferred(row: dict[str, Any]) -> str:
+    """How to take the better answers of such a row."""
+    column = next(name for name in row if normal(name) in _BETTER)
+    value, asked = row[column], any(normal(name) in ASKS for name in row)
+    whole = isinstance(value, list) and any(isinstance(t, dict) and t.get("role") in ("user", "human") for t in value)
+    if whole:
+        return f"say so with --map messages={column}"
+    if asked and isinstance(value, str | list):
+        return f"say so with --map response={column}"
+    if isinstance(value, str):
+        return f"say so with --map text={column}"
+    return "write them as prompt/response or messages"
 
 
 def is_rated(plan: Plan, row: dict[str, Any]) -> bool:

@@ -1,0 +1,264 @@
+"""Records as published data sets write them: every convention comes out as one shape, unusual spellings are noted, and
+what has no place here is refused by its own name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.data.record import Record, to_record
+from graftune.data.row import Refusal
+from graftune.data.source import rows, sources
+from graftune.errors import GraftuneError
+from tests.data.helpers import turns
+
+ASKED = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+SHAREGPT = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+SAME: dict[str, dict[str, Any]] = {
+    "prompt/response": {"prompt": "What?", "response": "That."},
+    "capitals and spaces": {" Prompt ": "What?", "Response": "That."},
+    "question/answer": {"Question": "What?", "Answer": "That."},
+    "query/response": {"query": "What?", "response": "That.", "type": "x"},
+    "question/response": {"system_prompt": "", "question": "What?", "response": "That."},
+    "input/output": {"input": "What?", "output": "That."},
+    "dolly": {"instruction": "What?", "context": "", "response": "That.", "category": "qa"},
+    "alpaca with its text": {"instruction": "What?", "input": "", "output": "That.", "text": "Below is ..."},
+    "alpaca with its prompt": {"instruction": "What?", "input": "", "output": "That.", "prompt": "Below is ..."},
+    "nulls": {"messages": None, "text": None, "prompt": "What?", "response": "That."},
+    "messages": {"prompt": "What?", "prompt_id": "7", "messages": ASKED},
+    "messages as text": {"messages": json.dumps(ASKED)},
+    "conversations": {"conversations": SHAREGPT},
+    "conversations with roles": {"conversations": ASKED},
+    "messages with speakers": {"messages": SHAREGPT},
+    "conversation": {"conversation": ASKED, "language": "English"},
+    "roles in capitals": {"messages": [{**ASKED[0], "role": "User"}, {**ASKED[1], "role": "Assistant"}]},
+    "ai": {"conversations": [{"from": "human", "value": "What?"}, {"from": "ai", "value": "That."}]},
+    "bot": {"conversations": [{"from": "user", "value": "What?"}, {"from": "bot", "value": "That."}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"text": "at?"}]}, ASKED[1]]},
+    "refusal": {"messages": [ASKED[0], {"role": "assistant", "content": None, "refusal": "That."}]},
+    "TRL": {"prompt": ASKED[:1], "completion": ASKED[1:]},
+    "TRL, text completion": {"prompt": ASKED[:1], "completion": "That."},
+    "TRL, text prompt": {"prompt": "What?", "completion": ASKED[1:]},
+    "of a server": {"messages": [ASKED[0], {**ASKED[1], "refusal": None, "tool_calls": None, "name": None}]},
+    "history": {"instruction": "What?", "output": "That.", "history": [], "system": " "},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_one_shape(name: str) -> None:
+    assert to_record(SAME[name]).messages == ASKED
+
+
+@pytest.mark.parametrize(
+    ("name", "notes"),
+    [
+        ("prompt/response", ()),
+        ("query/response", ()),
+        ("conversations", ()),
+        ("capitals and spaces", ("column ' Prompt ' read as prompt", "column 'Response' read as response")),
+        ("question/response", ("columns 'question' and 'response' read as prompt and response",)),
+        ("roles in capitals", ("turns of 'User' read as user", "turns of 'Assistant' read as assistant")),
+        ("ai", ("turns of 'ai' read as assistant",)),
+        ("refusal", ("'refusal' read as the assistant's text",)),
+    ],
+)
+def test_unusual_spellings_are_noted(name: str, notes: tuple[str, ...]) -> None:
+    assert to_record(SAME[name]).notes == notes
+
+
+def test_columns_that_are_not_used_are_named() -> None:
+    assert to_record(SAME["dolly"]).ignored == ("category",)
+    assert to_record(SAME["alpaca with its prompt"]).ignored == ("prompt",)
+    assert to_record({"Prompt": "a", "prompt": "b", "response": "c"}).ignored == ("Prompt",), "the plain name is taken"
+
+
+def test_context_history_and_system() -> None:
+    dolly = {**SAME["dolly"], "context": "Here."}
+    assert to_record(dolly).messages[0]["content"] == "What?\n\nHere."
+    row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "S"}
+    assert [m["content"] for m in to_record(row).messages] == ["S", "a", "b", "c", "d"]
+    orca = {"system_prompt": "S", "question": "a", "response": "b"}
+    assert to_record(orca).messages[0] == {"role": "system", "content": "S"}
+    with pytest.raises(Refusal, match="'history' must be a list of"):
+        to_record({**row, "history": ["a"]})
+
+
+def test_system_turns() -> None:
+    """An empty one is kept (the template's default would come back otherwise); a column beside one must agree."""
+    empty = {"messages": [{"role": "system", "content": ""}, *ASKED]}
+    assert to_record(empty).messages[0] == {"role": "system", "content": ""}
+    spoken = [{"from": "system", "value": "S"}, *SHAREGPT]
+    assert [m["role"] for m in to_record({"system": "S\n", "conversations": spoken}).messages][:2] == ["system", "user"]
+    with pytest.raises(Refusal, match="two system prompts: the column 'system' and the first turn differ"):
+        to_record({"system": "other", "conversations": spoken})
+    developer = to_record({"messages": [{"role": "developer", "content": "S"}, *ASKED]})
+    assert developer.messages[0]["role"] == "system" and developer.notes == ("turns of 'developer' read as system",)
+
+
+def test_trl_trains_the_completion_only() -> None:
+    record = to_record({"prompt": [*ASKED, {"role": "user", "content": "More?"}], "completion": ASKED[1:]})
+    assert record.flags == [None, False, None, None] and record.kind == "messages"
+
+
+def test_weights_and_flags() -> None:
+    row = {"messages": [ASKED[0], {**ASKED[1], "weight": 0}, ASKED[0], {**ASKED[1], "train": True}, ASKED[0], ASKED[1]]}
+    record = to_record(row)
+    assert record.flags == [None, False, None, True, None, None] and record.flagged
+    assert record.messages[1] == ASKED[1], "the flag is no part of the message"
+
+
+TOOL_TURNS: dict[str, list[dict[str, Any]]] = {
+    "tool_calls": [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+    "bare": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}],
+    "text": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}]}],
+    "all as text": [{"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}],
+    "function_call": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}],
+    "speaker": [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}],
+    "speaker, a list": [{"from": "function_call", "value": '[{"name": "f", "arguments": {"x": 1}}]'}],
+    "speaker, text": [{"from": "function_call", "value": json.dumps({"name": "f", "arguments": '{"x": 1}'})}],
+}
+
+
+@pytest.mark.parametrize("name", TOOL_TURNS)
+@pytest.mark.parametrize("result", [{"role": "tool", "content": "2"}, {"from": "observation", "value": "2"}, {"role": "function", "name": "f", "content": "2"}, {"from": "function_response", "value": "2"}])  # fmt: skip # noqa: E501
+def test_tool_calls(name: str, result: dict[str, Any]) -> None:
+    record = to_record({"conversations": [SHAREGPT[0], *TOOL_TURNS[name], result, SHAREGPT[1]]})
+    assert record.messages[1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}, "null stays null"
+    assert record.messages[2]["role"] == "tool" and record.messages[2]["content"] == "2"
+    assert record.arguments_were_text == (name in ("text", "speaker, text", "function_call"))
+
+
+def test_tool_call_details() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    made = to_record({"messages": [ASKED[0], {"role": "assistant", "content": "Let me see", "tool_calls": [call]}]})
+    assert made.messages[1]["content"] == "Let me see"
+    assert made.messages[1]["tool_calls"] == [{**call, "function": {"name": "f", "arguments": {}}}]
+    kept = to_record({"messages": [ASKED[0], {**ASKED[1], "reasoning_content": "hm", "name": None}]}).messages[1]
+    assert kept == {**ASKED[1], "reasoning_content": "hm"}
+
+
+def test_tools() -> None:
+    bare = {"name": "f", "parameters": {}}
+    wrapped = {"type": "function", "function": bare}
+    for given in ([bare], [wrapped], json.dumps([bare]), json.dumps([wrapped])):
+        assert to_record({"messages": ASKED, "tools": given}).tools == [wrapped]
+    assert to_record({"messages": ASKED, "tools": [bare]}).notes == (
+        "tools given without 'type' and 'function', wrapped as OpenAI's are",
+    )
+    assert (
+        to_record({"messages": ASKED, "tools": ""}).tools is None and to_record({**SAME["TRL"], "tools": [bare]}).tools
+    )
+
+
+def nest(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": [value]}
+    return value
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    return {"messages": [ASKED[0], {"role": "assistant", "content": None, **changes}]}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "two pairs": ({"prompt": "a", "response": "b", "completion": "c"},
+                  "ambiguous columns: prompt/response or prompt/completion; say which with --map prompt=prompt"),
+    "prompt and input": ({"prompt": "a", "input": "b", "outputs": "c"}, "a prompt needs a response"),
+    "unknown": ({"foo\x1b[31m": 1}, r"unknown keys: found 'foo\x1b[31m'; expected"),
+    "call without name": (call(tool_calls=[{"arguments": {}}]), "no object with a function's name"),
+    "call of text": (call(tool_calls=["f"]), "a tool call of message 2 is no object"),
+    "calls of text": (call(tool_calls="f"), "broken JSON: in the tool_calls of message 2"),
+    "arguments": (call(tool_calls=[{"name": "f", "arguments": "{"}]), "broken JSON: in a tool call's"),
+    "legacy arguments": (call(function_call={"name": "f", "arguments": "{"}), "broken JSON: in a tool call's"),
+    "spoken call": ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "f(1)"}]},
+                    "broken JSON: in the function call of turn 2"),
+    "calls of the user": ({"messages": [{**ASKED[0], "tool_calls": [CALL]}, ASKED[1]]}, "tool_calls in a turn"),
+    "deep arguments": (call(tool_calls=[{"name": "f", "arguments": nest(50)}]), "nested too deeply: a tool call's"),
+    "deep text": (call(tool_calls=[{"name": "f", "arguments": "[" * 100_000}]), "broken JSON: in a tool call's"),
+    "deep tools": ({"messages": ASKED, "tools": [nest(50)]}, "nested too deeply: 'tools'"),
+    "deep extra": ({"messages": [{**ASKED[0], "meta": nest(50)}, ASKED[1]]}, "nested too deeply: message 1"),
+    "deep messages": ({"messages": "[" * 100_000}, "broken JSON: in column 'messages' (nested too deeply)"),
+    "nothing said": (call(), "blank response: message 2"),
+    "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ASKED[1]]},
+                "message 1 has content that is not text ('image_url')"),
+    "bytes": ({"prompt": b"a", "response": "b"}, "'prompt' must be text, is bytes"),
+    "tools of text": ({"messages": ASKED, "tools": ["f"]}, "'tools' must be a list of objects"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_by_a_true_reason(name: str) -> None:
+    row, reason = BAD[name]
+    with pytest.raises(Refusal) as caught:
+        to_record(row)
+    assert reason in caught.value.text
+
+
+HH = "\n\nHuman: Hi\n\nAssistant: "
+PREFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "TRL": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "--map response=chosen"),
+    "TRL, turns": ({"prompt": ASKED[:1], "chosen": ASKED[1:], "rejected": ASKED[1:]}, "--map response=chosen"),
+    "HH": ({"chosen": HH + "b", "rejected": HH + "c"}, "--map text=chosen"),
+    "UltraFeedback": ({"prompt": "a", "chosen": ASKED, "rejected": ASKED, "messages": ASKED}, "--map messages=chosen"),
+    "LLaMA-Factory": ({"instruction": "a", "input": "", "Chosen": "b", "Rejected": "c"}, "--map response=Chosen"),
+    "LLaMA-Factory, turns": ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "write them as"),
+    "OpenAI": ({"input": {"messages": ASKED[:1]}, "preferred_output": ASKED[1:], "non_preferred_output": ASKED[1:]},
+               "write them as"),
+    "preferred": ({"prompt": "a", "preferred": "b", "rejected_response": "c"}, "--map response=preferred"),
+    "PKU": ({"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 0}, "response_0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("before", [0, 3])
+def test_preference_data_is_refused_by_name(name: str, before: int, tmp_path: Path) -> None:
+    row, hint = PREFERENCES[name]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in [{"text": "x"}] * before + [row]))
+    with pytest.raises(GraftuneError, match=r"is preference data .*takes a preference loss") as caught:
+        list(rows(sources(str(path))))
+    assert hint in str(caught.value) and str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+    with pytest.raises(Refusal, match="preference data"):
+        to_record(row)
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "a", "completion": "b", "label": False}, {"messages": ASKED, "kto_tag": True},
+    {"prompt": ASKED[:1], "completion": ASKED[1:], "label": True}, {"prompt": "a", "completion": "b", "label": "False"},
+])  # fmt: skip
+def test_rated_answers_are_refused_by_name(row: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps([row]))
+    with pytest.raises(GraftuneError, match=r"answers rated good or bad \(KTO\), by its column"):
+        list(rows(sources(str(path))))
+    with pytest.raises(Refusal, match="KTO"):
+        to_record(row)
+    assert to_record({"prompt": "a", "response": "b", "label": "sport"}).ignored == ("label",), (
+        "a label of another kind"
+    )
+
+
+def test_map_trains_on_preferred_answers(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"prompt": "What?", "chosen": "That.", "rejected": "This."}))
+    (row,) = rows(sources(str(path)), {"response": "chosen"})
+    assert isinstance(row.value, dict) and to_record(row.value).messages == ASKED
+    with pytest.raises(GraftuneError, match="is preference data"):
+        list(rows(sources(str(path)), {"prompt": "prompt"}))
+
+
+def test_records_are_hashable_in_shape() -> None:
+    """The same columns are looked at once: a million rows pay for the names of one."""
+    from graftune.data.columns import _plan
+
+    _plan.cache_clear()
+    for number in range(50):
+        assert isinstance(to_record({"prompt": f"{number}", "response": "b"}), Record)
+    assert _plan.cache_info().misses == 1
+    assert to_record({"messages": turns("a", "b")}).kind == "messages"
