@@ -207,7 +207,7 @@ PREFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "HH": ({"chosen": HH + "b", "rejected": HH + "c"}, "--map text=chosen"),
     "UltraFeedback": ({"prompt": "a", "chosen": ASKED, "rejected": ASKED, "messages": ASKED}, "--map messages=chosen"),
     "LLaMA-Factory": ({"instruction": "a", "input": "", "Chosen": "b", "Rejected": "c"}, "--map response=Chosen"),
-    "LLaMA-Factory, turns": ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "write them as"),
+    "LLaMA-Factory, turns": ({"conversations": SHAREGPT[:1], "chosen": {}, "rejected": {}}, "write them as"),
     "OpenAI": ({"input": {"messages": ASKED[:1]}, "preferred_output": ASKED[1:], "non_preferred_output": ASKED[1:]},
                "write them as"),
     "preferred": ({"prompt": "a", "preferred": "b", "rejected_response": "c"}, "--map response=preferred"),
