@@ -174,6 +174,6 @@ def _text(row: dict[str, Any], key: str) -> str:
 
 def _filled(row: dict[str, Any], key: str, reason: str) -> str:
     value = _text(row, key)
-    if not value.strip():
+    if not value or value.isspace():
         raise Refusal(reason, f"{key!r}")
     return value

@@ -25,6 +25,7 @@ _ROLES = {
     "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool",
     "function_call": "call", "tool_call": "call",
 }  # fmt: skip
+_COMMON = frozenset({"user", "assistant"})  # turns that are nothing but role and content take a short way
 _PLAIN = frozenset({"user", "assistant", "system", "tool", "human", "gpt"})  # need no note
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _ASIDE = frozenset({"train", "weight", "role", "from", "content", "value", "function_call", "refusal", "tool_calls"})
@@ -45,6 +46,11 @@ class Turns:
 
     def convert(self, turn: dict[str, Any], place: int) -> None:
         """Adds turn number `place`."""
+        if len(turn) == 2 and turn.get("role") in _COMMON and isinstance(turn.get("content"), str):
+            text = as_unicode(turn["content"])
+            if not text or text.isspace():
+                raise Refusal("blank response" if turn["role"] == "assistant" else "blank prompt", f"message {place}")
+            return self.add({"role": turn["role"], "content": text})
         role = self._role(turn, place)
         content = _content(place, turn["content"] if turn.get("content") is not None else turn.get("value"))
         message: Message = {"role": role, "content": content}
