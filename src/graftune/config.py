@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import difflib
 import functools
 import typing
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from graftune import other_tools
 from graftune.errors import GraftuneError
 from graftune.mixture import DataValue
 from graftune.values import checked, shown
+from graftune.yaml_file import dump_yaml, read_yaml
+
+Told = Callable[[str], None]  # takes a note for the user
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
@@ -32,6 +37,7 @@ TARGET_SHORTHANDS = {
     "qv": ("q_proj", "v_proj"),
     "mlp": PROJECTIONS[4:],
 }
+_SPELLINGS = {"all-linear": "all_linear", "all": "all_linear"}  # PEFT's and LLaMA-Factory's
 
 
 def opt(
@@ -204,11 +210,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     @staticmethod
-    def of(*layers: dict[str, Any], where: str = "config") -> Config:
+    def of(*layers: dict[str, Any], where: str = "config", told: Told | None = None) -> Config:
         """Merge flat or sectioned dictionaries, later ones winning, over the defaults."""
         values: dict[str, Any] = {}
         for layer in layers:
-            values.update(flatten(layer, where))
+            values.update(flatten(layer, where, told))
         return Config(
             **{
                 name: section(
@@ -223,8 +229,8 @@ class Config:
         )
 
     @staticmethod
-    def load(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-        return Config.of(read_yaml(path), overrides or {}, where=str(path))
+    def load(path: str | Path, overrides: dict[str, Any] | None = None, told: Told | None = None) -> Config:
+        return Config.of(read_yaml(path), overrides or {}, where=str(path), told=told)
 
     def replace(self, **leaves: Any) -> Config:
         return Config.of(self.flat(), leaves)
@@ -239,9 +245,7 @@ class Config:
         }
 
     def save(self, path: str | Path) -> None:
-        import yaml
-
-        Path(path).write_text(yaml.safe_dump(self.nested(), sort_keys=False), encoding="utf-8")
+        Path(path).write_text(dump_yaml(self.nested()), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -267,49 +271,58 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise GraftuneError(
-            f"cannot be read ({error.strerror})", where=str(path), mend="check the path given to -c"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" at line {mark.line + 1}" if mark else ""
-        raise GraftuneError(f"is not valid YAML{line}", where=str(path), mend="mend the file") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise GraftuneError("must hold keys and values", where=str(path), mend="write one `key: value` a line")
-    return tree
-
-
-def flatten(tree: dict[str, Any], where: str) -> dict[str, Any]:
-    """Sectioned or flat keys -> leaf keys. A section and a leaf may share a name: a mapping is the section."""
+def flatten(tree: dict[str, Any], where: str, told: Told | None = None) -> dict[str, Any]:
+    """Sectioned or flat keys -> leaf keys. A section and a leaf may share a name: a mapping is the section. Another
+    tool's name for one of our settings is taken, and `told` which one it was."""
     flat: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    unknown: list[tuple[str, str]] = []
     sections, known = _sections(), {leaf.name: leaf.section for leaf in leaves()}
+
+    def put(key: Any, value: Any, section: str = "") -> None:
+        shown_key = f"{section}.{key}" if section else str(key)
+        name = key if key in known else other_tools.same(key) if isinstance(key, str) else None
+        if name not in known or (section and known[name] != section):
+            unknown.append((shown_key, _answer(str(key), name, known, section)))
+            return
+        if name in flat:
+            twice = f"{name} is given twice" + (f" (as {spelled[name]} and {key})" if spelled[name] != key else "")
+            raise GraftuneError(twice, where=where, mend="keep one of them")
+        if name != key:
+            (told or _warn)(f"{where}: {shown_key} is taken as {name}")
+        flat[name], spelled[name] = value, str(key)
+
     for key, value in tree.items():
         if key == "data" and isinstance(value, dict) and "path" in value:
-            found = {key: value}  # one source of a mixture
+            put(key, value)  # one source of a mixture
         elif key in sections and (isinstance(value, dict) or (value is None and key not in known)):
-            found = dict(value or {})
-            for inner in found:
-                if known.get(inner) != key:
-                    raise _unknown(f"{key}.{inner}", str(inner), [n for n, s in known.items() if s == key], where)
-        elif key in known:
-            found = {key: value}
-        elif key in sections:
-            raise GraftuneError(f"{key} is {value!r}", where=where, mend="it is a section: indent its keys below it")
+            for inner, inner_value in (value or {}).items():
+                put(inner, inner_value, key)
+        elif key in sections and key not in known:
+            mend = (other_tools.answer(key, False) if isinstance(value, str) else None) or "indent its keys below it"
+            raise GraftuneError(f"{key} is {shown(value)}, and it is a section", where=where, mend=mend)
         else:
-            raise _unknown(str(key), str(key), list(known), where)
-        for name, leaf_value in found.items():
-            if name in flat:
-                raise GraftuneError(f"{name} is given twice", where=where, mend="keep it flat or in its section")
-            flat[name] = leaf_value
+            put(key, value)
+    if unknown:
+        first, mend = unknown[0]
+        others = ", ".join(name for name, _ in unknown[1:9]) + (" and others" if len(unknown) > 9 else "")
+        more = f" (unknown too: {others})" if others else ""
+        raise GraftuneError(f"unknown key {shown(first)}", where=where, mend=mend + more)
     return flat
+
+
+def _answer(key: str, name: str | None, known: dict[str, str], section: str) -> str:
+    """What to do about a key that is none of ours, or not one of its section."""
+    if name in known:
+        return f"{name} belongs to the section {known[name]}"
+    if said := other_tools.answer(key, flags=False):
+        return said
+    near = other_tools.near(key, [n for n, s in known.items() if s == section or not section])
+    return f"did you mean {near!r}?" if near else "remove it; docs/settings.md lists all settings"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[str, ...]:
@@ -341,16 +354,10 @@ def _hints(section: Any) -> dict[str, Any]:
     return typing.get_type_hints(section)
 
 
-def _unknown(shown: str, key: str, known: list[str], where: str) -> GraftuneError:
-    near = difflib.get_close_matches(key, known, 1)
-    return GraftuneError(
-        f"unknown key {shown!r}", where=where, mend=f"did you mean {near[0]!r}?" if near else "remove it"
-    )
-
-
 def _checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
     value = checked(f, hint, value, where)
     if f.name == "targets":
+        value = tuple(_SPELLINGS.get(target, target) for target in value)
         expand_targets(value, where)
     elif f.name == "max_seq_len" and 0 < value < SHORTEST:
         raise GraftuneError(f"max_seq_len is {value}", where=where, mend=f"it must be at least {SHORTEST}, or 0")

@@ -62,7 +62,12 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    fake = Engine()
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """In a folder of its own, with the files that the command lines of these tests name."""
+    fake, here = Engine(), tmp_path_factory.mktemp("here")
+    for name in ("b.gguf", "m.gguf", "d.jsonl", "adapters/x/adapter_config.json", "runs/a/config.yaml"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).touch()
+    monkeypatch.chdir(here)
     monkeypatch.setattr(graftune, "api", fake, raising=False)
     return fake

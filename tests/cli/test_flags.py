@@ -19,11 +19,11 @@ FROZEN = {
         --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
         --eval-data --eval-every --eval-examples --fp8-inputs --graph --init --init-scale --json --keep-last --lr
         --map --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base --no-append-eos --no-calibrate
-        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience --profile
-        --prompt-form --quiet --rank --recompute --resume --revision --rslora --sample-tokens --samples --save-every
-        --save-minutes --schedule --score --score-records --seed --strict --targets --template --template-vars
-        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split
-        --warmup --weight-decay -c BASE DATA""",
+        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience
+        --print-config --profile --prompt-form --quiet --rank --recompute --resume --revision --rslora
+        --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed --strict
+        --targets --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step --train-norms
+        --train-on --train-reasoning --val-split --warmup --weight-decay -c BASE DATA""",
     "chat": """--any-base --append-eos --base --base-dtype --compare --compute-dtype --date --device --json
         --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --system --temperature
         --template --template-vars --threads --top-k --top-p TARGET""",
@@ -34,15 +34,17 @@ FROZEN = {
         --prompt-form --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA""",
     "plan": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --calibrate --clip
         --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
-        --eval-data --eval-every --eval-examples --fp8-inputs --graph --init --init-scale --json --keep-last --lr
-        --map --max-seq-len --max-steps --memory --method --min-lr --new-tokens --no-any-base --no-append-eos
+        --eval-data --eval-every --eval-examples --fp8-inputs --gpu --graph --init --init-scale --json --keep-last
+        --lr --map --max-seq-len --max-steps --memory --method --min-lr --new-tokens --no-any-base --no-append-eos
         --no-calibrate --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience
-        --prompt-form --rank --recompute --revision --rslora --sample-tokens --samples --save-every --save-minutes
-        --schedule --score --score-records --seed --strict --targets --template --template-vars --threads
-        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split --warmup
-        --weight-decay -c BASE DATA""",
+        --print-config --prompt-form --rank --recompute --revision --rslora --sample-tokens --samples --save-every
+        --save-minutes --schedule --score --score-records --seed --strict --targets --template --template-vars
+        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split
+        --warmup --weight-decay -c BASE DATA""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
+    "schema": "",
+    "completion": "SHELL",
 }
 
 

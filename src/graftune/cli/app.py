@@ -1,16 +1,21 @@
 """The application: its commands, and what becomes of their exit codes and errors.
 
-Exit codes: 0 only on success, 2 for a user's mistake (one sentence on stderr), 130 after Ctrl-C and 143 after SIGTERM,
-141 when whoever read our output has gone. Anything else raised is a bug of ours and keeps its traceback.
+Exit codes: 0 only on success, 2 for a user's mistake (one sentence on stderr, and with --json one object on stdout),
+130 after Ctrl-C and 143 after SIGTERM, 141 when whoever read our output has gone. Anything else raised is a bug of
+ours and keeps its traceback.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from cyclopts import App
 
@@ -20,14 +25,17 @@ from graftune.cli.data import data
 from graftune.cli.doctor import doctor
 from graftune.cli.eval import evaluate
 from graftune.cli.export import export
-from graftune.cli.failures import sentence
+from graftune.cli.failures import explained
 from graftune.cli.plan import plan
+from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
+from graftune.cli.typed import Line, read_line
 
 app = App(
     name="graftune",
     version=__version__,
-    help="Fine-tune language models with LoRA adapters: train, look at the data, evaluate, chat, export.",
+    help="Fine-tune language models with LoRA and QLoRA adapters: train, look at the data, evaluate, chat, export.\n\n"
+    "With --verbose, anywhere on the line, errors come with their traceback and libraries with their log.",
     help_format="plaintext",
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # main answers it
@@ -39,22 +47,25 @@ app.command(data)
 app.command(plan)
 app.command(export)
 app.command(doctor)
+app.command(schema)
+app.command(functools.partial(completion, app), name="completion")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks is escaped, not fatal
-            stream.reconfigure(errors="backslashreplace")
+    _open_streams()
+    line = Line(list(sys.argv[1:] if arguments is None else arguments))
     try:
+        line = read_line(line.arguments, _flags)
+        if not line.has("--quiet"):
+            for note in line.notes:
+                print(note, file=sys.stderr)
+        if line.verbose:
+            logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            code = app(
-                list(sys.argv[1:] if arguments is None else arguments),
-                exit_on_error=False,
-                print_error=False,
-                result_action="return_value",
-            )
+            if not line.verbose:
+                warnings.showwarning = _show_warning
+            code = app(line.arguments, exit_on_error=False, print_error=False, result_action="return_value")
             sys.stdout.flush()  # here, where a full disk or a closed pipe can still be answered
         return int(code or 0)
     except KeyboardInterrupt:
@@ -66,13 +77,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit:  # nothing of ours exits by itself: this is rich's answer to a closed pipe
         return 141
     except Exception as error:
-        text = sentence(error)
-        if text is None:
-            raise
-        if isinstance(error, OSError) and error.filename is None:
-            _discard(sys.stdout)  # it may be stdout itself that is full: do not fail again at exit
-        print(f"graftune: {text}", file=sys.stderr)
-        return 2
+        return _failed(error, line)
+
+
+def _failed(error: Exception, line: Line) -> int:
+    found = explained(error)
+    if found is None:
+        raise error
+    if isinstance(error, OSError) and error.filename is None:
+        _discard(sys.stdout)  # it may be stdout itself that is full: do not fail again at exit
+    if line.verbose:
+        traceback.print_exception(error, file=sys.stderr)
+    print(f"graftune: {found['message']}", file=sys.stderr)
+    if line.has("--json"):
+        try:
+            print(json.dumps({"error": found}), flush=True)
+        except OSError:
+            _discard(sys.stdout)
+    return 2
+
+
+def _flags(command: str) -> set[str]:
+    """The flags of a command; none where there is no such command."""
+    if command.startswith("-") or command not in list(app):
+        return set()
+    arguments = app[command].assemble_argument_collection()
+    return {name for argument in arguments for name in argument.names if name.startswith("-")}
+
+
+def _open_streams() -> None:
+    """What the terminal's encoding lacks is escaped, not fatal. A stream that was closed before we started goes
+    nowhere, and its number is not left to the first file that is opened."""
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (open until the end)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _show_warning(

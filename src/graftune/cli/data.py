@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.settings import Count, Switch, given, in_range, positional, takes
+from graftune.cli.settings import Count, Switch, given, in_range, loaded, looked_at, positional, takes
 from graftune.config import Config
 from graftune.observe.console import Console
 
@@ -55,7 +55,7 @@ def data(
     in_range("--show", show, at_least=0)
     console = Console(json=json)
     flags = positional(given(settings), data=data)
-    whole = Config.load(config, flags) if config else Config.of(flags)
+    whole = looked_at(loaded(config, flags, console), "data")
 
     from graftune.data.dataset import prepare
     from graftune.data.preview import preview, summary_json

@@ -158,7 +158,7 @@ def _examine_torch(report: dict[str, Any]) -> None:
 
 
 def _default_base() -> tuple[str | None, list[Missing]]:
-    from graftune.weights.base import default_base
+    from graftune.recognise import default_base
 
     try:
         return str(default_base()), []

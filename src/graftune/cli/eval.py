@@ -7,6 +7,7 @@ from typing import Any
 from graftune.cli.settings import Switch, takes
 from graftune.cli.target import open_target
 from graftune.observe.console import Console
+from graftune.recognise import check_data
 
 
 @takes("base", "data", omit=("data", "eval_data", "val_split", "eval_examples"))
@@ -36,6 +37,7 @@ def evaluate(
         No notes and no progress.
     """
     console = Console(json=json, quiet=quiet)
+    check_data(data)
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None)
     examples = run.prepare(data)
     left_out = {**examples.summary.refused, **examples.summary.dropped}

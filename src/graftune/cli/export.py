@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from graftune.cli.settings import Switch, given, takes
 from graftune.observe.console import Console
+from graftune.recognise import check_target
 
 Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
 
@@ -49,6 +51,8 @@ def export(
     quiet
         No notes and no progress.
     """
+    check_target(target.rpartition("=")[0] if re.search(r"=[\d.]+$", target) else target)
+
     from graftune import api
     from graftune.observe.memory import human_bytes
 

@@ -1,6 +1,6 @@
 """Every mistake of a user, as one sentence.
 
-`sentence(error)` answers with the sentence and the exit code for what a user can mend, and with None for everything
+`sentence(error)` answers with the sentence for what a user can fix, and with None for everything
 else: an unknown exception is a bug of ours, and hiding its traceback would only make it harder to report. cyclopts
 knows what went wrong with a command line but words it in several sentences and a panel; here its exceptions are only
 read.
@@ -8,7 +8,6 @@ read.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import sys
 import typing
@@ -24,6 +23,7 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
+from graftune import other_tools
 from graftune.errors import GraftuneError
 
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -58,6 +58,15 @@ def sentence(error: BaseException) -> str | None:
     return " ".join(text.split())
 
 
+def explained(error: BaseException) -> dict[str, Any] | None:
+    """The same for a program: the sentence, and its parts where the error has them."""
+    text = sentence(error)
+    if text is None:
+        return None
+    parts = {"what": error.what, "where": error.where, "fix": error.mend} if isinstance(error, GraftuneError) else {}
+    return {"message": text, **{name: value for name, value in parts.items() if value}}
+
+
 def _out_of_memory(error: BaseException) -> bool:
     """Asked only of a torch that is loaded: help and mistakes on the command line do without it."""
     torch = sys.modules.get("torch")
@@ -74,7 +83,7 @@ def _usage(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError):
         typed = (error.token.keyword or error.token.value).split("=", 1)[0]
         known = [name for argument in error.argument_collection for name in argument.names if name[0] == "-"]
-        return f"unknown option {typed!r}; {_near(typed.replace('_', '-'), known) or helped}"
+        return f"unknown option {typed!r}; {_meant(typed, known) or helped}"
     if isinstance(error, MissingArgumentError):
         assert error.argument is not None
         name = error.keyword or error.argument.name
@@ -109,9 +118,17 @@ def _expected(hint: Any) -> str:
     return _TYPES.get(hint, "a list of names")
 
 
+def _meant(typed: str, known: list[str]) -> str | None:
+    """What another tool's option is called here, if this command has it; else one of ours, if it is near."""
+    ours = other_tools.same(typed)
+    if ours and "--" + ours.replace("_", "-") not in known:
+        return f"that is --{ours.replace('_', '-')} of graftune train"
+    return other_tools.answer(typed, flags=True) or _near(typed, known)
+
+
 def _near(typed: str, known: list[str]) -> str | None:
-    near = difflib.get_close_matches(typed, known, 1)
-    return f"did you mean {near[0]}?" if near else None
+    near = other_tools.near(typed, known)
+    return f"did you mean {near}?" if near else None
 
 
 def _commands(error: CycloptsError) -> list[str]:

@@ -1,16 +1,17 @@
 """graftune plan: bytes by owner before anything loads, what fits, and how far.
 
-Only headers are read. A card that is not here is planned for by its memory: --device cuda --memory 24GiB.
+Only headers are read. A card that is not here is planned for by its name (--gpu 4090) or by its memory.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.settings import Switch, given, positional, takes
-from graftune.config import Config
+from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
+from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 
 WIDTH = 40  # of the bar
@@ -23,7 +24,9 @@ def plan(
     /,
     *,
     config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
+    gpu: Annotated[str, Parameter(show_default=False)] = "",
     memory: Annotated[str, Parameter(show_default=False)] = "",
+    print_config: Switch = False,
     json: Switch = False,
     settings: Any = None,
 ) -> int:
@@ -37,20 +40,36 @@ def plan(
         .jsonl, .json, .csv or .parquet file, for its shapes; without it every token counts as trained.
     config
         YAML file of settings; flags override it.
+    gpu
+        GPU to plan for, by name (4090, A100-40, L4, T4, H100); it need not be here.
     memory
-        Memory of the device to plan for, as 24GiB; it need not be here.
+        Memory of the device to plan for, as 24GiB.
+    print_config
+        Print the settings as YAML and end.
     json
         Print the plan as one JSON document to stdout.
     """
     console = Console(json=json)
     flags = positional(given(settings), base=base, data=data)
-    whole = Config.load(config, flags) if config else Config.of(flags)
+    whole = loaded(config, flags, console)
+    if print_config:
+        return show_config(whole, console)
+    whole = looked_at(whole, "plan")
+    if re.fullmatch(r"\d{1,4}", memory):
+        console.note(f"--memory {memory} is taken as {memory}GiB")
+        memory += "GiB"
 
     from graftune.observe.memory import parse_bytes
     from graftune.train.plan import best, furthest, largest, policies_of, refusal
+    from graftune.train.plan.cards import find
     from graftune.train.prepare import job_of
 
-    job = job_of(whole, console, memory=parse_bytes(memory) if memory else 0)
+    model = find(gpu) if gpu else None
+    if gpu and not whole.base.device.startswith("cuda"):
+        if "device" in flags:
+            raise GraftuneError(f"--gpu {gpu} and --device {whole.base.device} contradict each other", mend="give one")
+        whole = whole.replace(device="cuda")
+    job = job_of(whole, console, memory=parse_bytes(memory) if memory else 0, model=model)
     found = best(job)
     fits = {policy: largest(job, policy) for policy in policies_of(job)}
     console.result(found.document() | {"largest": fits, "largest_looked_for": furthest(job)})

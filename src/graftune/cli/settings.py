@@ -11,13 +11,17 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter, Token
 
+from graftune import recognise
 from graftune.config import Config, Leaf, leaves
 from graftune.errors import GraftuneError
-from graftune.mixture import DataValue
+from graftune.mixture import DataValue, entries
+from graftune.observe.console import Console
+from graftune.yaml_file import dump_yaml
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -78,6 +82,37 @@ def checked(shown: str, name: str, value: Any) -> Any:
     except GraftuneError as error:
         what = error.what.removeprefix(name)
         raise GraftuneError(f"{shown}{what}", mend=error.mend) from None
+
+
+def loaded(config: str, flags: dict[str, Any], console: Console) -> Config:
+    """The flags over the file over the defaults."""
+    return Config.load(config, flags, told=console.note) if config else Config.of(flags)
+
+
+def looked_at(whole: Config, command: str) -> Config:
+    """Settings whose paths and names were recognised: a wrong one is answered here, before torch is imported."""
+    base, data = whole.base.base, whole.data
+    sources = [(flag("data"), source.path) for source in entries(data.data)]
+    sources += [(flag("eval_data"), source.path) for source in entries(data.eval_data)]
+    recognise.check_adapter(whole.lora.adapter)
+    if base or not whole.lora.adapter:  # an adapter brings its base along
+        scratch = whole.train.method == "scratch"
+        base = recognise.check_base(base, sources[0][1], scratch=scratch, command=command)
+    for shown, path in sources:
+        recognise.check_data(path, shown)
+    recognise.check_template(data.template)
+    out = Path(whole.run.out).expanduser() if whole.run.out else None
+    if out is not None and out.is_file():
+        raise GraftuneError("is a file", where=f"--out {out}", mend="give a folder")
+    return whole.replace(base=base) if base != whole.base.base else whole
+
+
+def show_config(config: Config, console: Console) -> int:
+    """What --print-config prints: settings as they are after file, flags and defaults."""
+    console.result(config.nested())
+    if not console.json:
+        console.stream(dump_yaml(config.nested()))
+    return 0
 
 
 def positional(flags: dict[str, Any], **values: str) -> dict[str, Any]:

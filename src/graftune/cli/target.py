@@ -6,6 +6,7 @@ from typing import Any
 
 from graftune.cli.settings import given
 from graftune.errors import GraftuneError
+from graftune.recognise import check_adapter, check_base, check_target
 
 
 def open_target(target: str, settings: Any, needs_adapter: str | None) -> Any:
@@ -13,10 +14,16 @@ def open_target(target: str, settings: Any, needs_adapter: str | None) -> Any:
 
     `needs_adapter` names the flag that makes no sense without one.
     """
-    from graftune import api
-
     flags = given(settings)
     base = flags.pop("base", "")
+    if base:
+        check_adapter(target)
+        base = check_base(base)
+    else:
+        target = check_target(target)
+
+    from graftune import api
+
     run = api.open(base, adapter=target, **flags) if base else api.open(target, **flags)
     if needs_adapter and not run.describe().get("adapter"):
         raise GraftuneError(

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.settings import Switch, given, positional, takes
-from graftune.config import Config, flatten, read_yaml
+from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
+from graftune.config import Config, flatten
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.yaml_file import read_yaml
 
 
 @takes("base", "lora", "data", "optim", "train", "run")
@@ -22,6 +23,7 @@ def train(
     *,
     config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
     resume: Annotated[str, Parameter(show_default=False)] = "",
+    print_config: Switch = False,
     json: Switch = False,
     quiet: Switch = False,
     settings: Any = None,
@@ -35,11 +37,13 @@ def train(
     base
         Hugging Face name or folder, or a .gguf file.
     data
-        .jsonl, .json, .csv or .parquet file.
+        .jsonl, .json, .csv or .parquet file, a folder or glob of them, or a Hub data set.
     config
         YAML file of settings; flags override it.
     resume
         Run folder to continue, with the settings it was started with.
+    print_config
+        Print the settings as YAML and end: file and flags over the defaults.
     json
         Print one JSON document to stdout at the end.
     quiet
@@ -48,11 +52,16 @@ def train(
     console = Console(json=json, quiet=quiet)
     flags = positional(given(settings), base=base, data=data)
     if resume:
-        file = flatten(read_yaml(config), config) if config else {}
-        result = _engine(run_config(resume), console, resume, {**file, **flags})
+        file = flatten(read_yaml(config), config, console.note) if config else {}
+        whole, overrides = run_config(resume), {**file, **flags}
+        if print_config:
+            return show_config(Config.of(whole.flat(), overrides), console)
+        result = _engine(whole, console, resume, overrides)
     else:
-        whole = Config.load(config, flags) if config else Config.of(flags)
-        result = _engine(whole, console, None, flags)
+        whole = loaded(config, flags, console)
+        if print_config:
+            return show_config(whole, console)
+        result = _engine(looked_at(whole, "train"), console, None, flags)
     console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
     if result.stopped == "interrupted":
         console.note(f"stopped at step {result.steps}; go on with: graftune train --resume {_quoted(result.folder)}")

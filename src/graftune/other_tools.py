@@ -1,0 +1,244 @@
+"""The names other tools use, and what they are called here.
+
+Unsloth, Axolotl, LLaMA-Factory, TRL and transformers (TrainingArguments, SFTConfig), PEFT (LoraConfig) and mlx-lm. A
+plain synonym, with the same meaning and the same unit, is in SAME and is taken. Every other name is in ANSWERS, with
+the sentence that says which setting does it here, or that nothing does and what to do instead; taking those too would
+turn a batch of 2 examples into 2 tokens without a word. `{name}` in an answer is one of our settings: it is shown as a
+key in a file and as a flag on the command line. Names are written with underscores and in lower case.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SAME = """
+base: model model_name model_name_or_path base_model pretrained_model_name_or_path model_path model_id hf_path
+revision: model_revision
+seed: random_state random_seed
+rank: r lora_r lora_rank
+alpha: lora_alpha
+targets: target_modules lora_target lora_target_modules lora_targets
+dropout: lora_dropout
+rslora: use_rslora peft_use_rslora lora_use_rslora
+adapter: adapter_name_or_path adapter_path lora_model_dir resume_adapter_file peft_model_id
+data: train_file train_data data_path dataset_path train_dataset training_data train_path
+eval_data: validation_file eval_dataset val_data eval_file validation_data test_datasets val_file
+max_seq_len: max_seq_length sequence_len cutoff_len max_length seq_len seq_length block_size model_max_length
+lr: learning_rate
+schedule: lr_scheduler_type lr_scheduler scheduler lr_schedule
+warmup: warmup_ratio
+min_lr: lr_min cosine_min_lr
+beta1: adam_beta1
+beta2: adam_beta2
+eps: adam_epsilon adam_eps
+clip: max_grad_norm gradient_clip gradient_clip_val grad_clip
+epochs: num_train_epochs num_epochs n_epochs epoch
+eval_every: eval_steps steps_per_eval
+save_every: save_steps
+keep_last: save_total_limit
+patience: early_stopping_patience
+out: output_dir output output_path save_dir
+eval_examples: max_eval_samples
+threads: num_threads cpu_threads
+template_vars: chat_template_kwargs template_kwargs
+deterministic: full_determinism enable_full_determinism
+max_new_tokens: max_tokens num_predict n_predict
+temperature: temp
+system: system_prompt
+"""
+
+_ANSWERS = """
+batch_size per_device_train_batch_size train_batch_size micro_batch_size per_gpu_train_batch_size bs
+gradient_accumulation_steps grad_accumulation_steps accumulation_steps gradient_accumulation
+per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size
+    here a batch is counted in tokens: {tokens_per_step} is what one optimizer step trains on (default 4096; 8
+    examples of 512 tokens are 4096), and {tokens_per_micro_batch} is found by itself from the memory there is
+warmup_steps num_warmup_steps warmup_epochs
+    {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
+load_in_4bit quantize qlora bits bnb_4bit quantization quantization_config quantization_bit q_bits bnb_4bit_quant_type
+bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization bnb_config
+    set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
+load_in_8bit int8 gptq awq quantization_method
+    there are no LLM.int8 weights here: set {base_dtype} to fp8 for 8 bits, or to nf4 for 4
+bf16 fp16 tf32 bfloat16 float16 half pure_bf16 dtype torch_dtype precision mixed_precision amp
+    the precision is chosen by the device; set {compute_dtype} to bf16, fp16 or fp32 to force one
+gradient_checkpointing grad_checkpoint use_gradient_checkpointing gradient_checkpointing_kwargs activation_offloading
+activation_checkpointing offload disable_gradient_checkpointing
+    {recompute} chooses what the backward pass computes again: auto, none, selective, full or offload
+flash_attention flash_attn xformers_attention sdp_attention use_flash_attention_2 use_flash_attn attn_implementation
+flash_attention_2 eager_attention sdpa_attention
+    the fastest attention kernel is chosen by itself and printed at the start; remove it
+packing sample_packing pad_to_sequence_len pad_to_max_length group_by_length neat_packing eval_sample_packing
+eval_packing multipack_real_batches padding_free packing_strategy padding
+    examples are always packed, without attention between them; remove it
+train_on_inputs train_on_prompt train_on_responses_only mask_prompt assistant_only_loss mask_history
+completion_only_loss train_on_eos train_on_eot roles_to_train train_on_completions
+    only responses are trained, always; {train_on} chooses which turns (assistant, last or flagged)
+optim optimizer optimizer_type optimizers use_8bit_adam adamw_8bit
+    the optimizer is always AdamW with fp32 moments; its settings are {lr}, {beta1}, {beta2}, {eps}, {weight_decay}
+galore use_galore use_badam use_apollo loraplus_lr_ratio loraplus_lr_embedding
+    that is not supported here; remove it
+report_to wandb_project wandb_entity wandb_name wandb_mode use_wandb wandb tensorboard use_tensorboard use_mlflow
+mlflow_experiment_name use_swanlab run_name comet_project_name logging_dir
+    nothing is sent anywhere: figures go to metrics.jsonl and loss.png in the run folder; remove it
+logging_steps steps_per_report log_every plot_loss logging_strategy logging_first_step verbosity
+    every step is written to metrics.jsonl in the run folder; remove it
+push_to_hub hub_model_id hub_token hub_strategy hub_private_repo use_auth_token hf_token token
+    nothing is uploaded: export the run with graftune export RUN --to peft and upload the folder yourself
+deepspeed fsdp fsdp_config ddp_backend local_rank num_gpus num_machines tensor_parallel_size ddp device_map max_memory
+ddp_timeout ddp_find_unused_parameters context_parallel_degree gpus nproc_per_node
+    training runs on one device here; remove it, and choose the device with {device}
+finetuning_type fine_tune_type training_type peft_type peft use_peft use_lora lora full_finetuning
+    {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
+stage do_train do_eval do_predict rl rlhf task_type trainer
+    supervised fine-tuning is what train does; remove it
+dpo_beta pref_beta pref_loss simpo_gamma kto_desirable_weight reward_funcs reward_model
+    preference training (DPO, KTO, ORPO, GRPO) is not supported yet; supervised fine-tuning is what train does
+dataset datasets dataset_name dataset_dir hf_dataset pretraining_dataset data_files
+    {data} takes a file, a folder, a glob or a Hub data set (owner/name)
+type format data_format dataset_format formatting formatting_func field_messages message_property_mappings
+prompt_feature completion_feature text_feature chat_feature columns input_column output_column dataset_text_field
+prompt_column response_column text_column field_instruction field_output
+    the format of the rows is recognised by itself; where columns have other names, use {map}
+dataset_config_name dataset_split train_split split subset dataset_num_proc
+    write the source in a file as data: [{path: owner/name, split: train, subset: main}]
+chat_template chat_template_jinja prompt_template prompt_style conversation_template
+    the model's own chat template is used; {template} takes a Jinja file instead
+default_system default_system_message
+    put a system turn into the rows of {data}
+enable_thinking thinking reasoning_effort
+    give it to the template with {template_vars}, as enable_thinking=false
+val_set_size val_size test_size validation_split eval_split validation_ratio
+    {val_split} is the share of the data held out for validation (0.1: a tenth), not a number of rows
+max_samples max_train_samples val_batches num_samples
+    there is no limit on rows: {max_steps} ends the run early, {eval_examples} limits validation
+resume_from_checkpoint resume_checkpoint auto_resume_from_checkpoints overwrite_output_dir
+    continue a run with graftune train --resume RUN
+num_layers lora_layers layers_to_transform layers_pattern layers finetune_last_n_layers lora_layers_to_transform
+lora_target_linear finetune_language_layers finetune_attention_modules finetune_mlp_modules
+    adapters are on all layers; {targets} chooses the projections
+save_strategy eval_strategy evaluation_strategy evals_per_epoch saves_per_epoch save_on_each_node
+    {save_every}, {save_minutes} and {eval_every} say how often; each epoch is saved and evaluated anyway
+load_best_model_at_end metric_for_best_model greater_is_better save_best_model
+    the best adapter by validation loss is what a run keeps; {patience} stops early
+iters num_iters max_iters total_steps num_steps steps num_training_steps train_steps
+    {max_steps} limits the number of optimizer steps (each of {tokens_per_step} tokens), {epochs} the passes over the
+    data
+save_safetensors save_only_model merge_lora save_method save_pretrained fuse export_dir quantization_type
+    the run folder always holds the adapter in PEFT's layout; graftune export RUN --to merged, gguf or gguf-lora makes
+    others
+modules_to_save lora_modules_to_save additional_target train_embeddings
+    {train_norms} trains the norms and {new_tokens} the rows of added tokens; other whole modules train only with
+    {method} full
+bias lora_bias
+    projections of adapters have no bias here (PEFT's bias: none); remove it
+special_tokens add_special_tokens tokens additional_special_tokens add_tokens resize_vocab
+    {new_tokens} adds tokens and trains their rows; the tokenizer's own special tokens are used as they are
+init_lora_weights lora_init pissa_init loftq_config loftq peft_init_lora_weights
+    {init} is kaiming (PEFT's default) or gaussian; PiSSA and LoftQ are not supported
+use_dora dora peft_use_dora lora_dora use_vera
+    DoRA is not supported here: use {rank} and {targets} to give plain LoRA more room
+neftune_noise_alpha noisy_embedding_alpha
+    NEFTune's noise is not supported here; {dropout} is there against overfitting
+scale lora_scale lora_scaling lora_parameters
+    the product is scaled by alpha/rank: set {alpha} to the scale times {rank}
+lr_scheduler_kwargs cosine_min_lr_ratio cosine_constant_lr_ratio
+    {schedule} is cosine, linear or constant, going down to {min_lr}
+data_seed
+    {seed} covers the split, the shuffle, the adapters and dropout
+sequence_length context_length max_context num_ctx n_ctx max_prompt_length max_completion_length
+    {max_seq_len} is the longest example in tokens, prompt and response together
+liger_kernel use_liger_kernel liger enable_liger_kernel cut_cross_entropy unsloth use_unsloth unsloth_lora_mlp
+lora_mlp_kernel lora_qkv_kernel lora_o_kernel torch_compile label_smoothing_factor loss
+    the loss is cross-entropy over response tokens, in fused kernels that are chosen by themselves; remove it
+dataloader_num_workers preprocessing_num_workers dataset_processes num_workers num_proc
+    data is read and encoded on all cores by itself; {threads} limits the CPU threads
+dataloader_pin_memory dataset_prepared_path overwrite_cache dataloader_prefetch_factor streaming
+    encoded data is kept in a cache by itself; GRAFTUNE_CACHE says where
+trust_remote_code
+    no code from a model's repository is ever run; remove it
+no_cuda use_cpu use_mps_device use_ipex cpu cuda gpu
+    {device} chooses it: auto, cpu, cuda, cuda:N, xpu or mps
+model_type tokenizer_type tokenizer_name tokenizer config_name model_max_position is_llama_derived_model
+    family and tokenizer are read from the base; remove it
+rope_scaling rope_theta sliding_window
+    positions are as in the base's own configuration; remove it
+train test
+    graftune train trains and graftune eval RUN DATA evaluates; remove it
+rate lr_rate
+    the learning rate is {lr}
+"""
+
+
+def _read(text: str) -> dict[str, str]:
+    """Lines of names, then indented lines with what is said of all of them."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    answering = False
+    for line in text.strip("\n").split("\n"):
+        if line.startswith(" "):
+            answering = True
+            found |= {name: f"{found.get(name, '')} {line.strip()}".strip() for name in names}
+        else:
+            names = [*([] if answering else names), *line.split()]
+            answering = False
+    return found
+
+
+ANSWERS = _read(_ANSWERS)
+SAME = {
+    name: ours
+    for line in _SAME.replace("\n    ", " ").strip().split("\n")
+    for ours, _, names in [line.partition(":")]
+    for name in names.split()
+}
+_CHAT = ("max_new_tokens", "temperature", "system")
+
+
+def same(name: str) -> str | None:
+    """Our setting that another tool's name means, where meaning and unit are the same."""
+    return SAME.get(plain(name))
+
+
+def answer(name: str, flags: bool) -> str | None:
+    """What to tell somebody who used this name; None if it is not known. `flags`: show our settings as flags."""
+    found = plain(name)
+    if found in SAME:
+        return f"here it is {_shown(SAME[found], flags)}"
+    text = ANSWERS.get(found)
+    return re.sub(r"\{(\w+)\}", lambda match: _shown(match[1], flags), text) if text else None
+
+
+def plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+def near(typed: str, known: list[str]) -> str | None:
+    """The one of our names that was probably meant: one slip of the fingers away, or two in a long name. Anything
+    further is not guessed; a wrong guess costs more than none."""
+    bare = plain(typed)
+    limit = 0 if len(bare) < 3 else 1 if len(bare) < 7 else 2
+    ranked = sorted((_slips(bare, plain(name), limit), name) for name in known)
+    return ranked[0][1] if ranked and ranked[0][0] <= limit else None
+
+
+def _slips(a: str, b: str, limit: int) -> int:
+    """Letters left out, added, changed or exchanged with their neighbour; more than `limit` is not counted exactly. In
+    a short name a changed letter makes another word (rate, date) and counts twice."""
+    if abs(len(a) - len(b)) > limit:
+        return limit + 1
+    change = 2 if min(len(a), len(b)) < 5 else 1
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            best = min(row[-1] + 1, rows[-1][j] + 1, rows[-1][j - 1] + (x != y) * change)
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                best = min(best, rows[-2][j - 2] + 1)
+            row.append(best)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+def _shown(name: str, flags: bool) -> str:
+    return "--" + name.replace("_", "-") if flags or name in _CHAT else name

@@ -1,0 +1,70 @@
+"""GPUs by name, for plans made elsewhere: memory as CUDA reports it, compute capability, processors, L2 cache.
+
+From the makers' data sheets; the memory is what is left of the nominal size after the driver's and, on server cards,
+error correction's share, rounded down to a tenth of a GiB. A card that is here is asked instead.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from graftune.errors import GraftuneError
+
+
+class Model(NamedTuple):
+    name: str
+    gib: float
+    capability: tuple[int, int]
+    processors: int
+    cache_mib: int
+
+
+MODELS = {
+    "t4": Model("T4", 14.5, (7, 5), 40, 4),
+    "2080ti": Model("RTX 2080 Ti", 10.7, (7, 5), 68, 5),
+    "v100-16": Model("V100 16GB", 15.7, (7, 0), 80, 6),
+    "v100": Model("V100 32GB", 31.7, (7, 0), 80, 6),
+    "a100-40": Model("A100 40GB", 39.3, (8, 0), 108, 40),
+    "a100": Model("A100 80GB", 79.1, (8, 0), 108, 40),
+    "a10": Model("A10", 22.0, (8, 6), 72, 6),
+    "a10g": Model("A10G", 22.0, (8, 6), 80, 6),
+    "a40": Model("A40", 44.3, (8, 6), 84, 6),
+    "a6000": Model("RTX A6000", 47.4, (8, 6), 84, 6),
+    "3060": Model("RTX 3060 12GB", 11.6, (8, 6), 28, 3),
+    "3080": Model("RTX 3080 10GB", 9.6, (8, 6), 68, 5),
+    "3090": Model("RTX 3090", 23.5, (8, 6), 82, 6),
+    "4060ti": Model("RTX 4060 Ti 16GB", 15.5, (8, 9), 34, 32),
+    "4070": Model("RTX 4070", 11.6, (8, 9), 46, 36),
+    "4080": Model("RTX 4080", 15.6, (8, 9), 76, 64),
+    "4090": Model("RTX 4090", 23.5, (8, 9), 128, 72),
+    "l4": Model("L4", 22.0, (8, 9), 58, 48),
+    "l40": Model("L40", 44.3, (8, 9), 142, 96),
+    "l40s": Model("L40S", 44.3, (8, 9), 142, 96),
+    "6000ada": Model("RTX 6000 Ada", 47.4, (8, 9), 142, 96),
+    "h100": Model("H100 80GB", 79.1, (9, 0), 132, 50),
+    "h200": Model("H200", 139.8, (9, 0), 132, 60),
+    "gh200": Model("GH200 96GB", 94.5, (9, 0), 132, 50),
+    "b200": Model("B200", 178.3, (10, 0), 148, 126),
+    "5070ti": Model("RTX 5070 Ti", 15.5, (12, 0), 70, 48),
+    "5080": Model("RTX 5080", 15.5, (12, 0), 84, 64),
+    "5090": Model("RTX 5090", 31.3, (12, 0), 170, 96),
+    "pro6000": Model("RTX PRO 6000", 94.9, (12, 0), 188, 128),
+}
+_PLAIN = re.compile(r"nvidia|geforce|quadro|rtx|tesla|gpu|sxm\d?|pcie|hbm\w*|blackwell|workstation")
+
+
+def find(asked: str) -> Model:
+    """`4090`, `RTX 4090`, `nvidia a100 80GB`, `A100-40`: however it is written."""
+    name = re.sub(r"(\d)\s*gi?b\b", r"\1", _PLAIN.sub(" ", asked.lower()))
+    parts = [part for part in re.split(r"[\s_-]+", name) if part]
+    for key in ("-".join(parts), "".join(parts)):
+        if key in MODELS:
+            return MODELS[key]
+    model = MODELS.get("".join(parts[:-1]))
+    if model is not None and parts[-1].isdigit() and abs(model.gib / int(parts[-1]) - 1) < 0.12:
+        return model  # with its size behind, and of no other size
+    raise GraftuneError(
+        f"--gpu is {asked!r}, which is not known here",
+        mend=f"give one of {', '.join(MODELS)}, or its memory, as in --device cuda --memory 24GiB",
+    )

@@ -1,0 +1,121 @@
+"""A YAML file of settings: read within limits, written with its schema named.
+
+PyYAML's safe loader takes everything that is valid: aliases that stand for billions of values, keys that occur twice
+(the last wins), nesting until Python's stack ends. So the tree of nodes is measured before values are made of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from graftune.errors import GraftuneError
+
+LARGEST = 1 << 20  # bytes; a file of settings has a few thousand
+MOST = 20_000  # values, with those behind aliases counted as often as they are named
+DEEPEST = 30
+HEADER = """\
+# yaml-language-server: $schema=graftune.schema.json
+# (For completion and checks in an editor, make that file: graftune schema > graftune.schema.json)
+"""
+
+
+def dump_yaml(tree: dict[str, Any]) -> str:
+    import yaml
+
+    return HEADER + yaml.safe_dump(tree, sort_keys=False, allow_unicode=False)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The keys and values of a file of settings."""
+    where = str(path)
+    tree = _constructed(_text(path), where)
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise GraftuneError("must hold keys and values", where=where, mend="write one `key: value` per line")
+    return tree
+
+
+def _text(path: str | Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST + 1)
+    except OSError as error:
+        raise GraftuneError(
+            f"cannot be read ({error.strerror})", where=str(path), mend="check the path given to -c"
+        ) from None
+    if len(raw) > LARGEST:
+        raise GraftuneError("is too large for a file of settings", where=str(path), mend="check the path given to -c")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise GraftuneError("is not valid YAML (not UTF-8)", where=str(path), mend="save it as UTF-8") from None
+
+
+def _constructed(text: str, where: str) -> Any:
+    import yaml
+
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _measure(node, where)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        raise GraftuneError(f"is not valid YAML{line}", where=where, mend="fix the file") from None
+    except RecursionError:
+        raise GraftuneError("is nested too deeply", where=where, mend="settings are one or two levels deep") from None
+    except GraftuneError:
+        raise
+    except ValueError:  # a number of thousands of digits, a date such as 2026-13-45
+        raise GraftuneError("holds a value that cannot be read", where=where, mend="check its numbers") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _measure(root: Any, where: str) -> None:
+    """Refuses what would grow without bound, and keys that stand there twice."""
+    import yaml
+
+    sizes: dict[int, int] = {}  # of nodes that are done; an open one has 0
+
+    def size(node: Any, depth: int) -> int:
+        if id(node) in sizes:
+            if not sizes[id(node)]:
+                raise GraftuneError("holds an alias of itself", where=where, mend="write the values out")
+            return sizes[id(node)]
+        if depth > DEEPEST:
+            raise GraftuneError("is nested too deeply", where=where, mend="settings are one or two levels deep")
+        sizes[id(node)] = 0
+        parts: list[Any] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+            _no_twins(node, where)
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        total = 1
+        for part in parts:
+            total += size(part, depth + 1)
+            if total > MOST:
+                raise GraftuneError("holds too many values", where=where, mend="write them out without aliases")
+        sizes[id(node)] = total
+        return total
+
+    size(root, 0)
+
+
+def _no_twins(node: Any, where: str) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in lines and name != "<<":
+            raise GraftuneError(
+                f"{name[:80]} is given twice, at lines {lines[name]} and {line}", where=where, mend="keep one of them"
+            )
+        lines[name] = line
