@@ -7,10 +7,11 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from graftune.config import Config
+from graftune.config import Config, RunConfig
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import chat_format, stop_ids
@@ -20,11 +21,19 @@ from graftune.observe.console import Answer, Console
 from graftune.tokenizer import Tokenizer
 from graftune.train.engine import Engine
 
+SCORED = 24  # records, unless the settings say how many
+
 
 def room(capacity: int, recompute: str) -> int:
     """Tokens of the cache that questions are answered in: no more than what a step of so many tokens takes. One that
     keeps its activations takes several times as much a token."""
     return capacity * (4 if recompute in ("none", "selective") else 1)
+
+
+def scored_records(config: RunConfig) -> int:
+    """Without a number, the usual one; but whoever wants no samples is not asked for scores behind their back."""
+    usual = SCORED if config.samples else 0
+    return (config.score_records or usual) if config.score else 0
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,8 @@ class Answers:
         longer than an example may be, or than the model's `positions`, is left out."""
         config = whole.run
         self.stops = stop_ids(tokenizer, chat_format(tokenizer, whole.data))
-        self.scored = bool(config.score and len(validation) and is_sample_hash(validation.sha256))
-        count = max(config.samples, config.score_records if self.scored else 0)
+        self.scored = bool(scored_records(config) and len(validation) and is_sample_hash(validation.sha256))
+        count = max(config.samples, scored_records(config) if self.scored else 0)
         most = min(whole.data.longest(positions), positions - 1)
         records = zip(validation.prompts, validation.messages, validation.references, strict=True)
         asked = (Question(tokenizer.encode(p), _asked(turns, p), reference) for p, turns, reference in records if p)
@@ -61,8 +70,8 @@ class Answers:
         """Of the prompts and of how long an answer may be: what was answered to others is no answer to these."""
         return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
 
-    def ask(self, engine: Engine, *, adapted: bool, between: Callable[[], None]) -> list[str]:
-        """Greedily, as many questions at once as there is room for."""
+    def ask(self, engine: Engine, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
+        """Greedily, as many questions at once as there is room for. `between` gets the count of those answered."""
         tokenizer, settings = engine.tokenizer, engine.config.train
         reaches = reaches_of(self.lengths, self.length, self.positions)
         found: list[str] = []
@@ -74,9 +83,10 @@ class Answers:
                 self.stops,
                 adapted=adapted,
                 backend=engine.eager_attention,
-                on_tokens=lambda _: between(),
+                on_tokens=partial(_count, between, len(found) + len(group)),
             )
             found += [tokenizer.decode(answer, skip_special=True) for answer in answers]
+            between(len(found))
         return found
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
@@ -93,6 +103,10 @@ class Answers:
         shares = ", ".join(f"{name} {score.share:.0%}" for name, score in scores.items())
         console.line(f"score on {len(references)} unseen records: {shares} exactly right")
         return {"score": {name: _figures(score) for name, score in scores.items()}}
+
+
+def _count(between: Callable[[int], None], asked: int, alive: dict[int, int]) -> None:
+    between(asked - len(alive))
 
 
 def _figures(report: ScoreReport) -> dict[str, Any]:

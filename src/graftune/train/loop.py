@@ -73,12 +73,16 @@ def train(
 ) -> TrainResult:
     if resume is not None:
         folder = Path(resume)
-        run = Run(prepare_run(stored_config(folder, overrides or {}), console, folder), console)
-        run.take_up()
+        prepared = prepare_run(stored_config(folder, overrides or {}), console, folder)
+        with console.working("taking up the run"):
+            run = Run(prepared, console)
+            run.take_up()
         return run.go()
     with removed_unless_started() as made:
-        run = Run(prepare_run(config, console, made=made), console)
-        run.start()
+        prepared = prepare_run(config, console, made=made)
+        with console.working("preparing the first step"):
+            run = Run(prepared, console)
+            run.start()
     return run.go()
 
 
@@ -216,8 +220,9 @@ class Run:
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
 
     def _train(self) -> str:
-        asks = self.answers.questions and self.config.train.method != "scratch"
-        if asks and not self.base_answers and not self.progress.step:
+        # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
+        full = self.config.train.method == "full"
+        if full and self.answers.questions and not self.base_answers and not self.progress.step:
             self._ask_base()
         trace, device = self.folder / "profile.json.gz", self.engine.runtime.device
         profile = Profile(self.config.run.profile, trace, device, self.console.note)
@@ -296,13 +301,14 @@ class Run:
 
     def _evaluate(self) -> None:
         p = self.progress
-        with marked("evaluate"):
+        examples = self.validation.examples
+        with marked("evaluate"), self.telling.counted("validating", len(examples), "examples", self._between) as count:
             result = evaluate(
                 self.engine.decoder,
-                self.validation.examples,
+                examples,
                 capacity=self.config.train.tokens_per_micro_batch,
                 backend=self.engine.attention.backend,
-                between=self.telling.now_and_then("validating", len(self.validation.examples), self._between),
+                between=count,
             )
         self.telling.evaluation(result, p.step, p.epoch)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
@@ -363,10 +369,7 @@ class Run:
         return self.telling.cost(self.hot.captures) | {"attention": self.step.backend}
 
     def _ask_base(self) -> None:
-        count = len(self.answers.questions)
-        self.console.note(f"asking the base {count} unseen questions")
-        with marked("samples"):
-            self.base_answers = self.answers.ask(self.engine, adapted=False, between=self._between)
+        self.base_answers = self._ask("the base", adapted=False)
         self.log.emit("sample", step=0, answers=self.base_answers, questions=self.answers.digest)
 
     def _compare(self) -> dict[str, Any]:
@@ -376,11 +379,15 @@ class Run:
             self._ask_base()
         if not self.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
             self.console.note("there is no base to ask: the answers are the trained model's alone")
-        self.console.note(f"asking the tuned model {len(answers.questions)} unseen questions")
-        with marked("samples"):
-            tuned = answers.ask(self.engine, adapted=True, between=self._between)
+        tuned = self._ask("the tuned model", adapted=True)
         self.log.emit("sample", step=self.progress.step, answers=tuned)
         return answers.show(self.console, self.base_answers, tuned)
+
+    def _ask(self, whom: str, *, adapted: bool) -> list[str]:
+        """Answers to the run's questions, by the base or by what was trained."""
+        label, count = f"asking {whom} about unseen prompts", len(self.answers.questions)
+        with marked("samples"), self.telling.counted(label, count, "answers", self._between) as between:
+            return self.answers.ask(self.engine, adapted=adapted, between=between)
 
     # Signals
 

@@ -70,11 +70,14 @@ def prepare_run(
     """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
     device_of(config.base.device)  # what is not there is said before data is read
     forget_earlier_runs()
-    config, base, adapter = _opened(config)
+    with console.working("opening the base"):
+        config, base, adapter = _opened(config)
     path: DataValue = config.data.data or str(sample_path())
-    data = _read(config, base, adapter, path, console)
-    job = plan_job(config, base, data, resuming=folder is not None)
-    plan = settle(job) if job else None
+    with console.working("reading the data"):
+        data = _read(config, base, adapter, path, console)
+    with console.working("planning memory"):
+        job = plan_job(config, base, data, resuming=folder is not None)
+        plan = settle(job) if job else None
     if plan is not None:
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
     else:
@@ -82,7 +85,8 @@ def prepare_run(
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
     folder = folder or _new_folder(config, path, [] if made is None else made)
     forget_peak()
-    engine = open_engine(config, base=base, placement=job.placement if job else None)
+    with console.working("loading the base"):
+        engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
     calibration = _calibrated(engine, data.training, folder, console)
     return Prepared(folder, engine, data.training, data.validation, data.answers, plan, calibration)
@@ -95,7 +99,7 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
         return None
     base, batches = engine.base, sample(training.examples, settings)
     inputs = _inputs_of(folder) or settings.fp8_inputs
-    with console.progress(len(blocks), label="calibrating") as bar:
+    with console.progress(len(blocks), label="calibrating", unit="layers") as bar:
         made = calibrate(
             engine.decoder,
             batches,

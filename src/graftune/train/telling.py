@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from graftune.train.evaluate import EvalResult
 from graftune.train.hot import Figures
 from graftune.train.plan import Plan
 
-SAY_EVERY = 15.0  # seconds between two words from a long evaluation
 OFF = {"cuda": 0.03, "cpu": 0.10}  # what a plan may be off by
 
 
@@ -28,20 +26,23 @@ class Telling:
     def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
         self.console, self.log, self.total, self.device = console, log, total, device
         self.plan, self.told_plan = plan, False
-        self.bar, self.meter = Progress(total, 0), Meter(total)
+        self.bar = Progress(total)
         self.host_seconds: deque[float] = deque(maxlen=1000)  # a step sent, and those done told of
+
+    @property
+    def meter(self) -> Meter:
+        return self.bar.meter
 
     @contextmanager
     def steps(self, done: int) -> Iterator[None]:
         """The time in which steps are taken, `done` of them before."""
-        self.meter = Meter(self.total, done)
         with self.console.progress(self.total, done) as self.bar:
             yield
 
     def step(self, done: Figures, *, scaled: bool) -> None:
         facts, step = done.tag, done.tag["step"]
-        speed = self.meter.update(step, facts["tokens"])
-        self.bar.update(step, loss=done.loss, tok_s=speed, lr=facts["lr"])
+        self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"])
+        speed = self.meter.tok_s
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures)
         if self.plan is not None and not self.told_plan:
@@ -81,18 +82,16 @@ class Telling:
             f"({result.response_tokens} response tokens)"
         )
 
-    def now_and_then(self, what: str, total: int, also: Callable[[], None]) -> Callable[[int], None]:
-        """To call between batches of what may take long: says now and then how far it is."""
-        last = time.monotonic()
+    @contextmanager
+    def counted(self, label: str, total: int, unit: str, also: Callable[[], None]) -> Iterator[Callable[[int], None]]:
+        """Other work than steps, with a callback for its count that calls `also` first (it looks for signals)."""
+        with self.console.progress(total, label=label, unit=unit) as bar:
 
-        def between(done: int) -> None:
-            nonlocal last
-            also()
-            if time.monotonic() - last > SAY_EVERY and done < total:
-                last = time.monotonic()
-                self.console.note(f"{what}: {done} of {total} examples")
+            def between(done: int) -> None:
+                also()
+                bar.update(done)
 
-        return between
+            yield between
 
     def cost(self, captures: int) -> dict[str, Any]:
         """What the steps took of the host, and the run of the device."""
