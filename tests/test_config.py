@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import yaml
@@ -126,6 +127,13 @@ def test_missing_file_folder_and_other_encoding(tmp_path: Path) -> None:
         Config.load(latin)
 
 
+def test_a_date_without_quotes(tmp_path: Path) -> None:
+    """Which YAML reads as a date, not as text."""
+    file = tmp_path / "run.yaml"
+    file.write_text("date: 2026-01-31\n")
+    assert Config.load(file).data.date == "2026-01-31"
+
+
 def test_targets_shorthands_keep_the_models_order() -> None:
     assert expand_targets(("mlp", "q_proj")) == ("q_proj", "gate_proj", "up_proj", "down_proj")
     assert Config.of({"targets": "v_proj, q_proj"}).lora.targets == ("v_proj", "q_proj")
@@ -179,7 +187,8 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
 def test_every_legal_config_survives_saving(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     config = Config.of(values)
     path = tmp_path_factory.mktemp("round") / "config.yaml"
-    config.save(path)
+    with mock.patch("os.fsync"):  # a hundred of them are slow on a busy disk
+        config.save(path)
     assert Config.load(path) == config
     assert Config.of(config.flat()) == Config.of(config.nested()) == config
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from graftune import other_tools
 from graftune.errors import GraftuneError
+from graftune.files import write_file
 from graftune.mixture import DataValue
 from graftune.values import checked, shown
 from graftune.yaml_file import dump_yaml, read_yaml
@@ -245,7 +246,7 @@ class Config:
         }
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(dump_yaml(self.nested()), encoding="utf-8")
+        write_file(path, dump_yaml(self.nested()))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from graftune.files import write_file
+
 
 def cache_folder() -> Path:
     """GRAFTUNE_CACHE, or graftune in the user's cache folder."""
@@ -35,9 +37,4 @@ def remember(kind: str, key: str, value: Any, most: int) -> None:
     with suppress(OSError, RuntimeError):  # a full disk, no home, a folder of others
         place = cache_folder() / f"{kind}.json"
         place.parent.mkdir(parents=True, exist_ok=True)
-        aside = place.with_name(f"{kind}-{os.getpid()}.part")
-        try:
-            aside.write_text(json.dumps(dict(list(kept.items())[-most:])))
-            os.replace(aside, place)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_file(place, json.dumps(dict(list(kept.items())[-most:])), unique=True)

@@ -7,6 +7,7 @@ each names the setting, the value and what it must be.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import types
 import typing
@@ -80,6 +81,8 @@ def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
     assert hint is str, hint
     if value is None:
         return ""
+    if isinstance(value, datetime.date):  # what YAML makes of a date without quotes
+        return value.isoformat()
     if not isinstance(value, str):
         raise wrong("text")
     return value

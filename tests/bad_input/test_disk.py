@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from graftune import files
 from graftune.cli import main
 from graftune.train import checkpoint, loop
 from graftune.weights import safetensors_io
@@ -78,17 +79,19 @@ class FullDisk:
             real = safetensors_io.save_file
             monkeypatch.setattr(safetensors_io, "save_file", lambda *a, **k: self._write(real, a[1], *a, **k))
         elif place == "flush":
-            flush = safetensors_io.flush
-            monkeypatch.setattr(safetensors_io, "flush", lambda path: self._write(flush, path, path))
+            flush = files.flush
+            monkeypatch.setattr(files, "flush", lambda path: self._write(flush, path, path))
         else:
-            write_text = Path.write_text
-            monkeypatch.setattr(Path, "write_text", lambda path, *a, **k: self._write(write_text, path, path, *a, **k))
+            for name in ("write_text", "write_bytes"):
+                write = getattr(Path, name)
+                monkeypatch.setattr(Path, name, lambda path, *a, w=write, **k: self._write(w, path, path, *a, **k))
 
     def _write(self, real: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         if self.full and self.word in str(path):
             self.left -= 1
             if self.left <= 0:
-                Path(path).with_name("half").write_bytes(b"half") if Path(path).parent.is_dir() else None
+                if Path(path).parent.is_dir():
+                    os.close(os.open(Path(path).with_name("half"), os.O_CREAT | os.O_WRONLY))
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return real(*args, **kwargs)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from graftune import files
 from graftune.api import export, train
 from graftune.cli import main
 from graftune.config import Config
@@ -178,7 +179,7 @@ def test_a_full_disk_or_ctrl_c_leaves_nothing(
     def fails(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt if code is None else OSError(code, "full", "x")
 
-    monkeypatch.setattr(write.safetensors_io, "flush", fails)
+    monkeypatch.setattr(files, "flush", fails)
     with pytest.raises(KeyboardInterrupt if code is None else OSError):
         export(str(run), to, out=str(tmp_path / "there" / f"x{write.SUFFIX.get(to, '')}"))
     assert not (tmp_path / "there").exists()

@@ -13,6 +13,7 @@ from typing import Any
 
 def die_at(place: str, count: int) -> None:
     """Replace a function so that its count-th call is the process's last, before or half-way through its work."""
+    from graftune import files
     from graftune.observe.events import EventLog
     from graftune.train import evaluate
     from graftune.train.plan.pretend import Pretended
@@ -22,6 +23,7 @@ def die_at(place: str, count: int) -> None:
         "fsync": (os, "fsync"),
         "rename": (os, "rename"),
         "replace": (os, "replace"),
+        "exchange": (files, "_exchange"),
         "rmtree": (shutil, "rmtree"),
         "micro_step": (Step, "micro_step"),
         "update_step": (Step, "update_step"),

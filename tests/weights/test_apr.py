@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import graftune
+from graftune import files
 from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.memory import peak_resident_bytes
@@ -187,7 +188,7 @@ def test_a_full_disk_leaves_what_was_there(small: Path, tmp_path: Path, monkeypa
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(apr_io.safetensors_io, "flush", full)
+    monkeypatch.setattr(files, "flush", full)
     with pytest.raises(OSError):
         apr_io.write(path, AprFile({"new": 1}, {}))
     assert os.listdir(tmp_path) == ["x.apr"] and path.read_bytes() == small.read_bytes()

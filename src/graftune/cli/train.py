@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,10 +63,11 @@ def train(
         if print_config:
             return show_config(whole, console)
         result = _engine(looked_at(whole, "train"), console, None, flags)
-    console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
     if result.stopped == "interrupted":
-        console.note(f"stopped at step {result.steps}; go on with: graftune train --resume {_quoted(result.folder)}")
+        with suppress(OSError):  # the terminal may be what has gone
+            _interrupted(result, console, resume)
         return 128 + int(result.signal)
+    console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
     if not json:
         console.line(_closing(result))
     return 0
@@ -86,6 +88,18 @@ def _engine(config: Config, console: Console, resume: str | None, overrides: dic
         from graftune import api
 
     return api.train(config, console=console, resume=resume, overrides=overrides)
+
+
+def _interrupted(result: Any, console: Console, resume: str) -> None:
+    folder = str(result.folder) if result.started or resume else ""
+    console.result({"folder": folder, "steps": result.steps, "stopped": result.stopped})
+    again = f"go on with: graftune train --resume {_quoted(result.folder)}"
+    if result.started:
+        console.note(f"stopped at step {result.steps}; {again}")
+    elif resume:
+        console.note(f"stopped before the first step; nothing was changed; {again}")
+    else:
+        console.note("stopped before the first step; nothing was written")
 
 
 def _closing(result: Any) -> str:

@@ -6,7 +6,6 @@ types known, the disk large enough. What is left half done by a full disk or Ctr
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,9 +18,9 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.export.merge import Survival, combine, merge
 from graftune.export.target import Source, find, run_facts
+from graftune.files import new_file
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
-from graftune.weights import safetensors_io
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.model import hf_config, is_model, write_model
@@ -150,15 +149,8 @@ def _size(place: Path) -> int:
 
 def _file(place: Path, write: Callable[[Path], None]) -> None:
     """A single file: aside, flushed, renamed. `write` also reads it back."""
-    aside = place.with_name(place.name + ".part")
-    try:
+    with new_file(place) as aside:
         write(aside)
-        safetensors_io.flush(aside)
-        os.replace(aside, place)
-        safetensors_io.flush(place.parent)
-    except BaseException:  # a full disk or Ctrl-C must not keep the half that fitted
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _with_tokens(base: Base, adapter: Adapter) -> Base:
@@ -172,11 +164,7 @@ def _peft(source: Source, place: Path, kind: str, console: Console) -> Exported:
     adapter = combine(source.adapters)
     facts = {"template": adapter.template, "append_eos": adapter.append_eos, "revision": adapter.revision}
     base = _with_tokens(source.base, adapter)
-    try:
-        write_adapter(place, adapter.tensors, adapter.lora, base, facts)
-    except BaseException:
-        shutil.rmtree(place.with_name(place.name + ".part"), ignore_errors=True)
-        raise
+    write_adapter(place, adapter.tensors, adapter.lora, base, facts)
     done = Exported(place, sorted(place.iterdir()), {"rank": adapter.lora.rank})
     if source.base.kind == "gguf":
         done.notes.append(

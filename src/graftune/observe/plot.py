@@ -7,10 +7,10 @@ matplotlib's object interface on the Agg canvas: no pyplot, hence no global stat
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from graftune.files import new_file
 from graftune.observe.events import Event, evals, read_events, steps
 
 _STEP, _MEAN, _EVAL, _LR, _INK, _GRID = "#9db8d9", "#1f4e8c", "#d1495b", "#2e8b6f", "#2b2f36", "#e4e7ec"
@@ -20,12 +20,8 @@ def loss_plot(events_path: Path, png: Path, title: str) -> None:
     """Draw the run logged in `events_path` to `png`, written aside and renamed. Without steps: empty axes."""
     events = read_events(events_path)
     figure = _figure(steps(events), evals(events), title)
-    aside = png.with_name(f".{png.name}.{os.getpid()}.tmp")
-    try:
+    with new_file(png, unique=True) as aside:
         figure.savefig(aside, format="png", dpi=150)
-        os.replace(aside, png)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

@@ -85,6 +85,10 @@ def _one_line(text: object) -> str:
     return " ".join(str(text).split()).rstrip(".") or "no reason given"
 
 
+def today() -> datetime.date:
+    return datetime.date.today()
+
+
 class ChatTemplate:
     """One compiled template with the tokens it may print. `now` is what `strftime_now` shows."""
 
@@ -101,7 +105,7 @@ class ChatTemplate:
             raise GraftuneError(f"the template is not text but {type(source).__name__}", where=name)
         self.source, self.bos_token, self.eos_token, self.name = source, bos_token, eos_token, name
         # Midnight: a date is what templates print, and two constructions on one day then agree to the byte.
-        self.now = now or datetime.datetime.combine(datetime.date.today(), datetime.time())
+        self.now = now or datetime.datetime.combine(today(), datetime.time())
         environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )

@@ -3,26 +3,35 @@ and renamed.
 
 A folder `step-N` is therefore whole or absent, at whatever moment the process dies. The place is (step, epoch, step in
 epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
+Its numbers are checked, against their own checksum and against the run, before a tensor is read. Others may read a run
+while it goes on: `opened` takes a checkpoint that is there and holds it open, whatever is deleted meanwhile.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from graftune.errors import GraftuneError
+from graftune.files import OLD, PART, new_folder, remove
 from graftune.model.lora import Arena
 from graftune.train.scaler import LossScaler
 from graftune.weights import safetensors_io
 
 STATE, TENSORS = "state.json", "state.safetensors"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+
+Identity = dict[str, Any]  # what a run is made of, each a digest, and its settings by name
 
 
 @dataclass
@@ -40,35 +49,21 @@ class Progress:
     stale: int = 0  # evaluations since the best one
 
 
-def save(
-    root: Path, arena: Arena, progress: Progress, identity: dict[str, str], scaler: LossScaler | None = None
-) -> Path:
-    """`identity` (hashes of data, base and settings) is what a resume is checked against."""
+def save(root: Path, arena: Arena, progress: Progress, identity: Identity, scaler: LossScaler | None = None) -> Path:
+    """`identity` is what a resume is checked against. The same step may be saved again with a newer place in the run,
+    such as an evaluation that has been made since."""
     final = root / f"step-{progress.step}"
-    aside = root / f"step-{progress.step}.part"
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    try:
+    state: dict[str, Any] = {"progress": asdict(progress), "identity": identity}
+    with new_folder(final) as aside:
         scale = scaler.state_dict() if scaler else {}
         safetensors_io.write(_buffers(arena) | scale, aside / TENSORS)
-        (aside / STATE).write_text(json.dumps({"progress": asdict(progress), "identity": identity}, indent=1))
-        safetensors_io.flush(aside / STATE)
-        safetensors_io.flush(aside)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    if final.exists():  # the same step with a newer place in the run, such as an evaluation that has been made since
-        old = root / f"step-{progress.step}.old"
-        if old.exists():
-            shutil.rmtree(old)
-        os.rename(final, old)
-        os.rename(aside, final)
-        shutil.rmtree(old)
-    else:
-        os.rename(aside, final)
-    safetensors_io.flush(root)
+        (aside / STATE).write_text(json.dumps(state | {"sha256": _checksum(state)}, indent=1))
     return final
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    held = {name: state[name] for name in ("progress", "identity")}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def latest(root: Path) -> Path | None:
@@ -77,33 +72,67 @@ def latest(root: Path) -> Path | None:
 
 
 def steps(root: Path) -> dict[int, Path]:
-    """Whole checkpoints by step. One that a kill left between two renames of `save` counts under its old name."""
+    """Whole checkpoints by step. One that a kill left between two renames counts under its old name. What else is in
+    the folder is not ours."""
     found: dict[int, Path] = {}
-    for path in sorted(root.glob("step-*"), key=lambda p: p.suffix != ".old"):  # a fresh one wins over an .old one
-        number = path.name.removeprefix("step-").removesuffix(".old")
-        if number.isdigit() and (path / STATE).exists():
-            found[int(number)] = path
+    for path in sorted(root.glob("step-*"), key=lambda p: p.suffix != OLD):  # a fresh one wins over an old one
+        number = re.fullmatch(r"step-([0-9]{1,15})(\.old)?", path.name)
+        if number and (path / STATE).exists():
+            found[int(number[1])] = path
     return found
 
 
-def load(
-    path: Path, arena: Arena, identity: dict[str, str] | None = None, scaler: LossScaler | None = None
-) -> Progress:
+def read_state(path: Path) -> tuple[Progress, Identity]:
+    """The place and what the run is made of, with no tensor read."""
+    try:
+        state = json.loads((path / STATE).read_text())
+        known = {f.name for f in fields(Progress)}
+        progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
+        identity = dict(state["identity"])
+        if state.get("sha256", "") not in ("", _checksum(state)):
+            raise ValueError("its numbers are not those that were written")
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from None
+    _check_numbers(path, progress)
+    return progress, identity
+
+
+def _check_numbers(path: Path, place: Progress) -> None:
+    """What no run can have, whatever its length."""
+    for name, value in asdict(place).items():
+        if name.endswith("_loss"):
+            fits = value is None or (type(value) in (int, float) and not math.isinf(value))
+        else:
+            fits = type(value) is int and value >= (-1 if name in ("last_eval", "best_step") else 0)
+        if not fits:
+            raise _damaged(path, f"{name} is {value!r}")
+    for name in ("epoch_step", "updates", "last_eval", "best_step"):
+        if getattr(place, name) > place.step:
+            raise _damaged(path, f"{name} is {getattr(place, name)} at step {place.step}")
+
+
+def check_place(path: Path, place: Progress, epoch_steps: Sequence[int]) -> None:
+    """Whether a run whose epochs have so many steps can be there."""
+    fits = place.epoch < len(epoch_steps) and place.epoch_step <= epoch_steps[place.epoch]
+    if not fits or place.step != sum(epoch_steps[: place.epoch]) + place.epoch_step:
+        where = f"step {place.step} as step {place.epoch_step} of epoch {place.epoch + 1}"
+        raise _damaged(path, f"it gives {where}, which this run does not have")
+
+
+def load(path: Path, arena: Arena, identity: Identity | None = None, scaler: LossScaler | None = None) -> Progress:
     """Fill the arena (and the loss scale, where one was saved) and return the place. With `identity`, a checkpoint of
     another run is refused."""
     try:
-        state = json.loads((path / STATE).read_text())
+        progress, stored = read_state(path)
+        check_identity(identity or {}, stored, path.parent.parent)
         tensors = load_file(path / TENSORS)
-        known = {f.name for f in fields(Progress)}
-        progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
-        stored = dict(state["identity"])
         buffers = [(tensors[name], buffer) for name, buffer in _buffers(arena).items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except GraftuneError:
+        raise
+    except _UNREADABLE as error:
         raise _damaged(path, error) from None
-    for name, place in asdict(progress).items():
-        if not isinstance(place, int if not name.endswith("_loss") else int | float | None):
-            raise _damaged(path, f"{name} is {place!r}")
-    check_identity(identity or {}, stored, path.parent.parent)
     if any(tensor.shape != buffer.shape for tensor, buffer in buffers):
         raise GraftuneError("this checkpoint holds other adapters", where=str(path), mend="resume with its own config")
     if scaler is not None and "loss_scale" in tensors:
@@ -117,19 +146,38 @@ def load(
     return progress
 
 
-def check_identity(now: dict[str, str], stored: dict[str, str], folder: Path) -> None:
-    """Refuse to go on with anything else than the run was started with."""
+def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
+    """Refuse to go on with anything else than the run was started with. Settings are compared by name, so one that a
+    later version adds, or whose default it changes, refuses nobody's run."""
     for key, value in now.items():
-        if stored.get(key) != value:
+        had = stored.get(key)
+        if key == "settings" and isinstance(value, dict):
+            if isinstance(had, dict):
+                _check_settings(value, had, folder)
+            continue  # a run of an earlier version has a digest here, over that version's defaults
+        if key == "base" and isinstance(had, str) and len(had) == 128:
+            had, value = had[:64], value[:64]  # an earlier version's: the second half hung on that version's fields
+        if had != value:
             raise GraftuneError(
                 f"the run was made with other {key}", where=str(folder), mend=f"resume with the same {key}"
+            )
+
+
+def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
+    for name in now.keys() & stored.keys():
+        if json.loads(json.dumps(now[name])) != stored[name]:
+            raise GraftuneError(
+                f"the run was made with other settings: {name} was {stored[name]!r} and config.yaml has {now[name]!r}",
+                where=str(folder),
+                mend=f"set {name} in config.yaml back to what it was",
             )
 
 
 def read_weights(path: Path, arena: Arena) -> None:
     """Only the trained weights, for the best checkpoint at the end of a run."""
     try:
-        arena.weights.copy_(load_file(path / TENSORS)["weights"].to(torch.float32))
+        with safe_open(str(path / TENSORS), framework="pt") as held:
+            arena.weights.copy_(held.get_tensor("weights").to(torch.float32))
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise _damaged(path, error) from None
     arena.publish()
@@ -147,11 +195,13 @@ def _damaged(path: Path, why: object) -> GraftuneError:
 
 def prune(root: Path, keep_last: int, best_step: int) -> None:
     """Delete all but the best and the last few, and whatever a kill left half-written."""
-    left = [*root.glob("step-*.part"), *(p for p in root.glob("step-*.old") if p.with_suffix("").exists())]
-    for path in left:
-        shutil.rmtree(path)
+    for path in root.glob(f"step-*{PART}"):
+        remove(path)
+    for path in root.glob(f"step-*{OLD}"):
+        if path.with_suffix("").exists():
+            remove(path)
     found = steps(root)
     kept = set(sorted(found)[-keep_last:]) | {best_step}
     for number, path in found.items():
         if number not in kept:
-            shutil.rmtree(path)
+            remove(path)

@@ -4,7 +4,7 @@ chat all start here, so an adapter means the same in each of them."""
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,7 @@ class Engine:
             "append_eos": data.append_eos,
             "revision": self.config.base.revision,
         }
-        try:
-            save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
-        except (OSError, GraftuneError):  # a full disk must not keep the half that fitted
-            shutil.rmtree(folder.with_name(folder.name + ".part"), ignore_errors=True)
-            raise
+        save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
 
 
 def open_engine(config: Config, *, base: Base | None = None, placement: Placement | None = None) -> Engine:
@@ -156,14 +152,16 @@ def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choic
 
 def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
     """The base with the chat template the run uses: a file of the user's, or the one saved with the adapter. It then
-    travels with the tokenizer into the next adapter that is saved."""
-    file = config.data.template
-    if file in ("auto", "none"):
-        saved = adapter.folder / "chat_template.jinja" if adapter else None
-        if saved is None or not saved.is_file() or file == "none":
-            return base
+    travels with the tokenizer into the next adapter that is saved. Where it prints a date, that is the run's."""
+    file, date = config.data.template, config.data.date
+    saved = adapter.folder / "chat_template.jinja" if adapter else None
+    if file == "auto" and saved is not None and saved.is_file():
         file = str(saved)
-    template = template_from_file(file, base.tokenizer)
+    template = base.tokenizer.template if file in ("auto", "none") else template_from_file(file, base.tokenizer)
+    if date and template is not None:
+        template = template.dated(datetime.datetime.fromisoformat(date))
+    if template is base.tokenizer.template:
+        return base
     return dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, template=template))
 
 

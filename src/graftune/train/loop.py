@@ -16,9 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from graftune import __version__
 from graftune.config import Config
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
+from graftune.files import FolderLock, write_file
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.events import EventLog, read_events
@@ -40,15 +40,23 @@ from graftune.train.checkpoint import Progress
 from graftune.train.evaluate import evaluate
 from graftune.train.hot import hot_loop
 from graftune.train.prepare import (
-    FREE_ON_RESUME,
     Prepared,
+    prepare_resume,
     prepare_run,
     removed_unless_started,
-    stored_config,
     tell_start,
 )
+from graftune.train.resume import (
+    KEPT_ON_RESUME,
+    check_longer,
+    extension,
+    finished,
+    identity,
+    run_length,
+    stored_config,
+)
 from graftune.train.schedule import learning_rate
-from graftune.train.signals import noted_signals
+from graftune.train.signals import HANGUP, Stopped, noted_signals, raised_signals
 from graftune.train.step import Step
 from graftune.train.telling import Telling
 
@@ -62,6 +70,7 @@ class TrainResult:
     best_eval: float | None
     summary: dict[str, Any] = field(default_factory=dict)
     signal: int = 0
+    started: bool = True  # False: stopped while it was prepared, with nothing written
 
 
 class Interrupted(Exception):
@@ -71,19 +80,46 @@ class Interrupted(Exception):
 def train(
     config: Config, *, console: Console, resume: str | None = None, overrides: dict[str, Any] | None = None
 ) -> TrainResult:
-    if resume is not None:
-        folder = Path(resume)
-        prepared = prepare_run(stored_config(folder, overrides or {}), console, folder)
-        with console.working("taking up the run"):
-            run = Run(prepared, console)
-            run.take_up()
+    """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add."""
+    with ExitStack() as held:
+        try:
+            with raised_signals():
+                if resume is not None:
+                    run = _resumed(Path(resume), console, overrides or {}, held)
+                    if isinstance(run, TrainResult):
+                        return run
+                else:
+                    with removed_unless_started() as made:
+                        prepared = prepare_run(config, console, made, held)
+                        with console.working("preparing the first step"):
+                            run = Run(prepared, console)
+                            run.start()
+        except Stopped as stopped:
+            folder = Path(resume or config.run.out)
+            return TrainResult(folder, 0, "interrupted", None, None, {}, stopped.number, started=False)
         return run.go()
-    with removed_unless_started() as made:
-        prepared = prepare_run(config, console, made=made)
-        with console.working("preparing the first step"):
-            run = Run(prepared, console)
-            run.start()
-    return run.go()
+
+
+def _resumed(folder: Path, console: Console, overrides: dict[str, Any], held: ExitStack) -> Run | TrainResult:
+    """The run, ready to go on; or what it came to, if it is finished and nothing new is asked of it."""
+    before, now = stored_config(folder, {}), stored_config(folder, overrides)
+    end = finished(folder, before, now)
+    if end is not None:
+        more = math.floor(now.train.epochs) + 3
+        console.note(
+            f"this run is finished ({end['stopped']} at step {end.get('step')}); to train it further, say how long it "
+            f"should be in all, as in: graftune train --resume {folder} --epochs {more}"
+        )
+        losses = end.get("validation_loss") or {}
+        return TrainResult(folder, end.get("step", 0), end["stopped"], losses.get("start"), losses.get("best"))
+    lock = held.enter_context(FolderLock(folder))
+    if lock.unsupported:
+        console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
+    prepared = prepare_resume(now, console, folder, before)
+    with console.working("taking up the run"):
+        run = Run(prepared, console)
+        run.take_up()
+    return run
 
 
 class Run:
@@ -120,9 +156,10 @@ class Run:
         self.attention, self.captures = engine.attention.backend, 0  # as far as they were told
         self.graph = config.train.graph
         self.hot = hot_loop(self.step, graph=self.graph)
-        self.epoch_steps = [self.loader.steps_per_epoch(e) for e in range(math.ceil(config.train.epochs))]
-        planned = sum(self.epoch_steps)
-        self.total = min(config.train.max_steps or planned, planned)
+        length = run_length(self.loader, config.train)
+        self.before = run_length(self.loader, prepared.before.train) if prepared.before else length
+        self.total, self.epoch_steps = length.total, max(length.epoch_steps, self.before.epoch_steps, key=len)
+        self.saved_at = _minutes()
         self.base_answers: list[str] = []
         self.checkpoints = self.folder / "checkpoints"
         self.examples_sha256 = _digest(training.digest + validation.digest)
@@ -146,19 +183,18 @@ class Run:
             facts |= {"cost_of_inputs": chosen.taken, "noise": chosen.noise}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
         if self.plan is not None:
-            aside = self.folder / "plan.json.part"
-            aside.write_text(json.dumps(self.plan.document(), indent=1) + "\n", encoding="utf-8")
-            os.replace(aside, self.folder / "plan.json")
-        # Last and whole: what has a config.yaml can be resumed, and half of one would be read as other settings.
-        aside = self.folder / "config.yaml.part"
-        self.config.save(aside)
-        os.replace(aside, self.folder / "config.yaml")
+            write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
+        self.config.save(self.folder / "config.yaml")  # last: what has one can be resumed
         tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
 
     def take_up(self) -> None:
         """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
         found = checkpoint.latest(self.checkpoints)
         if found is not None:
+            place, stored = checkpoint.read_state(found)
+            checkpoint.check_identity(self.identity(), stored, self.folder)
+            checkpoint.check_place(found, place, self.before.epoch_steps)
+            check_longer(self.folder, place.step, self.total, self.config.train)
             self.progress = checkpoint.load(found, self.engine.arena, self.identity(), self.step.scaler)
             self.step.count.fill_(self.progress.updates)
         self._open_log()
@@ -179,24 +215,29 @@ class Run:
         tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
+        self._keep_changes()
+
+    def _keep_changes(self) -> None:
+        """What was changed with this resume and holds from now on: said, logged and stored."""
+        p, before, now = self.progress, Config.load(self.folder / "config.yaml"), self.config.flat()
+        kept = {name: now[name] for name in KEPT_ON_RESUME if name in now and before.flat()[name] != now[name]}
+        if self.total != self.before.total:
+            self.console.note(extension(p.step, self.before.total, self.total, self.config.optim))
+            self.log.emit("extend", step=p.step, steps=self.total, steps_before=self.before.total, **kept)
+            if p.stale and self.total > self.before.total:  # or an early stop would come again at once
+                p.stale = 0
+                self._save()
+        if kept:
+            before.replace(**kept).save(self.folder / "config.yaml")
 
     def _open_log(self) -> None:
         self.log = EventLog(self.folder / "metrics.jsonl")
         self.telling = Telling(self.console, self.log, self.total, self.engine.runtime.device, self.plan)
 
-    def identity(self) -> dict[str, str]:
-        """What must be the same for a checkpoint to fit. Settings at their default are left out: a later version that
-        has one more goes on with the run."""
-        usual = Config().flat()
-        flat = self.config.flat().items()
-        settings = {k: v for k, v in flat if k not in FREE_ON_RESUME and v != usual[k]}
-        text = json.dumps(settings, sort_keys=True)
-        return {
-            "data": self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else ""),
-            "tokenizer or template": self.examples_sha256,
-            "base": self.engine.base.sha256 + _digest(repr(self.engine.base.spec)),
-            "settings": _digest(text),
-        }
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to fit."""
+        data = self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else "")
+        return identity(self.config, self.engine.base, data, self.examples_sha256)
 
     # The run itself
 
@@ -207,17 +248,24 @@ class Run:
                 if self._train() == "early":
                     stopped = "early stop"
                 summary = self._finish(stopped)
-        except Interrupted:
-            self.step.discard()
-            self._settle()
-            if not self.closing:  # by then the arena may hold the best step's weights
-                self._save()
-            self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
+        except (Interrupted, OSError) as error:
+            if isinstance(error, OSError) and not self.signal:
+                raise
+            # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
+            self._stop()
             stopped, summary = "interrupted", {}
         finally:
             self.log.close()
         p = self.progress
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
+
+    def _stop(self) -> None:
+        self.console = self.telling.console = Console(quiet=True) if self.signal == HANGUP else self.console
+        self.step.discard()
+        self._settle()
+        if not self.closing:  # by then the arena may hold the best step's weights
+            self._save()
+        self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
 
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
@@ -232,6 +280,8 @@ class Run:
                 if self._evaluation_due():
                     self._settle()
                     with self.telling.meter.paused():
+                        if self._save_due():  # an evaluation may take long
+                            self._save()
                         self._evaluate()
                 if p.step >= self.total:
                     self._settle()
@@ -254,7 +304,8 @@ class Run:
             self.telling.host_seconds.append(time.perf_counter() - began - (self.hot.waited - waited))
             if self._evaluation_due() or p.step >= self.total:
                 return
-            if settings.save_every and p.step % settings.save_every == 0:
+            ends = p.epoch_step == self.epoch_steps[p.epoch]
+            if ends or self._save_due() or (settings.save_every and p.step % settings.save_every == 0):
                 self._settle()
                 with self.telling.meter.paused():
                     self._save()
@@ -321,6 +372,10 @@ class Run:
             p.stale += 1
         self._save()
 
+    def _save_due(self) -> bool:
+        minutes = self.config.train.save_minutes
+        return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
+
     def _save(self) -> None:
         """After `_settle`: what the checkpoint holds is in the log."""
         p = self.progress
@@ -328,6 +383,7 @@ class Run:
             p.updates = int(self.step.count)
             checkpoint.save(self.checkpoints, self.engine.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
+        self.saved_at = _minutes()
 
     # The end
 
@@ -393,11 +449,16 @@ class Run:
 
     def _between(self) -> None:
         if self.signal:
-            self.console.note("stopping: saving a checkpoint")
+            if self.signal != HANGUP:
+                self.console.note("stopping: saving a checkpoint")
             raise Interrupted
 
     def _signalled(self, number: int) -> None:
         self.signal = number  # said in _between: a handler must not write to a stream that is being written to
+
+
+def _minutes() -> float:
+    return time.monotonic() / 60
 
 
 def _digest(text: str) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset, Summary, prepare, split
@@ -22,11 +22,13 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
-from graftune.mixture import DataValue, absolute, label, slug
+from graftune.files import LOCK, FolderLock
+from graftune.mixture import DataValue, label, slug
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.runtime import device_of
+from graftune.tokenizer.template import today
 from graftune.train.answers import Answers
 from graftune.train.calibrate import Calibration, calibrate, calibrates, sample
 from graftune.train.codes import Inputs, share_of_two
@@ -41,16 +43,12 @@ from graftune.train.engine import (
 )
 from graftune.train.evaluate import shape_of
 from graftune.train.plan import CardModel, Job, Plan, any_data, is_absent, runtime_for, settle
+from graftune.train.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.load import group_sources
 
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
-# What does not change what a run computes (the first three: but for the last bit) and may be different on a resume.
-FREE_ON_RESUME = (
-    "threads", "graph", "recompute", "keep_last", "save_every", "samples", "sample_tokens", "score", "score_records",
-    "out", "any_base", "profile",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,23 @@ class Prepared:
     answers: Answers
     plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
     calibration: Calibration | None = None  # of an fp8 base
+    before: Config | None = None  # of a run that is resumed: its settings so far
 
 
-def prepare_run(
-    config: Config, console: Console, folder: Path | None = None, made: list[Path] | None = None
+def prepare_run(config: Config, console: Console, made: list[Path], held: ExitStack) -> Prepared:
+    """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open."""
+    date = config.data.date or today().isoformat()
+    return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, made, held))
+
+
+def prepare_resume(config: Config, console: Console, folder: Path, before: Config) -> Prepared:
+    """Everything that a run in its folder needs to go on with `config`, where it had `before`."""
+    return _prepare(config, console, lambda config, path: folder, before)
+
+
+def _prepare(
+    config: Config, console: Console, folder_for: Callable[[Config, DataValue], Path], before: Config | None = None
 ) -> Prepared:
-    """Everything a run needs. Without `folder` a new one is made and noted in `made`."""
     device_of(config.base.device)  # what is not there is said before data is read
     forget_earlier_runs()
     with console.working("opening the base"):
@@ -75,21 +84,30 @@ def prepare_run(
     path: DataValue = config.data.data or str(sample_path())
     with console.working("reading the data"):
         data = _read(config, base, adapter, path, console)
+    if before is not None and config.train.max_steps != before.train.max_steps:
+        loader = _loader(config, data.training, max(config.train.tokens_per_micro_batch, data.longest))
+        config = config.replace(epochs=stretched(config.train, loader))
     with console.working("planning memory"):
-        job = plan_job(config, base, data, resuming=folder is not None)
+        job = plan_job(config, base, data, resuming=before is not None)
         plan = settle(job) if job else None
     if plan is not None:
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
     else:
         console.note(f"memory is planned on CUDA and on CPUs, not on {config.base.device}")
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
-    folder = folder or _new_folder(config, path, [] if made is None else made)
+    folder = folder_for(config, path)
     forget_peak()
     with console.working("loading the base"):
         engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
     calibration = _calibrated(engine, data.training, folder, console)
-    return Prepared(folder, engine, data.training, data.validation, data.answers, plan, calibration)
+    return Prepared(folder, engine, data.training, data.validation, data.answers, plan, calibration, before)
+
+
+def _loader(config: Config, training: Dataset, capacity: int) -> Loader:
+    settings = config.train
+    how = {"tokens_per_step": settings.tokens_per_step, "micro_capacity": capacity, "seed": settings.seed}
+    return Loader(training.examples, fixed=True, **how)
 
 
 def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Console) -> Calibration | None:
@@ -206,15 +224,7 @@ def plan_job(
 
     @functools.cache
     def shapes(capacity: int) -> Capacities:
-        settings = config.train
-        loader = Loader(
-            data.training.examples,
-            tokens_per_step=settings.tokens_per_step,
-            micro_capacity=capacity,
-            seed=settings.seed,
-            fixed=True,
-        )
-        return loader.capacities(math.ceil(settings.epochs))
+        return _loader(config, data.training, capacity).capacities(math.ceil(config.train.epochs))
 
     return Job(
         config,
@@ -230,33 +240,6 @@ def plan_job(
         asked=data.answers.lengths,
         resuming=resuming,
     )
-
-
-def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
-    """A run's own settings, with those that may change on a resume; any other change is refused by name."""
-    if not (folder / "config.yaml").exists():
-        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
-    config = Config.load(folder / "config.yaml")
-    stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
-    for name in overrides:
-        if asked[name] != stored[name] and name not in FREE_ON_RESUME:
-            raise GraftuneError(
-                f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
-                where=str(folder),
-                mend="resume without it, or start a new run",
-            )
-    return Config.of(asked)
-
-
-def with_full_paths(config: Config) -> Config:
-    """Files and folders of the user's by their full path, so that a run can be resumed from anywhere."""
-    values = {name: value for name, value in config.flat().items() if name in ("base", "template", "adapter") and value}
-    full: dict[str, Any] = {n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)}
-    return config.replace(**full, data=absolute(config.data.data), eval_data=absolute(config.data.eval_data))
-
-
-def _exists(value: str) -> bool:
-    return Path(value).expanduser().exists() and value not in ("auto", "none")
 
 
 def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
@@ -317,7 +300,7 @@ def removed_unless_started() -> Iterator[list[Path]]:
         raise
 
 
-def _new_folder(config: Config, data: DataValue, made: list[Path]) -> Path:
+def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack) -> Path:
     """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
     chosen = config.run.out or f"runs/{slug(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(chosen)
@@ -330,8 +313,8 @@ def _new_folder(config: Config, data: DataValue, made: list[Path]) -> Path:
             if not path.is_dir():
                 path.mkdir()
                 made.append(path)
-        written = ("metrics.jsonl", "plan.json.part", "plan.json", "config.yaml.part", "config.yaml")
-        new = [f for f in written if not (folder / f).exists()]
+        new = [name for name in (LOCK, "metrics.jsonl", "plan.json", "config.yaml") if not (folder / name).exists()]
+        held.enter_context(FolderLock(folder))
         made.extend(folder / name for name in new)
         (folder / "metrics.jsonl").touch()
     except OSError as error:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from safetensors.torch import load_file
 
 from graftune.config import TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
+from graftune.files import new_folder
 from graftune.model.frozen import RowSource
 from graftune.model.lora import HOMES, Arena, targets_of
 from graftune.model.spec import NORMS, ModelSpec
@@ -115,37 +114,20 @@ def write_adapter(
     """Tensors by our names, B's in Hugging Face's row order; what is at `folder` gives way if it is an adapter."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), mend="save the adapter to a new folder")
-    aside = folder.with_name(folder.name + ".part")
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
     shift = base.spec.norm_shift
     tensors = {name: t - shift if shift and rows.is_norm(name) else t for name, t in tensors.items()}
     saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
     stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
-    safetensors_io.write({names.to_peft(n): t for n, t in stored.items()}, aside / TENSORS, {"format": "pt"})
-    text = json.dumps(_peft_config(lora, base, facts, sorted(saved)), indent=2)
-    (aside / CONFIG).write_text(text + "\n")
-    base.tokenizer.save(aside)
-    back = load_adapter(aside).tensors
-    if back.keys() != tensors.keys() or not all(torch.equal(back[n], t.float().cpu()) for n, t in tensors.items()):
-        raise GraftuneError("reading back what was written gives other values", where=str(aside), mend="check the disk")
-    for file in aside.iterdir():
-        safetensors_io.flush(file)
-    swap(aside, folder)
-
-
-def swap(aside: Path, folder: Path) -> None:
-    """Put `aside` where `folder` is. A folder cannot be renamed over a full one, so the old one steps away first."""
-    old = folder.with_name(folder.name + ".old")
-    if folder.exists():
-        if old.exists():
-            shutil.rmtree(old)
-        os.rename(folder, old)
-    os.rename(aside, folder)
-    safetensors_io.flush(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    with new_folder(folder) as aside:
+        safetensors_io.write({names.to_peft(n): t for n, t in stored.items()}, aside / TENSORS, {"format": "pt"})
+        text = json.dumps(_peft_config(lora, base, facts, sorted(saved)), indent=2)
+        (aside / CONFIG).write_text(text + "\n")
+        base.tokenizer.save(aside)
+        back = load_adapter(aside).tensors
+        if back.keys() != tensors.keys() or not all(torch.equal(back[n], t.float().cpu()) for n, t in tensors.items()):
+            raise GraftuneError(
+                "reading back what was written gives other values", where=str(folder), mend="check the disk"
+            )
 
 
 def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules_to_save: list[str]) -> dict[str, Any]:

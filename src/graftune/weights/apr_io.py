@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -26,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.files import new_file
 from graftune.kernels import gguf_dequant
-from graftune.weights import safetensors_io
 
 MAGIC, VERSION = b"APR\0", (2, 0)
 QUANTISED, ROW_MAJOR = 32, 1024
@@ -91,8 +90,7 @@ class AprFile:
 
 def write(path: Path, file: AprFile) -> None:
     """Aside first, read back and compared, flushed, then renamed over the target."""
-    aside = path.with_name(path.name + ".part")
-    try:
+    with new_file(path) as aside:
         with aside.open("wb") as out:
             checksum = 0
             for piece in _pieces(file, path):
@@ -103,11 +101,6 @@ def write(path: Path, file: AprFile) -> None:
         assert again.metadata == file.metadata and list(again.tensors) == sorted(file.tensors, key=str.encode)
         assert all(torch.equal(again.tensors[name].data, tensor.data) for name, tensor in file.tensors.items())
         del again  # holds a map of the file
-        safetensors_io.flush(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    safetensors_io.flush(path.parent)
 
 
 def _pieces(file: AprFile, path: Path) -> list[bytes | memoryview]:

@@ -7,7 +7,6 @@ written from the spec. Weights go out a few rows at a time under Hugging Face's 
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.files import new_folder
 from graftune.model.families import FAMILIES, MODEL_TYPES
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena
 from graftune.model.rotary import RopeScaling, inverse_frequencies
 from graftune.model.spec import ModelSpec
 from graftune.weights import experts, names, rows, safetensors_io
-from graftune.weights.adapter import swap
 from graftune.weights.base import Base, open_base
 from graftune.weights.streamed import Held, OnPiece, Stored, check_safetensors, nothing, write_safetensors
 
@@ -65,15 +64,11 @@ def write_model(
 ) -> None:
     """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
     What is at `folder` gives way."""
-    aside = folder.with_name(folder.name + ".part")
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
     tensors = [
         Stored(names.to_hf(experts.to_folder(name, base.spec)), source, dtypes[name])
         for name, source in rows.to_hf_norms(sources, base.spec).items()
     ]
-    try:
+    with new_folder(folder) as aside:
         sums = _write_weights(aside, tensors, shard_bytes, on_piece, on_tensor)
         counts = Counter(t.dtype for t in tensors if len(t.source.shape) > 1)
         dtype = _DTYPES[counts.most_common(1)[0][0]]
@@ -82,13 +77,6 @@ def write_model(
         base.tokenizer.save(aside)
         check_safetensors(safetensors_io.open_folder(aside), tensors, sums, aside)
         _check(aside, sources, base)
-        for file in aside.iterdir():
-            safetensors_io.flush(file)
-        safetensors_io.flush(aside)
-    except BaseException:  # a full disk or Ctrl-C must not keep the half that fitted
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    swap(aside, folder)
 
 
 def _check(folder: Path, sources: Mapping[str, RowSource], base: Base) -> None:

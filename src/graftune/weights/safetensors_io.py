@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError
+from graftune.files import new_file
 
 READABLE = ("BF16", "F16", "F32")
 _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "F64": 8}
@@ -121,26 +122,15 @@ def open_shard(file: Path) -> Any:
 
 def write(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Beside the target first, flushed to disk, then renamed over it."""
-    aside = path.with_name(path.name + ".part")
-    try:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(aside), metadata)
-    except SafetensorError as error:  # the package keeps the system's error number in its text only
-        number = re.search(r"os error (\d+)|code: (\d+)", str(error))
-        if number is None:
-            raise
-        code = int(number[1] or number[2])
-        raise OSError(code, os.strerror(code), str(path)) from None
-    umask = os.umask(0)
-    os.umask(umask)
-    aside.chmod(0o666 & ~umask)  # the package makes files only their owner can read
-    flush(aside)
-    os.replace(aside, path)
-
-
-def flush(path: Path) -> None:
-    """Down to the disk, file or folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with new_file(path) as aside:
+        try:
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(aside), metadata)
+        except SafetensorError as error:  # the package keeps the system's error number in its text only
+            number = re.search(r"os error (\d+)|code: (\d+)", str(error))
+            if number is None:
+                raise
+            code = int(number[1] or number[2])
+            raise OSError(code, os.strerror(code), str(path)) from None
+        umask = os.umask(0)
+        os.umask(umask)
+        aside.chmod(0o666 & ~umask)  # the package makes files only their owner can read
