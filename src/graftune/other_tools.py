@@ -20,7 +20,7 @@ alpha: lora_alpha
 targets: target_modules lora_target lora_target_modules lora_targets
 dropout: lora_dropout
 rslora: use_rslora peft_use_rslora lora_use_rslora
-adapter: adapter_name_or_path adapter_path lora_model_dir resume_adapter_file peft_model_id
+adapter: adapter_name_or_path lora_model_dir resume_adapter_file peft_model_id
 data: train_file train_data data_path dataset_path train_dataset training_data train_path
 eval_data: validation_file eval_dataset val_data eval_file validation_data test_datasets val_file
 max_seq_len: max_seq_length sequence_len cutoff_len max_length seq_len seq_length block_size model_max_length
@@ -60,7 +60,7 @@ bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization bnb_config
     set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
 load_in_8bit int8 gptq awq quantization_method
     there are no LLM.int8 weights here: set {base_dtype} to fp8 for 8 bits, or to nf4 for 4
-bf16 fp16 tf32 bfloat16 float16 half pure_bf16 dtype torch_dtype precision mixed_precision amp
+bf16 fp16 tf32 bfloat16 float16 load_in_16bit half pure_bf16 dtype torch_dtype precision mixed_precision amp
     the precision is chosen by the device; set {compute_dtype} to bf16, fp16 or fp32 to force one
 gradient_checkpointing grad_checkpoint use_gradient_checkpointing gradient_checkpointing_kwargs activation_offloading
 activation_checkpointing offload disable_gradient_checkpointing
@@ -112,6 +112,8 @@ val_set_size val_size test_size validation_split eval_split validation_ratio
     {val_split} is the share of the data held out for validation (0.1: a tenth), not a number of rows
 max_samples max_train_samples val_batches num_samples
     there is no limit on rows: {max_steps} ends the run early, {eval_examples} limits validation
+adapter_path
+    {out} is the folder that a run is written to, {adapter} an adapter to continue from
 resume_from_checkpoint resume_checkpoint auto_resume_from_checkpoints overwrite_output_dir
     continue a run with graftune train --resume RUN
 num_layers lora_layers layers_to_transform layers_pattern layers finetune_last_n_layers lora_layers_to_transform
@@ -124,7 +126,7 @@ load_best_model_at_end metric_for_best_model greater_is_better save_best_model
 iters num_iters max_iters total_steps num_steps steps num_training_steps train_steps
     {max_steps} limits the number of optimizer steps (each of {tokens_per_step} tokens), {epochs} the passes over the
     data
-save_safetensors save_only_model merge_lora save_method save_pretrained fuse export_dir quantization_type
+save_safetensors save_only_model merge_lora save_method save_pretrained fuse export_dir export_size quantization_type
     the run folder always holds the adapter in PEFT's layout; graftune export RUN --to merged, gguf or gguf-lora makes
     others
 modules_to_save lora_modules_to_save additional_target train_embeddings

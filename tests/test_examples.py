@@ -1,0 +1,89 @@
+"""Every example is a settings file that a plan accepts, with a tiny model of the right family in its base's place."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import graftune
+from graftune.config import Config
+from graftune.observe.console import Console
+from graftune.train.plan import settle
+from graftune.train.prepare import job_of
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+# ChatML with calls, as a model that knows tools has it: tools before everything, calls as JSON between two markers.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+MEMORY = 24 << 30  # of a card that is not here
+
+
+@pytest.fixture(scope="module")
+def base(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3 with a context as long as the examples ask for. SmolLM2 is of another family, but the plan of a
+    run over every weight asks for nothing that differs."""
+    folder = Path(shutil.copytree(tiny_folder("qwen3"), tmp_path_factory.mktemp("base") / "qwen3"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": TEMPLATE}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_the_six_are_there():
+    names = {"chat-qwen3", "qlora-8b-24gb", "gguf-laptop", "full-350m", "continue-adapter", "tools"}
+    assert {path.stem for path in EXAMPLES} == names
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert all(f"({path.name})" in listed for path in EXAMPLES)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_head_says_why(path: Path):
+    head = re.match(r"(#.*\n)+", path.read_text())
+    assert head is not None
+    lines = head[0].splitlines()
+    assert len([line for line in lines if not line.startswith("#   ")]) >= 3, "three lines of reasons"
+    assert any(line.startswith("#   graftune train") for line in lines)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_plan_accepts_it(path: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As `graftune plan` does it, but for the search of the largest micro-batch, which takes most of its time."""
+    monkeypatch.chdir(ROOT)
+    own: dict[str, Any] = {"base": str(base), "samples": 0}
+    if "adapter" in yaml.safe_load(path.read_text()):
+        own["adapter"] = str(adapter_for(base, tmp_path))
+    config = Config.load(path, own)
+    if config.base.device != "cpu":
+        config = config.replace(device="cuda")
+    found = settle(job_of(config, Console(quiet=True), memory=MEMORY))
+    assert found.fits and found.settings["tokens_per_micro_batch"] <= config.train.tokens_per_step
+    if config.base.base_dtype != "auto":
+        assert found.settings["base_dtype"] == config.base.base_dtype
+
+
+def adapter_for(base: Path, folder: Path) -> Path:
+    run = graftune.open(str(base), rank=4, device="cpu")
+    return run.save(folder / "adapter")
+
+
+def test_no_example_sets_what_is_the_default_anyway():
+    """A reader takes what stands there for a choice; these are written out on purpose."""
+    defaults, meant = Config.of({}).flat(), {"rank", "base", "epochs", "lr", "recompute", "weight_decay"}
+    for path in EXAMPLES:
+        same = {k for k, v in yaml.safe_load(path.read_text()).items() if defaults[k] == v}
+        assert same <= meant, path.name
