@@ -31,7 +31,8 @@ def complaint(*layers: dict[str, Any]) -> str:
 
 def test_defaults_are_those_of_the_design() -> None:
     c = Config()
-    assert (c.lora.rank, c.lora.alpha, c.optim.lr, c.train.epochs, c.data.max_seq_len) == (16, 32, 2e-4, 3, 0)
+    assert (c.lora.rank, c.lora.resolved().alpha, c.lora.init) == (16, 32, "kaiming")
+    assert (c.optim.lr, c.train.epochs, c.data.max_seq_len) == (2e-4, 3, 0)
     assert (c.optim.clip, c.optim.clip_mode, c.train.tokens_per_step) == (1.0, "global", 4096)
     assert (c.optim.warmup, c.optim.schedule, c.optim.min_lr) == (0.1, "cosine", 1e-6)
     assert (c.optim.beta1, c.optim.beta2, c.optim.eps, c.optim.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
@@ -83,7 +84,8 @@ def test_later_layers_win() -> None:
         ({"lr": float("nan")}, ["lr is nan", "finite"]),
         ({"lr": "inf"}, ["lr is inf", "finite"]),
         ({"lr": 10**400}, ["lr is 1000", "double"]),
-        ({"alpha": 0}, ["alpha is 0", "above 0"]),
+        ({"alpha": -1}, ["alpha is -1", "at least 0"]),
+        ({"eps": 0}, ["eps is 0", "above 0"]),
         ({"val_split": 1.0}, ["val_split is 1.0", "at most 0.9"]),
         ({"schedule": "exp"}, ["schedule is 'exp'", "cosine, linear, constant"]),
         ({"schedule": ["cosine"]}, ["schedule is ['cosine']", "one of"]),

@@ -77,17 +77,22 @@ class BaseConfig:
 @dataclass(frozen=True)
 class LoraConfig:
     rank: int = opt(16, "adapter rank", min=1, max=4096)
-    alpha: float = opt(32.0, "adapter scale numerator: the product is scaled by alpha/rank", above=0)
+    alpha: float = opt(0.0, "adapter scale numerator: the product is scaled by alpha/rank; 0: twice the rank", min=0)
     targets: tuple[str, ...] = opt(("all_linear",), "projections to adapt: names, or all_linear, attention, qv, mlp")
     dropout: float = opt(0.0, "dropout on the adapter's input", min=0, max=0.99)
     rslora: bool = opt(False, "scale by alpha/sqrt(rank) instead of alpha/rank")
-    init: Literal["gaussian", "kaiming"] = opt(
-        "gaussian", "how A starts: Gaussian of std init_scale/rank, or PEFT's Kaiming"
+    init: Literal["kaiming", "gaussian"] = opt(
+        "kaiming", "how A starts: as PEFT's, uniform within 1/sqrt(inputs); or Gaussian of std 1/rank"
     )
     init_scale: float = opt(1.0, "multiplies A's starting values", above=0)
     train_norms: bool = opt(False, "also train the norm weights")
     new_tokens: tuple[str, ...] = opt((), "tokens to add; their embedding and head rows are trained")
     adapter: str = opt("", "an adapter folder (ours or PEFT's) to continue from")
+
+    def resolved(self) -> LoraConfig:
+        """With the alpha that is used. An unset one stays 0 until here: a run that continues an adapter takes the
+        adapter's, and could not tell an alpha that was asked for from a filled-in one."""
+        return self if self.alpha else dataclasses.replace(self, alpha=2.0 * self.rank)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def test_cut_anywhere(good: Path, tuned: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"r": 0}, {"r": -4}, {"r": 1e9}, {"r": 2.5}, {"lora_alpha": 1e999}, {"lora_dropout": "x"}, {"lora_dropout": 2},
+        {"r": 0}, {"r": -4}, {"r": 1e9}, {"r": 2.5}, {"lora_alpha": 1e999}, {"lora_alpha": 0},
+        {"lora_dropout": "x"}, {"lora_dropout": 2},
         {"modules_to_save": 5}, {"target_modules": [["q_proj"]]}, {"graftune": "x"}, {"graftune": {"new_tokens": 5}},
     ],
 )  # fmt: skip

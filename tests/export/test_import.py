@@ -58,7 +58,7 @@ def test_patterns_that_say_the_same_of_all_are_taken(settings: dict[str, Any], b
 
 UNEVEN = {
     "ranks": {"rank_pattern": {"q_proj": 2}},
-    "alphas": {"alpha_pattern": {"v_proj": 2}},
+    "alphas": {"alpha_pattern": {"v_proj": 0, r"layers\.0\.self_attn\.q_proj": 2}},
     "both": {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"v_proj": 5}},
     "rslora": {"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 9}, "use_rslora": True},
     "a layer's": {"alpha_pattern": {r"layers\.0\.self_attn\.[qv]_proj": 30}},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2.ext
@@ -20,6 +21,7 @@ from graftune.errors import GraftuneError
 from graftune.tokenizer import ChatTemplate, sandbox
 from graftune.tokenizer.template import Unbounded
 from tests import tiny
+from tests.counting import Calls
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHIPPED = sorted((Path(__file__).parents[1] / "fixtures" / "chat_templates").glob("*.jinja"))
@@ -93,12 +95,15 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_template_without_an_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a millisecond whenever it is read: it is looked at, and often."""
+    readings = itertools.count()
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(thread_time=lambda: 1e-3 * next(readings)))
     monkeypatch.setattr(sandbox, "SECONDS", 0.2)
     template = ChatTemplate(SLOW[kind], name="my.jinja")
-    began = time.monotonic()
-    with pytest.raises(Unbounded, match=r"my\.jinja: the template takes longer than 0\.2 seconds") as error:
+    looks_often, message = Calls(most=500_000), r"my\.jinja: the template takes longer than 0\.2 seconds"
+    with looks_often, pytest.raises(Unbounded, match=message) as error:
         template.render(TALK)
-    assert time.monotonic() - began < 3 and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_time_that_the_process_did_not_have_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +123,9 @@ def test_time_that_the_process_did_not_have_does_not_count(monkeypatch: pytest.M
 def test_a_template_without_bounds(kind: str) -> None:
     tracemalloc.start()
     try:
-        began = time.monotonic()
         with pytest.raises(GraftuneError, match=r"my\.jinja: ") as error:
             ChatTemplate(LARGE[kind], name="my.jinja").render(TALK)
-        assert time.monotonic() - began < 30 and "\n" not in str(error.value) and len(str(error.value)) < 300
+        assert "\n" not in str(error.value) and len(str(error.value)) < 300
         assert isinstance(error.value, Unbounded) or kind == "lorem ipsum"
         assert tracemalloc.get_traced_memory()[1] < 400 << 20
     finally:
@@ -158,11 +162,12 @@ def test_the_first_rendering_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert form is not None and "Hello" in form.render(TALK, None)
     with pytest.raises(Unbounded):
         form.render([{"role": "user", "content": "go"}, TALK[1]], None)
-    template = ChatTemplate(tiny.TEMPLATE + SLOW["nested loops"])
-    began = time.monotonic()
+    template, clocks = ChatTemplate(tiny.TEMPLATE + SLOW["nested loops"]), []
+    bounded = sandbox.Sandbox.bounded
+    monkeypatch.setattr(sandbox.Sandbox, "bounded", lambda self: (clocks.append(self), bounded(self))[1])
     with pytest.raises(Unbounded):
         chat_format(dataclasses.replace(tokenizer, template=template), DataConfig())
-    assert time.monotonic() - began < 1, "once, not once a probe"
+    assert len(clocks) == 1, "once, not once a probe"
 
 
 def test_a_source_that_is_no_template() -> None:
@@ -212,7 +217,7 @@ def test_equal_to_plain_jinja(kind: str) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_it_costs_little(path: Path) -> None:
-    """A conversation of 200 turns takes less than five times plain Jinja's time (one to three measured)."""
+    """A conversation of 200 turns takes less than three times the calls of plain Jinja (at most 1.7 measured)."""
     talk: list[Any] = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i} " * 20} for i in range(200)]
     text = path.read_text(encoding="utf-8")
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -220,13 +225,7 @@ def test_it_costs_little(path: Path) -> None:
     )
     plain.globals["raise_exception"] = plain.globals["strftime_now"] = str
     theirs, ours = plain.from_string(text), ChatTemplate(text)
-    theirs_takes = min(timed(lambda: theirs.render(messages=talk, bos_token="", eos_token="")) for _ in range(7))
-    ours_takes = min(timed(lambda: ours.render(talk)) for _ in range(7))
-    print(f"{path.stem}: {1e3 * theirs_takes:.2f} ms plain, {1e3 * ours_takes:.2f} ms here")
-    assert ours_takes < 5 * theirs_takes + 1e-3
-
-
-def timed(render: Callable[[], str]) -> float:
-    began = time.perf_counter()
-    render()
-    return time.perf_counter() - began
+    with Calls() as plainly:
+        theirs.render(messages=talk, bos_token="", eos_token="")
+    with Calls(most=3 * plainly.count):
+        ours.render(talk)

@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graftune
-from graftune.api import train
+from graftune.api import export, train
 from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.observe.console import Console
 from graftune.train import loop
+from graftune.train.engine import check_method
+from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
 from tests import tiny
 
@@ -79,6 +81,30 @@ def test_continuing_takes_the_adapters_settings_and_refuses_others(tiny_folder, 
     assert Config.load(second.folder / "config.yaml").lora.rank == 2
     with pytest.raises(GraftuneError, match="rank is 4 and the adapter's is 2"):
         run(tiny_folder("llama"), data, tmp_path / "third", adapter=str(first.folder), rank=4)
+
+
+def test_the_resolved_alpha_is_what_is_stored_everywhere(tiny_folder, data, tmp_path):
+    """Unset means twice the rank, in every file a run leaves; whoever continues takes the adapter's, set or not."""
+    first = run(tiny_folder("llama"), data, tmp_path / "first", rank=8, targets=("qv",))
+    assert Config.load(first.folder / "config.yaml").lora.alpha == 16
+    assert json.loads((first.folder / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 16
+    for to, name in (("gguf-lora", "a.gguf"), ("apr", "a.apr")):
+        path = export(str(first.folder), to, out=str(tmp_path / name)).path
+        assert load_adapter(path).lora.alpha == 16
+    other = graftune.open(str(tiny_folder("llama")), rank=8, alpha=32)
+    assert (other.engine.lora.alpha, other.config.lora.alpha) == (32, 32)
+    other.save(tmp_path / "other")
+    again = graftune.open(str(tiny_folder("llama")), adapter=str(tmp_path / "other"), rank=8)  # asks for no alpha
+    assert (again.engine.lora.alpha, again.config.lora.alpha) == (32, 32)
+    with pytest.raises(GraftuneError, match=r"alpha is 16\.0 and the adapter's is 32\.0"):
+        graftune.open(str(tiny_folder("llama")), adapter=str(tmp_path / "other"), alpha=16)
+
+
+def test_a_full_run_of_an_earlier_version_still_resumes():
+    """Its config.yaml holds what were the defaults of adapters then; an alpha of one's own is still a mistake."""
+    check_method(Config.of({"method": "full", "alpha": 32.0, "init": "gaussian"}))
+    with pytest.raises(GraftuneError, match="alpha is set and method is full"):
+        check_method(Config.of({"method": "full", "alpha": 16.0}))
 
 
 def test_examples_beyond_the_context_are_refused_before_anything_is_made(tiny_folder, tmp_path):

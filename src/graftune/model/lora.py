@@ -161,7 +161,7 @@ def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
 
 
 def scaling(config: LoraConfig) -> float:
-    return config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
+    return config.resolved().alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
 
 
 def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
@@ -293,7 +293,7 @@ def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
 
 
 def initialise(arena: Arena, config: LoraConfig, seed: int) -> None:
-    """A is Gaussian (std init_scale/rank) or PEFT's Kaiming uniform, drawn on the CPU: every device starts alike;
+    """A is PEFT's Kaiming uniform or Gaussian (std init_scale/rank), drawn on the CPU: every device starts alike;
     B is zero, so the adapted model starts as the base."""
     generator = torch.Generator().manual_seed(seed)
     for slot in arena.slots.values():

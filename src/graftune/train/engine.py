@@ -25,6 +25,9 @@ from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config, is_model, save_model
 from graftune.weights.placement import Placement, choose_placement, nothing_frozen
 
+# Written into the config.yaml of runs before these became twice the rank and PEFT's start: nobody asked for them.
+_EARLIER_DEFAULTS = {"alpha": 32.0, "init": "gaussian"}
+
 
 @dataclass
 class Engine:
@@ -117,6 +120,7 @@ def open_engine(config: Config, *, base: Base | None = None, placement: Placemen
         compute_dtype=runtime.compute_name,
         base_dtype=placement.base_dtype,
         recompute=recompute,
+        alpha=lora.alpha if method == "lora" else config.lora.alpha,
     )
     return Engine(resolved, base, runtime, placement, lora, arena, decoder, attend, whole)
 
@@ -125,7 +129,7 @@ def check_method(config: Config) -> None:
     """Settings of adapters where none are trained are a mistake: they would be read by nobody."""
     method, default = config.train.method, LoraConfig()
     for name, value in vars(config.lora).items() if method != "lora" else ():
-        if value != getattr(default, name):
+        if value not in (getattr(default, name), _EARLIER_DEFAULTS.get(name)):
             raise GraftuneError(
                 f"{name} is set and method is {method}, which trains no adapter",
                 mend=f"leave {name} out, or set method to lora",
@@ -229,7 +233,7 @@ def with_adapter(config: Config, adapter: Adapter) -> Config:
 def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:
     """An adapter brings its own rank, alpha, targets; only dropout is the run's."""
     if adapter is None:
-        return asked
+        return asked.resolved()
     return dataclasses.replace(adapter.lora, dropout=asked.dropout, adapter=asked.adapter)
 
 

@@ -139,7 +139,7 @@ def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules
         "base_model_name_or_path": base.reference,
         "revision": facts["revision"] or None,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": lora.resolved().alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "target_modules": [t for t in targets if not base.spec.experts or HOMES[t] == "self_attn"],
@@ -286,7 +286,7 @@ def _understood(
         found = evened(tensors, values, lambda what: _uses(what, path), where)
         tensors, rank, alpha, targets, partial = found
     dropout, added = float(values.get("lora_dropout") or 0.0), (values.get("graftune") or {}).get("new_tokens") or ()
-    if not (1 <= rank <= 4096 and rank == int(rank) and math.isfinite(alpha) and 0 <= dropout < 1):
+    if not (1 <= rank <= 4096 and rank == int(rank) and math.isfinite(alpha) and alpha and 0 <= dropout < 1):
         raise ValueError(f"r {rank}, lora_alpha {alpha}, lora_dropout {dropout}")
     if not isinstance(added, list | tuple) or not all(isinstance(token, str) for token in added):
         raise ValueError("new_tokens is no list of texts")

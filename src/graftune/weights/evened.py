@@ -72,7 +72,7 @@ def evened(
         return math.sqrt(of) if values.get("use_rslora") else of
 
     scales = {module: alphas[module] / per_rank(ranks[module]) for module in downs}
-    ((usual, _),) = Counter(scales.values()).most_common(1)
+    ((usual, _),) = Counter(scale or 1.0 for scale in scales.values()).most_common(1)  # divided by below
     made = dict(tensors)
     for module, down in downs.items():
         up = tensors.get(f"{module}.lora_B.weight")
