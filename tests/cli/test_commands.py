@@ -44,6 +44,15 @@ def test_flags_override_the_file(engine: Engine, tmp_path: Path) -> None:
     assert config.lora.targets == ("q_proj", "v_proj", "mlp") and config.lora.rslora and not config.data.strict
 
 
+def test_several_sources(engine: Engine, capsys: Capture) -> None:
+    """As a shell expands a glob, or by the flag repeated; commas are part of a name."""
+    for line in (["b.gguf", "a,b.jsonl", "c.csv"], ["b.gguf", "--data", "a,b.jsonl", "--data", "c.csv"]):
+        assert main(["train", *line, "--rank", "8", "--print-config"]) == 0
+        assert "data:\n  - path: a,b.jsonl\n  - path: c.csv\n" in capsys.readouterr().out
+    assert main(["train", "b.gguf", "a.jsonl", "--map", "prompt=Q,response=A", "--print-config"]) == 0
+    assert "  data: a.jsonl\n" in (out := capsys.readouterr().out) and "  map:\n    prompt: Q\n    response: A\n" in out
+
+
 def test_train_json_is_one_document(engine: Engine, capsys: Capture) -> None:
     assert main(["train", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -37,7 +37,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--schedule", "exp"], ["--schedule is 'exp'; it must be one of cosine, linear, constant"]),
     (["train", "--strict=maybe"], ["--strict is 'maybe'; it must be true or false"]),
     (["train", "--targets", "q_proj,zz"], ["--targets: unknown projection 'zz'"]),
-    (["train", "a", "b", "c"], ["'c' is one argument too many"]),
+    (["eval", "a", "b", "c"], ["'c' is one argument too many"]),
     (["train", "a", "--base", "b"], ["BASE is 'a' but --base is 'b'"]),
     (["train", "-c", "/nowhere/run.yaml"], ["/nowhere/run.yaml", "cannot be read"]),
     (["train", "--resume", "/nowhere"], ["/nowhere", "no such run folder"]),

@@ -23,7 +23,7 @@ FROZEN = {
         --print-config --profile --prompt-form --quiet --rank --recompute --resume --revision --rslora
         --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed --strict
         --targets --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step --train-norms
-        --train-on --train-reasoning --val-split --warmup --weight-decay -c BASE DATA""",
+        --train-on --train-reasoning --val-split --warmup --weight-decay -c BASE DATA MORE""",
     "chat": """--any-base --append-eos --base --base-dtype --compare --compute-dtype --date --device --json
         --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --system --temperature
         --template --template-vars --threads --top-k --top-p TARGET""",
@@ -31,7 +31,8 @@ FROZEN = {
         --max-seq-len --no-any-base --no-append-eos --no-strict --prompt-form --quiet --revision --strict --template
         --template-vars --threads --train-on --train-reasoning DATA TARGET""",
     "data": """--append-eos --base --config --date --json --map --max-seq-len --no-append-eos --no-strict
-        --prompt-form --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA""",
+        --prompt-form --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA
+        MORE""",
     "plan": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --calibrate --clip
         --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
         --eval-data --eval-every --eval-examples --fp8-inputs --gpu --graph --init --init-scale --json --keep-last
@@ -40,7 +41,7 @@ FROZEN = {
         --print-config --prompt-form --rank --recompute --revision --rslora --sample-tokens --samples --save-every
         --save-minutes --schedule --score --score-records --seed --strict --targets --template --template-vars
         --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split
-        --warmup --weight-decay -c BASE DATA""",
+        --warmup --weight-decay -c BASE DATA MORE""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
     "schema": "",

@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 
+from graftune.config import Config, DataConfig
 from graftune.data import parquet, readers, source, streams
+from graftune.data.dataset import prepare, split
 from graftune.data.row import Refusal, Row
 from graftune.data.source import digest_of, rows, sha256_of, sources
 from graftune.errors import GraftuneError
 from graftune.mixture import absolute, checked, entries, label
+from tests.data.helpers import CHATML, with_template
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 
@@ -359,3 +362,23 @@ def test_counting_is_exact_over_all_files(folder: Path) -> None:
     assert source.LOOKED_AT > 2
     found, _ = read([str(folder / "a.jsonl"), str(folder / "b.jsonl"), str(folder / "a.jsonl")])
     assert [row.key for row in found] == [1, 2, 3, 4]
+
+
+def test_a_mixture_as_a_run_reads_it(tmp_path: Path) -> None:
+    """Weighted rows occur as often as they should, on one side of the split; refused rows name their file."""
+    written(tmp_path / "a.jsonl", b"".join(b'{"prompt": "a%d", "response": "b"}\n' % n for n in range(20)))
+    written(tmp_path / "b.csv", b"Question,Answer\nwhat,that\n ,blank\n")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"data:\n- {{path: {tmp_path}/a.jsonl, weight: 3}}\n- {tmp_path}/b.csv\nval_split: 0.3\n")
+    config = Config.load(path)
+    config.save(tmp_path / "config.yaml")
+    assert Config.load(tmp_path / "config.yaml") == config, "the run's own settings read back the same"
+    data = prepare(config.data.data, with_template(CHATML), config.data)
+    assert len(data) == 61 and data.summary.rows == 22
+    assert data.summary.details == [(2, f"blank prompt: 'Question' (in {tmp_path}/b.csv)")]
+    training, validation = split(data, 0.3, seed=1)
+    held = {example.row for example in validation.examples}
+    assert len(training) + len(validation) == 61 and held.isdisjoint({example.row for example in training.examples})
+    only_bad = [str(written(tmp_path / name, b'{"prompt": "a"}\n')) for name in ("c.jsonl", "d.jsonl")]
+    with pytest.raises(GraftuneError, match=r"c\.jsonl and 1 more: none of the 2 rows can be used"):
+        prepare(checked("data", only_bad), with_template(CHATML), DataConfig())

@@ -33,7 +33,7 @@ from graftune.observe.console import Console
 def data(
     data: Annotated[str, Parameter(show_default=False)] = "",
     /,
-    *,
+    *more: Annotated[str, Parameter(name="MORE", show_default=False)],
     config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
     show: Count = 3,
     json: Switch = False,
@@ -45,6 +45,8 @@ def data(
     ----------
     data
         .jsonl, .json, .csv or .parquet file; without it the bundled sample.
+    more
+        More data: all of it is read (a glob that the shell expanded).
     config
         YAML file of settings; flags override it.
     show
@@ -54,7 +56,7 @@ def data(
     """
     in_range("--show", show, at_least=0)
     console = Console(json=json)
-    flags = positional(given(settings), data=data)
+    flags = positional(given(settings), data=[data, *more] if more else data)
     whole = looked_at(loaded(config, flags, console), "data")
 
     from graftune.data.dataset import prepare

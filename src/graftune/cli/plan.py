@@ -22,7 +22,7 @@ def plan(
     base: Annotated[str, Parameter(show_default=False)] = "",
     data: Annotated[str, Parameter(show_default=False)] = "",
     /,
-    *,
+    *more: Annotated[str, Parameter(name="MORE", show_default=False)],
     config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
     gpu: Annotated[str, Parameter(show_default=False)] = "",
     memory: Annotated[str, Parameter(show_default=False)] = "",
@@ -38,6 +38,8 @@ def plan(
         Hugging Face name or folder, or a .gguf file.
     data
         .jsonl, .json, .csv or .parquet file, for its shapes; without it every token counts as trained.
+    more
+        More data: all of it is read (a glob that the shell expanded).
     config
         YAML file of settings; flags override it.
     gpu
@@ -50,7 +52,7 @@ def plan(
         Print the plan as one JSON document to stdout.
     """
     console = Console(json=json)
-    flags = positional(given(settings), base=base, data=data)
+    flags = positional(given(settings), base=base, data=[data, *more] if more else data)
     whole = loaded(config, flags, console)
     if print_config:
         return show_config(whole, console)

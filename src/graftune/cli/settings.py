@@ -115,7 +115,7 @@ def show_config(config: Config, console: Console) -> int:
     return 0
 
 
-def positional(flags: dict[str, Any], **values: str) -> dict[str, Any]:
+def positional(flags: dict[str, Any], **values: str | list[str]) -> dict[str, Any]:
     """`flags` with the settings that may also stand without their flag (BASE, DATA); giving both is a mistake."""
     merged = dict(flags)
     for name, value in values.items():

@@ -21,7 +21,7 @@ def train(
     base: Annotated[str, Parameter(show_default=False)] = "",
     data: Annotated[str, Parameter(show_default=False)] = "",
     /,
-    *,
+    *more: Annotated[str, Parameter(name="MORE", show_default=False)],
     config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
     resume: Annotated[str, Parameter(show_default=False)] = "",
     print_config: Switch = False,
@@ -39,6 +39,8 @@ def train(
         Hugging Face name or folder, or a .gguf file.
     data
         .jsonl, .json, .csv or .parquet file, a folder or glob of them, or a Hub data set.
+    more
+        More data: all of it is read (a glob that the shell expanded).
     config
         YAML file of settings; flags override it.
     resume
@@ -51,7 +53,7 @@ def train(
         No notes and no progress.
     """
     console = Console(json=json, quiet=quiet)
-    flags = positional(given(settings), base=base, data=data)
+    flags = positional(given(settings), base=base, data=[data, *more] if more else data)
     if resume:
         file = flatten(read_yaml(config), config, console.note) if config else {}
         whole, overrides = run_config(resume), {**file, **flags}

@@ -188,7 +188,7 @@ class Maker:
             chunk.entries.append(Entry(example, built.prompt, built.reference, built.messages, times))
 
     def _detail(self, chunk: Chunk, row: Row, why: str) -> None:
-        detail = (row.key, f"{row.place}: {why}" if row.file else why)
+        detail = (row.number, f"{why} (in {row.file})" if row.file else why)
         chunk.details.append(detail)
         self.summary.left_out += 1
         if len(self.summary.details) < KEPT_DETAILS:
