@@ -3,13 +3,19 @@
 A block keeps small codes and one or two scales (kernels/gguf_dequant/reference.py has the formulas). Codes follow from
 the scales by rounding; the scales are what has to be found. The obvious ones (largest value over largest code) spend
 the range on one outlier. search.py instead tries a row of step widths and solves for the best scale of each in closed
-form, which is cheap: all it needs of a block are a few sums. pack.py puts the result where the format wants it.
+form, which is cheap: all it needs of a block are a few sums. pack.py puts the result where the format wants it. Q8_0
+has codes enough: there the obvious scale is taken, and the bytes are those that llama.cpp writes.
 
-The work is done on pieces that stay in a core's cache, with the values of a block along the first dimension: sums over
-a block are then additions of whole vectors.
+On a CPU the weight is cut into pieces that stay in a core's cache, and the cores take one after the other. (Threads
+inside each operation would meet at a barrier several hundred times a piece.) Pieces do not depend on the number of
+threads, so neither do the bytes. A weight on a GPU is quantised there, in larger pieces.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 
@@ -19,72 +25,130 @@ from graftune.weights.gguf_quant import pack, search
 
 __all__ = ["TYPES", "quantise"]
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-PIECE = 1 << 16  # values quantised at a time
+TYPES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+)
+PIECE = 1 << 16  # values quantised at a time by a core
+DEVICE_PIECE = 1 << 24  # and by a GPU
 # The largest value that a block of each kind surely holds, as a multiple of what fp16 does.
-_REACH = {"Q4_0": 7, "Q5_0": 15, "Q8_0": 127, "Q4_1": 1, "Q5_1": 1, "Q4_K": 63, "Q5_K": 63, "Q6_K": 31 * 127}
+_REACH = {
+    **{"Q4_0": 7, "Q5_0": 15, "Q8_0": 127, "Q4_1": 1, "Q5_1": 1, "Q3_K": 3 * 31, "Q4_K": 63, "Q5_K": 63},
+    **{"Q6_K": 31 * 127, "IQ4_NL": 113, "IQ4_XS": 31 * 113},
+}
 _SURE = 3e4  # of fp16's 65504: a search may end somewhat above the values it began with
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def quantise(weight: torch.Tensor, type_name: str) -> torch.Tensor:
-    """weight [rows, cols] -> its blocks [rows, bytes of a row] uint8, as they lie in a GGUF file."""
+    """weight [rows, cols] -> its blocks [rows, bytes of a row] uint8, as they lie in a GGUF file, on its device."""
     if type_name not in TYPES:
         raise GraftuneError(f"there is no quantiser for {type_name}", mend=f"choose one of {', '.join(TYPES)}")
     assert weight.dim() == 2, "a weight has rows and columns"
-    values = KINDS[type_name].values
+    values, size = KINDS[type_name]
     if weight.shape[1] % values:
         raise GraftuneError(
             f"rows of {weight.shape[1]} values are not made of whole {type_name} blocks of {values}",
             mend="choose a type with smaller blocks, such as Q8_0 or F16",
         )
-    weight = weight.detach().float().cpu().contiguous()
-    out = torch.empty(len(weight), row_bytes(type_name, weight.shape[1]), dtype=torch.uint8)
-    size = KINDS[type_name].bytes
+    weight = weight.detach().float().contiguous()
+    out = weight.new_empty(len(weight), row_bytes(type_name, weight.shape[1]), dtype=torch.uint8)
     flat, blocks = weight.view(-1, values), out.view(-1, size)
-    step = max(1, PIECE // values)
-    for start in range(0, len(flat), step):
-        blocks[start : start + step] = _blocks(flat[start : start + step], type_name)
+    step = max(1, (PIECE if weight.device.type == "cpu" else DEVICE_PIECE) // values)
+
+    def piece(start: int) -> None:
+        _fill(blocks[start : start + step], flat[start : start + step], type_name)
+
+    starts = range(0, len(flat), step)
+    threads = min(torch.get_num_threads(), len(starts)) if weight.device.type == "cpu" else 1
+    if threads > 1:
+        _on_all_cores(piece, starts, threads)
+    else:
+        for start in starts:
+            piece(start)
     return out
 
 
-def _blocks(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x [n, values of a block] -> [n, bytes of a block]."""
-    if not bool(x.isfinite().all()):
-        raise GraftuneError("the weight holds values that are no numbers", mend="train again with a lower lr")
+def _on_all_cores(work: Callable[[int], None], on: Iterable[int], threads: int) -> None:
+    """torch counts its threads for each thread of Python by itself, but those that begin later take over the last
+    number set: it is put back."""
+    own = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, "graftune-quantise", torch.set_num_threads, (1,)) as pool:
+        try:
+            for _ in pool.map(work, on):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            torch.set_num_threads(own)
+
+
+@cache
+def _curve(device: torch.device) -> search.Curve:
+    return search.Curve(device)
+
+
+def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
+    """x [n, values of a block] -> out [n, bytes of a block]."""
     if kind in _PLAIN:
         plain = x.to(_PLAIN[kind])
-        if not bool(plain.isfinite().all()):
-            raise _too_large(kind)
-        return plain.view(torch.uint8)
-    if float(x.abs().max()) > _SURE * _REACH[kind]:
-        raise _too_large(kind)
-    if kind in ("Q4_0", "Q5_0", "Q8_0"):
-        # Q8_0 could hold -128 too, but its own quantiser never writes it, and a reader may count on that.
-        within = {"Q4_0": search.Range(-8, 7), "Q5_0": search.Range(-16, 15), "Q8_0": search.Range(-127, 127)}[kind]
-        scale, codes = search.scaled(x.t().contiguous(), within)
-        return pack.legacy(kind, (scale,), codes.t() - (within.low if kind != "Q8_0" else 0))
+        if not bool(plain.sum(dtype=torch.float32).isfinite()):  # which one inf or NaN spoils, and large sums may
+            _check(float(x.abs().max()), torch.finfo(_PLAIN[kind]).max, kind)
+        out.copy_(plain.view(torch.uint8))
+        return
+    size = x.abs().amax(1)
+    _check(float(size.max()), _SURE * _REACH[kind], kind)
+    if kind == "Q8_0":
+        scale = size.div_(127)
+        codes = x * search.inverse(scale)[:, None]
+        out[:, :2] = pack.halves(scale.half())
+        out[:, 2:].view(torch.int8).copy_(codes.mul(2).trunc_().sub_(codes.trunc_()))  # a half is rounded away from 0
+        return
+    torch.cat(_parts(x, kind), 1, out=out)
+
+
+def _check(largest: float, reach: float, kind: str) -> None:
+    """A NaN spoils a maximum."""
+    if not largest < float("inf"):
+        raise GraftuneError("the weight holds values that are no numbers", mend="train again with a lower lr")
+    if largest > reach:
+        raise GraftuneError(f"the weight's largest value does not fit {kind}", mend="choose BF16 or F32")
+
+
+def _parts(x: torch.Tensor, kind: str) -> pack.Parts:
+    if kind in ("Q4_0", "Q5_0"):
+        within = search.Range(-8, 7) if kind == "Q4_0" else search.Range(-16, 15)
+        grouped = _groups(x, 1)
+        scale = search.scaled(grouped, within)
+        codes = within.nearest(grouped, search.inverse(scale.float()), grouped)
+        return pack.legacy(kind, (scale[0],), _bytes(codes.sub_(within.low)))
     if kind in ("Q4_1", "Q5_1"):
-        scale, least, codes = search.shifted(x.t().contiguous(), 15 if kind == "Q4_1" else 31)
-        return pack.legacy(kind, (scale, least), codes.t())
-    if kind == "Q6_K":
-        scale, small, codes = search.scaled_groups(_groups(x, 16), search.Range(-32, 31))
-        return pack.q6_k(scale, small.t(), _ungrouped(codes) + 32)
+        scale, least, codes = search.shifted(_groups(x, 1), 15 if kind == "Q4_1" else 31)
+        return pack.legacy(kind, (scale[0], least[0]), _bytes(codes))
+    if kind == "IQ4_NL":
+        curve, grouped = _curve(x.device), _groups(x, 1)
+        scale = search.scaled(grouped, curve)
+        return pack.legacy(kind, (scale[0],), _bytes(curve.codes(grouped, search.inverse(scale.float()))))
+    if kind == "IQ4_XS":
+        curve, grouped = _curve(x.device), _groups(x, 8)
+        scale, small = search.scaled_groups(grouped, curve, search.Range(-32, 31))
+        return pack.iq4_xs(scale, small.t(), _bytes(curve.codes(grouped, search.inverse(scale.float() * small))))
+    if kind in ("Q3_K", "Q6_K"):
+        half, write = (4, pack.q3_k) if kind == "Q3_K" else (32, pack.q6_k)
+        within, grouped = search.Range(-half, half - 1), _groups(x, 16)
+        scale, small = search.scaled_groups(grouped, within, search.Range(*((-32, 31) if half == 4 else (-128, 127))))
+        codes = within.nearest(grouped, search.inverse(scale.float() * small), grouped)
+        return write(scale, small.t(), _bytes(codes.add_(half)))
     found = search.shifted_groups(_groups(x, 8), 15 if kind == "Q4_K" else 31)
-    return pack.with_minima(
-        kind, (found.scale, found.least), found.scales.t(), found.minima.t(), _ungrouped(found.codes)
-    )
+    return pack.with_minima(kind, (found.scale, found.least), found.scales.t(), found.minima.t(), _bytes(found.codes))
 
 
 def _groups(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[n, 256] -> [values of a group, groups, n]."""
+    """[n, values] -> [values of a group, groups, n]."""
     return x.unflatten(1, (groups, -1)).permute(2, 1, 0).contiguous()
 
 
-def _ungrouped(codes: torch.Tensor) -> torch.Tensor:
-    """[values of a group, groups, n] -> [n, 256]."""
-    return codes.permute(2, 1, 0).flatten(1)
-
-
-def _too_large(kind: str) -> GraftuneError:
-    return GraftuneError(f"the weight's largest value does not fit {kind}", mend="choose BF16 or F32")
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """[values of a group, groups, n] -> [n, values] uint8."""
+    return codes.to(torch.uint8).permute(2, 1, 0).contiguous().flatten(1)

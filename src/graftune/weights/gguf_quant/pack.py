@@ -1,6 +1,8 @@
 """Scales and codes into the bytes of a block: kernels/gguf_dequant/reference.py read backwards.
 
-Codes come as whole numbers in a float tensor [n, values], scales as fp16 [n]; every function gives [n, bytes] uint8.
+Codes come as uint8 [n, values], scales as fp16 [n], the small numbers beside them as float [n, groups]; every function
+gives parts [n, ...] uint8 that lie one after the other in the block. Codes are laid over each other eight at a time,
+as words of 64 bits.
 """
 
 from __future__ import annotations
@@ -9,49 +11,76 @@ from collections.abc import Sequence
 
 import torch
 
+Parts = list[torch.Tensor]
 
-def _fields(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of so many bits, lowest first, laid over each other: [n, ..., 8 / bits, run] -> [n, ... run]."""
-    packed = codes[..., 0, :].clone()
+
+def _mask(bits: int) -> int:
+    return int.from_bytes(8 * bytes([2**bits - 1]), "little")
+
+
+def _fields(codes: torch.Tensor, run: int, bits: int, above: int = 0) -> torch.Tensor:
+    """Codes of so many bits (of each code those from bit `above` on), lowest first, laid over each other in runs of so
+    many bytes: [n, values] -> [n, values * bits / 8]."""
+    if run % 8:
+        places = (codes >> above & 2**bits - 1).unflatten(1, (-1, 8 // bits, run))
+    else:
+        words = codes.view(torch.int64)
+        places = (words >> above & _mask(bits)).unflatten(1, (-1, 8 // bits, run // 8))
+    packed = places[:, :, 0].clone()
     for place in range(1, 8 // bits):
-        packed |= codes[..., place, :] << (place * bits)
-    return packed.flatten(1)
+        packed |= places[:, :, place] << (place * bits)
+    return packed.flatten(1).view(torch.uint8)
 
 
-def _halves(scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(scales), 1).contiguous().view(torch.uint8)
+def halves(*scales: torch.Tensor) -> torch.Tensor:
+    return torch.stack(scales, 1).view(torch.uint8)
 
 
-def legacy(kind: str, scales: Sequence[torch.Tensor], codes: torch.Tensor) -> torch.Tensor:
-    """Q4_0 Q4_1 Q5_0 Q5_1 Q8_0: scales, fifth bits where there are some, then codes."""
-    if kind == "Q8_0":
-        return torch.cat((_halves(scales), codes.to(torch.int8).contiguous().view(torch.uint8)), 1)
-    whole = codes.to(torch.uint8)
-    low = _fields((whole & 15).unflatten(1, (2, 16)), 4)
-    if kind.startswith("Q4"):
-        return torch.cat((_halves(scales), low), 1)
-    fifth = _fields((whole >> 4).unflatten(1, (4, 8, 1)), 1)  # bit i of a word is code i's: eight in a row a byte
-    return torch.cat((_halves(scales), fifth, low), 1)
+def _fifth(codes: torch.Tensor) -> torch.Tensor:
+    """Bit i of a word of 32 is code i's: eight in a row are a byte, gathered by a product that moves each to the top."""
+    words = codes.view(torch.int64) >> 4 & _mask(1)
+    return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
+
+
+def legacy(kind: str, scales: Sequence[torch.Tensor], codes: torch.Tensor) -> Parts:
+    """Q4_0 Q4_1 Q5_0 Q5_1 IQ4_NL: scales, fifth bits where there are some, then codes."""
+    fifth = [_fifth(codes)] if kind.startswith("Q5") else []
+    return [halves(*scales), *fifth, _fields(codes, 16, 4)]
 
 
 def with_minima(
     kind: str, scales: Sequence[torch.Tensor], small: torch.Tensor, minima: torch.Tensor, codes: torch.Tensor
-) -> torch.Tensor:
+) -> Parts:
     """Q4_K Q5_K: eight scales and minima of six bits in twelve bytes; the high bits of the last four lie on top of the
     first four, the low ones in the last run."""
-    s, m, whole = small.to(torch.uint8), minima.to(torch.uint8), codes.to(torch.uint8)
+    s, m = small.to(torch.uint8), minima.to(torch.uint8)
     six = [
         s[:, :4] | (s[:, 4:] >> 4) << 6,
         m[:, :4] | (m[:, 4:] >> 4) << 6,
         s[:, 4:] & 15 | (m[:, 4:] & 15) << 4,
     ]
-    fifth = [_fields((whole >> 4).unflatten(1, (8, 32)), 1)] if kind == "Q5_K" else []
-    return torch.cat((_halves(scales), *six, *fifth, _fields((whole & 15).unflatten(1, (4, 2, 32)), 4)), 1)
+    fifth = [_fields(codes, 32, 1, above=4)] if kind == "Q5_K" else []
+    return [halves(*scales), *six, *fifth, _fields(codes, 32, 4)]
 
 
-def q6_k(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    whole = codes.to(torch.uint8)
-    low = _fields((whole & 15).unflatten(1, (2, 2, 64)), 4)
-    high = _fields((whole >> 4).unflatten(1, (2, 4, 32)), 2)
+def q3_k(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> Parts:
+    """The third bits first, then the two low ones; sixteen scales of six bits plus 32, low four bits before high two."""
+    s = (small + 32).to(torch.uint8).contiguous()
+    return [
+        _fields(codes, 32, 1, above=2),
+        _fields(codes, 32, 2),
+        _fields(s, 8, 4),
+        _fields(s, 4, 2, above=4),
+        halves(scale),
+    ]
+
+
+def q6_k(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> Parts:
     signed = small.to(torch.int8).contiguous().view(torch.uint8)
-    return torch.cat((low, high, signed, _halves((scale,))), 1)
+    return [_fields(codes, 64, 4), _fields(codes, 32, 2, above=4), signed, halves(scale)]
+
+
+def iq4_xs(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> Parts:
+    """Eight scales of six bits plus 32, the high two bits before the low four."""
+    s = (small + 32).to(torch.uint8).contiguous()
+    return [halves(scale), _fields(s, 1, 2, above=4), _fields(s, 1, 4), _fields(codes, 16, 4)]
