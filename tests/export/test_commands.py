@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from graftune.api import export, train
 from graftune.cli import main
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.export import gguf_file, gguf_model, write
+from graftune.export import gguf_file, gguf_mix, write
 from graftune.observe.console import Console
 from graftune.weights import streamed
 from graftune.weights.gguf_io import read_gguf
@@ -119,16 +120,13 @@ def test_shards_dtype_and_survival(run: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_llama_cpps_mix() -> None:
     """Of 32 layers half get more bits, as its table of types says; odd widths fall back as there."""
-    more = [layer for layer in range(32) if gguf_model.more_bits(layer, 32)]
+    more = [layer for layer in range(32) if gguf_mix.more_bits(layer, 32)]
     assert more == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
 
-    class Spec:
-        tied, layers = False, 32
-
-    def kind(name: str, width: int, mix: str = "Q4_K_M", tied: bool = False) -> str:
-        spec: Any = Spec()
-        spec.tied = tied
-        return gguf_model.tensor_kind(name, (64, width), mix, spec)
+    def kind(name: str, width: int, mix: str = "Q4_K_M", **facts: Any) -> str:
+        shape = {"tied": False, "layers": 32, "heads": 16, "kv_heads": 8, "experts": 0, "family": "qwen3"} | facts
+        spec: Any = SimpleNamespace(**shape)
+        return gguf_mix.tensor_kind(name, (64, width), mix, spec)
 
     assert [kind(f"blk.{layer}.attn_v.weight", 256) for layer in (3, 4, 6)] == ["Q6_K", "Q4_K", "Q6_K"]
     assert [kind(f"blk.{layer}.ffn_down.weight", 288) for layer in (3, 4)] == ["Q8_0", "Q5_0"]
@@ -137,7 +135,24 @@ def test_llama_cpps_mix() -> None:
     assert kind("token_embd.weight", 256, tied=True) == "Q6_K"
     assert kind("output.weight", 256, "Q8_0") == "Q8_0" and kind("output.weight", 256, "Q4_0") == "Q6_K"
     assert kind("output.weight", 256, "F16") == "F16"
-    assert gguf_model.tensor_kind("output_norm.weight", (64,), "Q4_0", Spec()) == "F32"  # type: ignore[arg-type]
+    assert gguf_mix.tensor_kind("output_norm.weight", (64,), "Q4_0", None) == "F32"  # type: ignore[arg-type]
+    # Of each mix: attn_q, attn_k, attn_output, and attn_v and ffn_down of layers 1, 2 and 12 of 32.
+    mixes = {
+        "Q5_K_M": "Q5_K Q5_K Q5_K  Q6_K Q6_K Q6_K  Q6_K Q6_K Q6_K",
+        "Q3_K_M": "Q3_K Q3_K Q4_K  Q5_K Q4_K Q4_K  Q5_K Q4_K Q4_K",
+        "IQ4_XS": "IQ4_XS IQ4_XS IQ4_XS  IQ4_XS IQ4_XS IQ4_XS  Q5_K Q5_K IQ4_XS",
+    }
+    for mix, wanted in mixes.items():
+        parts = ["0.attn_q", "0.attn_k", "0.attn_output", *(f"{i}.{p}" for p in ("attn_v", "ffn_down") for i in (1, 2, 12))]
+        assert [kind(f"blk.{part}.weight", 256, mix) for part in parts] == wanted.split()
+        assert kind("blk.0.attn_q.weight", 288, mix) == {"Q5": "Q5_1", "Q3": "Q4_0", "IQ": "IQ4_NL"}[mix[:2]]
+    assert kind("blk.9.attn_v.weight", 256, "IQ4_XS", heads=32) == "Q5_K"
+    assert kind("blk.4.attn_v.weight", 256, layers=80, family="llama") == "Q6_K"
+    assert kind("blk.12.attn_v.weight", 256, "Q3_K_M", layers=80, family="llama") == "Q5_K"
+    assert kind("blk.4.attn_qkv.weight", 256, "Q3_K_M", family="phi3") == "Q4_K"
+    assert kind("blk.4.ffn_down_exps.weight", 256, "Q3_K_M", experts=8) == "Q4_K"
+    eight = [kind(f"blk.4.attn_{part}.weight", 256, experts=8) for part in ("q", "k", "v", "output")]
+    assert eight == ["Q4_K", "Q8_0", "Q8_0", "Q5_K"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +160,7 @@ def test_llama_cpps_mix() -> None:
     [
         (["{run}", "--to", "onnx"], "--to is 'onnx'; it must be one of peft, merged, gguf-lora, gguf, apr"),
         (["{run}"], "--to needs a value"),
-        (["{run}", "--to", "gguf", "--type", "Q3_K"], "--type Q3_K is not known for gguf; choose one of F32"),
+        (["{run}", "--to", "gguf", "--type", "Q3_K"], "--type Q3_K is not known for gguf; choose one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M"),
         (["{run}", "--to", "merged", "--type", "Q8_0"], "--type Q8_0 is not known for merged; choose one of F32"),
         (["{run}", "--to", "peft", "--type", "F16"], "--type is F16 and peft is always F32; leave --type out"),
         (["{base}", "--to", "gguf-lora"], "base has no adapter, and --to gguf-lora is of an adapter"),

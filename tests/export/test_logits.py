@@ -134,7 +134,7 @@ def test_rank_stabilised_adapters_keep_their_scale(tmp_path: Path) -> None:
 # What llama.cpp's 8-bit activations leave between it and us over the same file, and what the type itself costs.
 COARSE = {
     "F16": (0.02, 0.03), "BF16": (0.1, 0.15), "Q8_0": (0.3, 0.4), "Q6_K": (0.4, 1.0), "Q4_K_M": (0.4, 4.0),
-    "Q4_0": (0.4, 5.0),
+    "Q4_0": (0.4, 5.0), "Q5_K_M": (0.4, 2.0), "IQ4_XS": (0.4, 5.0), "Q3_K_M": (0.6, 9.0),
 }  # fmt: skip
 
 

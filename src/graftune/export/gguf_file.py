@@ -34,7 +34,10 @@ _FORMS = {
     GGUFValueType.BOOL: "<?",
 }
 # Error of the rows read back, as a share of their own norm: above it something is wrong, not only coarse.
-_COARSE = {"Q8_0": 0.02, "Q6_K": 0.06, "Q5_0": 0.1, "Q5_1": 0.1, "Q5_K": 0.1, "Q4_0": 0.2, "Q4_1": 0.2, "Q4_K": 0.2}
+_COARSE = {
+    **{"Q8_0": 0.02, "Q6_K": 0.06, "Q5_0": 0.1, "Q5_1": 0.1, "Q5_K": 0.1, "Q4_0": 0.2, "Q4_1": 0.2, "Q4_K": 0.2},
+    **{"IQ4_NL": 0.2, "IQ4_XS": 0.2, "Q3_K": 0.35},
+}
 
 
 def text(value: str) -> bytes:

@@ -1,10 +1,4 @@
-"""A whole model as one GGUF file, in one type or in llama.cpp's mixes.
-
-Vectors (norms, biases) stay fp32. Of the matrices, those whose errors show most get more bits, as llama.cpp deals them
-out: the head Q6_K in every type below Q8_0 (and with it a tied embedding), and in Q4_K_M the values' and down
-projections of the first and last eighth of the layers and of every third between. Rows that are not made of whole
-blocks of 256 fall back as there: Q4_K to Q5_0, Q6_K to Q8_0, and where even 32 do not divide them, to F16.
-"""
+"""A whole model as one GGUF file: every tensor under GGUF's name, written, and read back."""
 
 from __future__ import annotations
 
@@ -16,27 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from graftune.errors import GraftuneError
 from graftune.export.gguf_file import Block, write_gguf
 from graftune.export.gguf_keys import architecture, model_keys, rope_factors
+from graftune.export.gguf_mix import TYPES, tensor_kind
 from graftune.model.frozen import RowSource
-from graftune.model.spec import ModelSpec
 from graftune.weights import experts, names, rows
 from graftune.weights.base import Base
 from graftune.weights.streamed import Held, OnPiece, nothing
 
-# What --type may be, the type of most tensors, and the number llama.cpp gives the mix.
-TYPES = {
-    "F32": ("F32", LlamaFileType.ALL_F32),
-    "F16": ("F16", LlamaFileType.MOSTLY_F16),
-    "BF16": ("BF16", LlamaFileType.MOSTLY_BF16),
-    "Q8_0": ("Q8_0", LlamaFileType.MOSTLY_Q8_0),
-    "Q4_0": ("Q4_0", LlamaFileType.MOSTLY_Q4_0),
-    "Q4_K_M": ("Q4_K", LlamaFileType.MOSTLY_Q4_K_M),
-    "Q6_K": ("Q6_K", LlamaFileType.MOSTLY_Q6_K),
-}
 # What a family may have, and a GGUF of it has a key for or takes for granted.
 SHAPED = (
     "window",
@@ -54,33 +37,6 @@ SHAPED = (
     "logit_scale",
     "logit_cap",
 )
-_FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
-_FLOATS = ("F32", "F16", "BF16")
-
-
-def more_bits(layer: int, layers: int) -> bool:
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
-
-
-def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) -> str:
-    """The block type of a tensor by its GGUF name."""
-    kind = TYPES[mix][0]
-    if len(shape) == 1 or name.endswith("ffn_gate_inp.weight"):  # a router's choice hangs on small differences
-        return "F32"
-    if kind in _FLOATS:
-        return kind
-    layer = re.match(r"blk\.(\d+)\.", name)
-    if name == ("token_embd.weight" if spec.tied else "output.weight"):
-        kind = kind if kind == "Q8_0" else "Q6_K"
-    elif mix == "Q4_K_M" and layer and re.search(r"\.(attn_v|ffn_down)", name):
-        kind = "Q6_K" if more_bits(int(layer[1]), spec.layers) else kind
-    if shape[-1] % _block(kind):
-        kind = _FALLBACK.get(kind, "F16")
-    return "F16" if shape[-1] % _block(kind) else kind
-
-
-def _block(kind: str) -> int:
-    return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
 
 
 def gguf_tensors(base: Base, mix: str) -> list[Block]:

@@ -71,12 +71,12 @@ def export(
 
 
 def _checked_kind(kind: str, to: str) -> str:
-    from graftune.export import gguf_lora, gguf_model
+    from graftune.export import gguf_lora, gguf_mix
 
     choices: dict[str, Sequence[str]] = {
         "merged": ("F32", "F16", "BF16"),
         "gguf-lora": gguf_lora.TYPES,
-        "gguf": tuple(gguf_model.TYPES),
+        "gguf": tuple(gguf_mix.TYPES),
     }
     if not kind:
         return {"gguf": "Q8_0", "gguf-lora": "F32"}.get(to, "")

@@ -29,7 +29,7 @@ TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
     *("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
-PIECE = 1 << 16  # values quantised at a time by a core
+PIECE = 1 << 17  # values quantised at a time by a core
 DEVICE_PIECE = 1 << 24  # and by a GPU
 # The largest value that a block of each kind surely holds, as a multiple of what fp16 does.
 _REACH = {

@@ -14,6 +14,11 @@ import torch
 Parts = list[torch.Tensor]
 
 
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """[n, values] uint8 -> [n, values / 8] int64. (The only row of a contiguous tensor may have any stride.)"""
+    return codes.view(-1).view(torch.int64).view(len(codes), -1)
+
+
 def _mask(bits: int) -> int:
     return int.from_bytes(8 * bytes([2**bits - 1]), "little")
 
@@ -24,8 +29,7 @@ def _fields(codes: torch.Tensor, run: int, bits: int, above: int = 0) -> torch.T
     if run % 8:
         places = (codes >> above & 2**bits - 1).unflatten(1, (-1, 8 // bits, run))
     else:
-        words = codes.view(torch.int64)
-        places = (words >> above & _mask(bits)).unflatten(1, (-1, 8 // bits, run // 8))
+        places = (_words(codes) >> above & _mask(bits)).unflatten(1, (-1, 8 // bits, run // 8))
     packed = places[:, :, 0].clone()
     for place in range(1, 8 // bits):
         packed |= places[:, :, place] << (place * bits)
@@ -38,7 +42,7 @@ def halves(*scales: torch.Tensor) -> torch.Tensor:
 
 def _fifth(codes: torch.Tensor) -> torch.Tensor:
     """Bit i of a word of 32 is code i's: eight in a row are a byte, gathered by a product that moves each to the top."""
-    words = codes.view(torch.int64) >> 4 & _mask(1)
+    words = _words(codes) >> 4 & _mask(1)
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
 

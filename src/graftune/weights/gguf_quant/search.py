@@ -23,7 +23,7 @@ import torch
 
 from graftune.kernels.gguf_dequant.reference import CURVE
 
-# Where to look, in steps beside the obvious width (largest value over largest code).
+# Where to look: the largest value comes to lie so many steps beyond the largest code.
 NEAR = (-1.7, -1.4, -1.05, -0.7, -0.4, -0.1, 0.25, 0.6)
 REPEATS = 1  # of going back and forth: a second one gains a tenth of a percent
 TINY = 1e-30
@@ -64,30 +64,22 @@ class Levels(Protocol):
     """The values a code stands for, before scales."""
 
     @property
-    def ends(self) -> tuple[float, ...]:
-        """What the largest value of a group may come to lie on."""
-
-    @property
-    def step(self) -> float:
-        """How far levels lie apart near the ends."""
+    def tries(self) -> Sequence[float]:
+        """Where the largest value of a group may come to lie: as many as a power of two."""
 
     def nearest(self, x: torch.Tensor, per_step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The level nearest to x * per_step, into `out`."""
 
 
 class Range(NamedTuple):
-    """Whole numbers from low to high."""
+    """Whole numbers from low, below 0, to high."""
 
     low: int
     high: int
 
     @property
-    def ends(self) -> tuple[float, ...]:
-        return (self.low, self.high)
-
-    @property
-    def step(self) -> float:
-        return 1.0
+    def tries(self) -> Sequence[float]:
+        return [self.low - near for near in NEAR]
 
     def nearest(self, x: torch.Tensor, per_step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return torch.mul(x, per_step, out=out).round_().clamp_(self.low, self.high)
@@ -95,10 +87,9 @@ class Range(NamedTuple):
 
 class Curve:
     """The sixteen uneven levels of IQ4_NL and IQ4_XS. Borders between them lie on halves, so a table over half steps
-    finds the nearest one exactly; searching the borders of each value takes several times as long."""
+    finds the nearest one exactly; searching the borders for each value takes several times as long."""
 
-    ends = (float(CURVE[0]), float(CURVE[-1]))
-    step = 12.0
+    tries = (-110.0, -117.0, -125.0, -132.0, 96.0, 103.0, 111.0, 118.0)  # beyond either end, and mostly before it
     _REACH = 128
 
     def __init__(self, device: torch.device) -> None:
@@ -129,10 +120,10 @@ def best_scale(
     that is stored exactly is better."""
     low, high = x.amin(0), x.amax(0)
     per_peak = inverse(torch.where(-low > high, low, high))
-    tries = [end + near * levels.step * (1 if end > 0 else -1) for end in levels.ends for near in NEAR]
+    steps = _times(levels.tries, per_peak)
     xw, codes, product = x * w, torch.empty_like(x), torch.empty_like(x)
-    wxc, wcc = x.new_empty(2, len(tries), *low.shape)
-    for per_step, by_x, by_itself in zip(_times(tries, per_peak), wxc.unbind(), wcc.unbind(), strict=True):
+    wxc, wcc = x.new_empty(2, len(steps), *low.shape)
+    for per_step, by_x, by_itself in zip(steps, wxc.unbind(), wcc.unbind(), strict=True):
         levels.nearest(x, per_step, codes)
         torch.sum(torch.mul(codes, xw, out=product), 0, out=by_x)
         torch.sum(codes.square_().mul_(w), 0, out=by_itself)
