@@ -143,7 +143,12 @@ def test_llama_cpps_mix() -> None:
         "IQ4_XS": "IQ4_XS IQ4_XS IQ4_XS  IQ4_XS IQ4_XS IQ4_XS  Q5_K Q5_K IQ4_XS",
     }
     for mix, wanted in mixes.items():
-        parts = ["0.attn_q", "0.attn_k", "0.attn_output", *(f"{i}.{p}" for p in ("attn_v", "ffn_down") for i in (1, 2, 12))]
+        parts = [
+            "0.attn_q",
+            "0.attn_k",
+            "0.attn_output",
+            *(f"{i}.{p}" for p in ("attn_v", "ffn_down") for i in (1, 2, 12)),
+        ]
         assert [kind(f"blk.{part}.weight", 256, mix) for part in parts] == wanted.split()
         assert kind("blk.0.attn_q.weight", 288, mix) == {"Q5": "Q5_1", "Q3": "Q4_0", "IQ": "IQ4_NL"}[mix[:2]]
     assert kind("blk.9.attn_v.weight", 256, "IQ4_XS", heads=32) == "Q5_K"
@@ -160,7 +165,10 @@ def test_llama_cpps_mix() -> None:
     [
         (["{run}", "--to", "onnx"], "--to is 'onnx'; it must be one of peft, merged, gguf-lora, gguf, apr"),
         (["{run}"], "--to needs a value"),
-        (["{run}", "--to", "gguf", "--type", "Q3_K"], "--type Q3_K is not known for gguf; choose one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M"),
+        (
+            ["{run}", "--to", "gguf", "--type", "Q3_K"],
+            "--type Q3_K is not known for gguf; choose one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M",
+        ),
         (["{run}", "--to", "merged", "--type", "Q8_0"], "--type Q8_0 is not known for merged; choose one of F32"),
         (["{run}", "--to", "peft", "--type", "F16"], "--type is F16 and peft is always F32; leave --type out"),
         (["{base}", "--to", "gguf-lora"], "base has no adapter, and --to gguf-lora is of an adapter"),

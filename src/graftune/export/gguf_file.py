@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,16 +97,25 @@ def padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+# What is being worked on, and how many of its bytes were written since the last call. None: what was written is read.
+OnBytes = Callable[[Block | None, int], None]
+
+
+def unseen(tensor: Block | None, nbytes: int) -> None:
+    """For who does not want to see how far the file is."""
+
+
 def write_gguf(
     path: Path,
     keys: Mapping[str, bytes],
     tensors: Sequence[Block],
     on_piece: OnPiece = nothing,
-    on_tensor: Callable[[], None] = lambda: None,
+    on_bytes: OnBytes = unseen,
 ) -> None:
     """Write, flush and read back. The caller renames."""
     with path.open("wb") as file:
-        sums = _write(file, keys, tensors, on_piece, on_tensor)
+        sums = _write(file, keys, tensors, on_piece, on_bytes)
+    on_bytes(None, 0)
     _check(path, keys, tensors, sums)
 
 
@@ -114,7 +124,7 @@ def _write(
     keys: Mapping[str, bytes],
     tensors: Sequence[Block],
     on_piece: OnPiece,
-    on_tensor: Callable[[], None],
+    on_bytes: OnBytes,
 ) -> list[int]:
     file.write(MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys)))
     for key, value in keys.items():
@@ -130,14 +140,15 @@ def _write(
     sums = []
     for tensor in tensors:
         check = size = 0
+        on_bytes(tensor, 0)
         for start, stop, values in pieces(tensor.source):
             blocks = _blocks(values, tensor)
-            on_piece(tensor.source, start, stop, _read(blocks, tensor, values.shape))
+            on_piece(tensor.source, start, stop, partial(_read, blocks, tensor, tuple(values.shape)))
             file.write(raw(blocks))
             check, size = zlib.crc32(raw(blocks), check), size + blocks.nbytes
+            on_bytes(tensor, blocks.nbytes)
         file.write(bytes(padded(size) - size))
         sums.append(check)
-        on_tensor()
     return sums
 
 
@@ -148,14 +159,16 @@ def _blocks(values: torch.Tensor, tensor: Block) -> torch.Tensor:
         raise GraftuneError(f"{tensor.name}: {error.what}", mend=error.mend) from None
 
 
-def _read(blocks: torch.Tensor, tensor: Block, shape: tuple[int, ...]) -> torch.Tensor:
+def _read(blocks: torch.Tensor, tensor: Block, shape: tuple[int, ...], rows: int) -> torch.Tensor:
+    """The first rows of a piece of this shape, as whoever reads the file sees them."""
     from graftune.kernels.gguf_dequant import dequantise
 
+    blocks = blocks[: rows * math.prod(shape[1:-1])]
     if tensor.kind in DTYPES:
-        return blocks.view(DTYPES[tensor.kind]).float().view(shape)
+        return blocks.view(DTYPES[tensor.kind]).float().view(-1, *shape[1:])
     out = torch.empty(len(blocks), shape[-1])
     dequantise(blocks, tensor.kind, out)
-    return out.view(shape)
+    return out.view(-1, *shape[1:])
 
 
 def _check(path: Path, keys: Mapping[str, bytes], tensors: Sequence[Block], sums: Sequence[int]) -> None:

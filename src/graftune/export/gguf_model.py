@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.export.gguf_file import Block, write_gguf
+from graftune.export.gguf_file import Block, OnBytes, unseen, write_gguf
 from graftune.export.gguf_keys import architecture, model_keys, rope_factors
 from graftune.export.gguf_mix import TYPES, tensor_kind
 from graftune.model.frozen import RowSource
@@ -80,11 +79,11 @@ def write_model_gguf(
     name: str,
     end_of_turn: int | None,
     on_piece: OnPiece = nothing,
-    on_tensor: Callable[[], None] = lambda: None,
+    on_bytes: OnBytes = unseen,
 ) -> None:
     """Written at `path` and read back, tokenizer and shape of the model too."""
     keys = model_keys(base, name, int(TYPES[mix][1]), end_of_turn)
-    write_gguf(path, keys, tensors, on_piece, on_tensor)
+    write_gguf(path, keys, tensors, on_piece, on_bytes)
     _check(path, base)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -271,24 +271,35 @@ class Survival:
     error: float = 0.0
     noise: float = 0.0  # |stored - (W + d)|^2, for types whose rounding of W alone is larger than d
 
-    def piece(self, source: RowSource, start: int, stop: int, stored: torch.Tensor, dtype: torch.dtype | None) -> None:
-        """`dtype`: what was rounded to, None for a quantised type (W is not quantised a second time)."""
+    def piece(
+        self,
+        source: RowSource,
+        start: int,
+        stop: int,
+        stored: Callable[[int], torch.Tensor],
+        dtype: torch.dtype | None,
+    ) -> None:
+        """`stored`: so many rows of the piece, as they were stored. `dtype`: what was rounded to, None for a quantised
+        type (W is not quantised a second time)."""
         order = None
         if isinstance(source, Reordered):
             order, source = source.order, source.source
         if isinstance(source, experts.Stack):
-            for place, expert in enumerate(source.experts[start:stop]):
-                self.piece(expert, 0, expert.shape[0], stored[place], dtype)
+            experts_in = source.experts[start:stop]
+            if not any(isinstance(expert, Changed) for expert in experts_in):
+                return
+            for expert, values in zip(experts_in, stored(stop - start), strict=True):
+                self.piece(expert, 0, expert.shape[0], lambda rows, values=values: values[:rows], dtype)
         if not isinstance(source, Changed):
             return
         stop = min(stop, start + SAMPLED)
         ids = torch.arange(start, stop) if order is None else order[start:stop]
         before = source.source if order is None else Reordered(source.source, order)
-        rows, change, stored = before.read(start, stop).float(), source.change(ids), stored[: stop - start]
+        rows, change, arrived = before.read(start, stop).float(), source.change(ids), stored(stop - start)
         self.change += _squares(change)
-        self.noise += _squares(stored - rows - change)
+        self.noise += _squares(arrived - rows - change)
         if dtype is not None:
-            self.error += _squares(stored - rows.to(dtype).float() - change)
+            self.error += _squares(arrived - rows.to(dtype).float() - change)
 
     @property
     def share(self) -> float:

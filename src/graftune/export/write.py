@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.export.gguf_file import Block, OnBytes
 from graftune.export.merge import Survival, combine, merge
 from graftune.export.target import Source, find, run_facts
 from graftune.files import new_file
@@ -26,6 +27,7 @@ from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.model import hf_config, is_model, write_model
 from graftune.weights.streamed import DTYPES, NAMES
 
+MEGABYTE = 10**6
 FORMATS = ("peft", "merged", "gguf-lora", "gguf", "apr")
 SUFFIX = {"gguf": ".gguf", "gguf-lora": ".gguf", "apr": ".apr"}
 
@@ -264,7 +266,7 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
     survival = Survival()
     shown = {id(t.source): DTYPES.get(t.kind) for t in tensors}
     end = form.end_id if form is not None and form.end_id != whole.tokenizer.eos_id else None
-    with console.progress(len(tensors), label="merging" if source.adapters else "writing", unit="tensors") as bar:
+    with _counted(tensors, merging=bool(source.adapters), console=console) as on_bytes:
 
         def write(aside: Path) -> None:
             write_model_gguf(
@@ -275,7 +277,7 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
                 source.name,
                 end,
                 on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown.get(id(s))),
-                on_tensor=lambda: bar.update(bar.done + 1),
+                on_bytes=on_bytes,
             )
 
         _file(place, write)
@@ -284,13 +286,46 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
     if kind in DTYPES:
         _tell_survival(done, source, survival, kind.lower(), console)
     elif source.adapters:
-        done.facts["noise_over_change"] = survival.ratio
-        done.notes.append(f"{kind} moves the adapted weights {survival.ratio:.2g} times as far as the adapter did")
+        _tell_noise(done, survival.ratio, kind, console)
     spec = whole.spec
     if spec.window_layers and spec.window < spec.max_positions and spec.family not in WINDOWED:
         console.warn(f"llama.cpp does not know this model's window of {spec.window} tokens: longer texts may differ")
     _add_modelfile(done, source, whole)
     return done
+
+
+@contextmanager
+def _counted(tensors: Sequence[Block], merging: bool, console: Console) -> Iterator[OnBytes]:
+    """A bar over the bytes of a GGUF, named after what is done to which tensor. Tensors differ in size by a thousand
+    times: counting them would not tell how much is left."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
+    total = sum(tensor.nbytes for tensor in tensors)
+    written = 0
+    with console.progress(max(1, total // MEGABYTE), label="merging" if merging else "writing", unit="MB") as bar:
+
+        def on_bytes(tensor: Block | None, nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            if tensor is None:
+                bar.label = "reading back"
+            else:
+                doing = "quantising" if tensor.kind not in DTYPES else "merging" if merging else "writing"
+                bar.label = f"{doing} {tensor.name} ({places[id(tensor)]} of {len(tensors)})"
+            bar.update(bar.total if tensor is None else written * bar.total // total)
+
+        yield on_bytes
+
+
+def _tell_noise(done: Exported, ratio: float, kind: str, console: Console) -> None:
+    """A type whose steps are larger than what was learned keeps it only on average, over many weights."""
+    done.facts["noise_over_change"] = ratio
+    text = f"rounding to {kind} moves the adapted weights {ratio:.2g} times as far as your fine-tuning did"
+    if ratio <= 1:
+        done.notes.append(text)
+    elif kind == "Q8_0":
+        done.notes.append(f"{text}; --type F16 keeps more of it")
+    else:
+        console.warn(f"{text}: this may undo your fine-tuning; use --type Q8_0")
 
 
 def _tell_survival(done: Exported, source: Source, survival: Survival, dtype: str, console: Console) -> None:

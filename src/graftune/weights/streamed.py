@@ -24,10 +24,11 @@ PIECE_BYTES = 8 << 20  # fp32 bytes of a weight that exist at once
 SAMPLED_ROWS = 16
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-OnPiece = Callable[[RowSource, int, int, torch.Tensor], None]
+# Source, first and last row, and a function that gives so many rows of the piece as they were stored, in fp32.
+OnPiece = Callable[[RowSource, int, int, Callable[[int], torch.Tensor]], None]
 
 
-def nothing(source: RowSource, start: int, stop: int, stored: torch.Tensor) -> None:
+def nothing(source: RowSource, start: int, stop: int, stored: Callable[[int], torch.Tensor]) -> None:
     """For who does not want to see the pieces."""
 
 
@@ -134,7 +135,7 @@ def write_safetensors(
             check = 0
             for start, stop, values in pieces(tensor.source):
                 stored = rounded(values, tensor.dtype, tensor.name)
-                on_piece(tensor.source, start, stop, stored.float())
+                on_piece(tensor.source, start, stop, lambda rows, stored=stored: stored[:rows].float())
                 file.write(raw(stored))
                 check = zlib.crc32(raw(stored), check)
             sums[tensor.name] = check

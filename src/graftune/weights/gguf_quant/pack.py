@@ -41,7 +41,7 @@ def halves(*scales: torch.Tensor) -> torch.Tensor:
 
 
 def _fifth(codes: torch.Tensor) -> torch.Tensor:
-    """Bit i of a word of 32 is code i's: eight in a row are a byte, gathered by a product that moves each to the top."""
+    """Bit i of a word of 32 is code i's: eight in a row are a byte, which a product gathers at the top."""
     words = _words(codes) >> 4 & _mask(1)
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
@@ -68,7 +68,7 @@ def with_minima(
 
 
 def q3_k(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> Parts:
-    """The third bits first, then the two low ones; sixteen scales of six bits plus 32, low four bits before high two."""
+    """The third bits first, then the two low ones; sixteen scales of six bits plus 32, low four before high two."""
     s = (small + 32).to(torch.uint8).contiguous()
     return [
         _fields(codes, 32, 1, above=2),
