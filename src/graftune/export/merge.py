@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from graftune.weights import experts
 from graftune.weights.adapter import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.rows import Over, Reordered
-from graftune.weights.streamed import Held
+from graftune.weights.streamed import Held, first_rows
 
 SAMPLED = 128  # rows of a piece that Survival looks at
 TABLES = ("embed_tokens.weight", "lm_head.weight")
@@ -289,7 +290,7 @@ class Survival:
             if not any(isinstance(expert, Changed) for expert in experts_in):
                 return
             for expert, values in zip(experts_in, stored(stop - start), strict=True):
-                self.piece(expert, 0, expert.shape[0], lambda rows, values=values: values[:rows], dtype)
+                self.piece(expert, 0, expert.shape[0], partial(first_rows, values), dtype)
         if not isinstance(source, Changed):
             return
         stop = min(stop, start + SAMPLED)

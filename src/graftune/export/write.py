@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.export.gguf_file import Block, OnBytes
 from graftune.export.merge import Survival, combine, merge
 from graftune.export.target import Source, find, run_facts
 from graftune.files import new_file
@@ -26,6 +25,9 @@ from graftune.weights.adapter import Adapter, is_adapter, write_adapter
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.model import hf_config, is_model, write_model
 from graftune.weights.streamed import DTYPES, NAMES
+
+if TYPE_CHECKING:  # the gguf package is needed by who writes one
+    from graftune.export.gguf_file import Block, OnBytes
 
 MEGABYTE = 10**6
 FORMATS = ("peft", "merged", "gguf-lora", "gguf", "apr")

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ class Held:
 
     def values(self) -> torch.Tensor:
         return self.tensor
+
+
+def first_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
+    return values[:rows].float()
 
 
 def pieces(source: RowSource) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -135,7 +140,7 @@ def write_safetensors(
             check = 0
             for start, stop, values in pieces(tensor.source):
                 stored = rounded(values, tensor.dtype, tensor.name)
-                on_piece(tensor.source, start, stop, lambda rows, stored=stored: stored[:rows].float())
+                on_piece(tensor.source, start, stop, partial(first_rows, stored))
                 file.write(raw(stored))
                 check = zlib.crc32(raw(stored), check)
             sums[tensor.name] = check
