@@ -119,6 +119,63 @@ def test_bad_files(tmp_path: Path, text: str, part: str) -> None:
     assert str(path) in str(caught.value)
 
 
+def _bomb(levels: int) -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    return "\n".join(lines + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (_bomb(12), "too many values"),
+        ("base: &a [*a]", "alias of itself"),
+        ("rank: " + "9" * 5000, "cannot be read"),
+        ("base: " + "[" * 600 + "]" * 600, "nested too deeply"),
+        ("base: " + "[" * 100 + "]" * 100, "nested too deeply"),
+        ("rank: 4\nrank: 8", "rank is given twice, at lines 1 and 2"),
+        ("date: 2026-13-45", "cannot be read"),
+        ("out: " + "x" * (1 << 20), "too large"),
+        ("rank: " + "9" * 4000, "at most 4096"),
+    ],
+    ids=["bomb", "itself", "digits", "deep", "levels", "twice", "date", "large", "long"],
+)
+def test_hostile_files_are_one_sentence(tmp_path: Path, text: str, part: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(GraftuneError, match=part) as caught:
+        Config.load(path)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("layer", "part"),
+    [
+        ({"map": "prompt=Question,response"}, "'response' is not of the form key=value"),
+        ({"map": "prompt=A,prompt=B"}, "prompt is given twice"),
+        ({"map": {"prompt": 3}}, "prompt is 3; it must be a name"),
+        ({"map": ["a"]}, "key=value"),
+        ({"template_vars": {1: 2}}, "the key 1, which is not a name"),
+        ({"template_vars": {"a": {1, 2}}}, "it must be text, a number"),
+        ({"max_seq_len": 3}, "at least 8, or 0"),
+        ({"date": "17.11.2026"}, "year-month-day"),
+        ({"epochs": 0}, "above 0"),
+    ],
+)
+def test_mappings_and_others_are_checked(layer: dict[str, Any], part: str) -> None:
+    assert part in complaint(layer)
+
+
+def test_mappings_come_from_text_and_from_yaml(tmp_path: Path) -> None:
+    text = Config.of({"map": "prompt=Question, response=The answer", "template_vars": "a=true,b=2,c=0.5,d=x,e=null"})
+    file = "map: {prompt: Question, response: The answer}\ntemplate_vars: {a: true, b: 2, c: 0.5, d: x, e: null}\n"
+    assert text == Config.load(write(tmp_path, file))
+    assert text.data.template_vars == {"a": True, "b": 2, "c": 0.5, "d": "x", "e": None}
+
+
+def test_lengths_resolve_themselves() -> None:
+    assert Config().data.longest(8192) == 2048 and Config().data.longest(512) == 512
+    assert Config.of({"max_seq_len": 4096}).data.longest(512) == 4096
+
+
 def test_missing_file_folder_and_other_encoding(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(GraftuneError, match="cannot be read"):

@@ -12,6 +12,7 @@ import pytest
 from graftune import __version__
 from graftune.cli import main
 from graftune.config import Config
+from graftune.errors import GraftuneError
 from tests.cli.conftest import Engine
 
 Capture = pytest.CaptureFixture[str]
@@ -77,6 +78,73 @@ def test_resume_uses_the_runs_config_and_passes_the_rest_on(engine: Engine, tmp_
     ((config,), how) = engine.of("train")[0]
     assert config.lora.rank == 4 and config.data.data == "d.jsonl"
     assert how["resume"] == str(tmp_path) and how["overrides"] == {"rank": 8, "lr": 0.5}
+
+
+def test_print_config_runs_nothing(engine: Engine, capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("rank: 4\nmap: {prompt: Q}\n")
+    line = ["-c", str(tmp_path / "run.yaml"), "--lr", "0.5", "--print-config"]
+    assert main(["train", "no/such-base", *line]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# yaml-language-server: $schema=graftune.schema.json\n")
+    (tmp_path / "again.yaml").write_text(text)
+    config = Config.load(tmp_path / "again.yaml")
+    assert (config.lora.rank, config.optim.lr, config.data.map) == (4, 0.5, {"prompt": "Q"})
+    assert main(["plan", *line, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lora"]["rank"] == 4
+    Config.of({"rank": 2}).save(tmp_path / "config.yaml")
+    assert main(["train", "--resume", str(tmp_path), "--print-config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lora"]["rank"] == 2
+    assert not engine.calls
+
+
+def test_schema_describes_every_setting(capsys: Capture) -> None:
+    assert main(["schema"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    properties, nested = document["properties"], Config().nested()
+    for section, leaves in nested.items():
+        inner = properties[section].get("anyOf", [properties[section]])[-1]["properties"]
+        assert list(inner) == list(leaves)
+        for name, default in leaves.items():
+            assert inner[name]["description"] and inner[name]["default"] == default
+            assert name == section or properties[name] == inner[name]
+    assert properties["rank"] | {"type": "integer", "minimum": 1, "maximum": 4096} == properties["rank"]
+    assert properties["schedule"]["enum"] == ["cosine", "linear", "constant"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_the_flags(capsys: Capture, shell: str) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "tokens-per-step" in script and "graftune" in script
+
+
+def test_plan_takes_a_gpu_by_name(engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import graftune.train.prepare as prepare
+
+    asked = []
+
+    def job_of(config: Config, console: object, memory: int = 0, model: object = None) -> None:
+        asked.append((config.base.device, memory >> 30, model.name if model else None))
+        raise GraftuneError("enough")
+
+    monkeypatch.setattr(prepare, "job_of", job_of)
+    for line in (["--gpu", "RTX 4090"], ["--gpu", "a100-40GB"], ["--memory", "24", "--device", "cuda"]):
+        assert main(["plan", "b.gguf", *line]) == 2
+    assert asked == [("cuda", 0, "RTX 4090"), ("cuda", 0, "A100 40GB"), ("cuda", 24, None)]
+    assert "--memory 24 is taken as 24GiB" in capsys.readouterr().err
+    for line, part in ((["--gpu", "3080 Ti"], "4090"), (["--gpu", "T4", "--device", "cpu"], "contradict")):
+        assert main(["plan", "b.gguf", *line]) == 2
+        assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("T4", "fp16"), ("4090", "bf16"), ("V100 32GB", "fp16")])
+def test_a_plan_for_a_named_gpu_is_made_for_its_kind(name: str, dtype: str) -> None:
+    from graftune.train.plan import runtime_for
+    from graftune.train.plan.cards import find
+
+    runtime, card = runtime_for(Config.of({"device": "cuda"}), 0, find(name))
+    assert runtime.compute_name == dtype and card is not None and card.capability == find(name).capability
+    assert find(name).gib - 1 < card.free / 2**30 < find(name).gib
 
 
 def test_eval(engine: Engine, capsys: Capture) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +154,45 @@ def test_as_a_process() -> None:
 def test_a_reader_that_leaves_is_no_news() -> None:
     done = shell("set -o pipefail; graftune train --help | true")
     assert done.stderr == "" and done.returncode in (0, 141)
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    done = shell("graftune --version >&-; echo $? >&2; graftune train --rnak 3 --json >&-; echo $? >&2")
+    assert done.stderr == "0\ngraftune: unknown option '--rnak'; did you mean --rank?\n2\n"
+
+
+def test_an_interrupt_while_modules_are_imported_ends_the_process_quietly() -> None:
+    """Ctrl-C within the first tenths of a second has no traceback: the signal's own action is in force."""
+    from graftune.cli import _interruptible
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with _interruptible():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    code = "import sys; import graftune.cli; print('cyclopts' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", "the command line is imported under that protection only"
+
+
+def test_an_error_with_json_is_an_object_on_stdout_too(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.raises = GraftuneError("holds no rows", where="a.jsonl", mend="give one")
+    assert main(["eval", "x", "y", "--json"]) == 2
+    out, err = capsys.readouterr()
+    sentence = "a.jsonl: holds no rows; give one"
+    parts = {"message": sentence, "what": "holds no rows", "where": "a.jsonl", "fix": "give one"}
+    assert json.loads(out) == {"error": parts} and err == "graftune: a.jsonl: holds no rows; give one\n"
+    assert main(["train", "--rnak", "--json"]) == 2
+    assert "--rank" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert main(["chat", "x", "--", "--json"]) == 2
+    assert capsys.readouterr().out == "", "behind -- it is no option"
+
+
+def test_verbose_shows_the_traceback_and_the_sentence(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.raises = GraftuneError("holds no rows")
+    for line in (["eval", "x", "y", "--verbose"], ["--verbose", "eval", "x", "y"]):
+        assert main(line) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" in err and err.endswith("graftune: holds no rows\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")

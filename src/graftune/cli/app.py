@@ -97,6 +97,7 @@ def _failed(error: Exception, line: Line) -> int:
     return 2
 
 
+@functools.cache
 def _flags(command: str) -> set[str]:
     """The flags of a command; none where there is no such command."""
     if command.startswith("-") or command not in list(app):

