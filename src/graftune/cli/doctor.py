@@ -25,7 +25,12 @@ REQUIRED = {
     "huggingface_hub": "huggingface_hub", "gguf": "gguf", "jinja2": "jinja2", "yaml": "pyyaml", "rich": "rich",
     "matplotlib": "matplotlib",
 }  # fmt: skip
-OPTIONAL = {"pyarrow": ("pyarrow", ".parquet data")}
+# Import name -> distribution, the extra of ours that brings it, and what is not there without it.
+OPTIONAL = {
+    "pyarrow": ("pyarrow", "parquet", "no .parquet data and few Hub data sets"),
+    "zstandard": ("zstandard", "zstd", "no .zst data"),
+}
+GPU = {"cudnn": ("nvidia-cudnn-frontend", "gpu", "slower attention on H100, H200 and B200")}
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,9 @@ def doctor(base: str | None = None, /, *, revision: str = "", json: Switch = Fal
     report, missing = examine()
     console.result({**report, "missing": [asdict(one) for one in missing]})
     if not json:
-        console.table("Found", ("what", "how it is"), list(_rows(report)))
+        console.table("Found", ("item", "value"), list(_rows(report)))
         if missing:
-            console.table("Missing", ("what", "then", "mend"), [(m.what, m.effect, m.mend) for m in missing])
+            console.table("Missing", ("item", "effect", "fix"), [(m.what, m.effect, m.mend) for m in missing])
         console.line(f"Will be used: {report['use']}" if report["use"] else "graftune cannot train here.")
     return 2 if any(one.required for one in missing) else 0
 
@@ -80,7 +85,7 @@ def _explain(name: str, revision: str, console: Console) -> int:
     if not console.json:
         shown = {key: human_bytes(value) if key == "bytes" else value for key, value in facts.items()}
         shown |= {"parameters": f"{facts['parameters']:,}"} if "parameters" in facts else {}
-        console.table("Base", ("what", "how it is"), list(shown.items()))
+        console.table("Base", ("item", "value"), list(shown.items()))
         console.line("It can be trained." if report.error is None else "It cannot be trained.")
     if report.error is not None:
         raise report.error
@@ -99,17 +104,15 @@ def _template(tokenizer: Any) -> str:
 
 
 def examine() -> tuple[dict[str, Any], list[Missing]]:
-    packages = {name: _version(name) for name in [*REQUIRED.values(), *(dist for dist, _ in OPTIONAL.values())]}
+    packages = {
+        name: _version(name) for name in [*REQUIRED.values(), *(dist for dist, *_ in (OPTIONAL | GPU).values())]
+    }
     missing = [
         Missing(dist, "graftune cannot run", f"pip install {dist}", required=True)
         for module, dist in REQUIRED.items()
         if importlib.util.find_spec(module) is None
     ]
-    missing += [
-        Missing(dist, f"no {use}", f"pip install {dist}")
-        for module, (dist, use) in OPTIONAL.items()
-        if importlib.util.find_spec(module) is None
-    ]
+    missing += _without(OPTIONAL)
     report: dict[str, Any] = {
         "graftune": __version__,
         "python": platform.python_version(),
@@ -117,15 +120,26 @@ def examine() -> tuple[dict[str, Any], list[Missing]]:
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
         "disk_free_bytes": shutil.disk_usage(".").free,
         "packages": packages,
+        "extras": {extra: bool(packages[dist]) for dist, extra, _ in (OPTIONAL | GPU).values()},
         "devices": [],
         "default_base": None,
         "use": None,
     }
     if not any(one.required for one in missing):
         _examine_torch(report)
+        if any(device["device"].startswith("cuda") for device in report["devices"]):
+            missing += _without(GPU)
         report["default_base"], lacking = _default_base()
         missing += lacking
     return report, missing
+
+
+def _without(optional: dict[str, tuple[str, str, str]]) -> list[Missing]:
+    return [
+        Missing(dist, effect, f"pip install {dist} (or graftune's extra {extra})")
+        for module, (dist, extra, effect) in optional.items()
+        if importlib.util.find_spec(module) is None
+    ]
 
 
 def _examine_torch(report: dict[str, Any]) -> None:
@@ -181,6 +195,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             free, total = human_bytes(device["free_bytes"]), human_bytes(device["total_bytes"])
             rows.append((device["device"], f"{device['name']}, {free} free of {total}"))
     rows += [(name, version) for name, version in report["packages"].items() if version]
+    extras = ", ".join(
+        f"{name} ({'installed' if there else 'not installed'})" for name, there in report["extras"].items()
+    )
+    rows.append(("extras", f"{extras}; graftune[all] has all of them"))
     rows.append(("default base", report["default_base"] or "not installed"))
     return rows
 
