@@ -176,6 +176,20 @@ class Run:
         **sampling: Any,
     ) -> str:
         """Answer a conversation through the model's chat template."""
+        prompt, stops = self._rendered(messages)
+        return self._continue([prompt], adapted, on_text, {"stop_ids": stops} | sampling)[0]
+
+    def prompt_tokens(self, messages: list[dict[str, str]]) -> int:
+        """How many tokens `chat` would read of a conversation. They and the answer share the model's `context`."""
+        return len(self._rendered(messages)[0])
+
+    @property
+    def context(self) -> int:
+        """The longest sequence that the model takes, in tokens."""
+        return self.engine.base.spec.max_positions
+
+    def _rendered(self, messages: list[dict[str, str]]) -> tuple[list[int], tuple[int, ...]]:
+        """A conversation as the tokens to continue, and those that end an answer."""
         form = chat_format(self.tokenizer, self.config.data)
         if form is None:
             raise GraftuneError("this base has no chat template", mend="set template to none or to a Jinja file")
@@ -183,8 +197,7 @@ class Run:
             prompt = form.render([dict(m) for m in messages], None, generate=True)
         except Refusal as refusal:
             raise GraftuneError(str(refusal), where="the conversation", mend="change its turns") from None
-        stops = {"stop_ids": stop_ids(self.tokenizer, form)} | sampling
-        return self._continue([self.tokenizer.encode(prompt)], adapted, on_text, stops)[0]
+        return self.tokenizer.encode(prompt), tuple(stop_ids(self.tokenizer, form))
 
     def save(self, path: str | Path) -> Path:
         """Write the adapter in PEFT's layout, or (method full or scratch) the model as a Hugging Face folder."""

@@ -18,6 +18,8 @@ class Engine:
     adapter: str | None = "runs/a/adapter"
     result: dict[str, Any] = field(default_factory=dict)
     raises: BaseException | None = None
+    context: int = 100_000
+    stops_after: int | None = None  # pieces of an answer, then Ctrl-C
 
     def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append((name, args, kwargs))
@@ -53,9 +55,14 @@ class Engine:
         self._note("chat", [dict(m) for m in messages], adapted=adapted, **how)
         answer = f"{'tuned' if adapted else 'base'} {len(messages)} \x1b[2J"
         if on_text is not None:
-            for piece in answer.split(" "):
+            for count, piece in enumerate(answer.split(" ")):
+                if count == self.stops_after:
+                    raise KeyboardInterrupt
                 on_text(piece + " ")
         return answer
+
+    def prompt_tokens(self, messages: Any) -> int:
+        return sum(1 + len(m["content"].split()) for m in messages)
 
     def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         return [(args, kwargs) for called, args, kwargs in self.calls if called == name]

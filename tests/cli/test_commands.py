@@ -199,51 +199,6 @@ def test_chat_from_a_pipe_answers_each_line_for_itself(
     assert all(len(args[0]) == 1 for args, _ in engine.of("chat"))
 
 
-class Keyboard(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    waiting = list(lines)
-
-    def answer(prompt: str = "") -> str:
-        line = waiting.pop(0)
-        if isinstance(line, str):
-            return line
-        raise line()
-
-    monkeypatch.setattr("sys.stdin", Keyboard())
-    monkeypatch.setattr("builtins.input", answer)
-
-
-def test_conversation_keeps_and_forgets(engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    typed(monkeypatch, "one", "two", "/reset", "", "three", "/nope", "/quit")
-    assert main(["chat", "runs/a"]) == 0
-    assert [len(args[0]) for args, _ in engine.of("chat")] == [1, 3, 1]
-    out, err = capsys.readouterr()
-    assert out.count("tuned") == 3 and "/nope is no command" in err
-
-
-def test_comparing_conversation_keeps_both_sides(
-    engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed(monkeypatch, "one", "two", EOFError)
-    assert main(["chat", "runs/a", "--compare"]) == 0
-    last = {how["adapted"]: args[0] for args, how in engine.of("chat")[-2:]}
-    assert last[True][1]["content"].startswith("tuned") and last[False][1]["content"].startswith("base")
-    assert "base:" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("key", "code"), [(EOFError, 0), (KeyboardInterrupt, 130)])
-def test_leaving(
-    engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch, key: type[BaseException], code: int
-) -> None:
-    typed(monkeypatch, key)
-    assert main(["chat", "runs/a"]) == code
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_doctor(capsys: Capture) -> None:
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)

@@ -6,8 +6,6 @@ Three ways in: a conversation on a terminal, prompts from a pipe (one a line, ea
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -15,11 +13,11 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 from graftune.cli.settings import Count, Switch, in_range, takes
+from graftune.cli.talk import Talk, converse
 from graftune.cli.target import open_target
 from graftune.errors import GraftuneError
-from graftune.observe.console import Answer, Console
+from graftune.observe.console import Console
 
-Message = dict[str, str]
 # Settings of data that have no meaning for a conversation.
 NOT_CHATTED = (
     "data", "eval_data", "val_split", "eval_examples", "map", "max_seq_len", "train_on", "prompt_form",
@@ -62,7 +60,7 @@ def chat(
     sampling: Sampling | None = None,
     settings: Any = None,
 ) -> int:
-    """Talk to a run, an adapter or a base. /reset forgets the conversation, /quit or Ctrl-D leaves.
+    """Talk to a run, an adapter or a base. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 
     Parameters
     ----------
@@ -84,76 +82,18 @@ def chat(
     sampling.check()
     if prompt is not None and not prompt.strip():
         raise GraftuneError("--prompt is blank", mend="give it a message")
-    run = open_target(target, settings, needs_adapter="--compare" if compare else None)
+    with console.working("opening the model"):
+        run = open_target(target, settings, needs_adapter="--compare" if compare else None)
     talk = Talk(run, console, asdict(sampling), system=system, compare=compare)
     if prompt is not None:
         talk.answer(prompt)
     elif sys.stdin is None:
         raise GraftuneError("there is no input to read prompts from", mend="give one with --prompt")
     elif sys.stdin.isatty():
-        return _converse(talk, console)
+        return converse(talk, console)
     else:
         for line in sys.stdin:
             if line.strip():
                 talk.reset()
                 talk.answer(line.strip())
     return 0
-
-
-class Talk:
-    """One conversation: the messages so far, of the tuned model and (comparing) of the base beside it."""
-
-    def __init__(self, run: Any, console: Console, sampling: dict[str, Any], *, system: str, compare: bool) -> None:
-        self._run, self._console, self._sampling = run, console, sampling
-        self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._compare = compare
-        self.reset()
-
-    def reset(self) -> None:
-        self._tuned, self._base = list(self._opening), list(self._opening)
-
-    def answer(self, text: str) -> None:
-        """Answer one message: streamed, side by side, or as JSON."""
-        if self._compare:
-            base = self._ask(self._base, text, adapted=False)
-            tuned = self._ask(self._tuned, text)
-            self._console.result({"prompt": text, "answer": tuned, "base_answer": base})
-            if not self._console.json:
-                self._console.side_by_side("", [Answer(text, base, tuned)])
-        elif self._console.json:
-            self._console.result({"prompt": text, "answer": self._ask(self._tuned, text)})
-        else:
-            self._ask(self._tuned, text, on_text=self._console.stream)
-            self._console.line()
-
-    def _ask(self, messages: list[Message], text: str, **how: Any) -> str:
-        """The turn is kept only once its answer is whole, so that an interrupted one leaves no half turn behind."""
-        asked = [*messages, {"role": "user", "content": text}]
-        reply: str = self._run.chat(asked, **how, **self._sampling)
-        messages[:] = [*asked, {"role": "assistant", "content": reply}]
-        return reply
-
-
-def _converse(talk: Talk, console: Console) -> int:
-    """The loop on a terminal. Ctrl-D and /quit end it with 0, Ctrl-C with 130."""
-    if importlib.util.find_spec("readline"):  # some builds of Python lack it
-        importlib.import_module("readline")  # gives input() its line editing and history
-    console.note("/reset forgets the conversation, /quit or Ctrl-D leaves")
-    while True:
-        try:
-            text = input("\n> ").strip()
-            if text == "/quit":
-                return 0
-            if text == "/reset":
-                talk.reset()
-                console.note("forgotten")
-            elif text.startswith("/") and " " not in text:
-                console.warn(f"{text} is no command; there are /reset and /quit")
-            elif text:
-                talk.answer(text)
-        except EOFError:
-            console.line()
-            return 0
-        except KeyboardInterrupt:
-            console.line()
-            return 130

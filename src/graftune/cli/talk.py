@@ -1,0 +1,274 @@
+"""A conversation with a model on a terminal: what was said, what still fits the context, and the commands.
+
+An exchange is kept as it was seen, an answer that Ctrl-C cut short included, so that the conversation is always what
+the screen shows. When the context is full, whole exchanges leave from the front and the system message stays: a message
+cut in half misleads a model more than one that is gone. Summarising what leaves would need the model to answer a
+question that nobody asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import select
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graftune.errors import GraftuneError
+from graftune.observe.console import Answer, Console
+
+Message = dict[str, str]
+HELP = (
+    ("/system TEXT", "set the system message; without TEXT, remove it"),
+    ("/undo", "take back the last message and its answer"),
+    ("/retry", "answer the last message again"),
+    ("/save FILE", "append the conversation to FILE as one line of JSON, which graftune can train on"),
+    ("/reset", "forget the conversation"),
+    ("/quit", "leave (so does Ctrl-D, or Ctrl-C twice)"),
+    ('"""', 'begins a message of several lines, which ends with """; or end a line with \\'),
+    ("Ctrl-C", "stops an answer; what was said of it stays"),
+)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    asked: str
+    tuned: str
+    base: str | None = None
+
+
+class Talk:
+    """One conversation: the exchanges so far, of the tuned model and (comparing) of the base beside it."""
+
+    def __init__(self, run: Any, console: Console, sampling: dict[str, Any], *, system: str, compare: bool) -> None:
+        self._run, self._console, self._sampling = run, console, sampling
+        self.system, self._sides = system, ("base", "tuned") if compare else ("tuned",)
+        self._told_full = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.exchanges: list[Exchange] = []
+        self._first = 0  # of the exchanges that still fit the context
+        self._retries = 0
+        self._asked, self._said = "", dict[str, str]()  # the exchange under way
+        self._replaced: Exchange | None = None  # the one that it is to replace
+
+    def answer(self, text: str) -> None:
+        """Answer one message: streamed, side by side, or as JSON."""
+        console = self._console
+        self._asked, self._said = text, {}
+        self._make_room(text)
+        if len(self._sides) == 2:
+            for side in self._sides:
+                with console.working(f"asking the {'base' if side == 'base' else 'tuned model'}"):
+                    self._ask(side, text)
+            console.result({"prompt": text, "answer": self._said["tuned"], "base_answer": self._said["base"]})
+            if not console.json:
+                console.side_by_side("", [Answer(text, self._said["base"], self._said["tuned"])])
+        elif console.json:
+            self._ask("tuned", text)
+            console.result({"prompt": text, "answer": self._said["tuned"]})
+        else:
+            self._ask("tuned", text, console.stream)
+            console.line()
+        self._keep()
+
+    def stopped(self) -> None:
+        """Ctrl-C during an answer: what was said of it is kept, if everybody had begun."""
+        console = self._console
+        if not console.json:
+            console.line()
+        if any(not self._said.get(side, "").strip() for side in self._sides):
+            console.note("stopped before anything was said; the conversation is as it was")
+            self._restore()
+            return
+        if len(self._sides) == 2 and not console.json:
+            console.side_by_side("", [Answer(self._asked, self._said["base"], self._said["tuned"])])
+        self._keep()
+        console.note("stopped; /undo takes the message back, /retry asks it again")
+
+    def undo(self) -> str | None:
+        """Take the last exchange back; its message, or None if there is none."""
+        if not self.exchanges:
+            return None
+        self._first = 0  # what had left may fit again
+        return self.exchanges.pop().asked
+
+    def retry(self) -> None:
+        if not self.exchanges:
+            self._console.warn("there is nothing to answer again")
+            return
+        if not self._sampling["temperature"]:
+            self._console.note("at temperature 0 an answer is always the same; begin with --temperature 0.8 to vary it")
+        self._retries += 1
+        self._replaced = self.exchanges[-1]
+        self.undo()
+        try:
+            self.answer(self._replaced.asked)
+        except GraftuneError:
+            self._restore()
+            raise
+
+    def save(self, file: str) -> None:
+        if not file or not self.exchanges:
+            self._console.warn("there is nothing to save yet" if file else "/save needs the name of a file")
+            return
+        line = json.dumps({"messages": self._messages("tuned", 0)}, ensure_ascii=False)
+        try:
+            with open(Path(file).expanduser(), "a", encoding="utf-8") as out:
+                out.write(line + "\n")
+        except OSError as error:
+            self._console.warn(f"{file}: {error.strerror or error}")
+            return
+        count = len(self.exchanges)
+        self._console.note(f"saved {count} {'exchange' if count == 1 else 'exchanges'} to {file}")
+
+    def set_system(self, text: str) -> None:
+        self.system, self._first = text, 0
+        self._console.note(
+            "the system message is set, from the next answer on" if text else "no system message any more"
+        )
+
+    def _ask(self, side: str, text: str, show: Callable[[str], None] = lambda piece: None) -> None:
+        """Into `_said` as it comes, so that what was said is known whenever it is stopped."""
+
+        def on_text(piece: str) -> None:
+            self._said[side] = self._said.get(side, "") + piece
+            show(piece)
+
+        messages = [*self._messages(side, self._first), {"role": "user", "content": text}]
+        sampling = self._sampling | {"seed": self._sampling["seed"] + self._retries}
+        self._said[side] = self._run.chat(messages, adapted=side == "tuned", on_text=on_text, **sampling)
+
+    def _restore(self) -> None:
+        if self._replaced is not None:
+            self.exchanges.append(self._replaced)
+            self._replaced = None
+
+    def _keep(self) -> None:
+        self._replaced = None
+        self.exchanges.append(Exchange(self._asked, self._said["tuned"], self._said.get("base")))
+
+    def _messages(self, side: str, first: int) -> list[Message]:
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for exchange in self.exchanges[first:]:
+            said = exchange.tuned if side == "tuned" else exchange.base
+            messages += [{"role": "user", "content": exchange.asked}, {"role": "assistant", "content": said or ""}]
+        return messages
+
+    def _make_room(self, text: str) -> None:
+        """Leave out the oldest exchanges until the message and an answer fit, beside half a context at most."""
+        context: int = self._run.context
+        answer = min(self._sampling["max_new_tokens"], context // 2)
+        message = {"role": "user", "content": text}
+        while self._first < len(self.exchanges):
+            prompts = [[*self._messages(side, self._first), message] for side in self._sides]
+            if max(map(self._run.prompt_tokens, prompts)) + answer <= context:
+                return
+            self._first += 1
+            if not self._told_full:
+                self._told_full = True
+                self._console.note(
+                    f"the context of {context} tokens is full: from here on the oldest messages are left out"
+                )
+
+
+def converse(talk: Talk, console: Console) -> int:
+    """The loop on a terminal. Ctrl-D and /quit end it with 0, Ctrl-C twice at the prompt with 130."""
+    _edited_lines()
+    console.note('/help lists the commands, """ begins a message of several lines, Ctrl-D leaves')
+    leaving = False
+    while True:
+        try:
+            text = read_message()
+        except EOFError:
+            console.line()
+            return 0
+        except KeyboardInterrupt:
+            console.line()
+            if leaving:
+                return 130
+            leaving = True
+            console.note("Ctrl-C once more, /quit or Ctrl-D leaves")
+            continue
+        leaving = False
+        try:
+            if text in ("/quit", "/exit"):
+                return 0
+            if not _command(talk, console, text) and text:
+                talk.answer(text)
+        except KeyboardInterrupt:
+            talk.stopped()
+        except GraftuneError as error:  # this message's; the conversation goes on
+            console.warn(str(error))
+
+
+def _command(talk: Talk, console: Console, text: str) -> bool:
+    """Carry out a command; False for a message. What begins with a slash and is no command's name is refused only if it
+    is one word: people paste paths."""
+    name, _, rest = text.partition(" ")
+    if "\n" in name or not name.startswith("/"):
+        return False
+    rest = rest.strip()
+    if name == "/help":
+        console.table("commands", ("type", "to"), HELP)
+    elif name == "/reset":
+        talk.reset()
+        console.note("forgotten")
+    elif name == "/system":
+        talk.set_system(rest)
+    elif name == "/undo":
+        taken = talk.undo()
+        console.note("there is nothing to take back" if taken is None else f"taken back: {taken}")
+    elif name == "/retry":
+        talk.retry()
+    elif name == "/save":
+        talk.save(rest)
+    elif not rest:
+        console.warn(f"{name} is no command; /help lists them")
+    else:
+        return False
+    return True
+
+
+def read_message() -> str:
+    """One message: a line, lines that end with a backslash and the one after them, a block in triple quotes, or all
+    lines of a paste."""
+    text = input("\n> ")
+    if text.lstrip().startswith('"""'):
+        return _block(text.lstrip()[3:])
+    lines = [text]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input("... "))
+    while not text.startswith("/") and _more_waits():
+        lines.append(input())
+    return "\n".join(lines).strip()
+
+
+def _block(line: str) -> str:
+    lines = []
+    while not line.rstrip().endswith('"""'):
+        lines.append(line)
+        line = input("... ")
+    return "\n".join([*lines, line.rstrip()[:-3]]).strip()
+
+
+def _more_waits() -> bool:
+    """Whether another line is there already: nobody types so fast, it was pasted."""
+    try:
+        return bool(select.select([sys.stdin], [], [], 0.02)[0])
+    except (OSError, ValueError):  # no file behind it, or a system whose select takes sockets only
+        return False
+
+
+def _edited_lines() -> None:
+    """Line editing and history for input(), where Python was built with it, and pastes that arrive in one piece."""
+    if importlib.util.find_spec("readline"):
+        readline = importlib.import_module("readline")
+        if "libedit" not in (readline.__doc__ or ""):
+            readline.parse_and_bind("set enable-bracketed-paste on")
