@@ -12,7 +12,7 @@ import pytest
 
 from graftune import files
 from graftune.cli import main
-from graftune.train import checkpoint, loop
+from graftune.train import checkpoint, telling
 from graftune.weights import safetensors_io
 from tests.bad_input.conftest import Refuse
 from tests.train.runs import SETTINGS, adapter_bytes
@@ -21,7 +21,7 @@ from tests.train.runs import SETTINGS, adapter_bytes
 @pytest.fixture(autouse=True)
 def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the loss takes longer than these runs."""
-    monkeypatch.setattr(loop, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
 
 
 @pytest.fixture

@@ -192,5 +192,7 @@ def test_the_api_with_and_without_the_adapter(tiny_folder: Any, tmp_path: Path) 
     turn = [{"role": "user", "content": "hello"}]
     assert run.chat(turn, max_new_tokens=20, on_text=pieces.append) == answer
     assert answer.startswith("".join(pieces)) and answer.removeprefix("".join(pieces)).strip("\ufffd") == ""
+    assert run.prompt_tokens([*turn, {"role": "assistant", "content": answer}, *turn]) > run.prompt_tokens(turn) > 5
+    assert run.context == run.engine.base.spec.max_positions
     with pytest.raises(GraftuneError, match="a prompt has 300 tokens"):
         run.generate("x" * 300)

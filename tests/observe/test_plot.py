@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graftune.errors import GraftuneError
 from graftune.observe.events import EventLog
-from graftune.observe.plot import _figure, loss_plot, running_mean
+from graftune.observe.plot import EVERY, Picture, _figure, loss_plot, running_mean
 
 
 def log_of(path: Path, count: int) -> Path:
@@ -28,10 +30,71 @@ def test_draws_any_number_of_steps(tmp_path: Path, count: int) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "m.jsonl"], "nothing left beside it"
 
 
+def evaluated(*at: int) -> Any:
+    return _figure(
+        [{"step": i, "loss": 1.2 + 1.0 / i, "lr": 1e-4} for i in range(1, 31)],
+        [{"step": i, "loss": 1.3 + 1.0 / (i + 1)} for i in at],
+        "t",
+    )
+
+
+def red_lines(figure: Any) -> list[list[int]]:
+    """Steps that the line of the validation leads through, if there is one."""
+    return [list(line.get_xdata()) for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+
+
 def test_first_validation_point_lies_before_step_one() -> None:
-    figure = _figure([{"step": 1, "loss": 2.0, "lr": 1e-4}], [{"step": 0, "loss": 2.4}, {"step": 1, "loss": 2.0}], "t")
-    line = next(line for line in figure.axes[0].lines if line.get_label() == "validation")
-    assert list(line.get_xdata()) == [0, 1]
+    points = next(line for line in evaluated(0, 30).axes[0].lines if line.get_label() == "validation")
+    assert list(points.get_xdata()) == [0, 30] and points.get_linestyle() == "None"
+
+
+@pytest.mark.parametrize(("at", "joined"), [((0, 30), []), ((0,), []), ((30,), []), ((0, 10, 20, 30), [[10, 20, 30]])])
+def test_no_line_where_nothing_was_measured(at: tuple[int, ...], joined: list[list[int]]) -> None:
+    """From the start to the end of a run it would lie above the training curve, as overfitting does."""
+    assert red_lines(evaluated(*at)) == joined
+
+
+def test_the_axis_fits_the_data_and_labels_stay_clear_of_the_legend() -> None:
+    figure = evaluated(0, 10, 30)
+    axes = figure.axes[0]
+    low, high = axes.get_ylim()
+    assert 0.5 < low < 1.2 and high < 2.7
+    figure.canvas.draw()
+    assert axes.get_legend() is None and len(figure.legends) == 1
+    legend = figure.legends[0].get_window_extent()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 2 and not any(box.overlaps(legend) for box in boxes), "first, and last, which is the best"
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
+    now, drawn, busy = [0.0], [], threading.Event()
+    busy.set()
+
+    def draw() -> None:
+        drawn.append(threading.current_thread().name)
+        assert busy.wait(10)
+
+    picture = Picture(draw, clock=lambda: now[0])
+    picture.redraw()
+    assert not drawn, "a short run is drawn once, at its end"
+    busy.clear()
+    now[0] = EVERY
+    picture.redraw()  # returns while it is being drawn
+    now[0] = 2 * EVERY
+    picture.redraw()
+    busy.set()
+    assert picture.finish() == ""
+    assert drawn == ["graftune-picture", threading.current_thread().name]
+
+
+def test_what_keeps_it_from_being_drawn_stops_nothing() -> None:
+    def draw() -> None:
+        raise OSError(28, "No space left on device")
+
+    picture = Picture(draw, clock=iter(range(0, 10**6, 1000)).__next__)
+    picture.redraw()
+    assert "No space left" in picture.finish()
 
 
 def test_an_unreadable_log_leaves_the_old_picture(tmp_path: Path) -> None:

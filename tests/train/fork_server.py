@@ -68,10 +68,10 @@ def serve() -> None:
     import torch
     import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
 
-    from graftune.train import loop
+    from graftune.train import telling
 
     importlib.import_module("graftune.api")
-    loop.loss_plot = lambda *_: None  # a second of every run, and nothing that these tests look at
+    telling.loss_plot = lambda *_: None  # a second of every run, and nothing that these tests look at
     torch.set_num_threads(1)
     for line in sys.stdin:
         pid = os.fork()

@@ -278,7 +278,7 @@ def test_what_a_first_batch_settles_is_told_when_it_happens(
 
 
 def test_waits_are_marked_in_a_profile(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(settings(tiny_folder("llama"), tmp_path / "run", max_steps=2, samples=1, sample_tokens=2), console=QUIET)
     names = {event.key for event in profile.key_averages() if event.key.startswith("graftune: ")}

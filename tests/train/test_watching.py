@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from graftune.api import train
 from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
+from graftune.train import telling
 from graftune.train.answers import SCORED, scored_records
 from tests.train.runs import write_data
 
@@ -40,6 +42,21 @@ def test_adapters_train_at_once_and_the_base_is_asked_at_the_end(
 def test_full_training_asks_its_base_before_it_is_gone(tiny_folder, tmp_path: Path) -> None:
     events = run_of(tiny_folder("llama"), tmp_path / "run", method="full")
     assert events.count("sample") == 2 and events.index("sample") < events.index("step")
+
+
+def test_a_run_that_was_stopped_has_its_picture(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Path] = []
+    monkeypatch.setattr(telling, "loss_plot", lambda log, png, title: drawn.append(png))
+    step = telling.Telling.step
+
+    def stopping(self: telling.Telling, *figures: Any, **more: Any) -> None:
+        step(self, *figures, **more)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(telling.Telling, "step", stopping)
+    events = run_of(tiny_folder("llama"), tmp_path / "run", samples=0, max_steps=3)
+    assert events[-1] == "run_end" and events.count("step") == 1
+    assert drawn == [tmp_path / "run" / "loss.png"]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,18 @@
 
 Drawn from the file and not from memory, so that a resumed run, or a run made last week, gives the same picture.
 matplotlib's object interface on the Agg canvas: no pyplot, hence no global state, no display and no backend to choose.
+
+The evaluation before step 1 is a point that no line leads to: a straight line from there would lie far above the
+training curve and read as overfitting, where nothing was measured at all. A run that goes on draws in a thread, now and
+then: importing matplotlib takes a second and drawing half a one, which steps on a GPU should not wait for.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +22,8 @@ from graftune.observe.events import Event, evals, read_events, steps
 
 _STEP, _MEAN, _EVAL, _LR, _INK, _GRID = "#9db8d9", "#1f4e8c", "#d1495b", "#2e8b6f", "#2b2f36", "#e4e7ec"
 
+EVERY = 60.0  # seconds between two pictures
+
 
 def loss_plot(events_path: Path, png: Path, title: str) -> None:
     """Draw the run logged in `events_path` to `png`, written aside and renamed. Without steps: empty axes."""
@@ -22,6 +31,40 @@ def loss_plot(events_path: Path, png: Path, title: str) -> None:
     figure = _figure(steps(events), evals(events), title)
     with new_file(png, unique=True) as aside:
         figure.savefig(aside, format="png", dpi=150)
+
+
+class Picture:
+    """The picture of a run that goes on. `draw` makes it anew; what keeps it from being drawn does not stop a run."""
+
+    def __init__(self, draw: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._draw, self._clock = draw, clock
+        self._last, self._took = clock(), 0.0
+        self._thread: threading.Thread | None = None
+
+    def redraw(self) -> None:
+        """Draw it in the background, unless that was done within the last minute. Long logs take longer to read, and
+        are drawn less often."""
+        if self._clock() - self._last < max(EVERY, 100 * self._took) or (self._thread and self._thread.is_alive()):
+            return
+        self._last = self._clock()
+        self._thread = threading.Thread(target=self._try, name="graftune-picture", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> str:
+        """Draw it now; why it could not be, or nothing."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._try()
+
+    def _try(self) -> str:
+        began = self._clock()
+        try:
+            self._draw()
+        except (OSError, ValueError) as error:  # a full disk, a log that somebody has edited
+            return str(error)
+        finally:
+            self._took = self._clock() - began
+        return ""
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
@@ -51,6 +94,8 @@ def _figure(step_events: list[Event], eval_events: list[Event], title: str) -> A
     upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, parse_math=False)
     _losses(upper, step_events, eval_events)
     _learning_rate(lower, step_events)
+    if upper.get_legend_handles_labels()[0]:  # below both, where no label can lie under it
+        figure.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -64,24 +109,29 @@ def _losses(axes: Any, step_events: list[Event], eval_events: list[Event]) -> No
         axes.plot(xs, running_mean(ys, window), color=_MEAN, linewidth=2.0, label="training, running mean")
     elif xs:
         axes.plot(xs, ys, "o", color=_MEAN, markersize=4, label="training")
-    measured = [e for e in eval_events if e.get("loss") is not None]
+    measured = [(e["step"], e["loss"]) for e in eval_events if e.get("loss") is not None]
     if measured:
-        vx, vy = [e["step"] for e in measured], [e["loss"] for e in measured]
-        axes.plot(
-            vx, vy, "o:", color=_EVAL, linewidth=1.6, markersize=5.5, markeredgecolor="white", label="validation",
-            zorder=4,
-        )  # fmt: skip
-        best = min(range(len(vy)), key=vy.__getitem__)
-        for i in sorted({0, best}):
-            axes.annotate(
-                f"{vy[i]:.3f}", (vx[i], vy[i]), xytext=(7, 7), textcoords="offset points", fontsize=9, color=_EVAL,
-                fontweight="bold", path_effects=_halo(), zorder=5,
-            )  # fmt: skip
+        _validation(axes, measured)
     axes.set_ylabel("loss per response token", fontsize=9.5, color=_INK)
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.02)
-    if xs or measured:
-        axes.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper right")
+    axes.margins(x=0.02, y=0.12)  # fitted to the data, with room for the labels
+    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+
+
+def _validation(axes: Any, measured: list[tuple[int, float]]) -> None:
+    xs, ys = zip(*measured, strict=True)
+    later = [(x, y) for x, y in measured if x > 0]
+    if len(later) > 1:
+        axes.plot(*zip(*later, strict=True), ":", color=_EVAL, linewidth=1.6, zorder=4)
+    axes.plot(
+        xs, ys, "o", color=_EVAL, markersize=6.5, markeredgecolor="white", label="validation", zorder=4
+    )  # fmt: skip
+    best = min(range(len(ys)), key=ys.__getitem__)
+    for i in sorted({0, best, len(ys) - 1}):
+        right = xs[i] > 0.85 * max(xs) and i > 0  # a label to the right of the last point would leave the picture
+        axes.annotate(
+            f"{ys[i]:.3f}", (xs[i], ys[i]), xytext=(-7 if right else 7, 7), textcoords="offset points", fontsize=9,
+            color=_EVAL, fontweight="bold", path_effects=_halo(), zorder=5, ha="right" if right else "left",
+        )  # fmt: skip
 
 
 def _learning_rate(axes: Any, step_events: list[Event]) -> None:

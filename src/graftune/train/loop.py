@@ -34,7 +34,6 @@ from graftune.observe.console import Console
 from graftune.observe.events import EventLog, read_events
 from graftune.observe.marks import Profile, marked
 from graftune.observe.memory import peak_resident_bytes
-from graftune.observe.plot import loss_plot
 from graftune.train import checkpoint
 from graftune.train.checkpoint import Progress
 from graftune.train.evaluate import evaluate
@@ -260,12 +259,14 @@ class Run:
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
 
     def _stop(self) -> None:
-        self.console = self.telling.console = Console(quiet=True) if self.signal == HANGUP else self.console
+        if self.signal == HANGUP:
+            self.console = self.telling.hushed()
         self.step.discard()
         self._settle()
         if not self.closing:  # by then the arena may hold the best step's weights
             self._save()
         self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
+        self.telling.draw()
 
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
@@ -384,6 +385,7 @@ class Run:
             checkpoint.save(self.checkpoints, self.engine.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
         self.saved_at = _minutes()
+        self.telling.picture.redraw()
 
     # The end
 
@@ -418,7 +420,7 @@ class Run:
         summary |= self._cost() | {"peak_memory": peak_resident_bytes()}
         self.telling.memory_in_all(p.step)
         self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
-        loss_plot(self.folder / "metrics.jsonl", self.folder / "loss.png", self.folder.name)
+        self.telling.draw()
         return summary
 
     def _cost(self) -> dict[str, Any]:

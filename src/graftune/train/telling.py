@@ -14,6 +14,7 @@ import torch
 from graftune.observe.console import Console, Progress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
+from graftune.observe.plot import Picture, loss_plot
 from graftune.observe.speed import Meter
 from graftune.train.evaluate import EvalResult
 from graftune.train.hot import Figures
@@ -27,6 +28,8 @@ class Telling:
         self.console, self.log, self.total, self.device = console, log, total, device
         self.plan, self.told_plan = plan, False
         self.bar = Progress(total)
+        png = log.path.with_name("loss.png")
+        self.picture = Picture(lambda: loss_plot(log.path, png, log.path.parent.name))
         self.host_seconds: deque[float] = deque(maxlen=1000)  # a step sent, and those done told of
 
     @property
@@ -92,6 +95,17 @@ class Telling:
                 bar.update(done)
 
             yield between
+
+    def hushed(self) -> Console:
+        """Nobody listens any more: nothing is written from here on but the log."""
+        self.console, self.bar = Console(quiet=True), Progress(self.total)
+        return self.console
+
+    def draw(self) -> None:
+        """The picture of the run as it ended, or was stopped."""
+        why = self.picture.finish()
+        if why:
+            self.console.warn(f"loss.png was not drawn: {why}")
 
     def cost(self, captures: int) -> dict[str, Any]:
         """What the steps took of the host, and the run of the device."""
