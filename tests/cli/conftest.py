@@ -31,7 +31,7 @@ class Engine:
         console.note("a note from the engine")
         known: dict[str, Any] = {
             "folder": Path("runs/my run"), "steps": 60, "stopped": "finished", "first_eval": 2.0, "best_eval": 0.5,
-            "summary": {"best": float("nan")}, "signal": None, "started": True, "started": True,
+            "summary": {"best": float("nan")}, "signal": None, "started": True,
         }  # fmt: skip
         return SimpleNamespace(**{**known, **self.result})
 
