@@ -12,7 +12,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graftune.data.row import quoted
+from graftune.data.row import plain, quoted
 from graftune.errors import GraftuneError
 
 Kind = Literal["messages", "conversations", "alpaca", "prompt/response", "text"]
@@ -95,7 +95,7 @@ def _plan(names: tuple[str, ...]) -> Plan:
         tools=tools,
         history=history,
         label=next((own[name] for name in _LABELS if name in own), ""),
-        ignored=tuple(str(name) for name in names if name not in used),
+        ignored=tuple(plain(name) for name in names if name not in used),
         notes=(*found.notes, *sorted(notes)),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from graftune.data.columns import KNOWN, normal
-from graftune.data.row import Refusal, SourceFile
+from graftune.data.row import Refusal, SourceFile, plain, quoted
 from graftune.errors import GraftuneError
 
 BATCH = 1024  # rows
@@ -26,9 +26,9 @@ def read_parquet(file: SourceFile, note: Callable[[str], None]) -> Iterator[tupl
         ) from None
     try:
         with pyarrow.parquet.ParquetFile(file.path, buffer_size=1 << 20) as table:
-            names, left = _columns(table.schema_arrow, pyarrow.types)
+            names, left = _columns(table.schema_arrow, pyarrow.types, file.shown)
             if left:
-                note(f"columns of {file.shown} that hold no text are not used: {', '.join(left)}")
+                note(f"columns of {file.shown} that hold no text are not used: {', '.join(map(plain, left))}")
             number = 0
             for batch in table.iter_batches(batch_size=BATCH, columns=names):
                 for value in _records(batch, pyarrow.ArrowException):
@@ -41,13 +41,15 @@ def read_parquet(file: SourceFile, note: Callable[[str], None]) -> Iterator[tupl
         ) from None
 
 
-def _columns(schema: Any, types: Any) -> tuple[list[str], list[str]]:
+def _columns(schema: Any, types: Any, where: str) -> tuple[list[str], list[str]]:
     """Names of the columns to read, and of those left alone."""
     names: list[str] = []
     left: list[str] = []
     for field in schema:
         if field.name in names or field.name in left:
-            raise GraftuneError(f"has two columns named {field.name!r}", mend="rename or remove one of them")
+            raise GraftuneError(
+                f"has two columns named {quoted(field.name)}", where=where, mend="rename or remove one of them"
+            )
         raw = types.is_binary(field.type) or types.is_large_binary(field.type) or types.is_fixed_size_binary(field.type)
         other = types.is_temporal(field.type) or types.is_decimal(field.type)
         (left if other or (raw and normal(field.name) not in KNOWN) else names).append(field.name)

@@ -54,6 +54,12 @@ def quoted(value: object) -> str:
     return text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 4] + "..." + text[0]
 
 
+def plain(name: object) -> str:
+    """A column's name as it is, or in quotes where it could be mistaken for something else."""
+    text = str(name)
+    return text if text.isprintable() and 0 < len(text) <= LONGEST_QUOTE else quoted(text)
+
+
 def type_name(value: object) -> str:
     """A JSON value's type in the user's words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true/false", int: "a number", float: "a number"}

@@ -25,7 +25,7 @@ _ROLES = {
     "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool",
     "function_call": "call", "tool_call": "call",
 }  # fmt: skip
-_COMMON = frozenset({"user", "assistant"})  # turns that are nothing but role and content take a short way
+_COMMON = ("user", "assistant")  # turns that are nothing but role and content take a short way
 _PLAIN = frozenset({"user", "assistant", "system", "tool", "human", "gpt"})  # need no note
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _ASIDE = frozenset({"train", "weight", "role", "from", "content", "value", "function_call", "refusal", "tool_calls"})
@@ -62,8 +62,9 @@ class Turns:
             message |= {"content": None, "tool_calls": self._spoken_calls(content, place)}
         elif turn.get("tool_calls") or turn.get("function_call") or turn.get("refusal"):
             self._beside(message, turn, place)
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)
+            message["content"] = message["content"] or ""
         if role in ("user", "assistant") and not (message["content"] or "").strip() and "tool_calls" not in message:
             raise Refusal("blank response" if role == "assistant" else "blank prompt", f"message {place}")
         self.add(message, _flag(place, turn))
