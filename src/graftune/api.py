@@ -35,19 +35,25 @@ from graftune.tokenizer import Tokenizer
 from graftune.train.accumulator import Accumulator
 from graftune.train.engine import Engine, adapter_folder, is_run, open_engine, trains_all, whole_run, with_adapter
 from graftune.train.evaluate import EvalResult, evaluate
-from graftune.train.loop import TrainResult, train
+from graftune.train.launch import train
+from graftune.train.loop import TrainResult
 from graftune.train.scaler import LossScaler
 from graftune.train.step import Step
+from graftune.train.target import find_state, open_state
 from graftune.weights.adapter import is_adapter, load_adapter
 
 __all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "export", "open", "train"]
 
 
 def open(base: str = "", *, adapter: str = "", **settings: Any) -> Run:
-    """Open a base, or a run or adapter folder together with the base it belongs to.
+    """Open a base, or a run or adapter folder together with the base it belongs to. Of a run also a checkpoint, as in
+    `open("runs/mine@step-200")`, `@best` or `@last`, while it trains too.
 
     `settings` are those of the configuration: rank, alpha, lr, device, ... An empty base is the bundled SmolLM2.
     """
+    state = find_state(adapter or base) if adapter or base else None
+    if state is not None:
+        return Run(open_state(state, {**settings, "base": base} if adapter and base else settings))
     folder = Path(adapter or base or ".")
     if base and not adapter and is_run(folder) and trains_all(folder):
         settings = whole_run(folder) | settings

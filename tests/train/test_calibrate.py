@@ -206,7 +206,8 @@ def test_a_resumed_run_reads_as_many_codes_as_it_began_with(folder: Path, tmp_pa
     monkeypatch.setattr(codes, "LIMIT", 1.0)
 
     def taken() -> tuple[int, ...]:
-        prepared = prepare.prepare_run(Config.load(run / "config.yaml"), QUIET, run)
+        stored = Config.load(run / "config.yaml")
+        prepared = prepare.prepare_resume(stored, QUIET, run, stored)
         assert prepared.calibration is not None
         inputs = prepared.calibration.chosen.inputs
         assert inputs == tuple(weight.inputs for weight in prepared.engine.decoder.in_fp8)

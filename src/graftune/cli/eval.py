@@ -38,7 +38,7 @@ def evaluate(
     """
     console = Console(json=json, quiet=quiet)
     check_data(data)
-    run = open_target(target, settings, needs_adapter="--base-too" if base_too else None)
+    run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console)
     examples = run.prepare(data)
     left_out = {**examples.summary.refused, **examples.summary.dropped}
     for reason, count in left_out.items():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from graftune.cli.settings import given
 from graftune.errors import GraftuneError
+from graftune.observe.console import Console
 from graftune.recognise import check_adapter, check_base, check_target
 
 
-def open_target(target: str, settings: Any, needs_adapter: str | None) -> Any:
+def open_target(target: str, settings: Any, needs_adapter: str | None, console: Console | None = None) -> Any:
     """Open TARGET. With --base beside it, TARGET is an adapter and --base says where its base is now.
 
     `needs_adapter` names the flag that makes no sense without one.
@@ -25,6 +27,8 @@ def open_target(target: str, settings: Any, needs_adapter: str | None) -> Any:
     from graftune import api
 
     run = api.open(base, adapter=target, **flags) if base else api.open(target, **flags)
+    if console is not None and (checkpoint := re.search(r"checkpoints/step-(\d+)$", run.config.lora.adapter)):
+        console.note(f"taking the checkpoint of step {checkpoint[1]}")
     if needs_adapter and not run.describe().get("adapter"):
         raise GraftuneError(
             f"{target or 'the bundled base'} has no adapter to compare with",

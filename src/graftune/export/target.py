@@ -14,6 +14,7 @@ from graftune.errors import GraftuneError
 from graftune.export.merge import Weighted
 from graftune.observe.events import read_events
 from graftune.train.engine import adapter_folder, check_base, find_base, is_run, trains_all, whole_run, with_template
+from graftune.train.target import State, find_state, state_adapter, state_base
 from graftune.weights.adapter import Adapter, fitted, is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 
@@ -46,7 +47,9 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
     path, weight = parse_weight(target)
     if not path and not base:
         raise GraftuneError("there is nothing to export", mend="give a run, an adapter or a base")
-    folder = Path(path).expanduser()
+    folder, state = Path(path).expanduser(), find_state(path) if path else None
+    if state is not None:
+        return _of_state(state, weight, base, revision, add, any_base)
     if is_run(folder) and trains_all(folder):
         return _whole(folder, base, add, target)
     if not is_run(folder) and not is_adapter(folder):
@@ -54,12 +57,11 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
             raise GraftuneError("is not an adapter or run folder", where=path, mend="give one made by train or PEFT")
         opened = open_base(path, revision)
         return Source(opened, (), DataConfig(), _plain_name(opened), Path.cwd())
-    paths = [(folder, weight), *((Path(p).expanduser(), w) for p, w in map(parse_weight, add))]
-    adapters = [Weighted(load_adapter(adapter_folder(p)), w) for p, w in paths]
-    first = adapters[0].adapter
+    first = load_adapter(adapter_folder(folder))
     opened = open_base(base or find_base(first), revision or first.revision)
-    for adapter, _ in adapters:
-        check_base(adapter, opened, any_base)
+    check_base(first, opened, any_base)
+    adapters = [Weighted(first, weight)]
+    adapters += [Weighted(_added(added, opened, any_base), w) for added, w in map(parse_weight, add)]
     config = Config.of({"template": first.template, "append_eos": first.append_eos})
     opened = with_template(opened, config, first)
     inside = folder.name == "adapter" and is_run(folder.parent)
@@ -67,6 +69,25 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
     placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
     name = run.resolve().name if run else folder.resolve().name.removesuffix(folder.suffix if folder.is_file() else "")
     return Source(opened, placed, config.data, name, run / "export" if run else Path.cwd(), run)
+
+
+def _of_state(state: State, weight: float, base: str, revision: str, add: Sequence[str], any_base: bool) -> Source:
+    """A run at one of its checkpoints, with the template and the settings that are the run's."""
+    opened = state_base(state, base, revision)
+    adapters = [Weighted(state_adapter(state, opened, any_base), weight)]
+    adapters += [Weighted(_added(path, opened, any_base), w) for path, w in map(parse_weight, add)]
+    placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
+    name = f"{state.run.resolve().name}-step-{state.step}"
+    return Source(opened, placed, state.config.data, name, state.run / "export", state.run)
+
+
+def _added(path: str, base: Base, any_base: bool) -> Adapter:
+    state = find_state(path)
+    if state is not None:
+        return state_adapter(state, base, any_base)
+    adapter = load_adapter(adapter_folder(Path(path).expanduser()))
+    check_base(adapter, base, any_base)
+    return adapter
 
 
 def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> Source:

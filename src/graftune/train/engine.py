@@ -14,6 +14,7 @@ import torch
 from graftune.config import Config, LoraConfig, expand_targets
 from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
+from graftune.files import whole
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena, build_arena, initialise, start_from_scratch
@@ -191,6 +192,13 @@ def whole_run(folder: Path) -> dict[str, Any]:
 
 def adapter_folder(folder: Path) -> Path:
     """An adapter's folder, given that or the run that made it."""
+    run = Path(str(folder).rpartition("@")[0] or ".")
+    if "@" in folder.name and not folder.exists() and is_run(run):
+        raise GraftuneError(
+            "names a checkpoint, and training continues from an adapter",
+            where=str(folder),
+            mend=f"write it out with `graftune export {folder} --to peft` and give that folder",
+        )
     if not is_run(folder):
         return folder
     if trains_all(folder):
@@ -199,11 +207,12 @@ def adapter_folder(folder: Path) -> Path:
             where=str(folder),
             mend=f"give {folder / 'model'} as the base",
         )
-    if not is_adapter(folder / "adapter"):
+    place = whole(folder / "adapter")
+    if not is_adapter(place):
         raise GraftuneError(
             "this run has no adapter yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
         )
-    return folder / "adapter"
+    return place
 
 
 def with_adapter(config: Config, adapter: Adapter) -> Config:

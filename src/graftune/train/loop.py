@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from graftune import __version__
 from graftune.config import Config
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
-from graftune.files import FolderLock, write_file
+from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.events import EventLog, read_events
@@ -40,22 +40,17 @@ from graftune.train.evaluate import evaluate
 from graftune.train.hot import hot_loop
 from graftune.train.prepare import (
     Prepared,
-    prepare_resume,
-    prepare_run,
-    removed_unless_started,
     tell_start,
 )
 from graftune.train.resume import (
     KEPT_ON_RESUME,
     check_longer,
     extension,
-    finished,
     identity,
     run_length,
-    stored_config,
 )
 from graftune.train.schedule import learning_rate
-from graftune.train.signals import HANGUP, Stopped, noted_signals, raised_signals
+from graftune.train.signals import HANGUP, noted_signals
 from graftune.train.step import Step
 from graftune.train.telling import Telling
 
@@ -74,51 +69,6 @@ class TrainResult:
 
 class Interrupted(Exception):
     """A signal was seen between two micro-batches."""
-
-
-def train(
-    config: Config, *, console: Console, resume: str | None = None, overrides: dict[str, Any] | None = None
-) -> TrainResult:
-    """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add."""
-    with ExitStack() as held:
-        try:
-            with raised_signals():
-                if resume is not None:
-                    run = _resumed(Path(resume), console, overrides or {}, held)
-                    if isinstance(run, TrainResult):
-                        return run
-                else:
-                    with removed_unless_started() as made:
-                        prepared = prepare_run(config, console, made, held)
-                        with console.working("preparing the first step"):
-                            run = Run(prepared, console)
-                            run.start()
-        except Stopped as stopped:
-            folder = Path(resume or config.run.out)
-            return TrainResult(folder, 0, "interrupted", None, None, {}, stopped.number, started=False)
-        return run.go()
-
-
-def _resumed(folder: Path, console: Console, overrides: dict[str, Any], held: ExitStack) -> Run | TrainResult:
-    """The run, ready to go on; or what it came to, if it is finished and nothing new is asked of it."""
-    before, now = stored_config(folder, {}), stored_config(folder, overrides)
-    end = finished(folder, before, now)
-    if end is not None:
-        more = math.floor(now.train.epochs) + 3
-        console.note(
-            f"this run is finished ({end['stopped']} at step {end.get('step')}); to train it further, say how long it "
-            f"should be in all, as in: graftune train --resume {folder} --epochs {more}"
-        )
-        losses = end.get("validation_loss") or {}
-        return TrainResult(folder, end.get("step", 0), end["stopped"], losses.get("start"), losses.get("best"))
-    lock = held.enter_context(FolderLock(folder))
-    if lock.unsupported:
-        console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
-    prepared = prepare_resume(now, console, folder, before)
-    with console.working("taking up the run"):
-        run = Run(prepared, console)
-        run.take_up()
-    return run
 
 
 class Run:

@@ -63,10 +63,13 @@ class Prepared:
     before: Config | None = None  # of a run that is resumed: its settings so far
 
 
-def prepare_run(config: Config, console: Console, made: list[Path], held: ExitStack) -> Prepared:
+def prepare_run(
+    config: Config, console: Console, made: list[Path] | None = None, held: ExitStack | None = None
+) -> Prepared:
     """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open."""
     date = config.data.date or today().isoformat()
-    return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, made, held))
+    new = [] if made is None else made
+    return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, new, held))
 
 
 def prepare_resume(config: Config, console: Console, folder: Path, before: Config) -> Prepared:
@@ -300,7 +303,7 @@ def removed_unless_started() -> Iterator[list[Path]]:
         raise
 
 
-def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack) -> Path:
+def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack | None) -> Path:
     """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
     chosen = config.run.out or f"runs/{slug(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(chosen)
@@ -314,7 +317,8 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
                 path.mkdir()
                 made.append(path)
         new = [name for name in (LOCK, "metrics.jsonl", "plan.json", "config.yaml") if not (folder / name).exists()]
-        held.enter_context(FolderLock(folder))
+        if held is not None:
+            held.enter_context(FolderLock(folder))
         made.extend(folder / name for name in new)
         (folder / "metrics.jsonl").touch()
     except OSError as error:

@@ -94,6 +94,11 @@ def save_adapter(
     `facts` are the template, append_eos and revision it was trained with. `embedding_rows` holds, for added tokens,
     the base's own table(s) by name, ahead of the trained rows.
     """
+    write_adapter(folder, adapter_tensors(arena, base, embedding_rows), lora, base, facts)
+
+
+def adapter_tensors(arena: Arena, base: Base, embedding_rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the arena trains, by our names; rows of new tokens behind the base's own table."""
     tensors: dict[str, torch.Tensor] = {}
     for name in arena.slots:
         value = arena.view(name, arena.weights)
@@ -105,7 +110,7 @@ def save_adapter(
                 tensors["lm_head.weight"] = table.clone()
         else:
             tensors[name] = value.clone()
-    write_adapter(folder, tensors, lora, base, facts)
+    return tensors
 
 
 def write_adapter(
