@@ -166,7 +166,7 @@ def test_resuming_a_finished_run_is_harmless(bench: Bench, tmp_path: Path) -> No
     assert before == after
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_says_how_to_go_on(bench: Bench, number: signal.Signals) -> None:
     run = bench.root / f"signal {number.name}"
     pid = bench.processes.start(*bench.line, "--out", str(run), log=bench.root / "log")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.model.lora import Arena, build_arena
+from graftune.model.lora import Arena, build_arena, targets_of
 from graftune.train import checkpoint
 from graftune.train.engine import Engine, is_run, open_engine, with_template
 from graftune.train.resume import with_date
@@ -147,7 +147,8 @@ def state_adapter(state: State, base: Base, any_base: bool = False) -> Adapter:
             where=f"{state.run}@step-{state.step}",
             mend="finish the run and export it; chat and eval open its checkpoints",
         )
-    config, lora = state.config, replace(state.config.lora, adapter="")
+    config, asked = state.config, state.config.lora.resolved()
+    lora = replace(asked, adapter="", targets=targets_of(base.spec, asked))
     wide = with_new_tokens(base, lora.new_tokens) if lora.new_tokens else base
     arena = build_arena(wide.spec, lora, torch.device("cpu"), torch.float32)
     _check(state, base, arena, any_base)
