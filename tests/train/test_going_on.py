@@ -22,7 +22,7 @@ from graftune.files import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.tokenizer import template
-from graftune.train import checkpoint, loop, prepare, resume
+from graftune.train import checkpoint, loop, prepare, resume, telling
 from graftune.train.checkpoint import Progress
 from graftune.train.hot import HostLoop
 from graftune.train.schedule import learning_rate
@@ -38,7 +38,7 @@ DATED = (
 
 @pytest.fixture(autouse=True)
 def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
 
 
 def again(run: Path, **overrides: Any) -> Any:
@@ -332,7 +332,7 @@ def test_settings_are_compared_by_name(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "loss_plot", lambda *_: None)
+        patch.setattr(telling, "loss_plot", lambda *_: None)
         return train(settings(tiny_folder("llama"), tmp_path_factory.mktemp("finished") / "run"), console=QUIET).folder
 
 

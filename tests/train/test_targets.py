@@ -15,7 +15,7 @@ from graftune.cli import main
 from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
-from graftune.train import checkpoint, loop, target
+from graftune.train import checkpoint, target, telling
 from graftune.weights.adapter import load_adapter
 from tests.train.runs import write_data
 from tests.train.test_loop import settings, stopped_copy
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
     """Validated at steps 3 and 6, saved at every second one too, with new tokens and norms in its arena."""
     more = {"new_tokens": ["<a>", "<b>"], "train_norms": True, "max_steps": 6, "lr": 0.005}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "loss_plot", lambda *_: None)
+        patch.setattr(telling, "loss_plot", lambda *_: None)
         out = tmp_path_factory.mktemp("targets") / "run"
         return train(settings(tiny_folder("gemma3"), out, **more), console=QUIET).folder
 
@@ -139,7 +139,7 @@ def test_another_base(run: Path, tiny_folder) -> None:
 
 
 def test_a_whole_model(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
     values = settings(tiny_folder("llama"), tmp_path / "run", max_steps=3, dropout=0.0).flat()
     config = Config.of(values | {"method": "full", "rank": Config().lora.rank})
     run = train(config, console=QUIET).folder
