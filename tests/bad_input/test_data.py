@@ -121,6 +121,6 @@ def test_bad_validation_data(base: Path, data: Path, tmp_path: Path, refuse: Ref
 
 
 def test_bad_adapters(base: Path, data: Path, tmp_path: Path, refuse: Refuse) -> None:
-    assert "holds no adapter_config.json" in refuse(base, data, "--adapter", str(tmp_path))
+    assert "is a folder of data files, not an adapter" in refuse(base, data, "--adapter", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{")
     assert "is not valid JSON" in refuse(base, data, "--adapter", str(tmp_path))

@@ -209,7 +209,7 @@ def test_broken_off_taken_up_and_offline(handler: type[Hub], tmp_path: Path) -> 
     shown = [line for line in patient[2].splitlines() if line.endswith("downloaded")]
     assert shown and all(line.startswith("me/tiny: ") for line in shown) and "\r" not in patient[2]
     code, out, err = impatient
-    assert code == 2 and out == "" and err.count("graftune: ") == 1
+    assert code == 2 and json.loads(out)["error"]["where"] == "me/mini" and err.count("graftune: ") == 1
     assert "me/mini" in err.splitlines()[-1] and "are kept" in err.splitlines()[-1]
     assert "config.json" in refused and missing == {"model.safetensors": [""]} and nothing == {}
     assert again[0] == cached[0] == 0 and "downloaded" not in cached[2]
@@ -338,7 +338,8 @@ def test_a_hub_name(endpoint: str, tmp_path: Path) -> None:
     for code, out, _ in (found, at_commit):
         assert code == 0 and json.loads(out)["examples"] == 16, answers
     for code, out, err in (nobody, nonesuch, broken, no_name):
-        assert code == 2 and out == "" and err.startswith("graftune: ") and err.count("\n") == 1, err
+        assert code == 2 and err.startswith("graftune: ") and err.count("\n") == 1, err
+        assert list(json.loads(out)) == ["error"]
     assert "me/nobody: is neither a file or folder here nor a model on the Hub" in nobody[2]
     assert "me/tiny: has no revision 'nonesuch' on the Hub" in nonesuch[2]
     assert "me/broken" in broken[2] and "the Hub could not be reached" in broken[2]

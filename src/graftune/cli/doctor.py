@@ -87,9 +87,12 @@ def _explain(name: str, revision: str, console: Console) -> int:
         shown |= {"parameters": f"{facts['parameters']:,}"} if "parameters" in facts else {}
         console.table("Base", ("item", "value"), list(shown.items()))
         console.line("It can be trained." if report.error is None else "It cannot be trained.")
-    if report.error is not None:
-        raise report.error
-    return 0
+    if report.error is None:
+        return 0
+    if console.json:  # the document says why already, and stdout takes one
+        console.note(f"graftune: {report.error}")
+        return 2
+    raise report.error
 
 
 def _template(tokenizer: Any) -> str:
