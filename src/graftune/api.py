@@ -30,6 +30,7 @@ from graftune.export import export
 from graftune.infer.generate import TextStream, generate
 from graftune.infer.sample import Sampling
 from graftune.kernels.adamw import Hyper
+from graftune.observe.console import Console
 from graftune.observe.speed import Meter
 from graftune.tokenizer import Tokenizer
 from graftune.train.accumulator import Accumulator
@@ -105,9 +106,10 @@ class Run:
             "adapter": self.config.lora.adapter,
         }
 
-    def prepare(self, data: str) -> Dataset:
-        """Read and tokenise a data file by the run's data settings."""
-        return prepare(data, self.tokenizer, self.config.data)
+    def prepare(self, data: str, console: Console | None = None) -> Dataset:
+        """Read and tokenise data by the run's data settings; what was encoded before is found again. `console` shows
+        progress."""
+        return prepare(data, self.tokenizer, self.config.data, console)
 
     def batches(self, data: Dataset, epoch: int = 0) -> Iterator[PackedBatch]:
         """One packed micro-batch after another, shuffled by the run's seed."""

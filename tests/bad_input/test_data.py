@@ -39,7 +39,7 @@ def test_bad_json_on_line_n(base: Path, tmp_path: Path, refuse: Refuse, capsys) 
     assert "row 3: broken JSON" in refuse(base, path, "--strict")
     line = ["train", str(base), str(path), *SETTINGS, "--max-steps", "1", "--out", str(tmp_path / "run")]
     assert main(line) == 0
-    assert "1 rows left out: broken JSON" in capsys.readouterr().err
+    assert "1 row left out: broken JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

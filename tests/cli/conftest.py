@@ -42,7 +42,7 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         return {"adapter": self.adapter}
 
-    def prepare(self, data: str) -> Any:
+    def prepare(self, data: str, console: Any = None) -> Any:
         self._note("prepare", data)
         return SimpleNamespace(examples=[None] * 7, summary=SimpleNamespace(refused={}, dropped={}))
 

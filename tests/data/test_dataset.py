@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,3 +177,89 @@ def test_the_same_file_gives_the_same_examples(tmp_path: Path) -> None:
     first, second = (load(tmp_path, {"prompt": "a", "response": "b"}) for _ in range(2))
     assert first.examples == second.examples and first.sha256 == second.sha256
     assert load(tmp_path, {"prompt": "a", "response": "c"}).sha256 != first.sha256
+
+
+def test_a_long_text_takes_memory_by_its_length_alone() -> None:
+    text = " ".join(str(i) for i in range(8_000))
+    tracemalloc.start()
+    try:
+        built = build_text(text, tokenizer(), 8, 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(built) > 1000 and peak < 400 * len(text), f"{peak / len(text):.0f} bytes per character"
+    assert [bool(one.prompt) for one in built[:2]] == [True, False] and not any(one.reference for one in built[1:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_repeats_stay_on_one_side(tmp_path: Path, seed: int) -> None:
+    rows = [{"prompt": f"q{i % 12}", "response": f"a{i % 12}"} for i in range(40)]
+    # Two conversations that share one of their examples are one group as well.
+    rows += [{"messages": turns("x", "long " * 8, "y", f"z{i}")} for i in range(4)]
+    data = load(tmp_path, *rows, max_seq_len=63)
+    train, val = split(data, 0.25, seed)
+    tokens = [{tuple(e.tokens) for e in side.examples} for side in (train, val)]
+    assert not tokens[0] & tokens[1] and len(train) and len(val)
+    assert len({e.row for e in val.examples}) <= round(44 * 0.25)
+    assert data.summary.duplicates == 28 + 3 and "31 of 48 examples repeat earlier ones" in data.summary.says()[0]
+    train, val = split(load(tmp_path, *rows[:1] * 5), 0.2, seed)
+    assert (len(train), len(val)) == (4, 1) and train.shared_with(val) == 1, "where all are the same, it is said"
+
+
+def test_without_repeats_the_split_is_what_it_always_was() -> None:
+    """Pinned: a run that was begun before repeats were looked at still finds its rows."""
+    train, val = split(dataset(list(range(1, 41))), 0.2, 42)
+    order = np.random.default_rng([42, 0x5917]).permutation(40)
+    assert [e.row for e in val.examples] == sorted(int(i) + 1 for i in order[:8])
+    assert train.summary.duplicates == 0 and not train.summary.says()
+
+
+def test_repeats_by_weight_are_no_duplicates(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}", "response": "a"}) + "\n" for i in range(10)))
+    data = prepare(({"path": str(path), "weight": 3.0},), with_template(CHATML), DataConfig())
+    assert len(data) == data.summary.examples == 30 and data.summary.duplicates == 0
+    assert data.summary.tokens == sum(len(e.tokens) for e in data.examples)
+    train, val = split(data, 0.2, 1)
+    assert (len(train), len(val)) == (24, 6) and len({e.row for e in val.examples}) == 2
+
+
+def test_at_most_so_many_validation_examples() -> None:
+    data = dataset(list(range(1, 101)))
+    few = data.at_most(7, 3)
+    assert len(few) == 7 and few.examples == data.at_most(7, 3).examples != data.at_most(7, 4).examples
+    rows = [e.row for e in few.examples]
+    assert rows == sorted(rows) and max(rows) > 20, "from all of the data, in its order"
+    assert data.at_most(0, 3) is data and data.at_most(100, 3) is data
+
+
+def test_what_max_seq_len_cuts_is_said_with_its_share(tmp_path: Path) -> None:
+    short = [{"prompt": "a", "response": f"b{i}"} for i in range(6)]
+    long = [{"prompt": f"why {i} " * 40, "response": "b"} for i in range(3)] + [{"prompt": "a", "response": "z" * 300}]
+    data = load(tmp_path, *short, *long, max_seq_len=64)
+    needed = load(tmp_path, *short, *long, max_seq_len=2000).longest
+    assert data.summary.warnings() == [] or data.summary.needed >= needed
+    (warning,) = data.summary.warnings()
+    assert warning == (
+        f"40% of the examples are longer than max_seq_len 64 and were shortened or dropped; "
+        f"max_seq_len {data.summary.needed} keeps all"
+    )
+    whole = load(tmp_path, *short, *long, max_seq_len=data.summary.needed)
+    assert whole.summary.warnings() == [] and not whole.summary.truncated and not whole.summary.dropped
+    assert load(tmp_path, *short, *long, max_seq_len=data.summary.needed - 1).summary.warnings()
+    assert data.summary.kept() == {256: 0.9, data.summary.needed: 1.0} or data.summary.needed < 256
+    assert sum(count for _, _, count in data.summary.histogram()) == 10
+
+
+def test_a_text_that_is_divided_loses_nothing_and_is_no_warning(tmp_path: Path) -> None:
+    data = load(tmp_path, {"text": "one two three " * 80}, max_seq_len=32)
+    assert len(data) > 5 and data.summary.warnings() == []
+
+
+def test_details_of_many_refused_rows_are_counted_in_memory_and_listed_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graftune.data.maker.KEPT_DETAILS", 3)
+    data = load(tmp_path, {"prompt": "a", "response": "b"}, *[{"x": i} for i in range(10)])
+    assert len(data.summary.details) == 3 and data.summary.left_out == 10
+    assert [row for row, _ in data.details()] == list(range(2, 12))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from graftune.config import DataConfig
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.preview import preview, preview_text, summary_json
+from graftune.data.preview import MaskView, preview, summary_json
 from tests.data.helpers import CHATML, turns, with_template
 
 CHAT = with_template(CHATML)
@@ -37,7 +37,7 @@ def shown(data: Dataset, **console: object) -> str:
 
 def test_plain(tmp_path: Path) -> None:
     data = load(tmp_path)
-    assert preview_text(data, CHAT, 1).split("\n", 1)[1] == MARKED
+    assert MaskView(data.examples[0], CHAT).plain() == MARKED
     text = shown(data)
     assert all(line in text for line in MARKED.splitlines())
     assert "row 1:" in text and "refused" in text and "row 2: unknown keys: found 'nope'" in text

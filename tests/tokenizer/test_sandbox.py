@@ -163,8 +163,8 @@ def test_the_first_rendering_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(Unbounded):
         form.render([{"role": "user", "content": "go"}, TALK[1]], None)
     template, clocks = ChatTemplate(tiny.TEMPLATE + SLOW["nested loops"]), []
-    bounded = sandbox.Sandbox.bounded
-    monkeypatch.setattr(sandbox.Sandbox, "bounded", lambda self: (clocks.append(self), bounded(self))[1])
+    rendered = sandbox.Sandbox.rendered
+    monkeypatch.setattr(sandbox.Sandbox, "rendered", lambda self, *a: (clocks.append(self), rendered(self, *a))[1])
     with pytest.raises(Unbounded):
         chat_format(dataclasses.replace(tokenizer, template=template), DataConfig())
     assert len(clocks) == 1, "once, not once a probe"

@@ -39,7 +39,7 @@ def data(
     json: Switch = False,
     settings: Any = None,
 ) -> int:
-    """Show what would be trained on DATA: the masked examples, the counts, every refused row and why.
+    """Show what would be trained on DATA: the masked examples, the counts, lengths, every refused row and why.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def data(
 
     tokenizer, context = _tokenizer(whole)
     whole = whole.replace(max_seq_len=whole.data.longest(context))
-    dataset = prepare(whole.data.data or str(sample_path()), tokenizer, whole.data)
+    dataset = prepare(whole.data.data or str(sample_path()), tokenizer, whole.data, console)
     if json:
         console.result(summary_json(dataset, tokenizer, show))
     else:

@@ -39,10 +39,10 @@ def evaluate(
     console = Console(json=json, quiet=quiet)
     check_data(data)
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console)
-    examples = run.prepare(data)
+    examples = run.prepare(data, console)
     left_out = {**examples.summary.refused, **examples.summary.dropped}
     for reason, count in left_out.items():
-        console.warn(f"{count} rows left out: {reason}")
+        console.warn(f"{count} {'row' if count == 1 else 'rows'} left out: {reason}")
     tuned = _figures(_with_progress(run, examples, console, True))
     base = _figures(_with_progress(run, examples, console, False)) if base_too else None
     more = {"base": base} if base else {}

@@ -12,7 +12,8 @@ import dataclasses
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data import cached
 from graftune.data.encoded import Entry, Examples, Store, Writer
-from graftune.data.maker import Maker
+from graftune.data.maker import CHUNK_ROWS, Maker
 from graftune.data.record import Message
-from graftune.data.source import digest_of, rows, sources
+from graftune.data.source import SourceFile, digest_of, rows, sources
 from graftune.data.summary import Summary, nothing_usable
 from graftune.errors import GraftuneError
 from graftune.mixture import DataValue, label
+from graftune.observe.console import Console
 from graftune.tokenizer import Tokenizer
 
 
@@ -68,7 +70,6 @@ class Dataset:
     summary: Summary
     sha256: str
     path: str
-    uncached: str = ""  # why the next start will have to encode it again
 
     @staticmethod
     def of(
@@ -117,6 +118,10 @@ class Dataset:
         """Of all tokens and masks in their order, however they are stored: what a run's identity takes in."""
         return hashlib.sha256(self.examples.digests.tobytes()).hexdigest()
 
+    def shared_with(self, other: Dataset) -> int:
+        """How many of the other's examples are here too, token for token."""
+        return int(np.isin(other.examples.digests, self.examples.digests).sum())
+
     def details(self) -> Iterator[tuple[int, str]]:
         """(row, why) for every row of the whole data that was refused or dropped."""
         return self.examples.store.details()
@@ -145,10 +150,9 @@ class Dataset:
         return self.subset(np.sort(order[:count]))
 
 
-def prepare(
-    value: DataValue, tokenizer: Tokenizer, config: DataConfig, told: Callable[[int], None] = lambda rows: None
-) -> Dataset:
-    """Everything in the data that can be trained on; GraftuneError if that is nothing. `told`: rows read so far."""
+def prepare(value: DataValue, tokenizer: Tokenizer, config: DataConfig, console: Console | None = None) -> Dataset:
+    """Everything in the data that can be trained on; GraftuneError if that is nothing. `console` shows the progress of
+    encoding, and why encoded data cannot be kept."""
     notes: dict[str, int] = {}  # in the order they come, each once
 
     def note(text: str) -> None:
@@ -162,9 +166,13 @@ def prepare(
 
         def write(writer: Writer) -> dict[str, Any]:
             maker = Maker(tokenizer, config, path)
-            for chunk in maker.chunks(rows(files, config.map, note)):
-                writer.add(chunk.entries, chunk.details)
-                told(maker.summary.rows)
+            total = _rows_of(files)
+            total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
+            with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
+                for chunk in maker.chunks(rows(files, config.map, note)):
+                    writer.add(chunk.entries, chunk.details)
+                    if bar is not None:
+                        bar.update(maker.summary.rows)
             maker.summary.notes.update(notes)
             if not maker.summary.examples:
                 raise nothing_usable(maker.summary, path)
@@ -174,13 +182,27 @@ def prepare(
             return {"summary": maker.summary.document()}
 
         store, why = cached.make(key, _vocabulary(tokenizer), write)
+        if why and console is not None:
+            console.warn(f"encoded data cannot be kept in {cached.folder()} ({why}): the next start encodes it again")
     summary = Summary.of(store.header["summary"])
     summary.notes = notes | summary.notes
-    return Dataset(Examples(store), summary, sha256, path, why)
+    return Dataset(Examples(store), summary, sha256, path)
 
 
 def _digest(path: Path) -> str:
     return digest.sha256([path])
+
+
+def _rows_of(files: Sequence[SourceFile]) -> int:
+    """How many rows there are, for a progress bar; 0 where only reading can tell."""
+    if any(file.path.suffix.lower() not in (".jsonl", ".ndjson") for file in files):
+        return 0
+    count = 0
+    for one in files:
+        with one.path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                count += piece.count(b"\n")
+    return count
 
 
 def _kind(path: Path) -> str:
@@ -202,11 +224,11 @@ def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Datas
     rows, row_of = np.unique(dataset.examples.column("row"), return_inverse=True)
     group_of = _groups(row_of, dataset.examples.digests)
     sizes = np.bincount(group_of)
-    if len(sizes) < 2:
-        all_same = len(rows) > 1
-        what = "all rows are the same" if all_same else f"only {len(rows)} usable row"
+    if len(sizes) < 2 <= len(rows):  # all rows are the same: whoever wants that gets two sides that are
+        group_of, sizes = np.arange(len(rows)), np.ones(len(rows), dtype=np.int64)
+    if len(rows) < 2:
         raise GraftuneError(
-            f"{what}, which cannot be split into training and validation",
+            f"only {len(rows)} usable row, which cannot be split into training and validation",
             where=dataset.path,
             mend="give more rows, a file of their own with eval_data, or val_split 0",
         )

@@ -44,6 +44,15 @@ class Pending:
     def texts(self) -> list[str]:
         return [passage.text for passage in self.passages] if self.text is None else [self.text]
 
+    @property
+    def size(self) -> int:
+        """In characters."""
+        return sum([len(passage.text) for passage in self.passages]) if self.text is None else len(self.text)
+
+    @property
+    def count(self) -> int:
+        return len(self.passages) if self.text is None else 1
+
 
 @dataclass
 class Chunk:
@@ -83,7 +92,7 @@ class Maker:
         size = 0
         for row in rows:
             held.append(self._rendered(row))
-            size += sum(map(len, held[-1].texts))
+            size += held[-1].size
             if len(held) >= CHUNK_ROWS or size >= CHUNK_CHARS:
                 yield held
                 held, size = [], 0
@@ -124,10 +133,11 @@ class Maker:
         return fitter.passages(messages, record.tools, trained)
 
     def _chunk(self, pending: list[Pending], coming: Future[Encoded]) -> Chunk:
-        chunk, encoded = Chunk(rows=len(pending)), iter(coming.result())
+        chunk, encoded, done = Chunk(rows=len(pending)), coming.result(), 0
         for one in pending:
-            found = [next(encoded) for _ in one.texts]
-            self._account(one, found, chunk)
+            count = one.count
+            self._account(one, encoded[done : done + count], chunk)
+            done += count
         return chunk
 
     def _account(self, one: Pending, encoded: Encoded, chunk: Chunk) -> None:

@@ -15,12 +15,13 @@ from rich.text import Text
 
 from graftune.batch import Example
 from graftune.data.dataset import Dataset
-from graftune.data.summary import Summary
+from graftune.data.summary import Summary, counted, share
 from graftune.tokenizer import Tokenizer
 
 OPEN, CLOSE = "⟦", "⟧"
 TRAINED, PROMPT, HEADING = "bold green", "dim", "bold"
 SHOWN_DETAILS = 20
+BAR, BARS = "█", 40  # the longest bar has so many
 
 
 def segments(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
@@ -64,13 +65,7 @@ class MaskView:
 def preview(dataset: Dataset, tokenizer: Tokenizer, count: int) -> RenderableType:
     """The first `count` examples and the summary."""
     views: list[RenderableType] = [MaskView(example, tokenizer) for example in dataset.examples[:count]]
-    return Group(*views, summary_table(dataset.summary), *_left_out(dataset.summary))
-
-
-def preview_text(dataset: Dataset, tokenizer: Tokenizer, count: int) -> str:
-    """The same examples as plain text with marks."""
-    views = (MaskView(example, tokenizer) for example in dataset.examples[:count])
-    return "\n\n".join(f"{view.heading}\n{view.plain()}" for view in views)
+    return Group(*views, summary_table(dataset.summary), *lengths_view(dataset.summary), *_left_out(dataset.summary))
 
 
 def summary_table(summary: Summary) -> Table:
@@ -85,9 +80,33 @@ def summary_table(summary: Summary) -> Table:
     for name in ("refused", "dropped", "truncated"):
         for reason, count in getattr(summary, name).items():
             table.add_row(name, Text(f"{count}: {reason}"))
+    for warning in summary.warnings():
+        table.add_row("warning", Text(warning))
+    for note in summary.says():
+        table.add_row("note", Text(note))
     for note, count in summary.notes.items():
-        table.add_row("note", Text(f"{note} ({count} rows)" if count else note))
+        table.add_row("note", Text(f"{note} ({counted(count, 'row')})" if count else note))
     return table
+
+
+def lengths_view(summary: Summary) -> list[RenderableType]:
+    """The examples' lengths as bars, and what a few values of max_seq_len would keep whole."""
+    parts = summary.histogram()
+    if not parts:
+        return []
+    most = max(count for _, _, count in parts)
+    bars = Table(show_header=False, box=None, pad_edge=False)
+    for first, last, count in parts:
+        bars.add_row(
+            Text(f"{first} to {last}", justify="right"), Text(BAR * -(-BARS * count // most)), Text(str(count))
+        )
+    kept = [f"{limit}: {share(part)}" for limit, part in summary.kept().items()]
+    return [
+        Text(""),
+        Text("tokens per example, before anything is cut", style=HEADING),
+        bars,
+        Text(f"kept whole by max_seq_len {', '.join(kept)} (now {summary.max_seq_len})"),
+    ]
 
 
 def _left_out(summary: Summary) -> list[RenderableType]:
@@ -105,6 +124,9 @@ def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: in
         "sha256": dataset.sha256,
         **{key: value for key, value in summary.document().items() if key != "details"},
         "supervised_share": summary.supervised_share,
+        "histogram": [{"from": first, "to": last, "examples": n} for first, last, n in summary.histogram()],
+        "kept_whole": [{"max_seq_len": limit, "share": part} for limit, part in summary.kept().items()],
+        "warnings": summary.warnings(),
         "details": [{"row": row, "reason": why} for row, why in dataset.details()],
     }
     if tokenizer is not None:

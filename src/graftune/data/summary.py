@@ -10,6 +10,19 @@ from graftune.errors import GraftuneError
 
 KEPT_DETAILS = 1000  # rows left out that are described in memory; the encoded file describes them all
 LIMITS = (256, 512, 1024, 2048, 4096, 8192)
+SHORTEST = 32  # tokens that the first part of a histogram reaches to
+
+
+def counted(count: int, noun: str) -> str:
+    """With the noun in its right number: `1 row`, `2 rows`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def share(part: float) -> str:
+    """In percent, never rounded to nothing or to all."""
+    if 0 < part < 0.01:
+        return "less than 1%"
+    return f"{part:.0%}" if not 0.99 < part < 1 else f"{int(part * 1000) / 10:.1f}%"
 
 
 @dataclass
@@ -53,15 +66,24 @@ class Summary:
         limits = [limit for limit in LIMITS if limit < self.needed] + ([self.needed] if self.lengths else [])
         return {limit: 1 - self.too_long(limit) / total for limit in limits}
 
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """(from, to, examples) by length, each part twice as wide as the one before; from the shortest on."""
+        found: dict[int, int] = {}
+        for length, count in self.lengths.items():
+            power = max(SHORTEST, 1 << (length - 1).bit_length())
+            found[power] = found.get(power, 0) + count
+        powers = [1 << n for n in range(min(found).bit_length() - 1, max(found).bit_length())] if found else []
+        return [(power // 2 + 1 if power > SHORTEST else 1, power, found.get(power, 0)) for power in powers]
+
     def warnings(self) -> list[str]:
         """What has to be said aloud, in whole sentences."""
         found = []
         shortened, total = self.too_long(self.max_seq_len), sum(self.lengths.values())
         if shortened and (self.truncated or self.dropped):
-            share = f"{shortened / total:.0%}" if shortened / total >= 0.01 else f"{shortened} of {total}"
+            which = f"{share(shortened / total)} of the examples are" if shortened > 1 else "1 example is"
             found.append(
-                f"{share} of the examples are longer than max_seq_len {self.max_seq_len} and were shortened or "
-                f"dropped; max_seq_len {self.needed} keeps all of them whole"
+                f"{which} longer than max_seq_len {self.max_seq_len} and "
+                f"{'were' if shortened > 1 else 'was'} shortened or dropped; max_seq_len {self.needed} keeps all"
             )
         return found
 

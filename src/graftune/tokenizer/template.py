@@ -138,8 +138,7 @@ class ChatTemplate:
         variables |= extra
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            with self._sandbox.bounded():
-                return self._compiled.render(variables)
+            return self._sandbox.rendered(self._compiled, variables)
         except Endless as error:
             raise Unbounded(
                 f"the template {error} over one conversation", where=self.name, mend="use another template"

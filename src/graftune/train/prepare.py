@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graftune.config import Config
-from graftune.data.dataset import Dataset, Summary, prepare, split
+from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.encoded import distinct_tokens
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
+from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
 from graftune.files import LOCK, FolderLock
 from graftune.mixture import DataValue, label, slug
@@ -170,11 +171,12 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
     console.note(f"reading {label(path)}")
-    whole = prepare(path, reader, config.data)
+    whole = prepare(path, reader, config.data, console)
     if config.data.eval_data:
-        training, validation = whole, prepare(config.data.eval_data, reader, config.data)
+        training, validation = whole, prepare(config.data.eval_data, reader, config.data, console)
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
+    validation = validation.at_most(config.data.eval_examples, config.train.seed)
     _tell_data(console, whole, training, validation)
     longest = max(training.longest, validation.longest)
     if longest > base.spec.max_positions:
@@ -251,19 +253,31 @@ def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: 
         f"data: {len(training)} examples to train on, {len(validation)} to validate, {summary.tokens} tokens, "
         f"{summary.supervised_share:.0%} of them trained"
     )
+    if summary.template:
+        console.note(f"chat template: {summary.template}")
     tell_refused(console, summary)
+    if summary.duplicates or validation.path != whole.path:
+        both = training.shared_with(validation)
+        if both:
+            console.warn(f"{both} of {len(validation)} validation examples are in the training data too, word for word")
     if validation.path != whole.path:
         tell_refused(console, validation.summary, "validation data: ")
 
 
 def tell_refused(console: Console, summary: Summary, prefix: str = "") -> None:
     """Nothing is left out silently: a number for every reason."""
-    for reason, count in {**summary.refused, **summary.dropped}.items():
-        console.warn(f"{prefix}{count} rows left out: {reason}")
+    for reason, count in summary.refused.items():
+        console.warn(f"{prefix}{counted(count, 'row')} left out: {reason}")
+    for reason, count in summary.dropped.items():
+        console.warn(f"{prefix}{counted(count, 'example')} left out: {reason}")
     for reason, count in summary.truncated.items():
-        console.warn(f"{prefix}{count} examples shortened: {reason}")
+        console.warn(f"{prefix}{counted(count, 'example')} shortened: {reason}")
+    for warning in summary.warnings():
+        console.warn(f"{prefix}{warning}")
+    for text in summary.says():
+        console.note(f"{prefix}{text}")
     for text, count in summary.notes.items():
-        console.note(f"{prefix}{text} ({count} rows)")
+        console.note(f"{prefix}{text} ({counted(count, 'row')})" if count else f"{prefix}{text}")
 
 
 def tell_start(

@@ -1,0 +1,289 @@
+"""Encoded data on disk: the same examples as in memory, found again only while nothing that decides them changed, and
+never believed when damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftune import digest
+from graftune.batch import Example
+from graftune.config import DataConfig
+from graftune.data import cached, dataset, maker
+from graftune.data.dataset import Dataset, prepare
+from graftune.data.encoded import Damaged, Entry, Examples, Store, Writer, distinct_tokens, take
+from graftune.data.pack import pack
+from graftune.errors import GraftuneError
+from graftune.observe.console import Console
+from tests.data.helpers import CHATML, tokenizer, turns, with_template
+
+CHAT = with_template(CHATML)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever texts are encoded."""
+    found: list[int] = []
+    plain = maker.Maker.chunks
+
+    def counted(self: Any, rows: Any) -> Any:
+        found.append(1)
+        return plain(self, rows)
+
+    monkeypatch.setattr(maker.Maker, "chunks", counted)
+    return found
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+ROWS = [{"messages": turns(f"What is {i}?", f"It is {i}.")} for i in range(20)]
+
+
+def entries(files: list[Path]) -> list[Path]:
+    return [path for path in files if path.suffix == cached.SUFFIX]
+
+
+def kept() -> list[Path]:
+    return entries(list(cached.folder().iterdir()))
+
+
+examples_of = st.lists(
+    st.lists(st.tuples(st.integers(0, 70000), st.booleans()), min_size=1, max_size=40), min_size=1, max_size=9
+).map(lambda docs: [Example([t for t, _ in doc], [on for _, on in doc], i + 1) for i, doc in enumerate(docs)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(examples=examples_of, small=st.booleans(), chunk=st.integers(1, 4), times=st.integers(1, 3))
+def test_what_is_written_is_read(examples: list[Example], small: bool, chunk: int, times: int) -> None:
+    if small:
+        examples = [dataclasses.replace(e, tokens=[t % 500 for t in e.tokens]) for e in examples]
+    file = io.BytesIO()
+    writer = Writer(file, 500 if small else 70001)
+    for start in range(0, len(examples), chunk):
+        part = examples[start : start + chunk]
+        details = [(e.row, f"why {e.row}\nä") for e in part]
+        writer.add([Entry(e, f"p{e.row}ü", "r", [{"role": "user", "content": "é"}], times) for e in part], details)
+    writer.close(fact=1)
+    store = Store(file.getvalue())
+    found = Examples(store)
+    want = [example for example in examples for _ in range(times)]
+    assert list(found) == want and found == want and found != want[1:] and store.header["fact"] == 1
+    assert found.column("responses").tolist() == [e.response_tokens for e in want]
+    assert store.text(0, "prompt") == "p1ü" and json.loads(store.text(0, "messages"))[0]["content"] == "é"
+    assert list(store.details()) == [(e.row, f"why {e.row}\nä") for e in examples]
+    assert distinct_tokens(found) == len({token for e in examples for token in e.tokens})
+    order = list(range(len(want)))[::-2]
+    ours, plain = pack(take(found, order)), pack([want[i] for i in order])
+    for name in ("tokens", "positions", "cu_seqlens", "rows", "labels"):
+        assert getattr(ours, name).equal(getattr(plain, name))
+    assert ours.lengths == plain.lengths and ours.response_tokens == plain.response_tokens
+
+
+def test_a_second_start_finds_what_the_first_one_made(tmp_path: Path, encoded: list[int]) -> None:
+    path = write(tmp_path / "d.jsonl", *ROWS, {"nope": 1})
+    first, second = (prepare(path, CHAT, DataConfig()) for _ in range(2))
+    assert len(encoded) == 1 and first.examples == second.examples and first.digest == second.digest
+    assert first.summary == second.summary and list(second.details()) == first.summary.details != []
+    assert second.prompts[3] == first.prompts[3] != "" and second.references[3] == "It is 3."
+    moved = write(tmp_path / "elsewhere.jsonl", *ROWS, {"nope": 1})
+    assert prepare(moved, CHAT, DataConfig()).digest == first.digest and len(encoded) == 1, "content, not place"
+
+
+@pytest.mark.parametrize("change", ["data", "tokenizer", "template", "setting", "file template", "code"])
+def test_whatever_decides_a_token_makes_another_entry(
+    tmp_path: Path, encoded: list[int], change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, chat, config = write(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig(max_seq_len=64)
+    template = tmp_path / "t.jinja"
+    template.write_text(CHATML)
+    if change == "file template":
+        config = dataclasses.replace(config, template=str(template))
+    prepare(path, chat, config)
+    if change == "data":
+        write(Path(path), *ROWS, ROWS[0])
+    elif change == "tokenizer":
+        chat = dataclasses.replace(chat, backend=tokenizer().with_tokens(["<new>"]).backend)
+    elif change == "template":
+        chat = with_template(CHATML.replace("m.role", "'x' + m.role"))
+    elif change == "setting":
+        config = dataclasses.replace(config, max_seq_len=32)
+    elif change == "file template":
+        template.write_text(CHATML.replace("endfor", "endfor ") + " ")
+    else:
+        monkeypatch.setattr(cached, "_code", lambda: "another version")
+    prepare(path, chat, config)
+    assert len(encoded) == 2 and len(kept()) == 2
+    apart = dataclasses.replace(config, val_split=0.4, eval_examples=3, date="2026-01-01")
+    prepare(path, chat, apart)
+    assert len(encoded) == 2, "how the data is divided decides no token"
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "header", "index", "foreign", "trailer"])
+def test_a_damaged_entry_is_made_again(tmp_path: Path, encoded: list[int], damage: str) -> None:
+    path = write(tmp_path / "d.jsonl", *ROWS)
+    want = prepare(path, CHAT, DataConfig()).digest
+    (file,) = kept()
+    content = bytearray(file.read_bytes())
+    if damage == "cut":
+        content = content[:-100]
+    elif damage == "empty":
+        content = bytearray()
+    elif damage == "header":
+        content[-150] ^= 1
+    elif damage == "trailer":
+        content[-3] ^= 1
+    elif damage == "index":
+        place = Store(bytes(content)).header["arrays"]["count"]
+        content[place] ^= 1
+    else:
+        prepare(write(tmp_path / "other.jsonl", *ROWS[1:]), CHAT, DataConfig())
+        encoded.pop()
+        content = bytearray(next(f for f in kept() if f != file).read_bytes())
+    file.write_bytes(bytes(content))
+    assert prepare(path, CHAT, DataConfig()).digest == want and len(encoded) == 2
+    assert prepare(path, CHAT, DataConfig()).digest == want and len(encoded) == 2, "it is whole again"
+
+
+@settings(max_examples=150, deadline=None)
+@given(place=st.floats(0, 0.999), bit=st.integers(0, 7), cut=st.booleans())
+def test_no_damage_ends_in_a_traceback(place: float, bit: int, cut: bool) -> None:
+    file = io.BytesIO()
+    writer = Writer(file, 100)
+    writer.add([Entry(Example([1, 2, 3], [False, True, True], 1), "p", "r", [])])
+    writer.close(summary={})
+    content = bytearray(file.getvalue())
+    at = int(place * len(content))
+    content[at] ^= 1 << bit
+    try:
+        store = Store(bytes(content[:at] if cut else content))
+    except Damaged:
+        return
+    assert not cut and len(Examples(store)) == 1
+
+
+def test_two_at_once_both_end_with_the_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", *ROWS)
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(prepare(path, CHAT, DataConfig()).digest)) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and len(set(found)) == 1
+    assert len(kept()) == len(list(cached.folder().iterdir())) == 1, "nothing half-written stays"
+
+
+def test_another_process_may_have_made_it_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "d.jsonl", *ROWS)
+    want = prepare(path, CHAT, DataConfig())
+    monkeypatch.setattr(cached, "find", lambda key: None)  # it was not there yet when this one looked
+    late = prepare(path, CHAT, DataConfig())
+    assert late.digest == want.digest and list(want.examples) == list(late.examples), "the first map still reads"
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(3)]
+    first, second = (prepare(path, CHAT, DataConfig()) for path in paths[:2])
+    by_age = sorted(kept(), key=lambda file: file.stat().st_mtime_ns)
+    for age, file in enumerate(reversed(by_age)):
+        os.utime(file, (1000 - age, 1000 - age))
+    prepare(paths[0], CHAT, DataConfig())  # used again: the other one is the oldest now
+    half = cached.folder() / "left.123.part"
+    half.write_text("half")
+    os.utime(half, (5, 5))
+    monkeypatch.setattr(cached, "LIMIT", sum(file.stat().st_size for file in kept()) + 100)
+    prepare(paths[2], CHAT, DataConfig())
+    left = {Store.open(file).header["summary"]["rows"] for file in kept()}
+    assert left == {20, 18} and not half.exists()
+    assert [len(list(data.examples)) for data in (first, second)] == [20, 19], "what is in use stays readable"
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    data = prepare(write(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig(), Console())
+    assert len(data) == 20 and data.examples[0].tokens
+    assert "encoded data cannot be kept" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Writer, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    path = write(tmp_path / "d.jsonl", *ROWS)
+    monkeypatch.setattr(Writer, "_write", full)
+    with pytest.raises(GraftuneError, match=r"No space left on device.*GRAFTUNE_CACHE"):
+        prepare(path, CHAT, DataConfig())
+    assert list(cached.folder().iterdir()) == []
+
+
+def test_data_that_changes_under_the_reader_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "d.jsonl", *ROWS)
+    plain = dataset.rows
+
+    def changing(*args: Any) -> Any:
+        yield from plain(*args)
+        write(Path(path), *ROWS[1:])
+
+    monkeypatch.setattr(dataset, "rows", changing)
+    with pytest.raises(GraftuneError, match="changed while it was being read"):
+        prepare(path, CHAT, DataConfig())
+    assert list(cached.folder().iterdir()) == []
+
+
+def test_the_second_start_does_not_read_large_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "SMALLEST", 100)
+    monkeypatch.setattr(digest, "SETTLED", -1.0)
+    path = write(tmp_path / "d.jsonl", *ROWS)
+    want = prepare(path, CHAT, DataConfig()).digest
+    monkeypatch.setattr(digest, "_computed", lambda files: pytest.fail("the data was read again"))
+    monkeypatch.setattr(dataset, "rows", lambda *args: pytest.fail("the data was read again"))
+    assert prepare(path, CHAT, DataConfig()).digest == want
+
+
+def test_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*ROWS, {"text": "one two " * 90}, {"nope": 1}, {"messages": turns("a", "b", "c", "d")}]
+    path = write(tmp_path / "d.jsonl", *rows)
+    want = prepare(path, CHAT, DataConfig(max_seq_len=48))
+    monkeypatch.setattr(cached, "_code", lambda: "another version")
+    monkeypatch.setattr(maker, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(maker, "CHUNK_CHARS", 200)
+    found = prepare(path, CHAT, DataConfig(max_seq_len=48))
+    assert found.examples == want.examples and found.summary == want.summary
+    assert list(found.references) == list(want.references)
+
+
+def test_identity_is_of_tokens_and_masks_alone() -> None:
+    one, two = Example([1, 2, 3], [False, True, True], 1), Example([4, 5], [False, True], 2)
+    same = Dataset.of([one, two], ["a", "b"], ["c", "d"])
+    assert same.digest == Dataset.of([one, two]).digest, "texts beside them do not count"
+    wide = Dataset.of([one, two, Example([70000], [True], 3)]).subset([0, 1])
+    assert wide.digest == same.digest, "nor does the width of a stored token"
+    assert same.subset([1, 0]).digest != same.digest
+    masked = dataclasses.replace(one, supervised=[False, False, True])
+    assert Dataset.of([masked, two]).digest != same.digest
+    # Pinned: a run begun by one version must be resumed by the next.
+    assert same.digest == "19dd8ae2ff4634cc44086d8bb7f0154c0ddcdaea95e936d074fb9df9904c17cd"
+
+
+def test_a_data_set_is_shown_in_a_line(tmp_path: Path) -> None:
+    data = prepare(write(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig())
+    assert repr(data.examples).startswith("<20 examples of") and len(repr(data)) < 1500
+    assert np.array_equal(data.examples[:3].chosen, [0, 1, 2]) and data.examples[-1].row == 20
