@@ -1,4 +1,4 @@
-"""Imports point down only. Rows and siblings are those of the README's diagram; imports inside functions count."""
+"""Imports point down only. docs/walkthrough.md shows the rows; imports inside functions count."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ listed whether or not there is a record of it: what has none is `not measured ye
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -207,7 +208,16 @@ def _records(kind: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths if path.name != "gsm8k-cpu.json"]
 
 
+def layers() -> str:
+    """The rows that tests/test_layers.py enforces, the highest first."""
+    rows = list(enumerate(importlib.import_module("tests.test_layers").ROWS))
+    there = {path.name.removesuffix(".py") for path in (ROOT / "src" / "graftune").iterdir()}
+    shown = [f"{number}  {'  '.join(name for name in row if name in there)}" for number, row in reversed(rows)]
+    return "\n".join(["```", *shown, "```"])
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "layers": layers,
     "settings": settings,
     "cpu": cpu,
     "gpu": gpu,
