@@ -4,7 +4,8 @@
 
 Normal values of the size that weights have, in rows of 4096. `cpu` is CPU nanoseconds per value on one thread, ours and
 theirs in turn, the least of `repeats`: other work on the machine makes single times longer, never shorter. `wall` is
-wall-clock nanoseconds per value with all threads. `error` is our root mean square error over theirs (without an
+wall-clock nanoseconds per value with all threads, and means something only where `load`, the work that waited for the
+cores beside the benchmark, is small. `error` is our root mean square error over theirs (without an
 importance matrix), `same` the share of equal bytes. gguf-py quantises only some types, and is timed for Q8_0.
 Goals: Q8_0 no slower than gguf-py, Q4_K within three times llama.cpp's time, no type's error 3% above llama.cpp's.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
@@ -25,10 +27,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.weights import llama_cpp
+
 from benchmarks import report
 from graftune.kernels import gguf_dequant
 from graftune.weights.gguf_quant import TYPES, quantise
-from tests.weights import llama_cpp
 
 WIDTH = 4096
 BLOCKS = TYPES[3:]
@@ -105,6 +108,7 @@ def measure(values: int, repeats: int) -> dict[str, Any]:
         "repeats": repeats,
         "cpu": processor(),
         "threads": threads,
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "torch": torch.__version__,
         "gguf": version("gguf"),
         "xllamacpp": version("xllamacpp"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -316,3 +317,14 @@ def test_observe_imports_without_rich_and_matplotlib() -> None:
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_work_that_reports_often_speaks_before_the_beat_does() -> None:
+    """Else each line comes twice: once by the work, once by the beat."""
+    now, said = [0.0], list[float]()
+    lines = progress_module.LineProgress(1000, 0, "quantising", lambda _: said.append(now[0]), clock=lambda: now[0])
+    for done in range(1, 1000):
+        now[0] = done / 50
+        lines.update(done)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(said)]
+    assert len(gaps) > 3 and all(2 < gap < progress_module.SILENCE - 0.1 for gap in gaps)

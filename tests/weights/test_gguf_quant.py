@@ -159,6 +159,24 @@ def test_q8_0_is_llama_cpps_to_the_byte() -> None:
         assert torch.equal(quantise(x, "Q8_0"), llama_cpp.quantised(x, "Q8_0"))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "IQ4_NL"])
+def test_no_fine_search_finds_much_better_scales(kind: str) -> None:
+    """A plain reference: for each block 800 scales, the nearest levels of each, the least weighted error."""
+    x = torch.randn(12, 32, dtype=torch.float64)
+    half = 8 if kind == "Q4_0" else 16
+    levels = torch.tensor(CURVE if kind == "IQ4_NL" else range(-half, half), dtype=torch.float64)
+    reach = x.abs().amax(1) / levels.abs().max()
+    w = x.abs() + x.square().mean(1, keepdim=True).sqrt()
+    best = torch.full((12,), torch.inf, dtype=torch.float64)
+    for factor in torch.linspace(0.75, 1.35, 400).tolist():
+        for sign in (1, -1):
+            scale = (sign * factor * reach)[:, None].half().double()
+            nearest = (x[:, :, None] / scale[:, :, None] - levels).abs().argmin(2)
+            best = torch.minimum(best, (w * (scale * levels[nearest] - x).square()).sum(1))
+    got = (w * (package(quantise(x.float().view(1, -1), kind), kind).view(12, 32) - x).square()).sum(1)
+    assert (got >= best * 0.999).all() and got.sum() < best.sum() * 1.04, (got.sum() / best.sum(), got / best)
+
+
 def test_the_curve_is_searched_exactly() -> None:
     curve = search.Curve(torch.device("cpu"))
     levels, x = torch.tensor(CURVE, dtype=torch.float32), torch.linspace(-140, 140, 4001) + 1e-3

@@ -21,6 +21,7 @@ TRAINING = "training"
 AT_LEAST = 1.0  # seconds between two plain lines
 SILENCE = 4.5  # seconds after which plain output says something, at the beginning; grows with the work to LONGEST
 LONGEST = 60.0
+EARLIER = 0.25  # seconds by which work that reports often is before the beat: else both say the same
 PERMANENT = (30.0, 600.0)  # seconds between two lines that stay above a bar: a twentieth of the run, within these
 
 
@@ -119,7 +120,7 @@ class LineProgress(Progress):
             return False
         if self.training and (made >= self.total / 20 or (not estimated and self.meter.left is not None)):
             return made > 0
-        return passed >= patience(self.age)
+        return passed >= patience(self.age) - EARLIER
 
     def _say(self, text: str) -> None:
         self._shown = (self.clock(), self.done, self.meter.left is not None)
