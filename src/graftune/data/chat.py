@@ -1,28 +1,49 @@
 """Records -> texts with the spans that are trained, in characters.
 
-The response mask comes from rendering prefixes of the conversation, never from searching the text for markers. For the
-assistant turn i:
+An example's text is the prompt that inference gives plus the answer. For the assistant turn i:
 
     prompt = render(messages[:i], with the generation prompt)     what inference will have before it answers
     full   = render(messages[:i+1])                               the same conversation, answered
-    span   = full[len(prompt) : the end of the end-of-turn token]
+    answer = what `full` has after `prompt`, up to the end of the end-of-turn token
 
-What stands in the contents, marker strings included, cannot move these boundaries. Turns are kept in one text where the
-whole conversation's rendering starts with each turn's own (then every turn sees just what inference would show it).
-Where a template rewrites history (Qwen3 drops old reasoning), or EOS had to be added that inference's history will not
-have, each assistant turn becomes a text of its own.
+What stands in the contents, marker strings included, cannot move these boundaries. Where `full` does not start with
+`prompt` (a generation prompt that opens <think>, a system prompt that only the last turn gets), the answer is what
+`full` has behind its assistant header, and it is put behind the inference prompt: reasoning that the prompt has opened
+goes on there and is closed. `prompt_form: template` keeps the template's own rendering instead. Both are counted.
+
+Turns are kept in one text where the whole conversation starts with each turn's own text (then every turn sees just what
+inference would show it). Where a template rewrites history (Qwen3 drops old reasoning), or EOS had to be added that
+inference's history will not have, each assistant turn becomes a text of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from graftune.data.format import REASONING_KEYS, ChatFormat
+from graftune.data.probe import ANSWERS, borders, shared_header, shared_start
 from graftune.data.record import Message, Record
 from graftune.data.source import Refusal
-from graftune.data.template import ANSWERS, ChatFormat, shared_start
-from graftune.tokenizer import Tokenizer
+
+OTHER_PROMPT = {
+    "inference": "the template answers behind another text than the prompt it gives for inference: trained behind the "
+    "inference prompt (prompt_form: template changes that)",
+    "template": "the template answers behind another text than the prompt it gives for inference: trained as the "
+    "template renders it (prompt_form: inference changes that)",
+}
+NO_REASONING = "reasoning left out: the prompt that inference gives has closed it already"
+CLOSED_AT_ONCE = "the prompt opens a reasoning block: answers without reasoning close it at once"
+NOT_RENDERED = {
+    "system": "system text that the template does not render as written",
+    "user": "user text that the template does not render as written",
+    "assistant": "assistant text that the template does not render as written",
+    "tool": "tool results that the template does not render as written",
+    "reasoning": "reasoning that the template does not render",
+    "calls": "tool calls that the template does not render as written",
+}
 
 
 @dataclass(frozen=True)
@@ -30,16 +51,18 @@ class Passage:
     """One example before tokenising. `messages` and `trained` are what it was rendered from, for cutting it shorter."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # what is trained, in characters
+    prompts: tuple[int, ...]  # for each span, where the prompt before it ends
     messages: list[Message]
     trained: tuple[int, ...]
     reference: str
     tools: list[Any] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> str:
         """The text a model continues to give the last trained answer."""
-        return self.text[: self.spans[-1][0]]
+        return self.text[: self.prompts[-1]]
 
     @property
     def asked(self) -> list[Message]:
@@ -49,23 +72,167 @@ class Passage:
 
 @dataclass(frozen=True)
 class _Turn:
-    """One trained turn, rendered as the last of its conversation. `honest`: the generation prompt is a prefix of it."""
+    """One trained turn as the last of its conversation: its text up to the end token, and where what begins."""
 
-    text: str  # ends with the end token
-    start: int
-    honest: bool
+    text: str
+    prompt: int  # the prompt ends here
+    start: int  # training begins here: at the prompt's end, or behind reasoning that is not trained
+    notes: tuple[str, ...] = ()
 
 
-def said(message: Message) -> str:
-    """A message's text; beside tool calls it may have none."""
-    return message["content"] or ""
+@dataclass(frozen=True)
+class ChatTurns:
+    """Builds passages by one template and the settings that concern it."""
+
+    form: ChatFormat
+    prompt_form: Literal["inference", "template"] = "inference"
+    train_reasoning: Literal["all", "none", "not_empty"] = "all"
+
+    def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
+        """The texts that train `trained`, one where the template allows it."""
+        messages = messages[: trained[-1] + 1]
+        last = self._turn(messages, tools)
+        turns = [*(self._within(last, messages[: i + 1], tools) for i in trained[:-1]), last]
+        if self.form.append or not all(last.text.startswith(turn.text) for turn in turns):
+            pairs = zip(trained, turns, strict=True)
+            return [self._passage([turn], messages[: i + 1], [i], tools) for i, turn in pairs]
+        return [self._passage(turns, messages, trained, tools)]
+
+    def alone(self, passage: Passage) -> list[Passage]:
+        """The passage's turns as texts of their own, for tokenizers that join a turn's end to what follows it."""
+        made = []
+        for i in passage.trained:
+            messages = passage.messages[: i + 1]
+            made.append(self._passage([self._turn(messages, passage.tools)], messages, [i], passage.tools))
+        return made
+
+    def _passage(
+        self, turns: Sequence[_Turn], messages: list[Message], trained: Sequence[int], tools: list[Any] | None
+    ) -> Passage:
+        text = turns[-1].text
+        spans = tuple((turn.start, len(turn.text)) for turn in turns)
+        notes = {note: None for turn in turns for note in turn.notes}
+        notes |= dict.fromkeys(not_rendered(messages, text))
+        reference = (messages[-1]["content"] or "").strip()
+        ends = tuple(turn.prompt for turn in turns)
+        return Passage(text, spans, ends, messages, tuple(trained), reference, tools, tuple(notes))
+
+    def _within(self, last: _Turn, messages: list[Message], tools: list[Any] | None) -> _Turn:
+        """An earlier turn. Where the conversation's text goes on behind this turn's prompt with just the content and
+        its end, that is the turn, and it need not be rendered by itself."""
+        message = messages[-1]
+        if self.form.append or message.get("tool_calls") or not message.keys().isdisjoint(REASONING_KEYS):
+            return self._turn(messages, tools)
+        prompt = self.form.render(messages[:-1], tools, generate=True)
+        answer = message["content"].strip() + self.form.end
+        plain = last.text.startswith(prompt) and last.text.startswith(answer, len(prompt))
+        if not plain or self.form.reasoning.block(answer, opened=self._opens(prompt))[0]:
+            return self._turn(messages, tools)
+        return _Turn(prompt + answer, len(prompt), len(prompt))
+
+    def _turn(self, messages: list[Message], tools: list[Any] | None) -> _Turn:
+        """The last message as a trained turn."""
+        prompt = self.form.render(messages[:-1], tools, generate=True)
+        full = self.form.render(messages, tools)
+        body, end = self._ends(full, messages[-1])
+        notes: list[str] = []
+        if full.startswith(prompt):
+            begin = len(prompt)
+            answer, blank = full[begin:end], not full[begin:body].strip()
+        else:
+            begin = self._header(prompt, full, messages, tools)
+            answer, blank = full[begin:end], not full[begin:body].strip()
+            notes.append(OTHER_PROMPT[self.prompt_form])
+            if self.prompt_form == "template":
+                prompt = full[:begin]
+            else:
+                answer, note = self._behind(prompt, answer, messages, tools)
+                notes += [note] if note else []
+        if blank:
+            raise Refusal("refused by the chat template", "it renders nothing for an assistant turn")
+        if self.form.append and not answer.endswith(self.form.append):
+            answer += self.form.append
+        skipped = 0
+        if self.train_reasoning != "all":
+            skipped, empty = self.form.reasoning.block(answer, opened=self._opens(prompt))
+            if self.train_reasoning == "not_empty" and not empty:
+                skipped = 0
+        return _Turn(prompt + answer, len(prompt), len(prompt) + skipped, tuple(notes))
+
+    def _opens(self, prompt: str) -> bool:
+        tag = self.form.reasoning.open.strip()
+        return bool(tag) and prompt.rstrip().endswith(tag)
+
+    def _header(self, prompt: str, full: str, messages: list[Message], tools: list[Any] | None) -> int:
+        """Where the generated part of `full` begins when it does not start with the inference prompt: behind as much
+        of the generation prompt as it has before the answer's own text."""
+        control = self.form.control
+        history = self.form.render(messages[:-1], tools)
+        asked = shared_header(prompt, history, control)
+        reach = shared_header(prompt, full, control)
+        if reach > asked or (reach == asked == len(history)):
+            return reach
+        content = self._content_start(full, messages, tools)
+        opening = prompt[asked:]
+        for size in sorted(borders(opening, control, len(opening)), reverse=True):
+            found = full.rfind(opening[:size], 0, content) if size else -1
+            if found >= 0 and opening[:size].strip():
+                return found + size
+        return content
+
+    def _content_start(self, full: str, messages: list[Message], tools: list[Any] | None) -> int:
+        """Where the answer's own text starts at the latest: two probe answers part at their first letter."""
+        probes = [
+            self.form.render([*messages[:-1], {"role": "assistant", "content": answer}], tools) for answer in ANSWERS
+        ]
+        reach = len(shared_start(*probes, full))
+        return max(borders(full, self.form.control, reach))
+
+    def _behind(
+        self, prompt: str, answer: str, messages: list[Message], tools: list[Any] | None
+    ) -> tuple[str, str]:
+        """The answer as it goes on behind the inference prompt, and what to say of it."""
+        reasoning = self.form.reasoning
+        close = reasoning.close.strip()
+        ends, _ = reasoning.block(answer, opened=False)
+        if self._opens(prompt):
+            why, _ = authored_reasoning(self.form, messages[-1])
+            if ends:  # the prompt has written the opening tag already
+                tag = reasoning.open.strip()
+                return answer.lstrip()[len(tag) :].removeprefix("\n"), ""
+            if close in answer and not why:
+                return answer, ""
+            if why and why not in answer:
+                return why + reasoning.close + answer.lstrip("\n"), ""
+            return reasoning.close + answer.lstrip("\n"), CLOSED_AT_ONCE
+        if ends and prompt.rstrip().endswith(close):
+            empty = reasoning.block(answer, opened=False)[1]
+            return answer[ends:], "" if empty else NO_REASONING
+        return answer, ""
+
+    def _ends(self, full: str, message: Message) -> tuple[int, int]:
+        """Where the last turn's content ends, and where its end token does."""
+        form = self.form
+        tails = [(form.suffix, form.end)]
+        if message.get("tool_calls") and form.call_suffix:
+            tails.insert(0, (form.call_suffix, form.call_end))
+        for suffix, end in tails:
+            if suffix and full.endswith(suffix):
+                body = len(full) - len(suffix)
+                return body, body + len(end)
+        text = full.rstrip()
+        # A turn that closes otherwise than the probes did must close with a control token, or get EOS appended.
+        token = next((name for name in form.control if text.endswith(name)), "")
+        if not token and not form.append:
+            raise Refusal("no end token", "the template does not close this assistant turn with one")
+        return len(text) - len(token), len(text)
 
 
 def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
-    """Indices of the messages to train; raises Refusal where there is none."""
+    """Indices of the messages to train; raises Refusal where there is none.
+
+    A turn that says so itself ("train": false, or OpenAI's "weight": 0) is context and not trained."""
     turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
-    if train_on == "last":
-        return (turns[-1],)
     if train_on == "flagged" and record.kind in ("messages", "conversations"):
         wrong = [i for i, flag in enumerate(record.flags) if flag and i not in turns]
         if wrong:
@@ -73,74 +240,71 @@ def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
         turns = [i for i in turns if record.flags[i]]
         if not turns:
             raise Refusal("nothing to train", 'no assistant turn has "train": true or "weight": 1')
-    return tuple(turns)
+    turns = [i for i in turns if record.flags[i] is not False]
+    if not turns:
+        raise Refusal("nothing to train", 'every assistant turn has "train": false or "weight": 0')
+    return (turns[-1],) if train_on == "last" else tuple(turns)
 
 
-def passages(
-    form: ChatFormat, tokenizer: Tokenizer, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]
-) -> list[Passage]:
-    """The texts that train `trained`, one where the template allows it."""
-    messages = messages[: trained[-1] + 1]
-    turns = [_turn(form, tokenizer, messages[: i + 1], tools) for i in trained]
-    whole = turns[-1].text
-    joint = len(turns) == 1 or (not form.append and all(turn.honest and whole.startswith(turn.text) for turn in turns))
-    if joint:
-        spans = tuple((turn.start, len(turn.text)) for turn in turns)
-        return [Passage(whole, spans, messages, tuple(trained), said(messages[-1]).strip(), tools)]
-    return [
-        Passage(
-            turn.text,
-            ((turn.start, len(turn.text)),),
-            messages[: i + 1],
-            (i,),
-            said(messages[i]).strip(),
-            tools,
-        )
-        for i, turn in zip(trained, turns, strict=True)
-    ]
-
-
-def _turn(form: ChatFormat, tokenizer: Tokenizer, messages: list[Message], tools: list[Any] | None) -> _Turn:
-    """The last message as a trained turn."""
-    prompt = form.render(messages[:-1], tools, generate=True)
-    full = form.render(messages, tools)
-    honest = full.startswith(prompt)
-    start = len(prompt) if honest else _content_start(form, messages, tools, full)
-    body_end, end = _ends(form, tokenizer, full)
-    if not full[start:body_end].strip():
-        raise Refusal("refused by the chat template", "it renders nothing for an assistant turn")
-    return _Turn(full[:end] + form.append, start, honest)
-
-
-def _content_start(form: ChatFormat, messages: list[Message], tools: list[Any] | None, full: str) -> int:
-    """Where the answer starts when the generation prompt is no prefix: two probe answers part at their first letter."""
-    probes = [form.render([*messages[:-1], {"role": "assistant", "content": answer}], tools) for answer in ANSWERS]
-    return len(shared_start(*probes, full))
-
-
-def _ends(form: ChatFormat, tokenizer: Tokenizer, full: str) -> tuple[int, int]:
-    """Where the last turn's content ends, and where its end token does."""
-    if full.endswith(form.suffix):
-        body = len(full) - len(form.suffix)
-        return body, body + len(form.end)
-    # A turn that closes otherwise than the probe did (tool calls, in some templates): it must close with a stop token.
-    text = full.rstrip()
-    ids, offsets = tokenizer.encode_with_offsets(text)
-    if not ids or ids[-1] not in tokenizer.stop_ids:
-        raise Refusal("no end token", "the template does not close this assistant turn with one")
-    return offsets[-1][0], len(text)
+def authored_reasoning(form: ChatFormat, message: Message) -> tuple[str, str]:
+    """(reasoning, the rest of the content) of an assistant message, wherever it was written."""
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return message[key], message["content"] or ""
+    return form.reasoning.inline(message["content"] or "")
 
 
 def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> None:
     """Refuses what a template would leave out without a word: tool calls, and roles it does not know."""
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
-            bare = {**message, "content": message["content"] or "-"}
-            with_calls = form.render([*messages[:i], bare], record.tools)
-            del bare["tool_calls"]
-            if with_calls == form.render([*messages[:i], bare], record.tools):
+            if not form.renders_calls:
                 raise Refusal("refused by the chat template", "it does not render tool calls")
         elif message["role"] not in ("system", "user", "assistant"):
             shown = form.render(messages[: i + 1], record.tools)
-            if shown == form.render([*messages[:i], {**message, "content": said(message) + "?"}], record.tools):
+            other = {**message, "content": (message["content"] or "") + "?"}
+            if shown == form.render([*messages[:i], other], record.tools):
                 raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
+
+
+def not_rendered(messages: list[Message], text: str) -> Iterator[str]:
+    """What was written in the conversation and does not stand in its text, by kind."""
+    for message in messages:
+        content = message["content"]
+        if content and content.strip() not in text:
+            kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
+            _, rest = ("", content) if kind != "assistant" else _without_think(content)
+            yield NOT_RENDERED["reasoning" if kind == "assistant" and rest.strip() in text else kind]
+        for key in REASONING_KEYS:
+            if isinstance(message.get(key), str) and message[key].strip() not in text:
+                yield NOT_RENDERED["reasoning"]
+        for call in message.get("tool_calls") or ():
+            if not all(part in text or json.dumps(part)[1:-1] in text for part in _words(call.get("function", call))):
+                yield NOT_RENDERED["calls"]
+
+
+def _without_think(content: str) -> tuple[str, str]:
+    before, tag, after = content.partition("</think>")
+    return (before, after) if tag else ("", content)
+
+
+def _words(call: Any) -> Iterator[str]:
+    """The name of a tool call and every text and number in its arguments."""
+    if isinstance(call, dict):
+        for key, value in call.items():
+            if key in ("name", "arguments"):
+                yield from _leaves(value)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        yield value.strip()
+    elif value is not None and not isinstance(value, bool):
+        yield json.dumps(value)

@@ -14,15 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.batch import Example
+from graftune.config import DataConfig
 from graftune.data import mask
-from graftune.data.chat import Passage, passages
+from graftune.data.chat import ChatTurns, Passage
 from graftune.data.record import Message
 from graftune.data.source import Refusal
-from graftune.data.template import ChatFormat, special_tokens
+from graftune.data.format import ChatFormat, special_tokens
 from graftune.tokenizer import Tokenizer
 
+LONGEST_TAIL = 64  # characters: longer ones are hardly met twice
 TURNS, QUESTION, PROMPT = "early turns left out", "question cut from the left", "prompt cut from the left behind BOS"
 TOO_LONG = "response longer than max_seq_len"
+ACROSS = "a token would lie across prompt and answer: the prompt keeps its own tokens, and the answer begins after them"
 
 
 @dataclass(frozen=True)
@@ -35,28 +38,42 @@ class Built:
     messages: list[Message] = field(default_factory=list)  # what the prompt was rendered from
     truncated: str = ""
     dropped: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Fitter:
     """Builds the examples of one conversation. Holds what does not change from row to row."""
 
-    def __init__(self, form: ChatFormat, tokenizer: Tokenizer, max_seq_len: int):
-        self.form, self.tokenizer, self.limit = form, tokenizer, max_seq_len
-        allowed = {*tokenizer.stop_ids, form.end_id} if form.end_id is not None else set()
-        self.special = special_tokens(tokenizer).keys()
-        self.ends = frozenset(i for i in allowed if i is not None)
+    def __init__(self, form: ChatFormat, tokenizer: Tokenizer, config: DataConfig):
+        self.form, self.tokenizer, self.limit = form, tokenizer, config.longest()
+        self.turns = ChatTurns(form, config.prompt_form, config.train_reasoning)
+        self.special = special_tokens(tokenizer)
+        self.tails: dict[str, list[int]] = {}  # what stands between a prompt's last control token and its end
+        self.ends = self._end_ids()
+
+    def _end_ids(self) -> frozenset[int]:
+        """The ids that may close a turn; none where the template closes it with ordinary text."""
+        if self.form.end_id is None:
+            return frozenset()
+        calls = [i for i, name in self.special.items() if self.form.call_end and name == self.form.call_end]
+        return frozenset({*self.tokenizer.stop_ids, self.form.end_id, *calls})
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
         """The texts of one conversation, not yet tokenised: many of them are encoded at once (`finish`)."""
-        return passages(self.form, self.tokenizer, messages, tools, trained)
+        return self.turns.passages(messages, tools, trained)
 
     def finish(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
     ) -> Iterator[Built]:
         """The examples of a passage whose text was encoded as `tokens`; what does not fit is shortened one by one."""
-        example = self._masked(passage, tokens, offsets, row)
+        found = self._masked(passage, tokens, offsets, row)
+        if found is None:
+            for alone in self.turns.alone(passage):
+                yield from self.finish(alone, *self.tokenizer.encode_with_offsets(alone.text), row)
+            return
+        example, notes = found
         if len(example.tokens) <= self.limit:
-            yield Built(example, passage.prompt, passage.reference, passage.asked)
+            yield Built(example, passage.prompt, passage.reference, passage.asked, notes=notes)
         else:
             yield from self._without_early_turns(passage, passage.tools, row)
 
@@ -66,54 +83,86 @@ class Fitter:
         for passage in self.passages(messages, tools, trained):
             yield from self.finish(passage, *self.tokenizer.encode_with_offsets(passage.text), row)
 
-    def _tokenised(self, passage: Passage, row: int) -> Example:
-        return self._masked(passage, *self.tokenizer.encode_with_offsets(passage.text), row)
+    def _masked(
+        self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
+    ) -> tuple[Example, tuple[str, ...]] | None:
+        """The example, and what there is to say of it. None: a token lies across the border of one of several turns,
+        so that they have to be examples of their own."""
+        ranges, notes = [], passage.notes
+        for prompt, (start, end) in zip(passage.prompts, passage.spans, strict=True):
+            first, whole = mask.border(offsets, prompt)
+            if not whole and tokens[first] in self.special:
+                first, whole = first + 1, True  # a control token that swallows the blanks behind it (Phi-3's do)
+            last, closed = mask.border(offsets, end)
+            if not (whole and closed and self._as_inference(passage.text, prompt, tokens, first)):
+                if len(passage.spans) > 1:
+                    return None
+                tokens, moved = self._parted(passage, tokens, offsets, first, whole)
+                first, last, start, notes = moved, len(tokens), min(start, prompt), (*notes, ACROSS)
+            if start > prompt:  # reasoning that is not trained: a token with a letter of the answer in it is
+                first = max(first, mask.border(offsets, start)[0])
+            ranges.append((first, last))
+        mask.check(tokens, ranges, self.ends)
+        return Example(tokens, mask.flags(len(tokens), ranges), row), notes
 
-    def _masked(self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int) -> Example:
-        exact = mask.exact_ranges(offsets, passage.spans)
-        if exact is not None:
-            mask.check(tokens, None, passage.spans, exact, self.ends)
-            return Example(tokens, mask.flags(len(tokens), exact), row)
-        ranges = mask.token_ranges(offsets, passage.spans)
-        cuts = [
-            start
-            for (start, _), (first, last) in zip(passage.spans, ranges, strict=True)
-            if first < last and offsets[first][0] < start
-        ]
-        if cuts:
-            tokens, offsets = self._divided(passage.text, cuts, tokens, offsets)
-            ranges = mask.token_ranges(offsets, passage.spans)
-            # A control token that swallows the blanks behind it (Phi-3's do) still belongs to the prompt.
-            ranges = [
-                (first + (offsets[first][0] < start and tokens[first] in self.special), last)
-                for (start, _), (first, last) in zip(passage.spans, ranges, strict=True)
-            ]
-        mask.check(tokens, offsets, passage.spans, ranges, self.ends)
-        return Example(tokens, mask.flags(len(tokens), ranges), row)
+    def _as_inference(self, text: str, place: int, tokens: list[int], first: int) -> bool:
+        """Whether the prompt `text[:place]` has the tokens that it gets by itself: some vocabularies divide blanks by
+        what follows them. Control tokens part a text, so what stands behind the last one decides."""
+        before = first - 1
+        while before >= 0 and tokens[before] not in self.special:
+            before -= 1
+        begin = max(0, text.rfind(self.special[tokens[before]], 0, place)) if before >= 0 else 0
+        tail = text[begin:place]
+        if (known := self.tails.get(tail)) is None:
+            known = self.tokenizer.encode(tail)
+            if len(tail) <= LONGEST_TAIL:
+                self.tails[tail] = known
+        return tokens[max(0, before) : first] == known
 
-    def _divided(
-        self, text: str, cuts: list[int], tokens: list[int], offsets: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], Sequence[tuple[int, int]]]:
-        """Tokens that stop at `cuts`, where a prompt's last characters went into one token with the answer's first.
+    def _parted(
+        self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], first: int, whole: bool
+    ) -> tuple[list[int], int]:
+        """Tokens where the prompt's are those that inference gives it, and the answer's begin after them; and how many
+        the prompt has. `first` is the first token of the whole text with a character of the answer, and of nothing
+        else if `whole`."""
+        place = passage.prompts[0]
+        prompt = self.tokenizer.encode(passage.text[:place])
+        shown = self.tokenizer.decode(tokens)
+        answers = [] if whole else [self.tokenizer.encode(passage.text[place:])]
+        if whole:
+            answers.append(tokens[first:])
+        else:
+            # Vocabularies that put a space before every piece: only what lies before the next border is encoded anew.
+            piece = self._piece(passage.text[place : offsets[first][1]])
+            answers += [[*piece, *tokens[first + 1 :]]] if piece is not None else []
+        for answer in answers:
+            if self.tokenizer.decode([*prompt, *answer]) == shown:
+                return [*prompt, *answer], len(prompt)
+        raise Refusal("prompt and answer share a token", "the tokenizer cannot part them")
 
-        Inference tokenises the prompt alone, so the answer has to start with a token of its own. Vocabularies that
-        put a space before every piece cannot be divided so; there the token that covers both counts as trained.
-        """
-        parts = [
-            (first, *self.tokenizer.encode_with_offsets(text[first:last]))
-            for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True)
-        ]
-        divided = [token for _, ids, _ in parts for token in ids]
-        if self.tokenizer.decode(divided) != self.tokenizer.decode(tokens):
-            return tokens, offsets
-        return divided, [(first + start, first + end) for first, _, pairs in parts for start, end in pairs]
+    def _piece(self, text: str) -> list[int] | None:
+        """Ids of a few characters as SentencePiece models spell them inside a text."""
+        known = self.tokenizer.backend.token_to_id
+        if (whole := known(text.replace(" ", "\u2581"))) is not None:
+            return [whole]
+        found: list[int] = []
+        for letter in text:
+            single = known(letter.replace(" ", "\u2581"))
+            parts = [single] if single is not None else [known(f"<0x{byte:02X}>") for byte in letter.encode()]
+            if any(part is None for part in parts):
+                return None
+            found += [part for part in parts if part is not None]
+        return found
 
     def _one(
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
     ) -> tuple[Passage, Example] | None:
         """The passage and example of turns that the template is known to keep in one text; None if it does not."""
-        built = passages(self.form, self.tokenizer, messages, tools, trained)
-        return (built[0], self._tokenised(built[0], row)) if len(built) == 1 else None
+        built = self.passages(messages, tools, trained)
+        if len(built) > 1:
+            return None
+        found = self._masked(built[0], *self.tokenizer.encode_with_offsets(built[0].text), row)
+        return (built[0], found[0]) if found else None
 
     def _without_early_turns(self, passage: Passage, tools: list[Any] | None, row: int) -> Iterator[Built]:
         messages, trained = passage.messages, passage.trained
@@ -142,7 +191,7 @@ class Fitter:
             rest = [i for i in trained if i < start]
             if rest:
                 yield from self.build(messages, tools, rest, row)
-            yield Built(example, shorter.prompt, shorter.reference, shorter.asked, truncated=TURNS)
+            yield Built(example, shorter.prompt, shorter.reference, shorter.asked, TURNS, notes=shorter.notes)
 
     def _cut_question(self, passage: Passage, example: Example, tools: list[Any] | None, row: int) -> Built:
         """Shortens the last question until the example fits; `passage` trains one turn."""
@@ -165,7 +214,7 @@ class Fitter:
                 break
             assert found is not None
             if len(found[1].tokens) <= self.limit:
-                return Built(found[1], found[0].prompt, passage.reference, found[0].asked, truncated=QUESTION)
+                return Built(found[1], found[0].prompt, passage.reference, found[0].asked, QUESTION, notes=passage.notes)
             excess += len(found[1].tokens) - self.limit
         return self._cut_tokens(passage, example)
 
@@ -182,4 +231,4 @@ class Fitter:
         prompt = self.tokenizer.decode(
             [t for t, trained in zip(cut.tokens, cut.supervised, strict=True) if not trained]
         )
-        return Built(cut, prompt, passage.reference, passage.asked, truncated=PROMPT)
+        return Built(cut, prompt, passage.reference, passage.asked, PROMPT, notes=passage.notes)

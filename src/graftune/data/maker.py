@@ -122,8 +122,6 @@ class Maker:
         fitter, messages = self._fitter(record), record.messages
         form = fitter.form
         trained = trained_turns(record, self.config.train_on)
-        if record.flagged and self.config.train_on != "flagged":
-            self._note(f'"train"/"weight" flags not used, since train_on is {self.config.train_on}')
         if not form.takes_system and messages[0]["role"] == "system":
             self._note("system turns merged into the first user turn: the template takes none")
         check_roles(form, record, messages)
@@ -187,6 +185,8 @@ class Maker:
             self._detail(chunk, one.row, built.dropped)
         if built.truncated:
             summary.bump("truncated", built.truncated)
+        for note in built.notes:
+            self._note(note)
         if example is not None:
             size, times = len(example.tokens), one.row.times
             summary.examples += times
@@ -219,7 +219,7 @@ class Maker:
         form = chat_format(self.tokenizer, self.config) or plain_format(self.tokenizer)
         self.summary.template = form.name
         self.summary.notes.update(dict.fromkeys(form.notes, 0))
-        self.fitter = Fitter(form, self.tokenizer, self.config.longest())
+        self.fitter = Fitter(form, self.tokenizer, self.config)
         return self.fitter
 
     def _note_control(self, texts: list[str]) -> None:

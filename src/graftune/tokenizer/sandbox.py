@@ -25,6 +25,7 @@ import jinja2.visitor
 SECONDS = 5.0  # a rendering; real ones take milliseconds
 LARGEST = 1 << 24  # characters of a text, or values of a list
 IN_ALL = 1 << 28  # characters of all texts and lists that one rendering makes: it may keep them
+LONGEST_CONVERSATION = LARGEST >> 2  # characters of a conversation that is rendered at all
 LONGEST_SOURCE = 1 << 17  # characters; real ones have a quarter of that
 EACH = 64  # characters that any value counts as
 TERMS = 8  # of a sum between two looks at its size

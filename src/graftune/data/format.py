@@ -1,0 +1,199 @@
+"""A chat template, together with what has to be known of it to train on what it renders.
+
+`ChatFormat` holds what probing found out (probe.py): how an answer ends, whether system turns, tool calls and
+reasoning are rendered, and in which form the template wants them. It renders conversations in that form.
+
+BOS is the template's business: what it renders is what the model sees at inference, so none is added to it. The plain
+format (`template: none`, and models without a template) renders BOS itself where the tokenizer asks for one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from graftune.data.record import Message
+from graftune.data.source import Refusal
+from graftune.errors import GraftuneError
+from graftune.tokenizer import Tokenizer
+from graftune.tokenizer.sandbox import LONGEST_CONVERSATION
+from graftune.tokenizer.template import Unbounded
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+class Renderer(Protocol):
+    def render(
+        self, messages: list[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False, **more: Any
+    ) -> str: ...
+
+
+class PlainTemplate:
+    """Prompt ++ response, with EOS after each answer. Turns before an answer are kept apart by a line break.
+
+    `between` stands between a prompt and its answer where the prompt does not end with a blank itself."""
+
+    def __init__(self, tokenizer: Tokenizer, between: str = ""):
+        if not tokenizer.eos_token:
+            raise GraftuneError(
+                "the tokenizer has no EOS token to end a response with",
+                mend="give a chat template that has an end token",
+            )
+        self.bos = (tokenizer.bos_token or "") if tokenizer.add_bos else ""
+        self.eos, self.between = tokenizer.eos_token, between
+
+    def render(
+        self, messages: list[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False, **more: Any
+    ) -> str:
+        parts = [self.bos]
+        for place, message in enumerate(messages):
+            if message.get("tool_calls") or message["role"] not in ("system", "user", "assistant"):
+                raise GraftuneError("plain text has no tool calls and no roles beyond system, user and assistant")
+            if message["role"] == "assistant":
+                parts.append((message["content"] or "") + self.eos)
+            else:
+                before_another = place + 1 < len(messages) and messages[place + 1]["role"] != "assistant"
+                between = self.between if message["content"][-1:].strip() else ""
+                parts.append(message["content"] + ("\n" if before_another else between))
+        return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """How a template writes reasoning before an answer: the field it reads, and the text before and after it."""
+
+    key: str = ""  # empty: the template renders no such field
+    open: str = "<think>\n"
+    close: str = "\n</think>\n\n"
+
+    def block(self, answer: str, *, opened: bool) -> tuple[int, bool]:
+        """(where the reasoning at the start of `answer` ends, whether it is empty); 0 where there is none.
+
+        `opened`: the prompt has opened it already."""
+        begin = 0
+        if not opened:
+            tag = self.open.strip()
+            begin = len(answer) - len(answer.lstrip())
+            if not tag or not answer.startswith(tag, begin):
+                return 0, False
+            begin += len(tag)
+        close = self.close.strip()
+        found = answer.find(close, begin) if close else -1
+        if found < 0:
+            return 0, False
+        end = found + len(close)
+        blank = len(answer[end:]) - len(answer[end:].lstrip())
+        return end + blank, not answer[begin:found].strip()
+
+    def inline(self, content: str) -> tuple[str, str]:
+        """Reasoning that is written in the content itself, and the rest: "<think>why</think>answer"."""
+        begin, (end, _) = content.lstrip(), self.block(content, opened=False)
+        if not end:
+            return "", content
+        inner = begin[len(self.open.strip()) :]
+        return inner[: inner.index(self.close.strip())].strip("\n"), content[end:]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A template and what probing told about it."""
+
+    renderer: Renderer
+    name: str
+    suffix: str  # constant text after an assistant turn's content, e.g. "<|im_end|>\n"
+    end: str  # the part of it that is trained, e.g. "<|im_end|>"
+    end_id: int | None  # the token `end` closes with; None where it is ordinary text
+    append: str = ""  # EOS text to put after a turn that has no end of its own
+    takes_system: bool = True
+    notes: tuple[str, ...] = ()
+    call_suffix: str = ""  # the same for a turn of tool calls, from its end token on; empty: like `suffix`
+    call_end: str = ""
+    renders_calls: bool = False
+    arguments: str = "object"  # what the template wants a tool call's arguments as: "object", or JSON "text"
+    null_content: str | None = None  # what stands for `content: null`: None where the template knows it
+    parts: bool = False  # the template reads contents as lists of parts only
+    reasoning: Reasoning = field(default_factory=Reasoning)
+    control: tuple[str, ...] = ()  # names of the tokenizer's control tokens, the longest first
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def render(self, messages: list[Message], tools: list[Any] | None, *, generate: bool = False) -> str:
+        """The template's rendering; its own objections become the row's refusal.
+
+        For a template that takes no system turn, its text is put before the first user turn's, here, so that
+        everything that shortens a conversation can treat the two as apart."""
+        if not self.takes_system and messages and messages[0]["role"] == "system":
+            messages = _merged(messages)
+        size = sum(len(message["content"] or "") for message in messages)
+        if size > LONGEST_CONVERSATION:
+            raise Refusal("too long to render", f"the conversation has {size} characters")
+        if self.parts or any(_is_special(message) for message in messages):
+            messages = [self._as_wanted(message) for message in messages]
+        try:
+            return self.renderer.render(messages, tools=tools, add_generation_prompt=generate, **self.variables)
+        except Unbounded:
+            raise  # not of this row: each of the others would take as long
+        except GraftuneError as error:
+            raise Refusal("refused by the chat template", error.what) from None
+
+    def _as_wanted(self, message: Message) -> Message:
+        """The message with null content, arguments and reasoning in the form that the template reads."""
+        wanted = dict(message)
+        if wanted["content"] is None:
+            wanted["content"] = self.null_content
+        if wanted.get("tool_calls"):
+            wanted["tool_calls"] = [_call_as(self.arguments, call) for call in wanted["tool_calls"]]
+        if self.reasoning.key and self.reasoning.key not in wanted:
+            found = next((key for key in REASONING_KEYS if key in wanted), None)
+            if found:
+                wanted[self.reasoning.key] = wanted.pop(found)
+        if self.parts and isinstance(wanted["content"], str):
+            wanted["content"] = in_parts(wanted["content"])
+        return wanted
+
+
+def in_parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def _is_special(message: Message) -> bool:
+    return "tool_calls" in message or message["content"] is None or not message.keys().isdisjoint(REASONING_KEYS)
+
+
+def _call_as(form: str, call: Any) -> Any:
+    holder = call.get("function", call)
+    if not isinstance(holder, dict) or "arguments" not in holder:
+        return call
+    arguments = holder["arguments"]
+    if form == "text" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    holder = {**holder, "arguments": arguments}
+    return {**call, "function": holder} if "function" in call else holder
+
+
+def _merged(messages: list[Message]) -> list[Message]:
+    if not (messages[0]["content"] or "").strip():
+        return messages[1:]
+    if len(messages) < 2 or messages[1]["role"] != "user":
+        raise Refusal("system turn that the template does not take", "and no user turn follows to merge it into")
+    first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+    return [first, *messages[2:]]
+
+
+def stop_ids(tokenizer: Tokenizer, form: ChatFormat | None) -> tuple[int, ...]:
+    """Where an answer ends: the model's own end tokens and the one the template closes a turn with."""
+    ends = () if form is None or form.end_id is None else (form.end_id,)
+    return tuple(sorted({*tokenizer.stop_ids, *ends}))
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Control tokens by id: those that only parsing their name gives, never ordinary text."""
+    return {i: token.content for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+
+
+def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches any control token's name typed in a text, the longest first."""
+    names = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names))) if names else None

@@ -1,0 +1,222 @@
+"""What a chat template does, found out by asking it.
+
+A template is a program; reading its source for marker strings goes wrong with the next model. So it is rendered a few
+dozen times, once per run, with probe texts of our own, and the answers are kept in a `ChatFormat`: the constant text
+after an answer and which part of it ends the turn, the same for tool calls, whether a system turn is taken, in which
+form tool call arguments and empty contents are wanted, and how reasoning is written.
+
+A template that writes nothing that could end a turn is refused by name, since a model trained with it never learns to
+stop; `append_eos` adds the tokenizer's EOS instead. A template that objects to a bare question and answer is asked
+again with a system turn, with tools, and with both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from graftune.data.format import REASONING_KEYS, ChatFormat, Reasoning, Renderer, in_parts, special_tokens
+from graftune.data.record import Message
+from graftune.errors import GraftuneError
+from graftune.tokenizer import Tokenizer
+from graftune.tokenizer.template import Unbounded
+
+# The probes differ in their first and in their last character, so that what two renderings share stops at the content.
+ANSWERS = ("Axq zero one", "Byk zero two")
+_ASK, _SYSTEM, _WHY, _VALUES = "Zq ask", "Zq system", "Jq because", ("Mq first", "Nk second!")
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zq_tool",
+        "description": "Zq description",
+        "parameters": {
+            "type": "object",
+            "properties": {"zq_key": {"type": "string", "description": "Zq key"}},
+            "required": ["zq_key"],
+        },
+    },
+}
+_TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|\w+|\s|.", re.DOTALL)
+
+Render = Callable[..., str | None]
+
+
+def probe(
+    renderer: Renderer, name: str, tokenizer: Tokenizer, *, append_eos: bool, variables: Mapping[str, Any] | None = None
+) -> ChatFormat:
+    variables = variables or {}
+    system: list[Message] = [{"role": "system", "content": _SYSTEM}]
+    first_error: GraftuneError | None = None
+    parts = False
+
+    def rendered(messages: list[Message], tools: list[Any] | None = None, generate: bool = False) -> str | None:
+        nonlocal first_error
+        if parts:
+            messages = [m | {"content": in_parts(m["content"])} if m["content"] else m for m in messages]
+        try:
+            return renderer.render(messages, tools=tools, add_generation_prompt=generate, **variables)
+        except Unbounded:
+            raise
+        except GraftuneError as error:
+            first_error = first_error or error
+            return None
+
+    ways = ((False, [], None), (False, system, None), (False, [], [_TOOL]), (False, system, [_TOOL]))
+    for parts, head, tools in (*ways, *((True, head, tools) for _, head, tools in ways)):  # noqa: B007 - used below
+        first, second = (rendered([*head, *_asked(answer)], tools) or "" for answer in ANSWERS)
+        if ANSWERS[0] in first and ANSWERS[1] in second:
+            break
+    else:
+        why = f"cannot render a question and an answer ({first_error.what})" if first_error else "leaves out the answer"
+        raise GraftuneError(why, where=name, mend="give another template with `template: FILE`, or `template: none`")
+    # Some templates strip content or put a space before it: neither touches what follows it.
+    suffix = shared_start(first[::-1], second[::-1])[::-1]
+    middle = rendered([*head, *_asked(ANSWERS[0]), {"role": "user", "content": _ASK}], tools) or ""
+    following = middle[middle.rfind(ANSWERS[0]) + len(ANSWERS[0]) :] if ANSWERS[0] in middle else ""
+    end, end_id = _turn_end(suffix, following, tokenizer)
+    append, end_id, notes = _closing(name, tokenizer, end, end_id, append_eos=append_eos)
+    reasoning = _reasoning(rendered, head, tools, first)
+    return ChatFormat(
+        renderer,
+        name,
+        suffix,
+        end,
+        end_id,
+        append,
+        takes_system=_takes_system(rendered, tools),
+        notes=notes,
+        reasoning=reasoning,
+        control=tuple(sorted(special_tokens(tokenizer).values(), key=len, reverse=True)),
+        variables=variables,
+        parts=parts,
+        **_calls(rendered, head, tokenizer),
+    )
+
+
+def _asked(answer: str, **more: Any) -> list[Message]:
+    return [{"role": "user", "content": _ASK}, {"role": "assistant", "content": answer, **more}]
+
+
+def _closing(
+    name: str, tokenizer: Tokenizer, end: str, end_id: int | None, *, append_eos: bool
+) -> tuple[str, int | None, tuple[str, ...]]:
+    """(EOS to append, the id that ends an answer, what a user should know)."""
+    if end_id is None and append_eos:
+        if not tokenizer.eos_token:
+            raise GraftuneError("append_eos: the tokenizer has no EOS token", where=name, mend="use another template")
+        return tokenizer.eos_token, tokenizer.eos_id, ()
+    if not end:
+        raise GraftuneError(
+            "has no token that ends an answer, so the model would never learn to stop",
+            where=name,
+            mend="set append_eos to add EOS after each answer, or give another template",
+        )
+    if end_id is None:
+        return "", None, (f"the template ends an answer with {end!r}, which is ordinary text to this tokenizer",)
+    if end_id not in tokenizer.stop_ids:
+        return "", end_id, (f"the template ends an answer with {end!r}, which is not one of the model's own end tokens",)
+    return "", end_id, ()
+
+
+def _turn_end(suffix: str, following: str, tokenizer: Tokenizer) -> tuple[str, int | None]:
+    """The part of `suffix` that ends a turn: up to its first stop token; else up to the last control token that also
+    stands after an answer in the middle of a conversation (`following`); else all of it that is not blank."""
+    ids, offsets = tokenizer.encode_with_offsets(suffix) if suffix else ([], [])
+    places = [i for i, token in enumerate(ids) if token in tokenizer.stop_ids][:1]
+    if not places:
+        special = special_tokens(tokenizer)
+        common = len(shared_start(suffix, following))
+        found = [i for i, token in enumerate(ids) if token in special]
+        places = [i for i in found if offsets[i][1] <= common][-1:] or found[-1:]
+    if places:
+        return suffix[: offsets[places[0]][1]].rstrip(), ids[places[0]]
+    return suffix.rstrip(), None
+
+
+def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
+    head = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _ASK}]
+    return _SYSTEM in (rendered(head, tools, True) or "")
+
+
+def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer) -> dict[str, Any]:
+    """How tool calls are rendered: with arguments as objects or as JSON text, with null or empty content."""
+    for content in (None, ""):
+        for arguments in ("object", "text"):
+            pair = [_call_rendered(rendered, head, content, arguments, value) for value in _VALUES]
+            if not all(text and _clean(text, value) for text, value in zip(pair, _VALUES, strict=True)):
+                continue
+            suffix = shared_start(pair[0][::-1], pair[1][::-1])[::-1]
+            end, end_id = _turn_end(suffix, "", tokenizer)
+            found: dict[str, Any] = {"renders_calls": True, "arguments": arguments, "null_content": content}
+            if end_id is not None:
+                # What stands before the end token closes the call itself, and depends on its arguments.
+                token = special_tokens(tokenizer).get(end_id, end)
+                start = suffix.index(token)
+                found |= {"call_suffix": suffix[start:], "call_end": token}
+            return found
+    return {}
+
+
+def _call_rendered(
+    rendered: Render, head: list[Message], content: str | None, arguments: str, value: str
+) -> str | None:
+    given: Any = {"zq_key": value} if arguments == "object" else f'{{"zq_key": "{value}"}}'
+    call = {"id": "zqcall001", "type": "function", "function": {"name": "zq_tool", "arguments": given}}
+    turns: list[Message] = [
+        {"role": "user", "content": _ASK},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+    ]
+    for tools in ([_TOOL], None):
+        text = rendered([*head, *turns], tools)
+        if text is not None:
+            return text
+    return None
+
+
+def _clean(text: str, value: str) -> bool:
+    """Whether a rendered call holds its argument as a model should write it: not as Python's repr of an object, not as
+    JSON within JSON, and without a None where the content is null."""
+    place = text.rfind(value)
+    if place < 0 or "zq_tool" not in text:
+        return False
+    call = text[text.find(_ASK) + len(_ASK) :]
+    return "{'zq_key'" not in call and '\\"zq_key' not in call and "None" not in call
+
+
+def _reasoning(rendered: Render, head: list[Message], tools: list[Any] | None, plain: str) -> Reasoning:
+    prompt = rendered([*head, _asked("")[0]], tools, True) or ""
+    header = shared_header(prompt, plain)
+    for key in REASONING_KEYS:
+        shown = rendered([*head, *_asked(ANSWERS[0], **{key: _WHY})], tools) or ""
+        why, answer = shown.rfind(_WHY), shown.rfind(ANSWERS[0])
+        if header <= why < answer and shown.startswith(prompt[:header]):
+            return Reasoning(key, shown[header:why], shown[why + len(_WHY) : answer])
+    return Reasoning()
+
+
+def shared_start(*texts: str) -> str:
+    """The longest text that all of them start with."""
+    low, high = min(texts), max(texts)  # whatever lies between these two in order shares what they share
+    for place, letter in enumerate(low):
+        if letter != high[place]:
+            return low[:place]
+    return low
+
+
+def shared_header(prompt: str, full: str, control: Iterable[str] = ()) -> int:
+    """How far `prompt` and `full` agree, in whole control tokens, tags and words."""
+    reach = len(shared_start(prompt, full))
+    return max((place for place in borders(prompt, control, reach) & borders(full, control, reach)), default=0)
+
+
+def borders(text: str, control: Iterable[str], reach: int) -> set[int]:
+    """Places up to `reach` that lie between control tokens, tags, words and other letters of `text`."""
+    names = [re.escape(name) for name in control]
+    pattern = re.compile("|".join([*names, _TAG.pattern]), re.DOTALL) if names else _TAG
+    places = {0}
+    for match in pattern.finditer(text):
+        if match.end() > reach:
+            break
+        places.add(match.end())
+    return places
