@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from graftune.config import DataConfig
 from graftune.data import mask
+from graftune.data.chat import NOT_RENDERED, OTHER_PROMPT
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.source import Refusal
 from graftune.errors import GraftuneError
@@ -67,7 +68,10 @@ def test_real_templates(name: str, system: str, count: int, tmp_path: Path) -> N
     data = prepared(tmp_path, record, shipped(name), append_eos=name in NO_END)
     before, after = AROUND[name]
     assert all_runs(data) == [before + answer + after for answer in ANSWERS[:count]]
-    assert len(data.examples) == (count if name in NO_END else 1)
+    # This tokenizer divides two line breaks by what follows them, so a prompt that ends with them has other tokens in
+    # the middle of a conversation than at its end: there each turn is an example of its own.
+    apart = name in NO_END or name == "llama-3-instruct"
+    assert len(data.examples) == (count if apart else 1)
     for example in data.examples:
         assert example.supervised[-1], "an example ends with its last trained token"
     last = data.examples[-1]
@@ -148,10 +152,161 @@ def test_a_template_that_drops_old_reasoning_gives_one_example_a_turn(tmp_path: 
 
 
 def test_a_generation_prompt_that_is_no_prefix(tmp_path: Path) -> None:
-    """As in templates that open <think> for inference but render answers without it."""
+    """As in templates that open <think> for inference but render answers without it: the answer goes behind the prompt
+    that inference gives, and closes what that has opened (D1, D7)."""
     source = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
-    data = prepared(tmp_path, {"messages": turns("a", "<thinner", "c", "By the way")}, with_template(source))
-    assert [trained_runs(example) for example in data.examples] == [["<thinner<|im_end|>"], ["By the way<|im_end|>"]]
+    record = {"messages": turns("a", "<thinner", "c", "<think>\nwell\n</think>\n\nBy the way")}
+    data = prepared(tmp_path, record, with_template(source))
+    assert [trained_runs(example) for example in data.examples] == [
+        ["\n</think>\n\n<thinner<|im_end|>"],
+        ["well\n</think>\n\nBy the way<|im_end|>"],
+    ]
+    assert all(prompt.endswith("<|im_start|>assistant\n<think>\n") for prompt in data.prompts)
+    assert data.summary.notes[OTHER_PROMPT["inference"]] == 1
+    record = {"messages": record["messages"][:2]}
+    data = prepared(tmp_path, record, with_template(source), prompt_form="template")
+    assert all_runs(data)[0] == "<thinner<|im_end|>" and data.prompts[0].endswith("<|im_start|>assistant\n")
+    assert data.summary.notes[OTHER_PROMPT["template"]] == 1
+
+
+def test_the_start_of_an_answer_is_never_inside_a_tag(tmp_path: Path) -> None:
+    """D1: the prompt opens <|im_start|> where the answered conversation goes on with <|im_end|>, of which both have
+    the first five letters; cut there, neither would be a control token."""
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if not loop.last or m.role != 'user' %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    data = prepared(tmp_path, {"messages": turns("a", "b")}, with_template(source))
+    assert data.prompts == ["<|im_start|>user\na<|im_start|>assistant\n"] and all_runs(data) == ["b<|im_end|>"]
+    ids = data.examples[0].tokens
+    assert list(ids).count(tokenizer().encode("<|im_start|>")[0]) == 2
+
+
+def test_null_content_stays_null(tmp_path: Path) -> None:
+    """D2: the template tells a call by `content is none`; with "" it would print an empty answer and its end first."""
+    source = (
+        "{% for m in messages %}{% if m.tool_calls and m.content is none %}"
+        "{{ '<|im_start|>assistant\ncall ' + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments + '<|im_end|>\n' }}"
+        "{% elif m.role == 'tool' %}{{ '<|im_start|>tool\n' + m.content + '<|im_end|>\n' }}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    for content in (None, ""):  # arguments are wanted as text here (D8), and an empty content as null
+        record = {"messages": [*turns("a"), {"role": "assistant", "content": content, "tool_calls": [call]}]}
+        data = prepared(tmp_path, record, with_template(source))
+        assert all_runs(data) == ['call weather{"city": "Oslo"}<|im_end|>'] and not data.summary.notes
+
+
+def test_two_answers_in_a_row(tmp_path: Path) -> None:
+    """D3: the second one's opening, which the model has to write, is trained."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% else %}"
+        "{{ ('<|assistant|>' if messages[loop.index0 - 1].role == 'user' else '[more] ') + m.content + '<|end|>' }}"
+        "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role == 'user' %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    data = prepared(tmp_path, {"messages": [*turns("a", "b"), {"role": "assistant", "content": "c"}]},
+                    with_template(source))  # fmt: skip
+    assert all_runs(data) == ["b<|end|>[more] c<|end|>"]
+
+
+def test_a_system_prompt_in_the_last_turn_only(tmp_path: Path) -> None:
+    """D4: the prompt that inference gives has it, and so has every example."""
+    source = (
+        "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    # As the last turn the assistant's would get it too: only the inference prompt is right.
+    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d", system="Be brief.")}, with_template(source))
+    assert len(data.examples) == 2 and all("Be brief.\n" in prompt for prompt in data.prompts)
+
+
+def test_what_is_not_rendered_is_counted(tmp_path: Path) -> None:
+    """D5, and D6: an empty system turn is no missing one."""
+    messages = turns("One?", "<think>\nhm\n</think>\n\nBlue", "Two?", "Red")
+    messages[3]["reasoning_content"] = "because"
+    data = prepared(tmp_path, {"messages": messages}, with_template(REASONING))
+    assert data.summary.notes[NOT_RENDERED["reasoning"]] == 1
+    system = CHATML.replace("{% for", "{% if messages[0].role != 'system' %}{{ 'DEFAULT' }}{% endif %}{% for")
+    empty = [{"role": "system", "content": ""}, *turns("a", "b")]
+    assert "DEFAULT" not in prepared(tmp_path, {"messages": empty}, with_template(system)).prompts[0]
+    assert "DEFAULT" in prepared(tmp_path, {"messages": turns("a", "b")}, with_template(system)).prompts[0]
+
+
+def test_template_vars_and_reasoning(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% if thinking is defined and not thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+    )
+    chat, messages = with_template(source), turns("a", "b", "c", "d")
+    messages[3]["thinking"] = "why"  # another spelling of the field that the template reads
+    empty, full = "<think>\n\n</think>\n\n", "<think>\nwhy\n</think>\n\n"
+    for choice, runs in {
+        "all": [f"{empty}b<|im_end|>", f"{full}d<|im_end|>"],
+        "not_empty": ["b<|im_end|>", f"{full}d<|im_end|>"],
+        "none": ["b<|im_end|>", "d<|im_end|>"],
+    }.items():
+        assert all_runs(prepared(tmp_path, {"messages": messages}, chat, train_reasoning=choice)) == runs
+    data = prepared(tmp_path, {"messages": turns("a", "b")}, chat, template_vars={"thinking": "false"})
+    assert data.prompts[0].endswith(empty) and all_runs(data) == ["b<|im_end|>"]
+    with pytest.raises(GraftuneError, match="template_vars: messages is set by graftune"):
+        prepared(tmp_path, {"messages": messages}, chat, template_vars={"messages": "x"})
+
+
+def test_templates_that_need_tools_are_probed_with_them(tmp_path: Path) -> None:
+    """D8: the template reads its tools whatever the conversation, and closes calls with a token of its own."""
+    source = (
+        "{% for t in tools %}{{ t.function.name + '\n' }}{% endfor %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}"
+        "{{ '<|end_of_turn|>' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    data = prepared(tmp_path, {"messages": [*turns("a"), answer], "tools": tools}, with_template(source))
+    assert all_runs(data) == ['{"city": "Oslo"}<|end_of_turn|>'] and data.prompts[0].startswith("weather\n")
+
+
+def test_append_eos_comes_once(tmp_path: Path) -> None:
+    """D9: a tool call that ends with EOS already gets no second one."""
+    source = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name + '</s>' }}"
+        "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    source = source.replace("function.name", "function.name + (m.tool_calls[0].function.arguments | tojson)")
+    record = {"messages": [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    assert all_runs(prepared(tmp_path, record, with_template(source), append_eos=True)) == ["weather{}</s>"]
+    data = prepared(tmp_path, {"messages": turns("a", "b")}, with_template(source), append_eos=True)
+    assert all_runs(data) == ["b</s>"]
+
+
+def test_a_token_across_prompt_and_answer(tmp_path: Path) -> None:
+    """The prompt keeps the tokens that it has at inference, the answer begins after them, and the row is counted."""
+    chat = with_template(CHATML)
+    for answer in ("\n\nTwo lines down", "  spaces"):
+        record = {"messages": turns("a", answer)}
+        data = prepared(tmp_path, record, chat)
+        inference = tokenizer().encode(data.prompts[0])
+        example = data.examples[0]
+        assert list(example.tokens[: len(inference)]) == inference and not any(example.supervised[: len(inference)])
+        assert all(example.supervised[len(inference) :]) and all_runs(data) == [answer + "<|im_end|>"]
+
+
+def test_one_huge_row_is_refused_by_itself(tmp_path: Path) -> None:
+    """D13: not the file, and not in the template's name."""
+    path = tmp_path / "data.jsonl"
+    rows = [{"messages": turns("x" * 5_000_000, "b")}, {"messages": turns("a", "b")}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = prepare(str(path), with_template(CHATML), DataConfig())
+    assert len(data) == 1 and data.summary.refused == {"too long to render": 1}
 
 
 def test_an_end_of_text_after_the_last_turn_only(tmp_path: Path) -> None:
@@ -196,7 +351,8 @@ def test_train_on(tmp_path: Path) -> None:
     messages[5]["weight"] = 1
     record = {"messages": messages}
     ends = [answer + "<|im_end|>" for answer in ANSWERS]
-    assert all_runs(prepared(tmp_path, record, chat)) == ends
+    # OpenAI's meaning (D11): a turn of weight 0 is context, one without a weight is trained.
+    assert all_runs(prepared(tmp_path, record, chat)) == [ends[0], ends[2]]
     assert all_runs(prepared(tmp_path, record, chat, train_on="last")) == ends[2:]
     flagged = prepared(tmp_path, record, chat, train_on="flagged")
     assert all_runs(flagged) == [ends[0], ends[2]] and len(flagged.examples) == 1
@@ -302,21 +458,18 @@ def test_tool_calls(tmp_path: Path) -> None:
         prepared(tmp_path, record, shipped("granite-3.0-instruct"))
 
 
-def test_offsets_to_tokens() -> None:
+def test_borders_between_tokens() -> None:
     offsets = [(0, 2), (2, 5), (5, 6), (6, 7), (6, 7), (7, 9)]  # two tokens of one character at 6
-    assert mask.token_ranges(offsets, [(2, 5)]) == [(1, 2)]
-    assert mask.token_ranges(offsets, [(6, 7)]) == [(3, 5)]
-    assert mask.token_ranges(offsets, [(4, 6)]) == [(1, 3)]  # a token that covers one trained character is trained
+    assert mask.border(offsets, 2) == (1, True) and mask.border(offsets, 5) == (2, True)
+    assert mask.border(offsets, 6) == (3, True) and mask.border(offsets, 7) == (5, True)
+    assert mask.border(offsets, 4) == (1, False) and mask.border(offsets, 9) == (6, True)
     assert mask.flags(6, [(1, 2), (3, 5)]) == [False, True, False, True, True, False]
 
 
 def test_degenerate_masks_are_refused() -> None:
-    offsets = [(0, 1), (1, 2), (2, 3)]
     with pytest.raises(Refusal, match="everything is trained"):
-        mask.check([7, 8, 9], offsets, [(0, 3)], [(0, 3)], frozenset({9}))
+        mask.check([7, 8, 9], [(0, 3)], frozenset({9}))
     with pytest.raises(Refusal, match="without its end token"):
-        mask.check([7, 8, 9], offsets, [(1, 2)], [(1, 2)], frozenset({9}))
-    with pytest.raises(Refusal, match="without its end token"):
-        mask.check([7, 8, 9], offsets, [(1, 3)], [(1, 2)], frozenset())
+        mask.check([7, 8, 9], [(1, 2)], frozenset({9}))
     with pytest.raises(Refusal, match="nothing to train"):
-        mask.check([7, 8, 9], offsets, [(1, 1)], [(1, 1)], frozenset({9}))
+        mask.check([7, 8, 9], [(1, 1)], frozenset({9}))

@@ -92,7 +92,7 @@ class ChatTurns:
         """The texts that train `trained`, one where the template allows it."""
         messages = messages[: trained[-1] + 1]
         last = self._turn(messages, tools)
-        turns = [*(self._within(last, messages[: i + 1], tools) for i in trained[:-1]), last]
+        turns = [*(self._turn(messages[: i + 1], tools) for i in trained[:-1]), last]
         if self.form.append or not all(last.text.startswith(turn.text) for turn in turns):
             pairs = zip(trained, turns, strict=True)
             return [self._passage([turn], messages[: i + 1], [i], tools) for i, turn in pairs]
@@ -112,23 +112,11 @@ class ChatTurns:
         text = turns[-1].text
         spans = tuple((turn.start, len(turn.text)) for turn in turns)
         notes = {note: None for turn in turns for note in turn.notes}
-        notes |= dict.fromkeys(not_rendered(messages, text))
+        answers = {i: turn.text[turn.prompt :] for i, turn in zip(trained, turns, strict=True)}
+        notes |= dict.fromkeys(not_rendered(messages, text, answers))
         reference = (messages[-1]["content"] or "").strip()
         ends = tuple(turn.prompt for turn in turns)
         return Passage(text, spans, ends, messages, tuple(trained), reference, tools, tuple(notes))
-
-    def _within(self, last: _Turn, messages: list[Message], tools: list[Any] | None) -> _Turn:
-        """An earlier turn. Where the conversation's text goes on behind this turn's prompt with just the content and
-        its end, that is the turn, and it need not be rendered by itself."""
-        message = messages[-1]
-        if self.form.append or message.get("tool_calls") or not message.keys().isdisjoint(REASONING_KEYS):
-            return self._turn(messages, tools)
-        prompt = self.form.render(messages[:-1], tools, generate=True)
-        answer = message["content"].strip() + self.form.end
-        plain = last.text.startswith(prompt) and last.text.startswith(answer, len(prompt))
-        if not plain or self.form.reasoning.block(answer, opened=self._opens(prompt))[0]:
-            return self._turn(messages, tools)
-        return _Turn(prompt + answer, len(prompt), len(prompt))
 
     def _turn(self, messages: list[Message], tools: list[Any] | None) -> _Turn:
         """The last message as a trained turn."""
@@ -170,7 +158,10 @@ class ChatTurns:
         history = self.form.render(messages[:-1], tools)
         asked = shared_header(prompt, history, control)
         reach = shared_header(prompt, full, control)
-        if reach > asked or (reach == asked == len(history)):
+        block = prompt.rfind(self.form.reasoning.open.strip(), asked)
+        if asked <= block < reach and not self._opens(prompt):
+            reach = block  # the prompt closes the block that it opens: what the answer has in one is no part of it
+        if reach > asked:
             return reach
         content = self._content_start(full, messages, tools)
         opening = prompt[asked:]
@@ -178,7 +169,7 @@ class ChatTurns:
             found = full.rfind(opening[:size], 0, content) if size else -1
             if found >= 0 and opening[:size].strip():
                 return found + size
-        return content
+        return asked if reach == asked == len(history) else content
 
     def _content_start(self, full: str, messages: list[Message], tools: list[Any] | None) -> int:
         """Where the answer's own text starts at the latest: two probe answers part at their first letter."""
@@ -188,9 +179,7 @@ class ChatTurns:
         reach = len(shared_start(*probes, full))
         return max(borders(full, self.form.control, reach))
 
-    def _behind(
-        self, prompt: str, answer: str, messages: list[Message], tools: list[Any] | None
-    ) -> tuple[str, str]:
+    def _behind(self, prompt: str, answer: str, messages: list[Message], tools: list[Any] | None) -> tuple[str, str]:
         """The answer as it goes on behind the inference prompt, and what to say of it."""
         reasoning = self.form.reasoning
         close = reasoning.close.strip()
@@ -267,10 +256,10 @@ def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> No
                 raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
 
 
-def not_rendered(messages: list[Message], text: str) -> Iterator[str]:
-    """What was written in the conversation and does not stand in its text, by kind."""
-    for message in messages:
-        content = message["content"]
+def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -> Iterator[str]:
+    """What was written in the conversation and does not stand in its text, by kind. `answers`: of the trained turns."""
+    for i, message in enumerate(messages):
+        content, text = message["content"], answers.get(i, whole)
         if content and content.strip() not in text:
             kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
             _, rest = ("", content) if kind != "assistant" else _without_think(content)

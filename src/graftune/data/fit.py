@@ -17,9 +17,9 @@ from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data import mask
 from graftune.data.chat import ChatTurns, Passage
+from graftune.data.format import ChatFormat, special_tokens
 from graftune.data.record import Message
 from graftune.data.source import Refusal
-from graftune.data.format import ChatFormat, special_tokens
 from graftune.tokenizer import Tokenizer
 
 LONGEST_TAIL = 64  # characters: longer ones are hardly met twice
@@ -214,7 +214,9 @@ class Fitter:
                 break
             assert found is not None
             if len(found[1].tokens) <= self.limit:
-                return Built(found[1], found[0].prompt, passage.reference, found[0].asked, QUESTION, notes=passage.notes)
+                return Built(
+                    found[1], found[0].prompt, passage.reference, found[0].asked, QUESTION, notes=passage.notes
+                )
             excess += len(found[1].tokens) - self.limit
         return self._cut_tokens(passage, example)
 

@@ -27,7 +27,12 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 class Renderer(Protocol):
     def render(
-        self, messages: list[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False, **more: Any
+        self,
+        messages: list[Message],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+        **more: Any,
     ) -> str: ...
 
 
@@ -46,7 +51,12 @@ class PlainTemplate:
         self.eos, self.between = tokenizer.eos_token, between
 
     def render(
-        self, messages: list[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False, **more: Any
+        self,
+        messages: list[Message],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+        **more: Any,
     ) -> str:
         parts = [self.bos]
         for place, message in enumerate(messages):
@@ -111,9 +121,11 @@ class ChatFormat:
     notes: tuple[str, ...] = ()
     call_suffix: str = ""  # the same for a turn of tool calls, from its end token on; empty: like `suffix`
     call_end: str = ""
+    renders_tools: bool = False
     renders_calls: bool = False
     arguments: str = "object"  # what the template wants a tool call's arguments as: "object", or JSON "text"
     null_content: str | None = None  # what stands for `content: null`: None where the template knows it
+    blank_content: str | None = ""  # what stands for an empty content beside tool calls
     parts: bool = False  # the template reads contents as lists of parts only
     reasoning: Reasoning = field(default_factory=Reasoning)
     control: tuple[str, ...] = ()  # names of the tokenizer's control tokens, the longest first
@@ -143,6 +155,8 @@ class ChatFormat:
         wanted = dict(message)
         if wanted["content"] is None:
             wanted["content"] = self.null_content
+        elif wanted["content"] == "" and wanted.get("tool_calls"):
+            wanted["content"] = self.blank_content
         if wanted.get("tool_calls"):
             wanted["tool_calls"] = [_call_as(self.arguments, call) for call in wanted["tool_calls"]]
         if self.reasoning.key and self.reasoning.key not in wanted:

@@ -125,7 +125,7 @@ class Maker:
         if not form.takes_system and messages[0]["role"] == "system":
             self._note("system turns merged into the first user turn: the template takes none")
         check_roles(form, record, messages)
-        if record.tools and form.render(messages, record.tools) == form.render(messages, None):
+        if record.tools and not form.renders_tools:
             self._note("tools given that the template does not render")
         self._note_control([message["content"] or "" for message in messages])
         return fitter.passages(messages, record.tools, trained)

@@ -90,6 +90,7 @@ def probe(
         control=tuple(sorted(special_tokens(tokenizer).values(), key=len, reverse=True)),
         variables=variables,
         parts=parts,
+        renders_tools="zq_tool" in (rendered([*head, _asked("")[0]], [_TOOL], True) or ""),
         **_calls(rendered, head, tokenizer),
     )
 
@@ -115,20 +116,25 @@ def _closing(
     if end_id is None:
         return "", None, (f"the template ends an answer with {end!r}, which is ordinary text to this tokenizer",)
     if end_id not in tokenizer.stop_ids:
-        return "", end_id, (f"the template ends an answer with {end!r}, which is not one of the model's own end tokens",)
+        return (
+            "",
+            end_id,
+            (f"the template ends an answer with {end!r}, which is not one of the model's own end tokens",),
+        )
     return "", end_id, ()
 
 
 def _turn_end(suffix: str, following: str, tokenizer: Tokenizer) -> tuple[str, int | None]:
-    """The part of `suffix` that ends a turn: up to its first stop token; else up to the last control token that also
-    stands after an answer in the middle of a conversation (`following`); else all of it that is not blank."""
+    """The part of `suffix` that ends a turn: up to its first stop token, or else its last control token, among those that
+    also stand after an answer in the middle of a conversation (`following`); where none does, among all of them. Without
+    any it is all that is not blank."""
     ids, offsets = tokenizer.encode_with_offsets(suffix) if suffix else ([], [])
-    places = [i for i, token in enumerate(ids) if token in tokenizer.stop_ids][:1]
-    if not places:
-        special = special_tokens(tokenizer)
-        common = len(shared_start(suffix, following))
-        found = [i for i, token in enumerate(ids) if token in special]
-        places = [i for i in found if offsets[i][1] <= common][-1:] or found[-1:]
+    special, common = special_tokens(tokenizer), len(shared_start(suffix, following))
+    places: list[int] = []
+    for reach in (common, len(suffix)):
+        known = [i for i, (_, end) in enumerate(offsets) if len(suffix[:end].rstrip()) <= reach]
+        stops = [i for i in known if ids[i] in tokenizer.stop_ids]
+        places = places or stops[:1] or [i for i in known if ids[i] in special][-1:]
     if places:
         return suffix[: offsets[places[0]][1]].rstrip(), ids[places[0]]
     return suffix.rstrip(), None
@@ -141,32 +147,45 @@ def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
 
 def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer) -> dict[str, Any]:
     """How tool calls are rendered: with arguments as objects or as JSON text, with null or empty content."""
+    tried: dict[tuple[str | None, str], tuple[list[str], str | None]] = {}
     for content in (None, ""):
         for arguments in ("object", "text"):
             pair = [_call_rendered(rendered, head, content, arguments, value) for value in _VALUES]
-            if not all(text and _clean(text, value) for text, value in zip(pair, _VALUES, strict=True)):
-                continue
-            suffix = shared_start(pair[0][::-1], pair[1][::-1])[::-1]
-            end, end_id = _turn_end(suffix, "", tokenizer)
-            found: dict[str, Any] = {"renders_calls": True, "arguments": arguments, "null_content": content}
-            if end_id is not None:
-                # What stands before the end token closes the call itself, and depends on its arguments.
-                token = special_tokens(tokenizer).get(end_id, end)
-                start = suffix.index(token)
-                found |= {"call_suffix": suffix[start:], "call_end": token}
-            return found
-    return {}
+            clean = [text for text, value in zip(pair, _VALUES, strict=True) if text and _clean(text, value)]
+            if len(clean) == 2:
+                longer = _call_rendered(rendered, head, content, arguments, _VALUES[0], answered=True)
+                tried[content, arguments] = clean, longer
+    if not tried:
+        return {}
+    # Some templates take a null content only in the last turn, and some read an empty one as no call at all.
+    content, arguments = next((way for way, (_, longer) in tried.items() if longer), next(iter(tried)))
+    (first, second), longer = tried[content, arguments]
+    suffix = shared_start(first[::-1], second[::-1])[::-1]
+    end, end_id = _turn_end(suffix, (longer or "").rpartition(_VALUES[0])[2], tokenizer)
+    blank = "" if ("", arguments) in tried else None
+    found = {"renders_calls": True, "arguments": arguments, "null_content": content, "blank_content": blank}
+    if end_id is not None:
+        # What stands before the end token closes the call itself, and depends on its arguments.
+        token = special_tokens(tokenizer).get(end_id, end)
+        found |= {"call_suffix": suffix[suffix.index(token) :], "call_end": token}
+    return found
 
 
 def _call_rendered(
-    rendered: Render, head: list[Message], content: str | None, arguments: str, value: str
+    rendered: Render, head: list[Message], content: str | None, arguments: str, value: str, *, answered: bool = False
 ) -> str | None:
+    """A conversation whose last turn calls a tool; or, `answered`, which goes on behind that."""
     given: Any = {"zq_key": value} if arguments == "object" else f'{{"zq_key": "{value}"}}'
     call = {"id": "zqcall001", "type": "function", "function": {"name": "zq_tool", "arguments": given}}
     turns: list[Message] = [
         {"role": "user", "content": _ASK},
         {"role": "assistant", "content": content, "tool_calls": [call]},
     ]
+    if answered:
+        turns += [
+            {"role": "tool", "content": "Zq result", "tool_call_id": "zqcall001", "name": "zq_tool"},
+            {"role": "assistant", "content": ANSWERS[0]},
+        ]
     for tools in ([_TOOL], None):
         text = rendered([*head, *turns], tools)
         if text is not None:
@@ -191,7 +210,8 @@ def _reasoning(rendered: Render, head: list[Message], tools: list[Any] | None, p
         shown = rendered([*head, *_asked(ANSWERS[0], **{key: _WHY})], tools) or ""
         why, answer = shown.rfind(_WHY), shown.rfind(ANSWERS[0])
         if header <= why < answer and shown.startswith(prompt[:header]):
-            return Reasoning(key, shown[header:why], shown[why + len(_WHY) : answer])
+            opening = plain[header : plain.rfind(ANSWERS[0])]  # of the answer itself
+            return Reasoning(key, shown[header:why], shown[why + len(_WHY) : answer].removesuffix(opening))
     return Reasoning()
 
 
