@@ -153,22 +153,24 @@ class ChatTurns:
 
     def _header(self, prompt: str, full: str, messages: list[Message], tools: list[Any] | None) -> int:
         """Where the generated part of `full` begins when it does not start with the inference prompt: behind as much
-        of the generation prompt as it has before the answer's own text."""
-        control = self.form.control
+        as it has, before the answer's own text, of what the prompt has behind its last message."""
+        control, tag = self.form.control, self.form.reasoning.open.strip()
         history = self.form.render(messages[:-1], tools)
         asked = shared_header(prompt, history, control)
         reach = shared_header(prompt, full, control)
-        block = prompt.rfind(self.form.reasoning.open.strip(), asked)
-        if asked <= block < reach and not self._opens(prompt):
-            reach = block  # the prompt closes the block that it opens: what the answer has in one is no part of it
+        block = prompt.rfind(tag, asked)
+        if block < asked or self._opens(prompt):
+            block = len(prompt)  # else the prompt closes what it opens: reasoning in the answer is no part of it
         if reach > asked:
-            return reach
+            return min(reach, block)
         content = self._content_start(full, messages, tools)
-        opening = prompt[asked:]
-        for size in sorted(borders(opening, control, len(opening)), reverse=True):
-            found = full.rfind(opening[:size], 0, content) if size else -1
-            if found >= 0 and opening[:size].strip():
-                return found + size
+        for said in ((messages[-2]["content"] or "").strip(), ""):
+            begin = prompt.rfind(said) + len(said) if said and said in prompt else asked
+            behind = prompt[begin:block]
+            for size in sorted(borders(behind, control, len(behind)), reverse=True):
+                place = full.rfind(said + behind[:size], 0, content) if (said + behind[:size]).strip() else -1
+                if place >= 0:
+                    return place + len(said) + size
         return asked if reach == asked == len(history) else content
 
     def _content_start(self, full: str, messages: list[Message], tools: list[Any] | None) -> int:
