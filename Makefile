@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test gpu-test lint clean setup
+.PHONY: train test test-templates gpu-test lint clean setup
 
 train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
@@ -13,6 +13,10 @@ train: $(VENV)/run.stamp
 # tests share what was made for them, and who is done first takes from the other.
 test: $(VENV)/test.stamp lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+# Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 300.
+test-templates: $(VENV)/test.stamp
+	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
 
 # On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
 gpu-test: $(VENV)/test.stamp

@@ -81,8 +81,8 @@ class Spec:
         if self.tools != "none":
             lines.append("{%- if tools -%}{{- 'TOOLS ' + (tools | tojson) + '\\n' -}}{%- endif -%}")
         if self.default_system:
-            lines.append(f"{{%- if messages[0].role != 'system' -%}}{{{{- {system} + {json.dumps(DEFAULT)} + {system_end} -}}}}"
-                         "{%- endif -%}")  # fmt: skip
+            lines.append("{%- if messages[0].role != 'system' -%}")
+            lines.append(f"{{{{- {system} + {json.dumps(DEFAULT)} + {system_end} -}}}}{{%- endif -%}}")
         lines.append("{%- for m in messages -%}")
         lines.append("{%- if m.role == 'system' -%}")
         if self.system == "refused":
@@ -132,10 +132,10 @@ class Spec:
         """What a model writes behind `prompt` to give the last message, with its end."""
         message, last = messages[-1], len(messages) - 1
         body = self._body(message, last, messages)
-        why, close = bool(message.get("reasoning_content")) or "</think>" in (message["content"] or ""), "\n</think>\n\n"
+        why = bool(message.get("reasoning_content")) or "</think>" in (message["content"] or "")
         if self.generation == "opens":
             inline = body.startswith("<think>\n")
-            return (body.removeprefix("<think>\n") if inline else close + body.lstrip("\n")) + self.end
+            return (body.removeprefix("<think>\n") if inline else "\n</think>\n\n" + body.lstrip("\n")) + self.end
         if self.generation == "closes" and why and body.startswith("<think>"):
             return body.split("</think>", 1)[1].lstrip() + self.end
         return body + self.end
@@ -182,7 +182,23 @@ class Spec:
         return text.strip() if self.trim else text
 
 
-_BITS = ("<thin", "</b>", "[x]", "{{ y }}", "12345", "é", "日本", "🎉", "a  b", "don't", "x=1;", "<|", "|>", "user", "\n\n")
+_BITS = (
+    "<thin",
+    "</b>",
+    "[x]",
+    "{{ y }}",
+    "12345",
+    "é",
+    "日本",
+    "🎉",
+    "a  b",
+    "don't",
+    "x=1;",
+    "<|",
+    "|>",
+    "user",
+    "\n\n",
+)
 TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "d", "parameters": {"type": "object"}}}]
 
 

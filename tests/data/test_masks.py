@@ -187,7 +187,8 @@ def test_null_content_stays_null(tmp_path: Path) -> None:
     """D2: the template tells a call by `content is none`; with "" it would print an empty answer and its end first."""
     source = (
         "{% for m in messages %}{% if m.tool_calls and m.content is none %}"
-        "{{ '<|im_start|>assistant\ncall ' + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments + '<|im_end|>\n' }}"
+        "{% set call = m.tool_calls[0].function %}"
+        "{{ '<|im_start|>assistant\ncall ' + call.name + call.arguments + '<|im_end|>\n' }}"
         "{% elif m.role == 'tool' %}{{ '<|im_start|>tool\n' + m.content + '<|im_end|>\n' }}"
         "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -125,9 +125,9 @@ def _closing(
 
 
 def _turn_end(suffix: str, following: str, tokenizer: Tokenizer) -> tuple[str, int | None]:
-    """The part of `suffix` that ends a turn: up to its first stop token, or else its last control token, among those that
-    also stand after an answer in the middle of a conversation (`following`); where none does, among all of them. Without
-    any it is all that is not blank."""
+    """The part of `suffix` that ends a turn: up to its first stop token, or else its last control token, among those
+    that also stand after an answer in the middle of a conversation (`following`); where none does, among all of them.
+    Without any it is all that is not blank."""
     ids, offsets = tokenizer.encode_with_offsets(suffix) if suffix else ([], [])
     special, common = special_tokens(tokenizer), len(shared_start(suffix, following))
     places: list[int] = []
