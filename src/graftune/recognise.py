@@ -113,6 +113,8 @@ def check_base(name: str, data: str = "", *, scratch: bool = False, command: str
         if data and kind_of(data).kind in ("gguf", "model"):
             raise _error(name, f"{found.what}, and {data} a model", f"swap them: graftune {command} {data} {name}")
         mend = f"type graftune {command} BASE {name}, or for the bundled base graftune {command} --data {name}"
+        if command == "data":
+            mend = f"type graftune data {name} --base BASE"
         raise _error(name, f"{found.what}, not a model", mend)
     run = f"graftune train --resume {name} continues it; --adapter {name} starts a new run from its adapter"
     if (Path(name).expanduser() / "model").is_dir():

@@ -102,8 +102,9 @@ def looked_at(whole: Config, command: str) -> Config:
         recognise.check_data(path, shown)
     recognise.check_template(data.template)
     out = Path(whole.run.out).expanduser() if whole.run.out else None
-    if out is not None and out.is_file():
-        raise GraftuneError("is a file", where=f"--out {out}", mend="give a folder")
+    if out is not None and (files := [path for path in (out, *out.parents) if path.is_file()]):
+        what = f"cannot be written to ({files[0]} is a file)"
+        raise GraftuneError(what, where=str(out), mend="choose another folder with --out")
     return whole.replace(base=base) if base != whole.base.base else whole
 
 
