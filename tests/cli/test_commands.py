@@ -241,3 +241,10 @@ def test_data_lists_refused_rows(smollm2: Path, capsys: Capture, tmp_path: Path)
     assert "\x1b" not in out and "\u27e6b" in out
     assert main(["data", str(tmp_path / "d.jsonl"), "--strict"]) == 2
     assert "row 2" in capsys.readouterr().err
+
+
+def test_a_document_and_an_error_make_one_document(capsys: Capture, tmp_path: Path) -> None:
+    """What a base is, and that it cannot be trained: stdout holds the first only."""
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    assert main(["doctor", str(tmp_path), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["trainable"] is False

@@ -30,6 +30,7 @@ from graftune.cli.plan import plan
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
 from graftune.cli.typed import Line, read_line
+from graftune.observe.console import Console
 
 app = App(
     name="graftune",
@@ -54,7 +55,7 @@ app.command(functools.partial(completion, app), name="completion")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     _open_streams()
-    line = Line(list(sys.argv[1:] if arguments is None else arguments))
+    line, documents = Line(list(sys.argv[1:] if arguments is None else arguments)), Console.documents
     try:
         line = read_line(line.arguments, _flags)
         if not line.has("--quiet"):
@@ -77,10 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit:  # nothing of ours exits by itself: this is rich's answer to a closed pipe
         return 141
     except Exception as error:
-        return _failed(error, line)
+        return _failed(error, line, silent=Console.documents > documents)
 
 
-def _failed(error: Exception, line: Line) -> int:
+def _failed(error: Exception, line: Line, silent: bool) -> int:
+    """`silent`: stdout has the command's document already, as of a plan that does not fit."""
     found = explained(error)
     if found is None:
         raise error
@@ -89,7 +91,7 @@ def _failed(error: Exception, line: Line) -> int:
     if line.verbose:
         traceback.print_exception(error, file=sys.stderr)
     print(f"graftune: {found['message']}", file=sys.stderr)
-    if line.has("--json"):
+    if line.has("--json") and not silent:
         try:
             print(json.dumps({"error": found}), flush=True)
         except OSError:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from graftune.errors import printable
 from graftune.observe.events import to_json
@@ -40,6 +40,8 @@ class Answer:
 
 class Console:
     """`json`: stdout holds nothing but `result`. `quiet`: no notes, headings or progress; warnings and results stay."""
+
+    documents: ClassVar[int] = 0  # printed so far by this process: an error after one of them prints no second
 
     def __init__(
         self, json: bool = False, quiet: bool = False, *, stdout: TextIO | None = None, stderr: TextIO | None = None
@@ -80,6 +82,7 @@ class Console:
     def result(self, document: dict[str, Any]) -> None:
         """The JSON document of a command: one line on stdout in json mode, nothing otherwise."""
         if self.json:
+            Console.documents += 1
             self._out.write(to_json(document) + "\n")
             self._out.flush()
 
