@@ -11,6 +11,7 @@ import pytest
 
 from graftune import __version__
 from graftune.cli import main
+from graftune.cli.app import app
 from graftune.config import Config
 from graftune.errors import GraftuneError
 from tests.cli.conftest import Engine
@@ -248,3 +249,18 @@ def test_a_document_and_an_error_make_one_document(capsys: Capture, tmp_path: Pa
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     assert main(["doctor", str(tmp_path), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["trainable"] is False
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_run_ends_with_what_to_do_next(engine: Engine, capsys: Capture, tmp_path: Path, whole: bool) -> None:
+    (tmp_path / ("model" if whole else "adapter")).mkdir()
+    engine.result = {"folder": tmp_path, "steps": 1}
+    assert main(["train"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 step, validation loss 2.000 -> 0.500\n")
+    commands = [line.split("#")[0].split() for line in out.splitlines() if line.startswith("  graftune")]
+    assert [command[1] for command in commands] == ["chat", "eval", "export"]
+    # Each of them is taken as it stands there; a whole model has no base to compare with.
+    for command in commands:
+        app.parse_args(command[1:], exit_on_error=False, print_error=False)
+    assert ("--compare" in out) == ("--base-too" in out) == (not whole)

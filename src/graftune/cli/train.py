@@ -110,8 +110,17 @@ def _closing(result: Any) -> str:
     if result.first_eval is not None and result.best_eval is not None:
         fall = f", validation loss {result.first_eval:.3f} -> {result.best_eval:.3f}"
     folder = _quoted(result.folder)
-    compare = " --compare" if (result.folder / "adapter").is_dir() else ""  # a whole model has no base beside it
-    return f"{result.steps} steps{reason}{fall}\nrun folder: {folder}\ntry it: graftune chat {folder}{compare}"
+    compare, base_too = (" --compare", " --base-too") if (result.folder / "adapter").is_dir() else ("", "")
+    beside = ", beside its base" if compare else ""  # a whole model has none
+    next_ones = (
+        (f"graftune chat {folder}{compare}", f"talk to it{beside}"),
+        (f"graftune eval {folder} DATA.jsonl{base_too}", "its loss on other data"),
+        (f"graftune export {folder} --to gguf", "for llama.cpp, Ollama and LM Studio"),
+    )
+    width = max(len(command) for command, _ in next_ones)
+    rows = "".join(f"\n  {command:<{width}}  # {why}" for command, why in next_ones)
+    count = "1 step" if result.steps == 1 else f"{result.steps} steps"
+    return f"{count}{reason}{fall}\nrun folder: {folder}\nnext:{rows}"
 
 
 def _quoted(path: Path) -> str:
