@@ -172,9 +172,9 @@ def test_other_work_is_counted_in_its_own_units() -> None:
     for tick in range(1, 241):  # a round of tokens a second; every tenth completes an answer
         now[0] += 1
         progress.update(tick // 10)
-    assert shown[0] == "asking: 0/24 answers" and shown[1] == "asking: 0/24 answers, 0:00:05"
+    assert shown[0] == "asking: 0/24 answers" and shown[1] == "asking: 0/24 answers, 0:00:04"
     assert shown[-1] == "asking: 24/24 answers, 0:04:00"
-    assert shown[10].endswith(f"left 0:0{(240 - 50) // 60}:{(240 - 50) % 60:02d}") and len(shown) < 60
+    assert shown[10] == "asking: 4/24 answers, 0:00:40, left 0:03:20" and len(shown) < 65
     quick: list[str] = []
     LineProgress(3, 0, "asking", quick.append, unit="answers", clock=lambda: 0.0).update(3)
     assert quick == ["asking: 0/3 answers"]
@@ -207,7 +207,7 @@ def test_nothing_is_silent_for_long(impatient: None) -> None:
     console = Console(stdout=io.StringIO(), stderr=err)
     with console.working("planning memory"):
         err.wait()
-    assert err.getvalue().startswith("planning memory: 0:00:00 so far\n")
+    assert err.getvalue().startswith("planning memory\n")
     with console.progress(24) as bar:
         err.wait()
         bar.update(7, loss=1.0)

@@ -90,7 +90,8 @@ def test_pauses_and_a_resumed_start_do_not_count() -> None:
     now[0] += 3
     with meter.paused():
         now[0] += 1000
-    assert meter.update(12, 60) == 20 and meter.left == 8 * 3 and meter.elapsed == 4
+    assert meter.since_last == 3
+    assert meter.update(12, 60) == 20 and meter.since_last == 0 and meter.left == 8 * 3 and meter.elapsed == 4
     now[0] += 3
     meter.update(20, 60)
     assert meter.left == 0

@@ -185,7 +185,6 @@ class Console:
         self._active.append(lines)
         beat = None
         if len(self._active) == 1:
-            self._wrote = time.monotonic()
             beat = Beat(lambda: time.monotonic() - self._wrote, lambda: self._active[-1].age, self._say_beat)
         try:
             yield lines

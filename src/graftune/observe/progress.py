@@ -19,7 +19,7 @@ from graftune.observe.speed import Meter, clock_text
 Clock = Callable[[], float]
 TRAINING = "training"
 AT_LEAST = 1.0  # seconds between two plain lines
-SILENCE = 4.5  # seconds after which plain output says something, at the beginning; grows with the work to LONGEST
+SILENCE = 4.0  # seconds after which plain output says something, at the beginning; grows with the work to LONGEST
 LONGEST = 60.0
 EARLIER = 0.25  # seconds by which work that reports often is before the beat: else both say the same
 PERMANENT = (30.0, 600.0)  # seconds between two lines that stay above a bar: a twentieth of the run, within these
@@ -36,7 +36,7 @@ class Progress:
     def __init__(self, total: int, done: int = 0, label: str = TRAINING, unit: str = "", clock: Clock = time.monotonic):
         self.total, self.done, self.label, self.unit, self.clock = total, done, label, unit, clock
         self.meter = Meter(total, done, clock=clock)
-        self.began = self.since = clock()  # `since`: when the unit under way was begun, as far as is known
+        self.began = clock()
         self.figures: list[str] = []
 
     def update(
@@ -45,7 +45,7 @@ class Progress:
         """`done` units are done; of training steps with their figures."""
         # The same count again means that the work is alive; it is no unit, and no time for one.
         tok_s = self.meter.update(done, tokens or 0) if done != self.done or tokens else self.meter.tok_s
-        self.done, self.since = done, self.clock()
+        self.done = done
         self.figures = _figures(loss, lr, tok_s if tokens else None) or self.figures
 
     @property
@@ -64,7 +64,7 @@ class Progress:
             width = len(str(self.total))
             return f"step {self.done:>{width}}/{self.total}  {'  '.join([*self.figures, *estimate])}".rstrip()
         if not self.total:
-            return f"{self.label}: {clock_text(self.age)} so far"
+            return f"{self.label}: {clock_text(self.age)} so far" if self.age >= 1 else self.label
         left = self.meter.left if self.done < self.total else None
         about = f", left {clock_text(left)}" if left is not None else ""
         return f"{self.label}: {self.count()}, {clock_text(self.age)}{about}"
@@ -105,7 +105,7 @@ class LineProgress(Progress):
     def beat(self) -> str:
         """What to say when nothing was written for a while."""
         if self.training and self.total:
-            running = self.clock() - self.since
+            running = self.meter.since_last
             return f"step {min(self.done + 1, self.total)}/{self.total}: running for {running:.0f} s"
         return self.line()
 

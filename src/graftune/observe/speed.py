@@ -32,6 +32,11 @@ class Meter:
         """Seconds since the start, pauses left out."""
         return self._clock() - self._started - self._paused
 
+    @property
+    def since_last(self) -> float:
+        """Seconds since the last step ended, pauses left out."""
+        return self.elapsed - self._marks[-1][0]
+
     def update(self, step: int, tokens: int) -> float:
         """Note that `step` (counted from 1) ended and took `tokens`; returns tokens per second."""
         self.done = step
