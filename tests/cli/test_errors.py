@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,17 @@ def test_memory_that_is_used_up_is_one_sentence():
 
     text = failures.sentence(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert text is not None and "--tokens-per-micro-batch" in text and "\n" not in text
+
+
+def test_names_of_files_have_no_power_over_the_terminal(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "\x1b[2J\x07\u202e"
+    engine.raises = OSError(errno.EACCES, "Permission denied", f"a{evil}b")
+    assert main(["eval", "runs/a", "d.jsonl"]) == 2
+    engine.raises = None
+    monkeypatch.setattr(engine, "describe", lambda: warnings.warn(f"token {evil}", stacklevel=1) or {"adapter": "a"})
+    assert main(["eval", "runs/a", "d.jsonl", "--base-too"]) == 0
+    err = capsys.readouterr().err
+    assert "permission denied" in err and "warning: token" in err
+    assert not any(character in err for character in evil if character not in "[2J")

@@ -30,6 +30,7 @@ from graftune.cli.plan import plan
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
 from graftune.cli.typed import Line, read_line
+from graftune.errors import one_line
 from graftune.observe.console import Console
 
 app = App(
@@ -128,7 +129,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Python warnings in the console's words; the source line they usually quote is of no use to a user."""
-    print(f"warning: {message}", file=file or sys.stderr)
+    print(f"warning: {one_line(str(message))}", file=file or sys.stderr)
 
 
 def _discard(stream: TextIO) -> None:

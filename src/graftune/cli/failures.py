@@ -24,7 +24,7 @@ from cyclopts.exceptions import (
 )
 
 from graftune import other_tools
-from graftune.errors import GraftuneError
+from graftune.errors import GraftuneError, one_line
 
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _DISK = {
@@ -55,7 +55,7 @@ def sentence(error: BaseException) -> str | None:
         text = f"{error.filename}: {what}; {mend}" if error.filename else f"{what}; {mend}"
     else:
         return None
-    return " ".join(text.split())
+    return one_line(text, longest=2000)
 
 
 def explained(error: BaseException) -> dict[str, Any] | None:

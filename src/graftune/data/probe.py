@@ -62,6 +62,7 @@ def probe(
             first_error = first_error or error
             return None
 
+    ways: tuple[tuple[bool, list[Any], list[Any] | None], ...]
     ways = ((False, [], None), (False, system, None), (False, [], [_TOOL]), (False, system, [_TOOL]))
     for parts, head, tools in (*ways, *((True, head, tools) for _, head, tools in ways)):  # noqa: B007 - used below
         first, second = (rendered([*head, *_asked(answer)], tools) or "" for answer in ANSWERS)

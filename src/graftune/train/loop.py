@@ -360,7 +360,8 @@ class Run:
             console.warn("validation loss did not fall below where it started: training does not help on this data")
         if self.hot.captures > 1:
             console.warn(f"the step was captured {self.hot.captures} times, for batches of as many shapes")
-        self.engine.save(self.folder / self.engine.product)
+        with console.working(f"writing the {self.engine.product}"):
+            self.engine.save(self.folder / self.engine.product)
         summary: dict[str, Any] = {
             "best_step": p.best_step,
             "validation_loss": {"start": p.first_loss, "best": p.best_loss},
