@@ -27,9 +27,10 @@ def open_target(target: str, settings: Any, needs_adapter: str | None, console: 
     from graftune import api
 
     run = api.open(base, adapter=target, **flags) if base else api.open(target, **flags)
-    if console is not None and (checkpoint := re.search(r"checkpoints/step-(\d+)$", run.config.lora.adapter)):
+    adapter = run.describe().get("adapter") or ""
+    if console is not None and (checkpoint := re.search(r"checkpoints/step-(\d+)$", adapter)):
         console.note(f"taking the checkpoint of step {checkpoint[1]}")
-    if needs_adapter and not run.describe().get("adapter"):
+    if needs_adapter and not adapter:
         raise GraftuneError(
             f"{target or 'the bundled base'} has no adapter to compare with",
             mend=f"give a run or adapter folder, or leave out {needs_adapter}",
