@@ -270,7 +270,7 @@ def test_tensors_that_have_no_place(small: Path, tiny_folder: Any, tmp_path: Pat
 
 def test_chat(tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tiny_folder("llama")
-    run = shaken(opened(base, rank=3))
+    run = shaken(opened(base, rank=3, alpha=32.0))
     folder = run.save(tmp_path / "adapter")
     save_apr(tmp_path / "x.apr", load_adapter(folder), run.engine.base.spec)
     ask = ["--base", str(base), "--prompt", "hello", "--json", "--max-new-tokens", "12", "--compare", "--device", "cpu"]
