@@ -10,9 +10,14 @@ train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
 
 # One worker a core, one thread a worker: most tests are small and run in Python. Each takes a file or so at a time, whose
-# tests share what was made for them, and who is done first takes from the other.
-test: $(VENV)/test.stamp lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+# tests share what was made for them, and who is done first takes from the other. Types are checked beside them: mypy uses
+# one core, and would leave the others idle.
+test: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS); tests=$$?; \
+	wait $$types && exit $$tests
 
 # Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 300.
 test-templates: $(VENV)/test.stamp
