@@ -3,9 +3,11 @@ then runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,30 @@ from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.train import prepare
-from graftune.train.plan import Card, job, standins
+from graftune.train.plan import Bytes, Card, Setup, job, rehearse, standins
 from tests.train.runs import write_data
 
 QUIET = Console(quiet=True)
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rehearsed_once() -> Iterator[None]:
+    """What a step takes follows from its setup (tests/train/test_plan.py), and these tests ask for the same ones with
+    more and less memory: one rehearsal of each is enough."""
+    made: dict[Any, Any] = {}
+
+    def once(setup: Setup) -> Bytes:
+        card = setup.card and dataclasses.replace(setup.card, name="", free=0, total=0)
+        rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name not in ("base", "card")}
+        key = repr((setup.base.path, setup.base.spec, card, rest))
+        if key not in made:
+            made[key] = rehearse(setup)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "rehearse", once)
+        yield
 
 
 def job_for(folder: Path, memory: int = 0, **more: Any) -> job.Job:
@@ -211,6 +232,7 @@ def test_plan_command_for_a_card_that_is_not_here(tiny_folder, capsys: pytest.Ca
 
 
 def test_plan_without_triton_says_so(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "rehearse", rehearse)  # anew
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
     with pytest.raises(GraftuneError, match="the package triton is not installed"):
         job_for(tiny_folder("llama"), 24 << 30).plan("none", 64)
