@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -279,3 +282,16 @@ def test_errors_in_the_packing_thread_surface_and_no_thread_is_left(monkeypatch:
     with pytest.raises(RuntimeError, match="packing failed"):
         next(steps)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("step", "capacity", "plan"),
+    [(4096, 2048, "171a4ad48d8dd461"), (4096, 4096, "42ba7e130df9a19b"), (1000, 600, "0ef189e40b9ba00e")],
+)
+def test_plans_do_not_change_from_version_to_version(step: int, capacity: int, plan: str) -> None:
+    """Pinned: a run finds its place by planning its epochs again."""
+    rng = random.Random(5)
+    lengths = [min(512, int(rng.lognormvariate(4.5, 0.7)) + 5) for _ in range(3000)]
+    for given_as in (lengths, np.array(lengths)):
+        made = plan_epoch(given_as, tokens_per_step=step, micro_capacity=capacity, seed=7, epoch=2)
+        assert hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16] == plan

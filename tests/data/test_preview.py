@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from graftune.config import DataConfig
@@ -60,3 +61,33 @@ def test_json(tmp_path: Path) -> None:
     segments = made["preview"][0]["segments"]
     assert "".join(f"⟦{s['text']}⟧" if s["trained"] else s["text"] for s in segments) == MARKED
     assert "preview" not in summary_json(data)
+
+
+def test_lengths_repeats_and_what_is_cut(tmp_path: Path) -> None:
+    rows = [{"prompt": f"why {i} " * (i + 1), "response": "a"} for i in range(20)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    data = prepare(str(path), CHAT, DataConfig(max_seq_len=64))
+    text = " ".join(shown(data).split())
+    summary = data.summary
+    assert "tokens per example, before anything is cut 1 to 32 ████" in text
+    assert f"{summary.needed}: 100% (now 64)" in text and "64: " in text
+    assert "examples are longer than max_seq_len 64" in text and "1 of 21 examples repeats an earlier one" in text
+    made = json.loads(json.dumps(summary_json(data)))
+    assert sum(part["examples"] for part in made["histogram"]) == 21 and made["duplicates"] == 1
+    assert made["kept_whole"][-1] == {"max_seq_len": summary.needed, "share": 1.0}
+    assert made["warnings"] == summary.warnings() != [] and made["template"] == "template"
+
+
+def test_a_run_says_what_became_of_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from graftune.observe.console import Console as Ours
+    from graftune.train.prepare import tell_refused
+
+    path = tmp_path / "d.jsonl"
+    rows = [{"prompt": "why " * 90, "response": "a"}, {"prompt": "b", "response": "c"}, {"nope": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1]]))
+    tell_refused(Ours(), prepare(str(path), CHAT, DataConfig(max_seq_len=64)).summary)
+    said = capsys.readouterr().err
+    assert "1 row left out: unknown keys" in said and "1 example shortened" in said
+    assert "1 example is longer than max_seq_len 64 and was shortened or dropped; max_seq_len" in said
+    assert "1 of 3 examples repeats an earlier one word for word" in said

@@ -63,7 +63,7 @@ class Summary:
     def kept(self) -> dict[int, float]:
         """The share of examples that each of a few values of max_seq_len would keep whole."""
         total = sum(self.lengths.values()) or 1
-        limits = [limit for limit in LIMITS if limit < self.needed] + ([self.needed] if self.lengths else [])
+        limits = sorted({*(n for n in (*LIMITS, self.max_seq_len) if 0 < n < self.needed), self.needed} - {0})
         return {limit: 1 - self.too_long(limit) / total for limit in limits}
 
     def histogram(self) -> list[tuple[int, int, int]]:
