@@ -227,9 +227,12 @@ class Maker:
         if self.control is None:
             return
         for text in texts:
-            if any(letter in text for letter in self.openings) and self.control.search(text):
-                self._note("rows whose text spells a control token of the model")
-                return
+            for letter in self.openings:
+                if letter in text:
+                    if self.control.search(text):
+                        self._note("rows whose text spells a control token of the model")
+                        return
+                    break
 
     def _note(self, text: str) -> None:
         self.summary.bump("notes", text)
