@@ -73,7 +73,7 @@ def latest(events: list[Event], kind: str) -> list[Event]:
             by_step.clear()
         elif event["event"] == "resume" and isinstance(event.get("step"), int):
             by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
-        elif event["event"] == kind:
+        elif event["event"] == kind and type(event.get("step")) is int:  # what else a file may hold is no step
             by_step[event["step"]] = event
     return [by_step[step] for step in sorted(by_step)]
 
@@ -102,7 +102,7 @@ def _whole(lines: list[bytes], path: str | Path) -> list[Event]:
 def _parsed(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 

@@ -54,7 +54,7 @@ def _resumed(folder: Path, console: Console, overrides: dict[str, Any], held: Ex
             f"this run is finished ({end['stopped']} at step {end.get('step')}); to train it further, say how long it "
             f"should be in all, as in: graftune train --resume {shlex.quote(str(folder))} --epochs {more}"
         )
-        losses = end.get("validation_loss") or {}
+        losses = found if isinstance(found := end.get("validation_loss"), dict) else {}
         return TrainResult(folder, end.get("step", 0), end["stopped"], losses.get("start"), losses.get("best"))
     lock = held.enter_context(FolderLock(folder))
     if lock.unsupported:

@@ -158,8 +158,8 @@ class Run:
                 "up in another order; the run goes on with weights as good"
             )
         for event in events:
-            if event["event"] == "sample" and event["step"] == 0:  # to other questions if resumed with other samples
-                self.base_answers = event["answers"] if event.get("questions") == self.answers.digest else []
+            if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
+                self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
         self.log.emit("resume", step=self.progress.step)
         tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def with_date(config: Config, folder: Path) -> Config:
         return config
     for event in read_events(log):
         if event["event"] == "run_start" and isinstance(event.get("time"), int | float):
-            return config.replace(date=datetime.date.fromtimestamp(event["time"]).isoformat())
+            with suppress(OSError, OverflowError, ValueError):  # no time that a clock shows
+                return config.replace(date=datetime.date.fromtimestamp(event["time"]).isoformat())
     return config
 
 
