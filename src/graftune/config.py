@@ -61,10 +61,8 @@ class BaseConfig:
     revision: str = opt("", "Hub revision of the base")
     base_dtype: Literal["auto", "keep", "bf16", "fp16", "fp32", "nf4", "fp8"] = opt(
         "auto",
-        "how the frozen weights are held: resident in bf16/fp16/fp32; quantised to 4 bits (nf4, bitsandbytes' own) or "
-        "8 (fp8, and multiplied in it, on GPUs that can); or "
-        "as in the file (keep): a GGUF's blocks on the GPU, the map on a CPU; auto: the compute dtype if it fits well, "
-        "else keep for a GGUF and nf4 for other weights on a GPU",
+        "how the frozen weights are held: bf16, fp16, fp32, nf4 (4 bits: QLoRA), fp8 (8 bits) or keep (as in the "
+        "file); auto: the compute dtype if it fits, else nf4, or a GGUF's own blocks",
     )
     device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps")
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = opt(
@@ -99,9 +97,8 @@ class LoraConfig:
 class DataConfig:
     data: DataValue = opt(  # noqa: RUF009 (an alias of immutable types)
         "",
-        "training data: file (.jsonl, .json, .csv, .tsv, .parquet), folder, glob or Hub data set (owner/name:split); a "
-        "list mixes sources, in YAML as {path, weight, split, subset, map}: weight 2 takes each row twice per epoch, "
-        "0.5 a fixed half of the rows; empty: the bundled sample",
+        "file (.jsonl, .json, .csv, .tsv, .parquet), folder, glob or Hub data set (owner/name:split); in YAML also a "
+        "list of {path, weight, split, subset, map}; empty: the bundled sample",
     )
     eval_data: DataValue = opt(  # noqa: RUF009
         "", "validation data, given like data; empty: split off the training data"
@@ -150,7 +147,7 @@ class OptimConfig:
     eps: float = opt(1e-8, "AdamW's epsilon", above=0)
     weight_decay: float = opt(0.01, "decoupled weight decay", min=0)
     clip: float = opt(1.0, "gradient norm limit; 0: no clipping", min=0)
-    clip_mode: Literal["global", "layer"] = opt("global", "one norm over all gradients, or one a layer")
+    clip_mode: Literal["global", "layer"] = opt("global", "one norm over all gradients, or one per layer")
 
 
 @dataclass(frozen=True)
@@ -181,16 +178,14 @@ class TrainConfig:
     )
     fp8_inputs: Literal["auto", "one", "two"] = opt(
         "auto",
-        "codes a value that an fp8 weight reads on the way forward: one, or two: near bf16's precision, with forward "
-        "products twice as long; auto: one, and two for the weights where calibrating shows that one would cost most, "
-        "until the others together cost less than 0.15% of the loss or half of what rounding the weights costs, "
-        "whichever is more",
+        "codes per value that fp8 weights read: one, or two (near bf16's precision, slower); auto: two only where "
+        "calibrating shows that one would cost most",
     )
     graph: bool = opt(True, "on CUDA, replay steps from CUDA graphs")
     recompute: Literal["auto", "none", "selective", "full", "offload"] = opt(
         "auto",
-        "what the backward computes again to save memory: none, gate and up (selective), whole blocks (full), or those "
-        "from inputs kept in host memory (offload, on CUDA); auto: the least that fits in memory",
+        "what the backward pass computes again to save memory: none, gate and up (selective), whole blocks (full, or "
+        "offload: from host memory); auto: the least that fits",
     )
 
 

@@ -1,6 +1,6 @@
 """graftune chat: talk to a run, an adapter or a base.
 
-Three ways in: a conversation on a terminal, prompts from a pipe (one a line, each answered for itself), or one
+Three ways in: a conversation on a terminal, prompts from a pipe (one per line, each answered for itself), or one
 `--prompt`. With --compare the same message goes to base and tuned model, each keeping its own side of the conversation.
 """
 
@@ -69,11 +69,11 @@ def chat(
     compare
         Show the base's answer beside the tuned one's.
     prompt
-        Answer this one message and end. Without it, messages come from the terminal, or one a line from a pipe.
+        Answer this one message and end. Without it, messages come from the terminal, or one per line from a pipe.
     system
         System message that opens the conversation.
     json
-        Print one JSON object an answer: prompt, answer and, with --compare, base_answer.
+        Print one JSON object per answer: prompt, answer and, with --compare, base_answer.
     quiet
         No notes.
     """

@@ -136,8 +136,8 @@ def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Consol
         taken = "one" if not (two := share_of_two(engine.decoder)) else f"two for {two:.0%} of the forward products"
         left = f", with which the others cost {made.chosen.taken:.2%}" if 0 < two < 1 else ""
         console.note(
-            f"rounding the weights to fp8 costs {made.chosen.weights:.2%} of the loss, and their inputs to one code a "
-            f"value {made.chosen.one:.2%}; taken: {taken}{left}"
+            f"rounding the weights to fp8 costs {made.chosen.weights:.2%} of the loss, and their inputs to one code "
+            f"per value {made.chosen.one:.2%}; taken: {taken}{left}"
         )
     return made
 
@@ -250,8 +250,8 @@ def plan_job(
 def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
     summary = whole.summary
     console.note(
-        f"data: {len(training)} examples to train on, {len(validation)} to validate, {summary.tokens} tokens, "
-        f"{summary.supervised_share:.0%} of them trained"
+        f"data: {counted(len(training), 'example')} to train on, {len(validation)} to validate, "
+        f"{summary.tokens} tokens, {summary.supervised_share:.0%} of them trained"
     )
     if summary.template:
         console.note(f"chat template: {summary.template}")
@@ -293,7 +293,7 @@ def tell_start(
         f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
     )
     console.note(
-        f"{steps} steps of up to {settings.tokens_per_step} tokens in micro-batches of "
+        f"{counted(steps, 'step')} of up to {settings.tokens_per_step} tokens in micro-batches of "
         f"{settings.tokens_per_micro_batch}; run folder {folder}"
     )
     if shape is not None:

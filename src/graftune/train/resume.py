@@ -139,7 +139,7 @@ def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> 
     if total < step:
         asked = f"max_steps {settings.max_steps}" if settings.max_steps else f"epochs {settings.epochs:g}"
         raise GraftuneError(
-            f"the run has done {step} steps and {asked} makes {total}",
+            f"the run has done {step} {'step' if step == 1 else 'steps'} and {asked} makes {total}",
             where=str(folder),
             mend=f"give more, or take an earlier state as in {folder}@best with chat, eval or export",
         )

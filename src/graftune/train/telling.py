@@ -74,7 +74,7 @@ class Telling:
             return
         allowed, most = OFF[self.plan.device], device_bytes(self.device).peak
         if most > (1 + allowed) * self.plan.expected:
-            text = f"memory: the run came to {human_bytes(most)}, and {human_bytes(self.plan.expected)} were planned"
+            text = f"memory: the run took {human_bytes(most)}, more than the {human_bytes(self.plan.expected)} planned"
             self.console.warn(text)
             self.log.emit("warning", step=step, text=text)
 
