@@ -39,6 +39,10 @@ class Engine:
         self._note("open", base, adapter=adapter, **settings)
         return self
 
+    @property
+    def config(self) -> Any:
+        return SimpleNamespace(lora=SimpleNamespace(adapter=self.adapter or ""))
+
     def describe(self) -> dict[str, Any]:
         return {"adapter": self.adapter}
 
