@@ -150,7 +150,7 @@ def _back_to_back(
     steps: int,
     watch_syncs: bool,
 ) -> tuple[float | None, int | None]:
-    """(ms a step by the device's clock, synchronisations of all steps where they are watched)"""
+    """(ms per step by the device's clock, synchronisations of all steps where they are watched)"""
     if device.type != "cuda":
         return None, None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -180,7 +180,7 @@ def panel(axes: Any, groups: Sequence[Group]) -> None:
         axes.set_ylabel("time of one step, as a multiple of the floor")
     else:
         axes.set_ylim(0, 1.15 * max(heights))
-        axes.set_ylabel("ms a step (no floor: computed again)")
+        axes.set_ylabel("ms per step (no floor: computed again)")
     axes.set_xticks([x for x, _ in ticks], [text for _, text in ticks], fontsize=8.5)
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7, zorder=0)
@@ -233,7 +233,7 @@ def curve(figure: Any, axis: str, curves: Mapping[str, Any], title: str) -> None
     else:
         above.set_ylim(bottom=0)
     above.legend(frameon=False, fontsize=8)
-    above.set_ylabel("ms a step")
+    above.set_ylabel("ms per step")
     above.set_title(f"How a step grows with {AXES[axis]}. {title}".strip(), fontsize=10, loc="left")
     below.set_ylabel("x floor")
     low, high = below.get_ylim()

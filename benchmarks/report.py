@@ -13,7 +13,7 @@ from benchmarks.cases import GOALS, HOST_MS, HOST_SYNCS, PEERS, usual_peers
 Figures = Mapping[str, Any]
 FACTS = ("gpu", "driver", "torch", "triton", "cudnn", "python", "peers", "commit", "date", "run", "settings")
 ORDER = ("floor", "floor_own", "ours", *PEERS)  # of a case's participants, whoever ended first
-OWN = {"peak_gib": "peak GiB", "start_s": "seconds to the first step", "ms": "ms a step"}
+OWN = {"peak_gib": "peak GiB", "start_s": "seconds to the first step", "ms": "ms per step"}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -74,7 +74,7 @@ def goals(
         else:
             rows.append(goal(f"{key} / ours", "at least", bound, known.get(f"{key}_over_ours")))
     if "ours" in participants:
-        rows.append(goal("host ms a step", "at most", HOST_MS, own.get("host_ms")))
+        rows.append(goal("host ms per step", "at most", HOST_MS, own.get("host_ms")))
         if "syncs" in own:  # older records do not have them
             rows.append(goal("host syncs in the steps", "at most", HOST_SYNCS, own["syncs"]))
     return rows

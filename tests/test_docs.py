@@ -16,6 +16,7 @@ import yaml
 from graftune.cli.app import app
 from graftune.cli.settings import given
 from graftune.config import TARGET_SHORTHANDS, Config, leaves
+from graftune.export.gguf_mix import TYPES
 from graftune.other_tools import answer, plain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,6 +159,11 @@ def test_what_other_tools_users_ask_is_answered(name: str):
     values = {"adamw_8bit", "full", "kto", "orpo"}  # of options that stand before them
     known = {leaf.name for leaf in leaves()} | values | {plain(flag) for flag in ("--save-every",)}
     assert plain(name) in known or answer(name, flags=True), "other_tools.py does not know it"
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "docs" / "serving.md"], ids=name_of)
+def test_every_type_of_gguf_is_named(path: Path):
+    assert [kind for kind in TYPES if not re.search(rf"\b{kind}\b", path.read_text())] == []
 
 
 def test_json_blocks_are_json():

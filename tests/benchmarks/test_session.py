@@ -159,7 +159,7 @@ def test_steps_of_one_session_are_timed_once(tmp_path):
     own = [c["record"]["cases"]["tiny-1x32"] for c in (first, second)]
     assert own[0]["participants"]["ours"] == own[1]["participants"]["ours"] and own[0]["run"] == own[1]["run"]
     assert own[0]["commit"] == "abc" and own[0]["run"] == "mine"
-    assert [g["what"] for g in second["goals"]] == ["host ms a step", "host syncs in the steps"]
+    assert [g["what"] for g in second["goals"]] == ["host ms per step", "host syncs in the steps"]
     assert (tmp_path / "step.json").exists()
     kept = session.keep(tmp_path, tmp_path / "results")
     assert [p.name for p in kept] == ["step-cpu.json"] and "tiny-1x32" in json.loads(kept[0].read_text())["cases"]

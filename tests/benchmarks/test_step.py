@@ -244,10 +244,10 @@ def test_ratios_and_goals():
         "unsloth / ours": True,
         "liger / ours": None,
         "peak GiB": True,
-        "host ms a step": True,
+        "host ms per step": True,
     }
     slow = found | {"ours": figures(480, peak_gib=50.0)}
-    assert not any(goal["met"] for goal in report.goals("8b-4x2048", slow) if goal["what"] != "host ms a step")
+    assert not any(goal["met"] for goal in report.goals("8b-4x2048", slow) if goal["what"] != "host ms per step")
     assert report.ratios({"ours": {"refused": "no gradient"}, "peft": figures(3)}) == {"best_peer": "peft"}
 
 
@@ -268,7 +268,7 @@ def test_goals_between_cases_hold_within_a_run_only():
     assert said["8b-nf4-4x2048", "ours / 8b-4x2048"] == (pytest.approx(1.045, abs=1e-3), True)
     assert said["8b-fp8-4x2048", "unsloth, 8b-4x2048 / ours"] == (pytest.approx(1.667, abs=1e-3), False)
     assert said["8b-fp8-4x2048", "ours / floor"] == (1.2, True)
-    assert said["8b-nf4-4x2048-full", "ms a step"] == (610, True)
+    assert said["8b-nf4-4x2048-full", "ms per step"] == (610, True)
     assert said["8b-nf4-4x2048-full", "peak GiB"] == (9.6, False)
     result["cases"]["8b-4x2048"]["run"] = "2"
     report.close(result)
