@@ -24,7 +24,7 @@ from graftune.config import Config
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.loader import Loader
 from graftune.data.source import Refusal
-from graftune.data.template import chat_format, stop_ids
+from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError
 from graftune.export import export
 from graftune.infer.generate import TextStream, generate
@@ -198,9 +198,7 @@ class Run:
 
     def _rendered(self, messages: list[dict[str, str]]) -> tuple[list[int], tuple[int, ...]]:
         """A conversation as the tokens to continue, and those that end an answer."""
-        form = chat_format(self.tokenizer, self.config.data)
-        if form is None:
-            raise GraftuneError("this base has no chat template", mend="set template to none or to a Jinja file")
+        form = usable_format(self.tokenizer, self.config.data)
         try:
             prompt = form.render([dict(m) for m in messages], None, generate=True)
         except Refusal as refusal:

@@ -383,6 +383,15 @@ def test_plain_prompt_and_response(tmp_path: Path) -> None:
     assert all_runs(data) == ["b</s>", "d</s>"]
 
 
+def test_a_base_without_a_template_parts_prompt_and_response(tmp_path: Path) -> None:
+    """U18: nothing stood between the two, and nothing said so."""
+    data = prepared(tmp_path, {"prompt": "What is it?", "response": "One two"}, tokenizer())
+    assert tokenizer().decode(data.examples[0].tokens) == "What is it?\nOne two</s>" and data.prompts == [
+        "What is it?\n"
+    ]
+    assert "no chat template: prompt, line break, response" in data.summary.template
+
+
 def test_text_trains_everything(tmp_path: Path) -> None:
     assert prepared(tmp_path, {"text": "a"}, shipped("chatqa")).summary.template == "", "no template is looked at"
     for chat, text in ((tokenizer(), ""), (dataclasses.replace(tokenizer(), add_bos=True), "<s>")):

@@ -93,7 +93,7 @@ class ChatTurns:
         messages = messages[: trained[-1] + 1]
         last = self._turn(messages, tools)
         turns = [*(self._turn(messages[: i + 1], tools) for i in trained[:-1]), last]
-        if self.form.append or not all(last.text.startswith(turn.text) for turn in turns):
+        if not all(last.text.startswith(turn.text) for turn in turns):
             pairs = zip(trained, turns, strict=True)
             return [self._passage([turn], messages[: i + 1], [i], tools) for i, turn in pairs]
         return [self._passage(turns, messages, trained, tools)]

@@ -20,7 +20,7 @@ from graftune.data.fit import Built, Fitter
 from graftune.data.record import Record, to_record
 from graftune.data.source import Refusal, Row
 from graftune.data.summary import KEPT_DETAILS, Summary
-from graftune.data.template import chat_format, plain_format, special_pattern
+from graftune.data.template import special_pattern, usable_format
 from graftune.data.text import windows
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
@@ -216,7 +216,7 @@ class Maker:
         return self.fitter or self._open()
 
     def _open(self) -> Fitter:
-        form = chat_format(self.tokenizer, self.config) or plain_format(self.tokenizer)
+        form = usable_format(self.tokenizer, self.config)
         self.summary.template = form.name
         self.summary.notes.update(dict.fromkeys(form.notes, 0))
         self.fitter = Fitter(form, self.tokenizer, self.config)

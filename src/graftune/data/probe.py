@@ -76,7 +76,14 @@ def probe(
     middle = rendered([*head, *_asked(ANSWERS[0]), {"role": "user", "content": _ASK}], tools) or ""
     following = middle[middle.rfind(ANSWERS[0]) + len(ANSWERS[0]) :] if ANSWERS[0] in middle else ""
     end, end_id = _turn_end(suffix, following, tokenizer)
-    append, end_id, notes = _closing(name, tokenizer, end, end_id, append_eos=append_eos)
+    control = tuple(sorted(special_tokens(tokenizer).values(), key=len, reverse=True))
+    append, notes = "", ()
+    if end_id is None:
+        append, end_id = _closed_later(first, following, control, tokenizer)
+    if append:
+        notes = (f"the template leaves the last answer open: it is closed with {append!r}, as earlier answers are",)
+    else:
+        append, end_id, notes = _closing(name, tokenizer, end, end_id, append_eos=append_eos)
     reasoning = _reasoning(rendered, head, tools, first)
     return ChatFormat(
         renderer,
@@ -88,7 +95,7 @@ def probe(
         takes_system=_takes_system(rendered, tools),
         notes=notes,
         reasoning=reasoning,
-        control=tuple(sorted(special_tokens(tokenizer).values(), key=len, reverse=True)),
+        control=control,
         variables=variables,
         parts=parts,
         renders_tools="zq_tool" in (rendered([*head, _asked("")[0]], [_TOOL], True) or ""),
@@ -139,6 +146,16 @@ def _turn_end(suffix: str, following: str, tokenizer: Tokenizer) -> tuple[str, i
     if places:
         return suffix[: offsets[places[0]][1]].rstrip(), ids[places[0]]
     return suffix.rstrip(), None
+
+
+def _closed_later(first: str, following: str, control: tuple[str, ...], tokenizer: Tokenizer) -> tuple[str, int | None]:
+    """How a template that leaves the last answer open closes it once a question follows: what stands between the two,
+    without the question's own header. Nothing, if there is no control token in it."""
+    between, before = following.rpartition(_ASK)[0], first.partition(_ASK)[0]
+    shared = len(shared_start(between[::-1], before[::-1]))
+    header = min(place for place in borders(between, control, len(between)) if place >= len(between) - shared)
+    end, end_id = _turn_end(between[:header], between[:header], tokenizer)
+    return (end, end_id) if end_id is not None else ("", None)
 
 
 def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:

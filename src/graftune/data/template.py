@@ -14,7 +14,15 @@ from graftune.data.probe import probe
 from graftune.errors import GraftuneError
 from graftune.tokenizer import ChatTemplate, Tokenizer
 
-__all__ = ["ChatFormat", "chat_format", "plain_format", "special_pattern", "special_tokens", "stop_ids"]
+__all__ = [
+    "ChatFormat",
+    "chat_format",
+    "plain_format",
+    "special_pattern",
+    "special_tokens",
+    "stop_ids",
+    "usable_format",
+]
 
 
 def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
@@ -32,6 +40,11 @@ def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
     return probe(
         template, name, tokenizer, append_eos=config.append_eos, variables=template_variables(config.template_vars)
     )
+
+
+def usable_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat:
+    """The same, and for models without a template what their prompt/response records are trained with."""
+    return chat_format(tokenizer, config) or plain_format(tokenizer)
 
 
 def day_of(date: str) -> datetime.datetime:

@@ -14,7 +14,7 @@ from typing import Any
 from graftune.config import Config, RunConfig
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
-from graftune.data.template import chat_format, stop_ids
+from graftune.data.template import stop_ids, usable_format
 from graftune.infer.generate import generate, in_groups, reaches_of
 from graftune.infer.sample import Sampling
 from graftune.observe.console import Answer, Console
@@ -50,7 +50,7 @@ class Answers:
         """The first records of the validation set: it is a seeded random subset of the data already. A prompt that is
         longer than an example may be, or than the model's `positions`, is left out."""
         config = whole.run
-        self.stops = stop_ids(tokenizer, chat_format(tokenizer, whole.data))
+        self.stops = stop_ids(tokenizer, usable_format(tokenizer, whole.data))
         self.scored = bool(scored_records(config) and len(validation) and is_sample_hash(validation.sha256))
         count = max(config.samples, scored_records(config) if self.scored else 0)
         most = min(whole.data.longest(positions), positions - 1)

@@ -71,9 +71,8 @@ class Engine:
                 ids = torch.arange(table.out_features, device=self.runtime.device)
                 tables[name] = table.rows(ids)
         data = self.config.data
-        plain = data.template == "none" or self.tokenizer.template is None
         facts = {
-            "template": "none" if plain else "auto",
+            "template": "none" if data.template == "none" else "auto",
             "append_eos": data.append_eos,
             "revision": self.config.base.revision,
         }
