@@ -1,7 +1,8 @@
 """GPUs by name, for plans made elsewhere: memory as CUDA reports it, compute capability, processors, L2 cache.
 
-From the makers' data sheets; the memory is what is left of the nominal size after the driver's and, on server cards,
-error correction's share, rounded down to a tenth of a GiB. A card that is here is asked instead.
+Published figures, not measured here; only the H200 is one that this project has run on. The memory is an estimate of
+what is left of the nominal size after the driver's and, on server cards, error correction's share. A card that is here
+is asked instead; --memory overrides the table.
 """
 
 from __future__ import annotations
