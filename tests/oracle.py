@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def ours(
 ) -> Ours:
     found = place(open_base(str(path)), lora or LoraConfig(rank=4, alpha=10.0), base_dtype, device, compute)
     arena = found.arena
-    initialise(arena, found.lora, seed=7)
+    # Wide: adapters that hardly matter would prove little.
+    initialise(arena, replace(found.lora, init="gaussian"), seed=7)
     if random_b:
         for name in arena.slots:
             if name.endswith("lora_B.weight"):
