@@ -24,7 +24,7 @@ from graftune import digest
 from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data import cached
-from graftune.data.encoded import Entry, Examples, Store, Writer
+from graftune.data.encoded import Entry, Examples, Store, Writer, short
 from graftune.data.maker import CHUNK_ROWS, Maker
 from graftune.data.record import Message
 from graftune.data.source import SourceFile, digest_of, rows, sources
@@ -120,7 +120,7 @@ class Dataset:
 
     def shared_with(self, other: Dataset) -> int:
         """How many of the other's examples are here too, token for token."""
-        return int(np.isin(other.examples.digests, self.examples.digests).sum())
+        return int(np.isin(short(other.examples.digests), short(self.examples.digests)).sum())
 
     def details(self) -> Iterator[tuple[int, str]]:
         """(row, why) for every row of the whole data that was refused or dropped."""
@@ -260,7 +260,7 @@ def _held(order: np.ndarray, group_of: np.ndarray, sizes: np.ndarray, count: int
 
 def _groups(row_of: np.ndarray, digests: np.ndarray) -> np.ndarray:
     """For each row the number of its group: rows that share an example are in one. Without repeats each is its own."""
-    kinds, kind_of = np.unique(digests, return_inverse=True)
+    kinds, kind_of = np.unique(short(digests), return_inverse=True)
     count = int(row_of.max(initial=-1)) + 1
     group = np.arange(count)
     if len(kinds) == len(digests):

@@ -119,7 +119,7 @@ class Writer:
 
     def duplicates(self) -> int:
         """Examples that repeat one of another row, token for token and with the same mask."""
-        kinds = np.unique(np.frombuffer(bytes(self.digests), dtype=f"V{DIGEST}"))
+        kinds = np.unique(short(np.frombuffer(bytes(self.digests), dtype=f"V{DIGEST}")))
         return len(self.digests) // DIGEST - self.repeats - len(kinds)
 
     def close(self, **facts: Any) -> None:
@@ -277,6 +277,11 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
     total = sum(len(example.tokens) for example in examples)
     tokens = np.fromiter(chain.from_iterable(e.tokens for e in examples), dtype=np.int64, count=total)
     return tokens, np.fromiter(chain.from_iterable(e.supervised for e in examples), dtype=np.bool_, count=total)
+
+
+def short(digests: np.ndarray) -> np.ndarray:
+    """Half of each digest as a number: enough to tell examples apart, and sorted twenty times as fast as bytes."""
+    return np.ascontiguousarray(digests).view("<u8")[::2]
 
 
 def distinct_tokens(*parts: Sequence[Example]) -> int:
