@@ -101,10 +101,10 @@ def test_making_fit_never_loses_a_response(texts: list[str], system: str, limit:
     assert form is not None
     messages: list[dict[str, Any]] = list(turns(*texts, system=system if system.strip() else ""))
     trained = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    free = Fitter(form, chat, 10**6)
+    free = Fitter(form, chat, DataConfig(max_seq_len=10**6))
     runs = [run for built in free.build(messages, None, trained, 1) for run in trained_runs(built.example)]  # type: ignore[arg-type]
     sizes = [len(tokenizer().encode(run)) for run in runs]
-    built = list(Fitter(form, chat, limit).build(messages, None, trained, 1))
+    built = list(Fitter(form, chat, DataConfig(max_seq_len=limit)).build(messages, None, trained, 1))
     kept = [run for one in built if one.example for run in trained_runs(one.example)]
     dropped = sum(bool(one.dropped) for one in built)
     assert len(kept) + dropped == len(runs)
