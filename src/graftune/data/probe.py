@@ -77,7 +77,7 @@ def probe(
     following = middle[middle.rfind(ANSWERS[0]) + len(ANSWERS[0]) :] if ANSWERS[0] in middle else ""
     end, end_id = _turn_end(suffix, following, tokenizer)
     control = tuple(sorted(special_tokens(tokenizer).values(), key=len, reverse=True))
-    append, notes = "", ()
+    append, notes = "", tuple[str, ...]()
     if end_id is None:
         append, end_id = _closed_later(first, following, control, tokenizer)
     if append:
