@@ -53,6 +53,7 @@ def test_a_captured_run_learns_and_is_the_eager_one(method, tiny_folder, tmp_pat
         settings = {
             "base": str(tiny_folder("llama")), "data": str(tmp_path / "data.jsonl"), "method": method, "device": "cuda",
             "graph": graph, "lr": 5e-3, "tokens_per_step": 256, "epochs": 6, "out": str(tmp_path / f"run-{graph}"),
+            "eval_data": str(tmp_path / "data.jsonl"),
         }  # fmt: skip
         api.train(Config.of(settings), console=Console(quiet=True))
         events = read_events(tmp_path / f"run-{graph}" / "metrics.jsonl")

@@ -23,6 +23,7 @@ import jinja2.sandbox
 import jinja2.visitor
 
 SECONDS = 5.0  # a rendering; real ones take milliseconds
+EVERY = 32  # looks at the clock for one that reads it: a thread's own time takes longer to read than a short loop
 LARGEST = 1 << 24  # characters of a text, or values of a list
 IN_ALL = 1 << 28  # characters of all texts and lists that one rendering makes: it may keep them
 LONGEST_CONVERSATION = LARGEST >> 2  # characters of a conversation that is rendered at all
@@ -129,11 +130,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def rendered(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """One rendering, bounded in this thread."""
-        self._clock.end, self._clock.made = time.thread_time() + SECONDS, 0
+        clock = self._clock
+        clock.end, clock.made, clock.looks = None, 0, 0
         try:
             return _joined(template.root_render_func(template.new_context(variables)))
         finally:
-            self._clock.end = None
+            clock.looks = None
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Jinja's own answer, which depends on the object's type and the name alone and takes as long as all else that
@@ -147,9 +149,16 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return known
 
     def look(self) -> None:
-        end = getattr(self._clock, "end", None)
-        if end is not None and time.thread_time() > end:
-            raise Endless(f"takes longer than {SECONDS:g} seconds")
+        clock = self._clock
+        looks = getattr(clock, "looks", None)
+        if looks is None:  # nothing is rendered
+            return
+        clock.looks = looks + 1
+        if clock.looks % EVERY == 0:
+            now = time.thread_time()
+            clock.end = clock.end or now + SECONDS
+            if now > clock.end:
+                raise Endless(f"takes longer than {SECONDS:g} seconds")
 
     def _turns(self, values: Any) -> _Turns:
         return _Turns(values, self.look)
