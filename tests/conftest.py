@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,11 @@ import pytest
 import torch
 
 from tests import tiny
+
+# A runner in the background or under nohup ignores these, and so would the processes that tests send them to.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 atexit.register(shutil.rmtree, os.environ["GRAFTUNE_CACHE"], ignore_errors=True)
 if not torch.cuda.is_available():

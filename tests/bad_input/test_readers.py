@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 from graftune.cli import main
+from graftune.data.sample import sample_path
 from graftune.errors import GraftuneError
 from graftune.observe.memory import peak_resident_bytes
 from graftune.weights import safetensors_io
@@ -250,7 +251,7 @@ def test_an_adapter_for_another_base(tiny_folder: Any, tmp_path: Path, capsys: p
 
     adapter = graftune.open(str(tiny_folder("llama")), device="cpu", rank=4).save(tmp_path / "adapter")
     before = {p: p.read_bytes() for p in adapter.rglob("*")}
-    for line in (["chat", str(adapter), "--prompt", "hi"], ["eval", str(adapter), "nothing.jsonl"]):
+    for line in (["chat", str(adapter), "--prompt", "hi"], ["eval", str(adapter), str(sample_path())]):
         assert main([*line, "--base", str(tiny_folder("qwen3")), "--device", "cpu"]) == 2
         said = capsys.readouterr()
         ours = [one for one in said.err.splitlines() if one.startswith("graftune: ")]

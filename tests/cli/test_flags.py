@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import rich.console
 
 from graftune.cli import main
 from graftune.cli.app import app
@@ -66,7 +67,7 @@ def test_flags_are_frozen(command: str) -> None:
 def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "600")
+    monkeypatch.setattr(app, "_console", rich.console.Console(width=600))
     assert main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     for leaf in leaves():

@@ -335,6 +335,7 @@ def test_resumed_is_straight(method: str, tiny_folder: Folder, tmp_path: Path) -
     api.train(Config(), console=Console(quiet=True), resume=str(run))
     assert state() == want
     shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "model")
     api.train(Config(), console=Console(quiet=True), resume=str(run))
     assert state() == want
 
@@ -352,11 +353,13 @@ def test_the_base_is_asked_while_it_is_the_base(tiny_folder: Folder, tmp_path: P
     asked = next(e for e in read_events(plain / "metrics.jsonl") if e["event"] == "sample" and e["step"] == 0)
     assert asked["answers"] == first, "the base of an adapter's run gives the same answers"
     # With another number of samples the base's answers are not known any more, and its weights are gone.
+    shutil.rmtree(out / "model")  # with it the run would be finished
     api.train(Config(), console=Console(quiet=True), resume=str(out), overrides={"samples": 1})
     again = [e for e in read_events(out / "metrics.jsonl") if e["event"] == "sample"]
     assert [e["step"] for e in again] == [0, 6, 6]
     # An adapter's run can ask it again, and does where the questions are others; else what it said is kept.
     for overrides, steps in (({}, [0, 1, 1]), ({"sample_tokens": 2}, [0, 1, 1, 0, 1])):
+        shutil.rmtree(plain / "adapter")
         api.train(Config(), console=Console(quiet=True), resume=str(plain), overrides=overrides)
         again = [e for e in read_events(plain / "metrics.jsonl") if e["event"] == "sample"]
         assert [e["step"] for e in again] == steps

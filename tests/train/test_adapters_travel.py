@@ -111,7 +111,7 @@ def test_examples_beyond_the_context_are_refused_before_anything_is_made(tiny_fo
     path = tmp_path / "long.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": "p" * 300, "response": "r"}) for _ in range(4)))
     with pytest.raises(GraftuneError, match="set max_seq_len to 256"):
-        run(tiny_folder("llama"), str(path), tmp_path / "run")
+        run(tiny_folder("llama"), str(path), tmp_path / "run", max_seq_len=512)
     assert not (tmp_path / "run").exists()
 
 

@@ -227,6 +227,7 @@ def test_other_codes_on_a_resume_are_told(folder: Path, tmp_path: Path, on_any_d
     monkeypatch.setattr(calibrate, "pack", lambda examples: plain(examples[1:] or examples))
     console = Console(quiet=True)
     console.warn = said.append  # type: ignore[method-assign]
+    shutil.rmtree(run / "adapter")  # with it the run would be finished
     train(Config.load(run / "config.yaml"), console=console, resume=str(run))
     assert [text for text in said if "not those that the run began with" in text]
 

@@ -84,7 +84,7 @@ def test_micro_batches_equal_one_batch(division: str, tiny_folder: Folder) -> No
     for held in DIVISIONS[division]:
         step.micro_step(pack([data[i] for i in held]))
     for name, grad in want_grads.items():
-        assert grad.norm() > 0 and relative(ours.arena.view(name, ours.arena.grads), grad) < 2e-6, name
+        assert grad.norm() > 0 and relative(ours.arena.view(name, ours.arena.grads), grad) < 4e-6, name
     assert float(step.loss_sum) == pytest.approx(want_loss, rel=1e-6)
     step.discard()
     got = take(step, [[data[i] for i in held] for held in DIVISIONS[division]], clip=0.5)

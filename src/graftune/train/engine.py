@@ -161,6 +161,8 @@ def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
     saved = adapter.folder / "chat_template.jinja" if adapter else None
     if file == "auto" and saved is not None and saved.is_file():
         file = str(saved)
+    if file in ("auto", "none") and not date:
+        return base
     template = base.tokenizer.template if file in ("auto", "none") else template_from_file(file, base.tokenizer)
     if date and template is not None:
         template = template.dated(datetime.datetime.fromisoformat(date))
