@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,3 +155,30 @@ def smollm2_in_transformers(base: Base) -> Any:
     assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys, missing
     model.tie_weights()
     return model.float().eval()
+
+
+def nf4_by_bitsandbytes(
+    codes: torch.Tensor, scales: torch.Tensor, blocksize: int, kind: str, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """bitsandbytes' portable dequantisation, by which its CPU backend reads rows of an odd length on every machine."""
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.backends.utils import _get_4bit_code
+
+    table = _get_4bit_code(kind, codes.device)
+    return _dequantize_4bit_compute(codes.view(torch.uint8).reshape(-1), scales, table, blocksize, shape, dtype)
+
+
+@contextmanager
+def portable_bitsandbytes() -> Iterator[None]:
+    """All of bitsandbytes on a CPU, its layers included, dequantises as above and not by the kernel for this CPU, which
+    with AVX512 takes wrong scales for rows of 16, 32 or 48 more values than whole blocks (test_bitsandbytes.py)."""
+    import bitsandbytes  # noqa: F401 - it registers what is replaced
+
+    library = torch.library.Library("bitsandbytes", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there was a kernel before
+            library.impl("dequantize_4bit", nf4_by_bitsandbytes, "CPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()

@@ -1,9 +1,15 @@
 """NF4 against bitsandbytes' CPU backend: the same bytes, the same values, the same files.
 
 Its version matters: 0.50 changed how scales are quantised on a CPU (kernels/nf4/reference.py says how). And it does not
-always agree with itself: dequantising to fp16, rows of an even length that is no multiple of 64 take a loop of its own
-that rounds halves away from zero and everything below 2^-24 to zero, where its other paths round to nearest even, as
-we do. These two cases are let pass there, and only there.
+always agree with itself. Its portable dequantisation, in Python, is ours to the bit. Its compiled kernel departs from
+it in two ways, which are let pass there, and only there, and only as exactly that:
+
+- To fp16, rows of an even length that is no multiple of 64 take a loop of its own that rounds halves away from zero and
+  everything below 2^-24 to zero, where its other paths round to nearest even, as we do. (Not on an x86 with AVX512.)
+- With AVX512, rows of a multiple of 16 that is none of 64 have wrong scales. Blocks of 64 run past the ends of rows, as
+  its quantiser, its portable code and its kernel without AVX512 count them; its vectors count floor(length / 64) scales
+  to a row, so that from the second row on they take an earlier block's (0.50.2, csrc/cpu_ops.cpp; its branch for ARM
+  says in a comment that such rows would get wrong scales, and leaves them to the loop).
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import torch
 
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4
+from tests import oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = (
@@ -120,11 +127,34 @@ def same_bytes(ours: Nf4, codes: torch.Tensor, state: Any) -> bool:
     return all(a.dtype == b.dtype and bytes_of(a) == bytes_of(b) for a, b in pairs)
 
 
-def same_values(ours: Nf4, got: torch.Tensor, want: torch.Tensor) -> bool:
-    """To the bit, or different only in the way of their fp16 loop (see above)."""
+def scales_of(theirs: Any, state: Any) -> torch.Tensor:
+    return theirs.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+
+
+def by_rows(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """What their AVX512 kernel makes of a tensor: a row's scales begin at its number times floor(length / 64)."""
+    width = shape[-1]
+    packed = codes.view(-1)
+    entries = torch.tensor(nf4.TABLE)[torch.stack((packed >> 4, packed & 15), 1).view(-1, width).int()]
+    row, column = torch.arange(len(entries))[:, None], torch.arange(width)
+    return (entries * scales[row * (width // 64) + column // 64]).to(dtype).view(shape)
+
+
+def same_values(theirs: Any, ours: Nf4, codes: torch.Tensor, state: Any, dtype: torch.dtype) -> bool:
+    """To the bit those of their portable code, and of their kernel but for its two departures (see above)."""
+    state.dtype = dtype
+    got, scales = nf4.dequantise(ours, dtype), scales_of(theirs, state)
+    portable = oracle.nf4_by_bitsandbytes(codes, scales, 64, "nf4", ours.shape, dtype)
+    if bytes_of(got) != bytes_of(portable):
+        return False
+    want = theirs.dequantize_4bit(codes, state)
     if bytes_of(got) == bytes_of(want):
         return True
-    if got.dtype != torch.float16 or ours.width % 2 or ours.width % 64 == 0:
+    if ours.width % 2 or ours.width % 64 == 0:
+        return False
+    if ours.width % 16 == 0 and bytes_of(want) == bytes_of(by_rows(codes, scales, torch.Size(ours.shape), dtype)):
+        return True
+    if dtype != torch.float16:
         return False
     exact = nf4.dequantise(ours, torch.float32).view(-1).double()
     a, b = got.view(-1).double(), want.reshape(-1).double()
@@ -143,10 +173,8 @@ def test_a_thousand_tensors(theirs: Any, part: int) -> None:
             if not same_bytes(ours, codes, state):
                 wrong.append(f"bytes: {name} double={double}")
             for dtype in DTYPES if len(codes) > 1 else ():  # they turn a single byte's result around
-                state.dtype = dtype
-                want = theirs.dequantize_4bit(codes, state).view(x.shape)
                 compared += 1
-                if not same_values(ours, nf4.dequantise(ours, dtype), want):
+                if not same_values(theirs, ours, codes, state, dtype):
                     wrong.append(f"values: {name} double={double} as {dtype}")
     print(f"250 tensors, {compared} dequantised: {len(wrong)} differ")
     assert not wrong, wrong[:20]
@@ -184,7 +212,7 @@ def test_files_both_ways(theirs: Any, shape: tuple[int, ...], dtype: torch.dtype
         assert bytes_of(ours[name]) == bytes_of(value), name
     given = {name.removeprefix("m.weight."): value for name, value in ours.items() if name != "m.weight"}
     read = theirs.QuantState.from_dict(given, torch.device("cpu"))
-    assert same_values(loaded, nf4.dequantise(loaded), theirs.dequantize_4bit(ours["m.weight"], read).view(shape))
+    assert read.dtype == dtype and same_values(theirs, loaded, ours["m.weight"], read, dtype)
 
 
 def test_an_older_map_is_kept(theirs: Any) -> None:
