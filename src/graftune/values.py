@@ -17,7 +17,7 @@ from graftune.errors import GraftuneError
 from graftune.mixture import DataValue
 from graftune.mixture import checked as checked_data
 
-_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_WORDS = {"true": True, "false": False, "null": None}
 _DEEPEST = 8  # levels of a value inside a mapping
 _SHOWN = 200  # characters of a value in a message
 

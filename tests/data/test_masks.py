@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from graftune.config import DataConfig
 from graftune.data import mask
-from graftune.data.chat import NOT_RENDERED, OTHER_PROMPT
+from graftune.data.chat import CLOSED_AT_ONCE, NOT_RENDERED, OTHER_PROMPT
 from graftune.data.dataset import Dataset, prepare
+from graftune.data.fit import ACROSS
 from graftune.data.source import Refusal
 from graftune.errors import GraftuneError
 from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, tokenizer, trained_runs, turns, with_template
@@ -254,10 +255,34 @@ def test_template_vars_and_reasoning(tmp_path: Path) -> None:
         "none": ["b<|im_end|>", "d<|im_end|>"],
     }.items():
         assert all_runs(prepared(tmp_path, {"messages": messages}, chat, train_reasoning=choice)) == runs
-    data = prepared(tmp_path, {"messages": turns("a", "b")}, chat, template_vars={"thinking": "false"})
+    data = prepared(tmp_path, {"messages": turns("a", "b")}, chat, template_vars={"thinking": False})
     assert data.prompts[0].endswith(empty) and all_runs(data) == ["b<|im_end|>"]
-    with pytest.raises(GraftuneError, match="template_vars: messages is set by graftune"):
-        prepared(tmp_path, {"messages": messages}, chat, template_vars={"messages": "x"})
+    for variables, why in (
+        ({"messages": "x"}, "messages is set by graftune"),
+        ({"thinkng": 1}, "reads no variable 'thinkng'"),
+    ):
+        with pytest.raises(GraftuneError, match=why):
+            prepared(tmp_path, {"messages": messages}, chat, template_vars={variable: 1})
+
+
+def test_reasoning_behind_a_token_across_the_border(tmp_path: Path) -> None:
+    """Vocabularies of today take two line breaks as one token: "<think>\\n" and "\\n</think>" share one."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer().backend.to_str())
+    backend.add_tokens([tokenizers.AddedToken("\n\n", normalized=False)])
+    source = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    chat = dataclasses.replace(with_template(source), backend=backend)
+    for choice, trained in (
+        ("all", "\n</think>\n\nb<|im_end|>"),
+        ("not_empty", "b<|im_end|>"),
+        ("none", "b<|im_end|>"),
+    ):
+        data = prepared(tmp_path, {"messages": turns("a", "b")}, chat, train_reasoning=choice)
+        example, inference = data.examples[0], chat.encode(data.prompts[0])
+        assert list(example.tokens[: len(inference)]) == inference
+        assert chat.decode([t for t, on in zip(example.tokens, example.supervised, strict=True) if on]) == trained
+        assert data.summary.notes.keys() == {OTHER_PROMPT["inference"], CLOSED_AT_ONCE, ACROSS}
+    data = prepared(tmp_path, {"messages": turns("a", "<think>\nwhy\n</think>\n\nb")}, chat)
+    assert not any("reasoning" in note for note in data.summary.notes), "it is rendered, behind the prompt's own tag"
 
 
 def test_templates_that_need_tools_are_probed_with_them(tmp_path: Path) -> None:
@@ -306,8 +331,12 @@ def test_one_huge_row_is_refused_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     rows = [{"messages": turns("x" * 5_000_000, "b")}, {"messages": turns("a", "b")}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows.append(
+        {"messages": [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": "x" * 5_000_000}]}
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = prepare(str(path), with_template(CHATML), DataConfig())
-    assert len(data) == 1 and data.summary.refused == {"too long to render": 1}
+    assert len(data) == 1 and data.summary.refused == {"too long to render": 2}
 
 
 def test_an_end_of_text_after_the_last_turn_only(tmp_path: Path) -> None:

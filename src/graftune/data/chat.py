@@ -29,10 +29,10 @@ from graftune.data.record import Message, Record
 from graftune.data.source import Refusal
 
 OTHER_PROMPT = {
-    "inference": "the template answers behind another text than the prompt it gives for inference: trained behind the "
-    "inference prompt (prompt_form: template changes that)",
-    "template": "the template answers behind another text than the prompt it gives for inference: trained as the "
-    "template renders it (prompt_form: inference changes that)",
+    "inference": "the template renders an answered conversation differently from its inference prompt: trained after "
+    "the inference prompt (prompt_form: template changes that)",
+    "template": "the template renders an answered conversation differently from its inference prompt: trained as "
+    "rendered (prompt_form: inference changes that)",
 }
 NO_REASONING = "reasoning left out: the prompt that inference gives has closed it already"
 CLOSED_AT_ONCE = "the prompt opens a reasoning block: answers without reasoning close it at once"
@@ -113,7 +113,10 @@ class ChatTurns:
         spans = tuple((turn.start, len(turn.text)) for turn in turns)
         notes = {note: None for turn in turns for note in turn.notes}
         answers = {i: turn.text[turn.prompt :] for i, turn in zip(trained, turns, strict=True)}
-        notes |= dict.fromkeys(not_rendered(messages, text, answers))
+        lost = dict.fromkeys(not_rendered(messages, text, answers))
+        if NO_REASONING in notes:
+            lost.pop(NOT_RENDERED["reasoning"], None)
+        notes |= lost
         reference = (messages[-1]["content"] or "").strip()
         ends = tuple(turn.prompt for turn in turns)
         return Passage(text, spans, ends, messages, tuple(trained), reference, tools, tuple(notes))
@@ -231,10 +234,11 @@ def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
         turns = [i for i in turns if record.flags[i]]
         if not turns:
             raise Refusal("nothing to train", 'no assistant turn has "train": true or "weight": 1')
-    turns = [i for i in turns if record.flags[i] is not False]
-    if not turns:
-        raise Refusal("nothing to train", 'every assistant turn has "train": false or "weight": 0')
-    return (turns[-1],) if train_on == "last" else tuple(turns)
+    wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if record.flags[i] is not False]
+    if not wanted:
+        which = "the last" if train_on == "last" else "every"
+        raise Refusal("nothing to train", f'{which} assistant turn has "train": false or "weight": 0')
+    return tuple(wanted)
 
 
 def authored_reasoning(form: ChatFormat, message: Message) -> tuple[str, str]:
@@ -264,8 +268,11 @@ def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -
         content, text = message["content"], answers.get(i, whole)
         if content and content.strip() not in text:
             kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
-            _, rest = ("", content) if kind != "assistant" else _without_think(content)
-            yield NOT_RENDERED["reasoning" if kind == "assistant" and rest.strip() in text else kind]
+            why, rest = _without_think(content) if kind == "assistant" else ("", content)
+            if rest.strip() not in text:
+                yield NOT_RENDERED[kind]
+            elif why not in text:
+                yield NOT_RENDERED["reasoning"]
         for key in REASONING_KEYS:
             if isinstance(message.get(key), str) and message[key].strip() not in text:
                 yield NOT_RENDERED["reasoning"]
@@ -275,8 +282,9 @@ def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -
 
 
 def _without_think(content: str) -> tuple[str, str]:
+    """Reasoning that is written in the content, and the rest. A prompt may have written its opening tag already."""
     before, tag, after = content.partition("</think>")
-    return (before, after) if tag else ("", content)
+    return (before.strip().removeprefix("<think>").strip(), after) if tag else ("", content)
 
 
 def _words(call: Any) -> Iterator[str]:

@@ -25,7 +25,7 @@ from graftune.tokenizer import Tokenizer
 LONGEST_TAIL = 64  # characters: longer ones are hardly met twice
 TURNS, QUESTION, PROMPT = "early turns left out", "question cut from the left", "prompt cut from the left behind BOS"
 TOO_LONG = "response longer than max_seq_len"
-ACROSS = "a token would lie across prompt and answer: the prompt keeps its own tokens, and the answer begins after them"
+ACROSS = "a token would span the end of the prompt and the start of the answer: the prompt keeps its inference tokens"
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,11 @@ class Fitter:
             if not (whole and closed and self._as_inference(passage.text, prompt, tokens, first)):
                 if len(passage.spans) > 1:
                     return None
-                tokens, moved = self._parted(passage, tokens, offsets, first, whole)
-                first, last, start, notes = moved, len(tokens), min(start, prompt), (*notes, ACROSS)
-            if start > prompt:  # reasoning that is not trained: a token with a letter of the answer in it is
+                tokens, answer, first = self._parted(passage, tokens, offsets, first, whole)
+                last, notes = len(tokens), (*notes, ACROSS)
+                if start > prompt:
+                    first += mask.border(answer, start - prompt)[0]
+            elif start > prompt:  # reasoning that is not trained: a token with a letter of the answer in it is
                 first = max(first, mask.border(offsets, start)[0])
             ranges.append((first, last))
         mask.check(tokens, ranges, self.ends)
@@ -121,23 +123,23 @@ class Fitter:
 
     def _parted(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], first: int, whole: bool
-    ) -> tuple[list[int], int]:
-        """Tokens where the prompt's are those that inference gives it, and the answer's begin after them; and how many
-        the prompt has. `first` is the first token of the whole text with a character of the answer, and of nothing
-        else if `whole`."""
+    ) -> tuple[list[int], list[tuple[int, int]], int]:
+        """Tokens where the prompt's are those that inference gives it, and the answer's begin after them; the places of
+        the latter in the answer; and how many the prompt has. `first` is the first token of the whole text with a
+        character of the answer, and of nothing else if `whole`."""
         place = passage.prompts[0]
         prompt = self.tokenizer.encode(passage.text[:place])
         shown = self.tokenizer.decode(tokens)
-        answers = [] if whole else [self.tokenizer.encode(passage.text[place:])]
-        if whole:
-            answers.append(tokens[first:])
-        else:
+        rest = [(start - place, end - place) for start, end in offsets[first + (not whole) :]]
+        ways = [(tokens[first:], rest)] if whole else [self.tokenizer.encode_with_offsets(passage.text[place:])]
+        if not whole:
             # Vocabularies that put a space before every piece: only what lies before the next border is encoded anew.
             piece = self._piece(passage.text[place : offsets[first][1]])
-            answers += [[*piece, *tokens[first + 1 :]]] if piece is not None else []
-        for answer in answers:
+            if piece is not None:
+                ways.append(([*piece, *tokens[first + 1 :]], [(0, offsets[first][1] - place)] * len(piece) + rest))
+        for answer, places in ways:
             if self.tokenizer.decode([*prompt, *answer]) == shown:
-                return [*prompt, *answer], len(prompt)
+                return [*prompt, *answer], places, len(prompt)
         raise Refusal("prompt and answer share a token", "the tokenizer cannot part them")
 
     def _piece(self, text: str) -> list[int] | None:

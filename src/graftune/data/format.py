@@ -138,10 +138,11 @@ class ChatFormat:
         everything that shortens a conversation can treat the two as apart."""
         if not self.takes_system and messages and messages[0]["role"] == "system":
             messages = _merged(messages)
-        size = sum(len(message["content"] or "") for message in messages)
+        special = any(_is_special(message) for message in messages)
+        size = sum(len(str(m) if special else m["content"]) for m in messages) + (len(str(tools)) if tools else 0)
         if size > LONGEST_CONVERSATION:
             raise Refusal("too long to render", f"the conversation has {size} characters")
-        if self.parts or any(_is_special(message) for message in messages):
+        if self.parts or special:
             messages = [self._as_wanted(message) for message in messages]
         try:
             return self.renderer.render(messages, tools=tools, add_generation_prompt=generate, **self.variables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,8 @@ def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
         template, name = template_from_file(config.template, tokenizer), config.template
     if config.date:
         template = template.dated(day_of(config.date))
-    return probe(
-        template, name, tokenizer, append_eos=config.append_eos, variables=template_variables(config.template_vars)
-    )
+    check_variables(config.template_vars, template, name)
+    return probe(template, name, tokenizer, append_eos=config.append_eos, variables=config.template_vars)
 
 
 def usable_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat:
@@ -54,22 +52,19 @@ def day_of(date: str) -> datetime.datetime:
         raise GraftuneError(f"date is {date!r}", mend="write it as YYYY-MM-DD") from None
 
 
-def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as templates expect them: on the command line everything is text, and `false` there means false."""
-    known = {"true": True, "false": False, "null": None, "none": None}
-    taken = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
-    for name in given:
-        if name in taken:
-            raise GraftuneError(f"template_vars: {name} is set by graftune", mend="remove it")
-
-    def value(raw: Any) -> Any:
-        if not isinstance(raw, str):
-            return raw
-        if raw.lower() in known:
-            return known[raw.lower()]
-        return int(raw) if re.fullmatch(r"-?[0-9]{1,15}", raw) else raw
-
-    return {name: value(raw) for name, raw in given.items()}
+def check_variables(given: Mapping[str, Any], template: ChatTemplate, name: str) -> None:
+    """Refuses what the template would not read: a misspelt variable changes nothing, and nobody would notice."""
+    taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+    for variable in given:
+        if variable in taken:
+            raise GraftuneError(f"template_vars: {variable} is set by graftune", mend="remove it")
+        if variable not in template.variables:
+            known = ", ".join(sorted(template.variables - taken)) or "none"
+            raise GraftuneError(
+                f"template_vars: the chat template reads no variable {variable!r}",
+                where=name,
+                mend=f"the variables it reads are: {known}",
+            )
 
 
 def plain_format(tokenizer: Tokenizer) -> ChatFormat:

@@ -10,12 +10,14 @@ written renderers per family, which drift from what the model saw.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
@@ -124,6 +126,11 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
             # The last three come from Python's own compiler, for sources nested too deep or with odd literals.
             raise GraftuneError(f"the template does not compile: {_one_line(error)}", where=name) from error
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """The names it reads from outside: messages, tools and its own."""
+        return frozenset(jinja2.meta.find_undeclared_variables(self._sandbox.parse(self.source)))
 
     def render(
         self,
