@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import graftune
+from graftune.config import Config
 from graftune.errors import GraftuneError
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -30,6 +31,12 @@ def test_the_readme_example_runs(tiny_folder, data, tmp_path, monkeypatch, capsy
     exec(compile(code, "README.md", "exec"), {})
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").exists()
     assert capsys.readouterr().out.strip()
+
+
+def test_a_whole_run_as_the_readme_calls_it(tiny_folder, data, tmp_path):
+    made = {"base": str(tiny_folder("llama")), "data": str(data), "out": str(tmp_path / "run"), "max_steps": 1}
+    result = graftune.__getattr__("api").train(Config.of(made | {"rank": 2, "samples": 0, "device": "cpu"}))
+    assert (result.steps, result.stopped) == (1, "finished")
 
 
 def test_loss_falls_and_the_adapter_comes_back(tiny_folder, data, tmp_path):

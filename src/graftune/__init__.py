@@ -1,5 +1,6 @@
 """graftune: LoRA and QLoRA fine-tuning that never leaves the device. See graftune.api for the verbs."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -11,8 +12,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """The verbs on first use: `graftune --help` must not wait for torch."""
-    if name in __all__:
-        from graftune import api
-
-        return getattr(api, name)
+    if name in ("api", *__all__):
+        api = importlib.import_module("graftune.api")
+        return api if name == "api" else getattr(api, name)
     raise AttributeError(f"module 'graftune' has no attribute {name!r}")

@@ -82,6 +82,16 @@ def test_a_run_keeps_its_date(tiny_folder, tmp_path: Path, monkeypatch: pytest.M
     assert adapter_bytes(old) == adapter_bytes(straight)
 
 
+def test_data_shows_the_date_that_is_asked_for(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
+    (base / "chat_template.jinja").write_text(DATED)
+    (base / "model.safetensors").unlink()  # no weights are needed
+    ask = ["data", str(write_data(tmp_path / "d.jsonl")), "--base", str(base), "--json"]
+    for date, want in (("2026-05-09", "09 May 2026"), ("2025-01-02", "02 January 2025")):
+        assert main([*ask, "--date", date]) == 0
+        assert want in capsys.readouterr().out
+
+
 # Checkpoints by epoch and by the clock (A2, U7)
 
 
@@ -226,6 +236,13 @@ def test_longer_is_as_if_it_had_been_so(tiny_folder, tmp_path: Path) -> None:
     assert Config.load(short / "config.yaml").train.epochs == 2
     extended = next(e for e in read_events(short / "metrics.jsonl") if e["event"] == "extend")
     assert (extended["epochs"], extended["steps"]) == (2, end(long)["step"])
+
+
+def test_another_number_of_validation_examples(tiny_folder, tmp_path: Path) -> None:
+    config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=2, eval_examples=1, patience=0)
+    run = train(config, console=QUIET).folder
+    again(run, max_steps=3, eval_examples=2)
+    assert end(run)["step"] == 3 and Config.load(run / "config.yaml").data.eval_examples == 2
 
 
 def test_a_finished_run_says_what_to_type(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,13 +193,17 @@ def fetched(handler: type[Hub]) -> list[dict[str, list[str]]]:
 def test_broken_off_taken_up_and_offline(handler: type[Hub], tmp_path: Path) -> None:
     """A Hub that hangs up in the weights again and again is asked for the rest each time. One that gives nothing more
     ends the command; whole files stay, and the next command fetches what is missing. Without a Hub the cache does."""
-    ask = ["data", str(write_data(tmp_path / "d.jsonl")), "--json", "--show", "0", "--base"]
+    data = str(write_data(tmp_path / "d.jsonl"))
+
+    def ask(name: str) -> list[str]:
+        return ["eval", name, data, "--json", "--device", "cpu"]
+
     whole, cache = (handler.folder / "model.safetensors").read_bytes(), tmp_path / "hf"
     assert 180_000 < len(whole) < 270_000
     patience = [["patience", str(n)] for n in (90_000, 0, 10**9, 10**9)]
     names = ["me/tiny", "me/mini", "me/mini", "me/mini"]
-    questions = [line for before, name in zip(patience, names, strict=True) for line in (before, [*ask, name])]
-    gone = [[*ask, "me/mini"], [*ask, "me/other"]]
+    questions = [line for before, name in zip(patience, names, strict=True) for line in (before, ask(name))]
+    gone = [ask("me/mini"), ask("me/other")]
     questions += [["stop"], ["offline", "1"], *gone, ["offline", "0"], *gone]
     with serving(handler) as address:
         patient, impatient, again, cached, *later = asking(address, cache, questions)
@@ -218,6 +222,15 @@ def test_broken_off_taken_up_and_offline(handler: type[Hub], tmp_path: Path) -> 
     for found, other in (later[:2], later[2:]):  # nobody listens there any more
         assert found[0] == 0 and json.loads(found[1])["examples"] == 16, found
         assert other[0] == 2 and "me/other" in other[2] and other[2].count("\n") == 1
+
+
+def test_data_needs_no_weights(handler: type[Hub], tmp_path: Path) -> None:
+    ask = ["data", str(write_data(tmp_path / "d.jsonl")), "--json", "--show", "0", "--base", "me/tiny"]
+    with serving(handler) as address:
+        [(code, out, err)] = asking(address, tmp_path / "hf", marked([ask]))
+    assert code == 0 and json.loads(out)["examples"] == 16, err
+    [files] = fetched(handler)
+    assert "tokenizer.json" in files and "model.safetensors" not in files
 
 
 def marked(questions: list[list[str]]) -> list[list[str]]:

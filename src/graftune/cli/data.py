@@ -6,6 +6,7 @@ of fine-tuning, so the preview shows the very tokens of the examples and which o
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -75,8 +76,12 @@ def data(
 
 def _tokenizer(config: Config) -> tuple[Any, int]:
     """The base's tokenizer, and the longest context it takes."""
-    from graftune.weights.base import open_base
+    from graftune.tokenizer.template import today
+    from graftune.train.engine import with_template
+    from graftune.weights.base import described
 
-    base = open_base(config.base.base, config.base.revision)
-    new = config.lora.new_tokens
-    return base.tokenizer.with_tokens(new) if new else base.tokenizer, base.spec.max_positions
+    base = described(config.base.base, config.base.revision)
+    if new := config.lora.new_tokens:
+        base = dataclasses.replace(base, tokenizer=base.tokenizer.with_tokens(new))
+    dated = config.replace(date=config.data.date or today().isoformat())  # as for a run
+    return with_template(base, dated, None).tokenizer, base.spec.max_positions

@@ -22,9 +22,14 @@ from graftune.train.signals import Stopped, raised_signals
 
 
 def train(
-    config: Config, *, console: Console, resume: str | None = None, overrides: dict[str, Any] | None = None
+    config: Config,
+    *,
+    console: Console | None = None,
+    resume: str | None = None,
+    overrides: dict[str, Any] | None = None,
 ) -> TrainResult:
     """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add."""
+    console = console or Console()
     with ExitStack() as held:
         try:
             with raised_signals():

@@ -13,7 +13,6 @@ checkpoint holds.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -76,14 +75,14 @@ class Run:
 
     def __init__(self, prepared: Prepared, console: Console):
         self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
-        self.training, self.validation = training, validation = prepared.training, prepared.validation
+        self.training, self.validation = prepared.training, prepared.validation
         self.plan, self.calibration, self.answers = prepared.plan, prepared.calibration, prepared.answers
         engine = prepared.engine
         self.config = config = engine.config
         self.progress = Progress()
         captured = engine.runtime.device.type == "cuda"
         self.loader = Loader(
-            training.examples,
+            self.training.examples,
             tokens_per_step=config.train.tokens_per_step,
             micro_capacity=config.train.tokens_per_micro_batch,
             seed=config.train.seed,
@@ -111,7 +110,7 @@ class Run:
         self.saved_at = _minutes()
         self.base_answers: list[str] = []
         self.checkpoints = self.folder / "checkpoints"
-        self.examples_sha256 = _digest(training.digest + validation.digest)
+        self.examples_sha256 = prepared.examples_sha256
         self.signal = 0
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
@@ -412,7 +411,3 @@ class Run:
 
 def _minutes() -> float:
     return time.monotonic() / 60
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -7,6 +7,7 @@ model is loaded. What was made for a run that does not come to its start is take
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -58,6 +59,7 @@ class Prepared:
     engine: Engine
     training: Dataset
     validation: Dataset
+    examples_sha256: str
     answers: Answers
     plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
     calibration: Calibration | None = None  # of an fp8 base
@@ -105,7 +107,8 @@ def _prepare(
         engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
     calibration = _calibrated(engine, data.training, folder, console)
-    return Prepared(folder, engine, data.training, data.validation, data.answers, plan, calibration, before)
+    read = data.training, data.validation, data.examples_sha256, data.answers
+    return Prepared(folder, engine, *read, plan, calibration, before)
 
 
 def _loader(config: Config, training: Dataset, capacity: int) -> Loader:
@@ -163,6 +166,7 @@ def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
 class Read(NamedTuple):
     training: Dataset
     validation: Dataset
+    examples_sha256: str  # of both, and of validation without its limit, which may change on a resume
     longest: int  # tokens of an example
     answers: Answers
 
@@ -176,6 +180,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
         training, validation = whole, prepare(config.data.eval_data, reader, config.data, console)
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
+    examples_sha256 = hashlib.sha256((training.digest + validation.digest).encode()).hexdigest()
     validation = validation.at_most(config.data.eval_examples, config.train.seed)
     _tell_data(console, whole, training, validation)
     longest = max(training.longest, validation.longest)
@@ -185,7 +190,8 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
             where=label(path),
             mend=f"set max_seq_len to {base.spec.max_positions} or less",
         )
-    return Read(training, validation, longest, Answers(validation, config, reader, base.spec.max_positions))
+    answers = Answers(validation, config, reader, base.spec.max_positions)
+    return Read(training, validation, examples_sha256, longest, answers)
 
 
 def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:

@@ -119,19 +119,31 @@ class FirstRows(rows_.Over):
 
 def open_base(name: str = "", revision: str = "", *, weights: bool = True) -> Base:
     """Without `weights` only the shape of the model and its tokenizer are taken, and no weights need to be there."""
-    base = _open(name, revision, weights)
-    if base.tokenizer.vocab_size > base.spec.vocab and weights and base.tokenizer.special_beyond(base.spec.vocab):
+    base = _fitted(_open(name, revision, weights), trained=weights)
+    if not weights:
+        return dataclasses.replace(base, tensors={})
+    _check_tensors(base)
+    return base
+
+
+def described(name: str = "", revision: str = "") -> Base:
+    """The shape and the tokenizer of a model that was trained. Of a Hub name no weights are downloaded, but of a GGUF,
+    which is one file."""
+    return dataclasses.replace(_fitted(_open(name, revision, weights=False), trained=True), tensors={})
+
+
+def _fitted(base: Base, trained: bool) -> Base:
+    """The base, once its tokenizer is sure to have no more tokens than there are rows. A model that is to be trained
+    from scratch needs a row for each; one that was trained may lack those of special tokens that it never reads."""
+    if base.tokenizer.vocab_size > base.spec.vocab and trained and base.tokenizer.special_beyond(base.spec.vocab):
         # Gemma 3's small models: the tokenizer is that of the large ones, which also read images.
         base = dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, rows=base.spec.vocab))
     elif base.tokenizer.vocab_size > base.spec.vocab:
         raise GraftuneError(
             f"the tokenizer has {base.tokenizer.vocab_size} tokens and the embedding {base.spec.vocab} rows",
             where=str(base.path),
-            mend="the two belong to different models: download the base again" if weights else "raise vocab_size",
+            mend="the two belong to different models: download the base again" if trained else "raise vocab_size",
         )
-    if not weights:
-        return dataclasses.replace(base, tensors={})
-    _check_tensors(base)
     return base
 
 
