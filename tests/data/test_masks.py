@@ -262,7 +262,7 @@ def test_template_vars_and_reasoning(tmp_path: Path) -> None:
         ({"thinkng": 1}, "reads no variable 'thinkng'"),
     ):
         with pytest.raises(GraftuneError, match=why):
-            prepared(tmp_path, {"messages": messages}, chat, template_vars={variable: 1})
+            prepared(tmp_path, {"messages": messages}, chat, template_vars=variables)
 
 
 def test_reasoning_behind_a_token_across_the_border(tmp_path: Path) -> None:
