@@ -19,7 +19,8 @@ test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS); tests=$$?; \
 	wait $$types && exit $$tests
 
-# Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 300.
+# Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 300. Other properties
+# are tried on 40 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py).
 test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import gc
+import importlib
 import os
 import shutil
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ["GRAFTUNE_CACHE"] = tempfile.mkdtemp(prefix="graftune-")  # not the user's own
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import tiny
 
@@ -24,9 +29,32 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _handler)
 
 atexit.register(shutil.rmtree, os.environ["GRAFTUNE_CACHE"], ignore_errors=True)
+# Of a test that asks for no number of its own. GRAFTUNE_EXAMPLES=1000 looks further.
+settings.register_profile("graftune", max_examples=int(os.environ.get("GRAFTUNE_EXAMPLES", "40")), deadline=None)
+settings.load_profile("graftune")
 if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels then. Read when a kernel is defined, so before any kernel.py is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+telling, job = (importlib.import_module(f"graftune.train.{name}") for name in ("telling", "plan.job"))
+
+# Half a second at the end of every run, and hundreds end here. `draws` has it back; tests/observe/test_plot.py draws.
+_loss_plot, telling.loss_plot = telling.loss_plot, lambda *_: None
+_rehearse = job.rehearse
+_rehearsed: dict[str, Any] = {}
+
+
+def _rehearse_once(setup: Any) -> Any:
+    """What the same step would take was told before: rehearsing is the longest part of a run of a few steps. Plans for
+    cards, and all in the tests of plans, are made each time."""
+    if setup.card is not None:
+        return _rehearse(setup)
+    rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name != "base"}
+    tensors = [(name, type(rows), rows.dtype_name, rows.shape) for name, rows in setup.base.tensors.items()]
+    key = repr((setup.base.path, setup.base.kind, setup.base.spec, tensors, rest))
+    if key not in _rehearsed:
+        _rehearsed[key] = _rehearse(setup)
+    return _rehearsed[key]
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +65,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory):
     def get(family: str) -> Path:
         if family not in made:
             made[family] = tiny.make_folder(family, tmp_path_factory.mktemp("tiny") / family)
+            set_aside()  # transformers and much of torch were imported for it
         return made[family]
 
     return get
@@ -52,3 +81,27 @@ def smollm2() -> Path:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw their loss.png, as they do outside of the tests."""
+    monkeypatch.setattr(telling, "loss_plot", _loss_plot)
+
+
+def set_aside() -> None:
+    """A run begins by looking for what an earlier one left behind (`forget_earlier_runs`), through all that the process
+    has imported, transformers and torch's compiler among it: half a second a run. What is alive now is not looked at
+    again; what comes later is."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quicker(request: pytest.FixtureRequest) -> None:
+    set_aside()
+    job.rehearse = _rehearse if "plan" in request.module.__name__ else _rehearse_once
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or what is alive at the end is taken for a leak, and told of

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graftune.config import PROJECTIONS, Config, Leaf, expand_targets, flatten, leaves
@@ -241,7 +241,6 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     return st.text()
 
 
-@settings(deadline=None)  # no test measures time
 @given(st.fixed_dictionaries({}, optional={leaf.name: _values(leaf) for leaf in leaves()}))
 def test_every_legal_config_survives_saving(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     config = Config.of(values)
@@ -256,7 +255,6 @@ _scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 _trees = st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner))
 
 
-@settings(deadline=None)  # no test measures time
 @given(st.dictionaries(st.sampled_from([*(leaf.name for leaf in leaves()), "lora", "train", "x"]), _trees))
 def test_anything_else_is_one_clear_error(tree: dict[str, Any]) -> None:
     """Whatever YAML can hold is either a config or a GraftuneError: nothing else escapes."""

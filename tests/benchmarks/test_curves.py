@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +101,27 @@ def test_the_small_model_has_the_bases_tokenizer(tiny_folder):
         assert folder == str(base)
 
 
-def test_a_model_from_scratch_against_its_reference(asked, tiny_folder, tmp_path, monkeypatch):
+@pytest.fixture
+def kept(monkeypatch) -> dict[str, Any]:
+    """Curves and gradients that were made once and are asked for again. Those of the base, which is not what these
+    tests vary, are the same whatever number of steps is asked for."""
+    made: dict[str, Any] = {}
+
+    def keeping(make: Any) -> Any:
+        def get(args: argparse.Namespace, **more: Any) -> Any:
+            key = f"{make.__name__} {more | {'base': 'base' in more}}"
+            if key not in made:
+                made[key] = make(args, **more)
+            return copy.deepcopy(made[key])
+
+        return get
+
+    monkeypatch.setattr(curves, "curve", keeping(curves.curve))
+    monkeypatch.setattr(curves, "first_gradients", keeping(curves.first_gradients))
+    return made
+
+
+def test_a_model_from_scratch_against_its_reference(asked, tiny_folder, tmp_path, monkeypatch, kept):
     shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
     asked[-1] = str(tmp_path)
     reference, again = tmp_path / "reference.json", tmp_path / "again.json"
@@ -125,6 +147,7 @@ def test_a_model_from_scratch_against_its_reference(asked, tiny_folder, tmp_path
     right = [loss / 1.02 for loss in record["scratch"]["losses"]]
     before = record | {"first_norms": {"kept": 1.0}}
     reference.write_text(json.dumps(before))
+    kept.clear()
     run(monkeypatch, *asked, "--only", "scratch", "--json", str(reference))
     after = json.loads(reference.read_text())
     made = after.pop("scratch")

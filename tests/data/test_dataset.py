@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tracemalloc
 from pathlib import Path
@@ -86,6 +87,15 @@ def test_a_response_that_does_not_fit_is_dropped_and_counted(tmp_path: Path) -> 
         load(tmp_path, long, max_seq_len=64)
 
 
+@functools.cache
+def formed(template: str) -> tuple[Any, Any]:
+    source = {"bos": BOS_CHATML, "plain": CHATML}.get(template)
+    chat = with_template(source) if source else shipped(template)
+    form = chat_format(chat, DataConfig(append_eos=True))
+    assert form is not None
+    return chat, form
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     texts=st.lists(st.text("ab é\n", min_size=1, max_size=60).filter(str.strip), min_size=2, max_size=10).map(
@@ -96,9 +106,7 @@ def test_a_response_that_does_not_fit_is_dropped_and_counted(tmp_path: Path) -> 
     template=st.sampled_from(["bos", "plain", "llama-2-chat", "solar-instruct"]),
 )
 def test_making_fit_never_loses_a_response(texts: list[str], system: str, limit: int, template: str) -> None:
-    chat = {"bos": with_template(BOS_CHATML), "plain": with_template(CHATML)}.get(template) or shipped(template)
-    form = chat_format(chat, DataConfig(append_eos=True))
-    assert form is not None
+    chat, form = formed(template)
     messages: list[dict[str, Any]] = list(turns(*texts, system=system if system.strip() else ""))
     trained = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     free = Fitter(form, chat, DataConfig(max_seq_len=10**6))

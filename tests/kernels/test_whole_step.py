@@ -44,7 +44,6 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
 @pytest.mark.parametrize(
     ("variant", "lora", "dropout", "recompute"),
     [
-        ("llama", LoraConfig(rank=4, alpha=10.0), 0.0, "none"),
         ("qwen2", LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj")), 0.0, "selective"),
         ("qwen3", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
         ("mistral-window", LoraConfig(rank=2, alpha=8.0), 0.3, "none"),
@@ -57,7 +56,7 @@ def test_step_equals_the_references(variant, lora, dropout, recompute, shallow_f
 
 
 def test_two_steps_in_a_row(shallow_folder, device, monkeypatch):
-    check("llama", LoraConfig(rank=4, alpha=10.0), 0.3, "none", shallow_folder, device, monkeypatch, steps=2)
+    check("llama", LoraConfig(rank=4, alpha=10.0), 0.0, "none", shallow_folder, device, monkeypatch, steps=2)
 
 
 @pytest.mark.parametrize(("variant", "dropout", "recompute"), [("llama", 0.0, "none"), ("qwen2", 0.2, "selective")])
