@@ -300,8 +300,10 @@ def flatten(tree: dict[str, Any], where: str, told: Told | None = None) -> dict[
             for inner, inner_value in (value or {}).items():
                 put(inner, inner_value, key)
         elif key in sections and key not in known:
-            mend = (other_tools.answer(key, False) if isinstance(value, str) else None) or "indent its keys below it"
-            raise GraftuneError(f"{key} is {shown(value)}, and it is a section", where=where, mend=mend)
+            said = other_tools.answer(key, flags=False) if isinstance(value, str | bool) else None
+            what = "which is a setting of another tool" if said else "and it is a section"
+            mend = said or "indent its keys below it"
+            raise GraftuneError(f"{key} is {shown(value)}, {what}", where=where, mend=mend)
         else:
             put(key, value)
     if unknown:

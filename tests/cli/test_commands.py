@@ -13,6 +13,7 @@ from graftune import __version__
 from graftune.cli import main
 from graftune.cli.app import app
 from graftune.config import Config
+from graftune.data.summary import Summary
 from graftune.errors import GraftuneError
 from tests.cli.conftest import Engine
 
@@ -158,6 +159,19 @@ def test_eval(engine: Engine, capsys: Capture) -> None:
     assert main(["eval", "runs/a", "d.jsonl", "--base-too"]) == 0
     out = capsys.readouterr().out
     assert "tuned" in out and "base" in out and "0.5000" in out and "2.0000" in out and "12,345" in out
+
+
+def test_eval_says_what_became_of_the_data(engine: Engine, capsys: Capture) -> None:
+    engine.summary = Summary(
+        refused={"bad JSON": 1}, truncated={"start of the prompt cut": 2}, duplicates=3, examples=7
+    )
+    engine.summary.notes["read as Windows-1252"] = 0
+    assert main(["eval", "runs/a", "d.jsonl", "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["left_out"] == {"bad JSON": 1} and document["shortened"] == {"start of the prompt cut": 2}
+    assert "1 row left out: bad JSON" in err and "2 examples shortened: start of the prompt cut" in err
+    assert "3 of 7 examples" in err and "read as Windows-1252" in err
 
 
 def test_base_flag_makes_the_target_an_adapter(engine: Engine) -> None:

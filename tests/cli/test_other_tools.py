@@ -170,6 +170,10 @@ def test_all_unknown_keys_of_a_file_are_listed(tmp_path: Path) -> None:
 def test_a_section_that_is_given_another_tools_value(tmp_path: Path) -> None:
     with pytest.raises(GraftuneError, match=r"optim is 'adamw_torch'.*always AdamW"):
         Config.of({"optim": "adamw_torch"})
+    with pytest.raises(
+        GraftuneError, match=r"train is True, which is a setting of another tool; graftune train trains"
+    ):
+        Config.of({"train": True})
 
 
 def test_python_settings_take_them_too() -> None:

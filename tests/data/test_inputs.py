@@ -74,6 +74,14 @@ def test_a_folder_with_splits_gives_the_training_set(tmp_path: Path) -> None:
         read([{"path": str(tmp_path / "train.jsonl"), "split": "train"}])
 
 
+def test_a_subset_is_whole_words(tmp_path: Path) -> None:
+    for name in ("en", "french", "de"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    assert texts([{"path": str(tmp_path), "subset": "en"}]) == ["en"]
+    (tmp_path / "chat-fr_2.jsonl").write_text(json.dumps({"text": "chat"}) + "\n")
+    assert texts([{"path": str(tmp_path), "subset": "fr"}]) == ["chat"]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

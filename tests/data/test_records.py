@@ -233,6 +233,8 @@ def test_preference_data_is_refused_by_name(name: str, before: int, tmp_path: Pa
 @pytest.mark.parametrize("row", [
     {"prompt": "a", "completion": "b", "label": False}, {"messages": ASKED, "kto_tag": True},
     {"prompt": ASKED[:1], "completion": ASKED[1:], "label": True}, {"prompt": "a", "completion": "b", "label": "False"},
+    {"prompt": "a", "completion": "b", "label": 0}, {"prompt": "a", "completion": "b", "label": 1.0},
+    {"prompt": ASKED[:1], "completion": ASKED[1:], "label": "1"}, {"messages": ASKED, "kto_tag": 1},
 ])  # fmt: skip
 def test_rated_answers_are_refused_by_name(row: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "d.json"
@@ -244,6 +246,8 @@ def test_rated_answers_are_refused_by_name(row: dict[str, Any], tmp_path: Path) 
     assert to_record({"prompt": "a", "response": "b", "label": "sport"}).ignored == ("label",), (
         "a label of another kind"
     )
+    assert to_record({"prompt": "a", "response": "b", "label": 1}).ignored == ("label",), "a class"
+    assert to_record({"prompt": "a", "completion": "b", "label": 2}).ignored == ("label",), "one of many"
 
 
 def test_map_trains_on_preferred_answers(tmp_path: Path) -> None:

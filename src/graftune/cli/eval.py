@@ -38,15 +38,20 @@ def evaluate(
     """
     console = Console(json=json, quiet=quiet)
     check_data(data)
+
+    from graftune.train.prepare import tell_refused
+
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console)
     examples = run.prepare(data, console)
-    left_out = {**examples.summary.refused, **examples.summary.dropped}
-    for reason, count in left_out.items():
-        console.warn(f"{count} {'row' if count == 1 else 'rows'} left out: {reason}")
+    summary = examples.summary
+    tell_refused(console, summary)
     tuned = _figures(_with_progress(run, examples, console, True))
     base = _figures(_with_progress(run, examples, console, False)) if base_too else None
     more = {"base": base} if base else {}
-    console.result({"target": target, "data": data, **tuned, "left_out": left_out, **more})
+    left_out = {**summary.refused, **summary.dropped}
+    console.result(
+        {"target": target, "data": data, **tuned, "left_out": left_out, "shortened": summary.truncated, **more}
+    )
     if not json:
         rows = [(name, value, *([base[name]] if base else [])) for name, value in tuned.items()]
         console.table(

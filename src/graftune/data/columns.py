@@ -177,8 +177,12 @@ def _preferred(row: dict[str, Any]) -> str:
 
 
 def is_rated(plan: Plan, row: dict[str, Any]) -> bool:
-    """Whether the answer is marked good or bad: `label` true or false, as text in a CSV file."""
+    """Whether the answer is marked good or bad: `label` true or false, as text in a CSV file. Also 0 or 1 beside a
+    completion, as TRL has it; beside other names a number is more often a class of the data."""
     if not plan.label or plan.kind == "text":
         return False
     value = row[plan.label]
-    return isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
+    if isinstance(value, str):
+        value = {"true": True, "false": False, "1": 1, "0": 0}.get(value.strip().lower())
+    numbered = normal(plan.label) == "kto_tag" or normal(plan.answer) == "completion"
+    return isinstance(value, bool) or (numbered and isinstance(value, int | float) and value in (0, 1))

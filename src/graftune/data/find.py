@@ -107,7 +107,7 @@ def _in_folder(folder: Path, source: Source, note: Note) -> list[Path]:
             )  # fmt: skip
         raise GraftuneError("is a folder without data files", where=where, mend=f"data files are {_KNOWN}")
     if source.subset:
-        data = [name for name in data if Path(name).parts[0] == source.subset or source.subset in Path(name).stem]
+        data = [name for name in data if Path(name).parts[0] == source.subset or _has(Path(name).stem, source.subset)]
         if not data:
             raise GraftuneError(f"has no subset {source.subset!r}", where=where, mend="check the folder's names")
     chosen = of_split(data, source.split, where)
@@ -130,7 +130,7 @@ def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
     for key in (wanted, SPLITS.get(wanted, wanted)):
         if splits.get(key):
             return splits[key]
-    loose = [name for name in splits.get("", []) if re.search(rf"(^|[\W_]){re.escape(wanted)}([\W_]|$)", name)]
+    loose = [name for name in splits.get("", []) if _has(name, wanted)]
     if loose:
         return loose
     if not split and list(splits) == [""]:
@@ -141,6 +141,11 @@ def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
     raise GraftuneError(
         f"has no split {wanted!r}; it has {shown}", where=where, mend="name one of them with split, or give its files"
     )
+
+
+def _has(name: str, words: str) -> bool:
+    """Whether a file's name has these words, and not only as letters of a longer one."""
+    return re.search(rf"(^|[\W_]){re.escape(words)}([\W_]|$)", name) is not None
 
 
 def split_of(name: str) -> str | None:
