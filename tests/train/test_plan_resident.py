@@ -43,7 +43,7 @@ def trained(base: Path, folder: Path, kind: str, tokens: int, samples: int = 0) 
 
 @pytest.mark.parametrize(
     ("model", "kind", "tokens", "samples"),
-    [("real", "fp32", 256, 0), ("real", "keep", 256, 2), ("tiny", "nf4", 512, 0), ("prequantised", "keep", 128, 0)],
+    [("real", "fp32", 256, 0), ("real", "keep", 128, 2), ("tiny", "nf4", 512, 0), ("prequantised", "keep", 128, 0)],
 )
 def test_resident_memory_within_a_tenth(
     model: str, kind: str, tokens: int, samples: int, smollm2: Path, tiny_folder, tmp_path: Path, monkeypatch
