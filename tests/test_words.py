@@ -9,7 +9,11 @@ from pathlib import Path
 from graftune.config import leaves
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
-AVOIDED = re.compile(r"\bmend(s|ed|ing)?\b|\bone a (layer|line|value|row|step)\b|object an answer|what auto came to")
+AVOIDED = re.compile(
+    r"\bmend(s|ed|ing)?\b|\bone a (layer|line|value|row|step)\b|object an answer|what auto came to"
+    r"|\bby (itself|themselves)\b|(?<!\bthere )\bis no (?!longer\b|more\b)|\bforbids to\b|\bmade with other\b",
+    re.IGNORECASE,
+)
 
 
 def texts(path: Path) -> list[tuple[int, str]]:

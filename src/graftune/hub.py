@@ -63,12 +63,13 @@ def unreachable(name: str, error: Exception, also: str) -> GraftuneError:
 
     if constants.HF_HUB_OFFLINE:
         return GraftuneError(
-            "is no file or folder here and not in the cache, and HF_HUB_OFFLINE forbids to ask the Hub", where=name,
+            "is not a file or folder here and not in the cache, and HF_HUB_OFFLINE keeps it from being downloaded",
+            where=name,
             mend="check the name, or download it once without HF_HUB_OFFLINE",
-        )  # fmt: skip
+        )
     reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return GraftuneError(
-        f"is no file or folder here, {also or 'and '}the Hub could not be reached ({reason})",
+        f"is not a file or folder here, {also or 'and '}the Hub could not be reached ({reason})",
         where=name,
         mend="check the name and the network and ask again (files that came whole are kept), or give a local path",
     )

@@ -52,7 +52,7 @@ batch_size per_device_train_batch_size train_batch_size micro_batch_size per_gpu
 gradient_accumulation_steps grad_accumulation_steps accumulation_steps gradient_accumulation
 per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size
     here a batch is counted in tokens: {tokens_per_step} is what one optimizer step trains on (default 4096; 8
-    examples of 512 tokens are 4096), and {tokens_per_micro_batch} is found by itself from the memory there is
+    examples of 512 tokens are 4096), and {tokens_per_micro_batch} is chosen automatically from the memory there is
 warmup_steps num_warmup_steps warmup_epochs
     {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
 load_in_4bit quantize qlora bits bnb_4bit quantization quantization_config quantization_bit q_bits bnb_4bit_quant_type
@@ -67,7 +67,7 @@ activation_checkpointing offload disable_gradient_checkpointing
     {recompute} chooses what the backward pass computes again: auto, none, selective, full or offload
 flash_attention flash_attn xformers_attention sdp_attention use_flash_attention_2 use_flash_attn attn_implementation
 flash_attention_2 eager_attention sdpa_attention
-    the fastest attention kernel is chosen by itself and printed at the start; remove it
+    the fastest attention kernel is chosen automatically and printed at the start; remove it
 packing sample_packing pad_to_sequence_len pad_to_max_length group_by_length neat_packing eval_sample_packing
 eval_packing multipack_real_batches padding_free packing_strategy padding
     examples are always packed, without attention between them; remove it
@@ -95,11 +95,12 @@ stage do_train do_eval do_predict rl rlhf task_type trainer
 dpo_beta pref_beta pref_loss simpo_gamma kto_desirable_weight reward_funcs reward_model
     preference training (DPO, KTO, ORPO, GRPO) is not supported yet; supervised fine-tuning is what train does
 dataset datasets dataset_name dataset_dir hf_dataset pretraining_dataset data_files
-    {data} takes a file, a folder, a glob or a Hub data set (owner/name)
+    {data} takes a file, a folder, a glob or a Hub data set (owner/name); for several, write
+    data: [{path: owner/name, split: train, weight: 2}] in a YAML file
 type format data_format dataset_format formatting formatting_func field_messages message_property_mappings
 prompt_feature completion_feature text_feature chat_feature columns input_column output_column dataset_text_field
 prompt_column response_column text_column field_instruction field_output
-    the format of the rows is recognised by itself; where columns have other names, use {map}
+    the format of the rows is recognised automatically; where columns have other names, use {map}
 dataset_config_name dataset_split train_split split subset dataset_num_proc
     write the source in a file as data: [{path: owner/name, split: train, subset: main}]
 chat_template chat_template_jinja prompt_template prompt_style conversation_template
@@ -152,11 +153,11 @@ sequence_length context_length max_context num_ctx n_ctx max_prompt_length max_c
     {max_seq_len} is the longest example in tokens, prompt and response together
 liger_kernel use_liger_kernel liger enable_liger_kernel cut_cross_entropy unsloth use_unsloth unsloth_lora_mlp
 lora_mlp_kernel lora_qkv_kernel lora_o_kernel torch_compile label_smoothing_factor loss
-    the loss is cross-entropy over response tokens, in fused kernels that are chosen by themselves; remove it
+    the loss is cross-entropy over response tokens, in fused kernels that are chosen automatically; remove it
 dataloader_num_workers preprocessing_num_workers dataset_processes num_workers num_proc
-    data is read and encoded on all cores by itself; {threads} limits the CPU threads
+    data is read and encoded on all cores automatically; {threads} limits the CPU threads
 dataloader_pin_memory dataset_prepared_path overwrite_cache dataloader_prefetch_factor streaming
-    encoded data is kept in a cache by itself; GRAFTUNE_CACHE says where
+    encoded data is cached automatically; GRAFTUNE_CACHE says where
 trust_remote_code
     no code from a model's repository is ever run; remove it
 no_cuda use_cpu use_mps_device use_ipex cpu cuda gpu

@@ -55,7 +55,7 @@ def test_keeps_and_forgets(engine: Engine, capsys: Capture, typed: Any) -> None:
     assert main(["chat", "runs/a"]) == 0
     assert [len(messages) for messages in asked(engine)] == [1, 3, 1, 3]
     out, err = capsys.readouterr()
-    assert out.count("tuned") == 4 and "/nope is no command; /help lists them" in err
+    assert out.count("tuned") == 4 and "/nope is not a command; /help lists them" in err
 
 
 def test_comparing_keeps_both_sides(engine: Engine, capsys: Capture, typed: Any) -> None:

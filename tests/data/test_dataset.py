@@ -19,7 +19,7 @@ from graftune.data import fit
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.fit import Fitter
 from graftune.data.template import chat_format
-from graftune.data.text import build_text
+from graftune.data.text import windows
 from graftune.errors import GraftuneError
 from tests.data.helpers import CHATML, shipped, tokenizer, trained_runs, turns, with_template
 
@@ -126,11 +126,11 @@ def test_making_fit_never_loses_a_response(texts: list[str], system: str, limit:
 def test_long_texts_are_divided_and_every_token_predicted_once(add_bos: bool) -> None:
     chat = dataclasses.replace(tokenizer(), add_bos=add_bos)
     text = " ".join(str(i) for i in range(100))
-    windows = [built.example for built in build_text(text, chat, 32, 1)]
-    targets = [token for example in windows if example for token in example.tokens[1:]]
+    made = [built.example for built in windows(text, chat.encode(text), chat, 32, 1)]
+    targets = [token for example in made if example for token in example.tokens[1:]]
     whole = [*chat.encode(text), chat.eos_id]
     assert targets == (whole if add_bos else whole[1:])
-    assert all(example and len(example.tokens) <= 32 for example in windows)
+    assert all(example and len(example.tokens) <= 32 for example in made)
 
 
 def test_summary_adds_up(tmp_path: Path) -> None:
@@ -141,8 +141,7 @@ def test_summary_adds_up(tmp_path: Path) -> None:
     assert summary.response_tokens == sum(e.response_tokens for e in data.examples)
     assert summary.supervised_share == summary.response_tokens / summary.tokens
     assert summary.longest == max(len(e.tokens) for e in data.examples)
-    first = {"messages": [{"role": "user", "content": "a"}], "reference": "b"}
-    assert next(data.records) == first and len(data) == 2
+    assert data.messages[0] == [{"role": "user", "content": "a"}] and data.references[0] == "b" and len(data) == 2
 
 
 def dataset(rows: list[int]) -> Dataset:
@@ -191,7 +190,8 @@ def test_a_long_text_takes_memory_by_its_length_alone() -> None:
     text = " ".join(str(i) for i in range(8_000))
     tracemalloc.start()
     try:
-        built = build_text(text, tokenizer(), 8, 1)
+        chat = tokenizer()
+        built = list(windows(text, chat.encode(text), chat, 8, 1))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -221,8 +221,8 @@ def test_names_splits_and_subsets(tmp_path: Path) -> None:
     assert mixed == ["main test", "plain train"]
     assert "has no revision 'nonesuch' on the Hub" in unpinned
     assert cached == offline == ["plain train"], "what was fetched once needs no network"
-    assert "me/other: is no file or folder here" in gone and "could not be reached" in gone
-    assert "HF_HUB_OFFLINE forbids" in gone_offline
+    assert "me/other: is not a file or folder here" in gone and "could not be reached" in gone
+    assert "HF_HUB_OFFLINE keeps it from being downloaded" in gone_offline
     fetched = set(Hub.asked)
     assert "formats/data/train.csv" not in fetched and "subsets/extra/deep/x.jsonl" in fetched
     assert not any("zip" in name or "dataset_infos" in name for name in fetched)
@@ -235,5 +235,5 @@ def test_offline_here(tmp_path: Path) -> None:
 
     if os.environ.get("HF_HUB_OFFLINE") != "1":
         pytest.skip("HF_HUB_OFFLINE is not 1 here: the Hub may be reachable")
-    with pytest.raises(GraftuneError, match="nobody/knows-this-data: is no file or folder here"):
+    with pytest.raises(GraftuneError, match="nobody/knows-this-data: is not a file or folder here"):
         sources("nobody/knows-this-data")

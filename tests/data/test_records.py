@@ -110,7 +110,7 @@ def test_trl_trains_the_completion_only() -> None:
 def test_weights_and_flags() -> None:
     row = {"messages": [ASKED[0], {**ASKED[1], "weight": 0}, ASKED[0], {**ASKED[1], "train": True}, ASKED[0], ASKED[1]]}
     record = to_record(row)
-    assert record.flags == [None, False, None, True, None, None] and record.flagged
+    assert record.flags == [None, False, None, True, None, None]
     assert record.messages[1] == ASKED[1], "the flag is no part of the message"
 
 
@@ -173,8 +173,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                   "ambiguous columns: prompt/response or prompt/completion; say which with --map prompt=prompt"),
     "prompt and input": ({"prompt": "a", "input": "b", "outputs": "c"}, "a prompt needs a response"),
     "unknown": ({"foo\x1b[31m": 1}, r"unknown keys: found 'foo\x1b[31m'; expected"),
-    "call without name": (call(tool_calls=[{"arguments": {}}]), "no object with a function's name"),
-    "call of text": (call(tool_calls=["f"]), "a tool call of message 2 is no object"),
+    "call without name": (call(tool_calls=[{"arguments": {}}]), "not an object with a function's name"),
+    "call of text": (call(tool_calls=["f"]), "a tool call of message 2 is not an object"),
     "calls of text": (call(tool_calls="f"), "broken JSON: in the tool_calls of message 2"),
     "arguments": (call(tool_calls=[{"name": "f", "arguments": "{"}]), "broken JSON: in a tool call's"),
     "legacy arguments": (call(function_call={"name": "f", "arguments": "{"}), "broken JSON: in a tool call's"),

@@ -14,7 +14,7 @@ import pytest
 from graftune.config import DataConfig
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.record import to_record
-from graftune.data.source import Refusal, read_rows
+from graftune.data.source import Refusal, rows, sources
 from graftune.errors import GraftuneError
 from tests.data.helpers import CHATML, trained_runs, turns, with_template
 
@@ -216,8 +216,8 @@ def test_folders_and_closed_files(tmp_path: Path) -> None:
 
 def test_readers_are_lazy(tmp_path: Path) -> None:
     """A reader hands out rows as it goes and never raises for a bad one."""
-    rows = list(read_rows(jsonl(tmp_path / "d.jsonl", "{", {"a": 1})))
-    assert isinstance(rows[0].value, Refusal) and rows[1].value == {"a": 1}
+    bad, good = rows(sources(str(jsonl(tmp_path / "d.jsonl", "{", {"a": 1}))))
+    assert isinstance(bad.value, Refusal) and good.value == {"a": 1}
 
 
 def test_tool_arguments_become_objects() -> None:

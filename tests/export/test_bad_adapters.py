@@ -43,7 +43,7 @@ def wide_rank(keys: dict[str, bytes], tensors: list[Block]) -> None:
     ("change", "said"),
     [
         (lambda keys, tensors: keys.pop("adapter.lora.alpha"), "has no adapter.lora.alpha"),
-        (lambda keys, tensors: keys.update({"adapter.type": gguf_file.text("ia3")}), "is no LoRA adapter"),
+        (lambda keys, tensors: keys.update({"adapter.type": gguf_file.text("ia3")}), "is not a LoRA adapter"),
         (lambda keys, tensors: tensors.append(Block("blk.0.odd.lora_a", tensors[0].source, "F32")), "uses blk.0.odd"),
         (lambda keys, tensors: tensors.pop(), "is missing: the adapter was made for another base"),
         (lambda keys, tensors: tensors.clear(), "uses no tensors"),

@@ -235,7 +235,7 @@ def test_the_scale_in_a_checkpoint(tmp_path: Path) -> None:
     assert fresh.state.tolist() == LossScaler().state.tolist()
     scaler.state[0] = math.nan
     damaged, arena = checkpoint.save(tmp_path, small_arena(1.0), Progress(step=3), {}, scaler), small_arena()
-    with pytest.raises(GraftuneError, match=r"damaged \(this is no saved loss scale"):
+    with pytest.raises(GraftuneError, match=r"damaged \(this is not a saved loss scale"):
         checkpoint.load(damaged, arena, {}, LossScaler())
     assert not arena.weights.any()
 

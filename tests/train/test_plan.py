@@ -385,7 +385,7 @@ def test_amounts_of_memory(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-3GiB", "0", "3XB"])
 def test_no_amounts_of_memory(text: str) -> None:
-    with pytest.raises(GraftuneError, match="no amount of memory"):
+    with pytest.raises(GraftuneError, match="not an amount of memory"):
         parse_bytes(text)
 
 

@@ -86,7 +86,7 @@ def test_the_scale_is_saved_and_put_back_in_place():
     other.update(NO)
     assert view == 16384
     for bad in ({}, {"loss_scale": torch.ones(3)}, {"loss_scale": torch.tensor([float("nan"), 0.0])}):
-        with pytest.raises(GraftuneError, match="no saved loss scale"):
+        with pytest.raises(GraftuneError, match="not a saved loss scale"):
             other.load_state_dict(bad)
 
 

@@ -55,8 +55,8 @@ def test_names(run: Path) -> None:
     there = ", ".join(f"step-{step}" for step in sorted(checkpoint.steps(run / "checkpoints")))
     for name, what in {
         "step-1": f"has no checkpoint of step 1; there are {there}",
-        "step-²": f"@step-² is no state of a run; use @best, @last or one of {there}",
-        "first": "@first is no state of a run",
+        "step-²": f"@step-² is not a state of this run; use @best, @last or one of {there}",
+        "first": "@first is not a state of this run",
     }.items():
         with pytest.raises(GraftuneError) as caught:
             graftune.open(f"{run}@{name}")

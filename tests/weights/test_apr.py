@@ -166,7 +166,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "twice": (by_hand({}, [ENTRY, ENTRY]), "not in order"),
     "name that is no text": (by_hand({}, [(b"\xff", 0, (1,), bytes(4))]), "makes no sense"),
     "no JSON": (by_hand(b"{", []), "not valid JSON"),
-    "no object": (by_hand(b"[1]", []), "no JSON object"),
+    "no object": (by_hand(b"[1]", []), "not a JSON object"),
     "no number": (by_hand(b'{"a": NaN}', []), "not valid JSON"),
     "deep": (by_hand(b'{"a":' * 100_000, []), "not valid JSON"),
     "no UTF-8": (by_hand(b'{"a": "\xff"}', []), "not valid JSON"),

@@ -43,7 +43,7 @@ _DISK = {
 
 
 def sentence(error: BaseException) -> str | None:
-    """What to tell the user, without the program's name and on one line; None if this is no mistake of theirs."""
+    """What to tell the user, without the program's name and on one line; None if this is not a mistake of theirs."""
     if isinstance(error, GraftuneError):
         text = str(error)
     elif isinstance(error, CycloptsError):

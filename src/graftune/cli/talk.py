@@ -208,8 +208,8 @@ def converse(talk: Talk, console: Console) -> int:
 
 
 def _command(talk: Talk, console: Console, text: str) -> bool:
-    """Carry out a command; False for a message. What begins with a slash and is no command's name is refused only if it
-    is one word: people paste paths."""
+    """Carry out a command; False for a message. What begins with a slash and is not a command's name is refused only
+    if it is one word: people paste paths."""
     name, _, rest = text.partition(" ")
     if "\n" in name or not name.startswith("/"):
         return False
@@ -218,7 +218,7 @@ def _command(talk: Talk, console: Console, text: str) -> bool:
         console.table("commands", ("type", "to"), HELP)
     elif name == "/reset":
         talk.reset()
-        console.note("forgotten")
+        console.note("the conversation starts over")
     elif name == "/system":
         talk.set_system(rest)
     elif name == "/undo":
@@ -229,7 +229,7 @@ def _command(talk: Talk, console: Console, text: str) -> bool:
     elif name == "/save":
         talk.save(rest)
     elif not rest:
-        console.warn(f"{name} is no command; /help lists them")
+        console.warn(f"{name} is not a command; /help lists them")
     else:
         return False
     return True

@@ -35,7 +35,7 @@ class Line:
 
 
 def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> Line:
-    """`flags_of` gives a command's own flags; it is empty for what is no command."""
+    """`flags_of` gives a command's own flags; it is empty for what is not a command."""
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     line = Line([], verbose=any(word in GLOBAL for word in words[:end]))

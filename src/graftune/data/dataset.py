@@ -103,12 +103,6 @@ class Dataset:
         return _Texts(self.examples, "messages")
 
     @property
-    def records(self) -> Iterator[dict[str, Any]]:
-        """Each example's prompt messages and reference answer."""
-        pairs = zip(self.messages, self.references, strict=True)
-        return ({"messages": messages, "reference": reference} for messages, reference in pairs)
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest example; 0 where there is none."""
         return int(self.examples.column("count").max(initial=0))

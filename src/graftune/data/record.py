@@ -32,10 +32,6 @@ class Record:
     notes: tuple[str, ...] = ()
     arguments_were_text: bool = False  # of tool calls; in `messages` they are objects
 
-    @property
-    def flagged(self) -> bool:
-        return any(flag is not None for flag in self.flags)
-
 
 def to_record(row: dict[str, Any]) -> Record:
     """The record a row holds; raises Refusal."""

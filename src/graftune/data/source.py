@@ -24,7 +24,7 @@ from graftune.errors import GraftuneError
 from graftune.mixture import DataValue, entries
 
 __all__ = [
-    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "read_rows", "rows", "sha256_of", "sources", "type_name",
+    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "rows", "sha256_of", "sources", "type_name",
 ]  # fmt: skip
 
 LOOKED_AT = 100  # rows of a file, before the first is handed out
@@ -56,11 +56,6 @@ def rows(files: Sequence[SourceFile], map: Mapping[str, str] | None = None, note
             if times:
                 yield Row(number, value, shown, before + number, times)
         before += number
-
-
-def read_rows(path: str | Path) -> Iterator[Row]:
-    """Every row of one file."""
-    return rows(sources(str(path)))
 
 
 def sha256_of(path: str | Path) -> str:

@@ -10,11 +10,6 @@ from graftune.data.source import Refusal
 from graftune.tokenizer import Tokenizer
 
 
-def build_text(text: str, tokenizer: Tokenizer, limit: int, row: int) -> list[Built]:
-    """The windows of a text that is not yet encoded."""
-    return list(windows(text, tokenizer.encode(text), tokenizer, limit, row))
-
-
 def windows(text: str, tokens: list[int], tokenizer: Tokenizer, limit: int, row: int) -> Iterator[Built]:
     """Plain text, every token trained, BOS as the tokenizer says and EOS always. Too long: several windows.
 

@@ -115,7 +115,7 @@ class Turns:
         quote them twice."""
         holder = call.get("function", call) if isinstance(call, dict) else call
         if not isinstance(call, dict) or not isinstance(holder, dict) or not isinstance(holder.get("name"), str):
-            raise Refusal("wrong type", f"a tool call of message {place} is no object with a function's name")
+            raise Refusal("wrong type", f"a tool call of message {place} is not an object with a function's name")
         arguments = holder.get("arguments", holder.get("parameters", {}))
         if isinstance(arguments, str):
             self.arguments_were_text = True

@@ -112,7 +112,7 @@ def parse_weight(given: str) -> tuple[str, float]:
     except ValueError:
         weight = float("nan")
     if not -1e6 < weight < 1e6:
-        raise GraftuneError(f"the weight {match[2]!r} of {match[1]} is no number", mend="write ADAPTER=0.5")
+        raise GraftuneError(f"the weight {match[2]!r} of {match[1]} is not a number", mend="write ADAPTER=0.5")
     return match[1], weight
 
 

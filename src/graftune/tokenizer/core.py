@@ -65,7 +65,7 @@ def _check_text(text: object, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise GraftuneError(
-            f"{what} holds half a surrogate pair, which is no character",
+            f"{what} holds half a surrogate pair, which is not a character",
             where=f"character {error.start + 1}",
             mend="write the text as valid UTF-8",
         ) from error

@@ -80,7 +80,7 @@ class Accumulator:
         """Multiplies every sum, by a number or by a 0-dim tensor on the device."""
         if isinstance(factor, torch.Tensor) and factor.dim():
             raise GraftuneError(
-                f"a factor of shape {tuple(factor.shape)} is no number", mend="pass a float or a 0-dim tensor"
+                f"a factor of shape {tuple(factor.shape)} is not a number", mend="pass a float or a 0-dim tensor"
             )
         for flat, _ in self._flats:
             flat.mul_(factor)

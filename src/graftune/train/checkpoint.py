@@ -159,7 +159,7 @@ def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
             had, value = had[:64], value[:64]  # an earlier version's: the second half hung on that version's fields
         if had != value:
             raise GraftuneError(
-                f"the run was made with other {key}", where=str(folder), mend=f"resume with the same {key}"
+                f"the {key} has changed since the run started", where=str(folder), mend=f"resume with the same {key}"
             )
 
 
@@ -167,7 +167,7 @@ def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
     for name in now.keys() & stored.keys():
         if json.loads(json.dumps(now[name])) != stored[name]:
             raise GraftuneError(
-                f"the run was made with other settings: {name} was {stored[name]!r} and config.yaml has {now[name]!r}",
+                f"{name} was {stored[name]!r} when the run started, and config.yaml now has {now[name]!r}",
                 where=str(folder),
                 mend=f"set {name} in config.yaml back to what it was",
             )

@@ -65,7 +65,7 @@ class LossScaler:
         state = saved.get("loss_scale")
         if state is None or state.shape != (2,) or not LEAST_SCALE <= float(state[0]) <= MOST_SCALE:
             raise GraftuneError(
-                f"this is no saved loss scale: {state}",
+                f"this is not a saved loss scale: {state}",
                 where="loss_scale",
                 mend="load what LossScaler.state_dict returned",
             )

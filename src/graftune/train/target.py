@@ -88,7 +88,7 @@ def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
     exact = re.fullmatch(r"step-([0-9]{1,15})", which)
     if which not in ("", "best", "last") and not exact:
         raise GraftuneError(
-            f"@{which} is no state of a run", where=str(run), mend=f"use @best, @last or one of {there}"
+            f"@{which} is not a state of this run", where=str(run), mend=f"use @best, @last or one of {there}"
         )
     if exact and int(exact[1]) not in found:
         raise GraftuneError(f"has no checkpoint of step {int(exact[1])}", where=str(run), mend=f"there are {there}")

@@ -201,7 +201,7 @@ def load_adapter(folder: Path) -> Adapter:
     odd = [name for name in tensors if name.count(".") < 1 or not name.endswith(".weight")]
     if odd:
         raise GraftuneError(
-            f"holds {odd[0]}, which is no part of an adapter known here", where=str(folder / TENSORS),
+            f"holds {odd[0]}, which is not a known part of an adapter", where=str(folder / TENSORS),
             mend="this cannot be loaded here",
         )  # fmt: skip
     for name, tensor in tensors.items():
@@ -294,7 +294,7 @@ def _understood(
     if not (1 <= rank <= 4096 and rank == int(rank) and math.isfinite(alpha) and alpha and 0 <= dropout < 1):
         raise ValueError(f"r {rank}, lora_alpha {alpha}, lora_dropout {dropout}")
     if not isinstance(added, list | tuple) or not all(isinstance(token, str) for token in added):
-        raise ValueError("new_tokens is no list of texts")
+        raise ValueError("new_tokens is not a list of strings")
     lora = LoraConfig(
         rank=int(rank),
         alpha=float(alpha),

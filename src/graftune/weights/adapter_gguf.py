@@ -50,7 +50,7 @@ def load_gguf_adapter(path: Path) -> Adapter:
     file = read_gguf(path)
     get = file.metadata.get
     if get("general.type") != "adapter" or get("adapter.type") != "lora":
-        raise GraftuneError("is no LoRA adapter", where=str(path), mend="give it as the base, if it is a model")
+        raise GraftuneError("is not a LoRA adapter", where=str(path), mend="give it as the base, if it is a model")
     alpha = get("adapter.lora.alpha")
     if not isinstance(alpha, int | float) or alpha <= 0:
         raise GraftuneError("has no adapter.lora.alpha", where=str(path), mend="export the adapter again")

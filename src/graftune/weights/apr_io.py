@@ -199,7 +199,7 @@ class _Reader:
         except (ValueError, RecursionError):
             raise self.damaged("its metadata is not valid JSON") from None
         if not isinstance(values, dict) or self._filled(ALIGN + size, ALIGN + _padded(size)):
-            raise self.damaged("its metadata is no JSON object")
+            raise self.damaged("its metadata is not a JSON object")
         return values
 
     def _filled(self, start: int, stop: int) -> bool:

@@ -100,7 +100,7 @@ def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[st
     if not pattern:
         return dict.fromkeys(modules, float(default))
     if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
-        raise ValueError("rank_pattern or alpha_pattern is no table of numbers")
+        raise ValueError("rank_pattern or alpha_pattern is not a table of numbers")
     if len(pattern) > MOST_PATTERNS:
         raise patterns.Unmatched(f"{len(pattern)} patterns")
     steps = patterns.Steps()
