@@ -9,7 +9,7 @@ import pytest
 
 from graftune.api import export
 from graftune.errors import GraftuneError
-from graftune.weights.base import open_base
+from graftune.weights.base import described, open_base
 from tests import tiny
 from tests.export import models
 from tests.export.judges import DOCUMENT, gap, opened, ours
@@ -36,6 +36,12 @@ def test_it_loads_and_refuses_what_it_cannot_read(folder: Path) -> None:
     assert run.tokenizer.encode(IMAGE, special=False), "as text it can be read"
     with pytest.raises(GraftuneError, match=f"has no row for, such as {IMAGE}"):
         opened(folder, new_tokens=("<z>",))
+
+
+def test_its_description_reads_as_it_does(folder: Path) -> None:
+    assert described(str(folder)).tokenizer.rows == tiny.VOCAB
+    with pytest.raises(GraftuneError, match="raise vocab_size"):  # what is to be trained from scratch needs each row
+        open_base(str(folder), weights=False)
 
 
 @pytest.mark.parametrize("to", ["merged", "gguf"])
