@@ -22,8 +22,9 @@ from graftune.data.fit import Built, Fitter
 from graftune.data.record import Record, to_record
 from graftune.data.source import Refusal, Row
 from graftune.data.summary import KEPT_DETAILS, Summary
-from graftune.data.template import special_pattern, usable_format
+from graftune.data.template import special_pattern, special_tokens, usable_format
 from graftune.data.text import windows
+from graftune.data.turns import as_unicode
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
@@ -71,7 +72,7 @@ class Maker:
         self.summary = Summary(max_seq_len=config.longest())
         self.control = special_pattern(tokenizer)
         # A search for any of hundreds of names is slow; almost no text has even their first letters.
-        self.openings = {name[0] for name in _names(tokenizer)}
+        self.openings = {name[0] for name in special_tokens(tokenizer).values() if name}
         self.fitter: Fitter | None = None
         if config.template != "auto":  # a file that is not there is a mistake whatever the rows are
             self._open()
@@ -115,7 +116,7 @@ class Maker:
                 return Pending(row, kind=record.kind, text=record.text)
             made = Pending(row, kind=record.kind, passages=self._passages(record))
             for passage in made.passages:
-                _check_unicode(passage.text)
+                as_unicode(passage.text)  # a template may print what comes from anywhere in a row
             return made
         except Refusal as refusal:
             return Pending(row, refusal)
@@ -250,17 +251,3 @@ def no_collections() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _names(tokenizer: Tokenizer) -> list[str]:
-    added = tokenizer.backend.get_added_tokens_decoder().values()
-    return [token.content for token in added if token.special and token.content]
-
-
-def _check_unicode(text: str) -> None:
-    """What a template prints may come from anywhere in a row, such as a tool call's arguments."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise Refusal("not Unicode text", f"a lone surrogate at character {error.start + 1}") from None
