@@ -34,8 +34,8 @@ from graftune.batch import Example
 from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.runtime import has_fast_bf16
-from graftune.train.engine import Engine, open_engine
-from graftune.train.step import Step
+from graftune.session import Engine, open_engine
+from graftune.step.step import Step
 
 HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
 

@@ -122,9 +122,9 @@ def settings(args: argparse.Namespace, folder: str, kind: str = "", **more: Any)
 def opened(args: argparse.Namespace, folder: str, kind: str = "", **more: Any) -> Any:
     """A run before its first step, its base held in one of KINDS, or as `auto` has it."""
     from graftune.observe.console import Console
-    from graftune.train.engine import open_engine
-    from graftune.train.loop import Run
-    from graftune.train.prepare import prepare_run
+    from graftune.session import open_engine
+    from graftune.training.loop import Run
+    from graftune.training.prepare import prepare_run
     from graftune.weights.placement import Placement
 
     quiet = Console(quiet=True)
@@ -150,7 +150,7 @@ def through_nf4(base: Any, device: torch.device) -> Any:
 
 def curve(args: argparse.Namespace, kind: str = "", **more: Any) -> dict[str, Any]:
     """One run: losses and norms by step, the last validation loss, what its end says of graphs and host time."""
-    from graftune.train.codes import share_of_two
+    from graftune.step.codes import share_of_two
 
     with tempfile.TemporaryDirectory() as parent:
         run = opened(args, f"{parent}/run", kind, **more)

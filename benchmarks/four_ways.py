@@ -22,13 +22,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests import oracle
-from tests.export.judges import LlamaCpp, opened, ours
+from tests.exporting.judges import LlamaCpp, opened, ours
 
 from benchmarks import report
 from graftune.api import export
 from graftune.data.sample import score_all
 from graftune.observe.console import Console
-from graftune.train.prepare import prepare_run, stored_config
+from graftune.training.prepare import prepare_run, stored_config
 
 LONGEST = 96  # tokens of an answer
 

@@ -28,10 +28,10 @@ def ours(
     from graftune.kernels import attention, fp8
     from graftune.model.lora import build_arena, initialise
     from graftune.runtime import resolve
-    from graftune.train.calibrate import calibrate
-    from graftune.train.codes import share_of_two
-    from graftune.train.hot import hot_loop
-    from graftune.train.step import Step
+    from graftune.step.calibrate import calibrate
+    from graftune.step.codes import share_of_two
+    from graftune.step.pipeline import hot_loop
+    from graftune.step.step import Step
     from graftune.weights.load import build_decoder, group_sources
     from graftune.weights.placement import Placement, both_ways
 

@@ -42,8 +42,8 @@ from graftune.observe.memory import peak_resident_bytes
 from graftune.weights.base import Base
 
 if TYPE_CHECKING:
-    from graftune.train.engine import Engine
-    from graftune.train.plan import Job, Plan
+    from graftune.plan import Job, Plan
+    from graftune.session import Engine
 
 WITHIN, AT_LEAST = 0.03, 12
 HOLDS, SLACK = 1.02, 256 << 20  # of what is needed, and beside it: the margin of a plan on CUDA
@@ -141,7 +141,7 @@ def base_of(combination: Combination, device: torch.device) -> Base:
 
 def job_of(combination: Combination, device: torch.device, memory: int = 0) -> Job:
     """As prepare.py makes it of a run's settings and data; `memory`: of a card that is not here."""
-    from graftune.train.plan import Job, runtime_for
+    from graftune.plan import Job, runtime_for
 
     config = combination.config(device)
     runtime, card = runtime_for(config, memory)
@@ -159,12 +159,12 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
     own peak (of a CPU, for the tests, the process's)."""
     from graftune.batch import Example
     from graftune.data.pack import pack
-    from graftune.train.calibrate import calibrate, calibrates, sample
-    from graftune.train.codes import share_of_two
-    from graftune.train.engine import open_engine
-    from graftune.train.evaluate import evaluate
-    from graftune.train.hot import hot_loop
-    from graftune.train.step import Step
+    from graftune.session import open_engine
+    from graftune.step.calibrate import calibrate, calibrates, sample
+    from graftune.step.codes import share_of_two
+    from graftune.step.evaluate import evaluate
+    from graftune.step.pipeline import hot_loop
+    from graftune.step.step import Step
     from graftune.weights.load import group_sources
 
     with tempfile.TemporaryDirectory() as folder:  # a run that trains every weight looks for a configuration to save
@@ -222,7 +222,7 @@ def answer(engine: Engine, job: Job, plan: Plan, row: list[int]) -> None:
     """As a run answers its samples."""
     from graftune.infer.generate import generate, in_groups, reaches_of
     from graftune.infer.sample import Sampling
-    from graftune.train.answers import room
+    from graftune.training.answers import room
 
     new = job.config.run.sample_tokens
     reaches = reaches_of(job.asked, new, job.base.spec.max_positions)

@@ -186,8 +186,8 @@ def needs(line: Sequence[str]) -> dict[str, int]:
     """Bytes that a plan wants free, by policy."""
     from graftune.config import Config
     from graftune.observe.console import Console
-    from graftune.train.plan import policies_of
-    from graftune.train.prepare import job_of
+    from graftune.plan import policies_of
+    from graftune.training.prepare import job_of
 
     config = Config.of(settings_of(line))
     job = job_of(config, Console(quiet=True))

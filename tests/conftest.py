@@ -36,7 +36,7 @@ if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels then. Read when a kernel is defined, so before any kernel.py is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-telling, job = (importlib.import_module(f"graftune.train.{name}") for name in ("telling", "plan.job"))
+telling, job = (importlib.import_module(f"graftune.{name}") for name in ("training.telling", "plan.job"))
 
 # Half a second at the end of every run, and hundreds end here. `draws` has it back; tests/observe/test_plot.py draws.
 _loss_plot, telling.loss_plot = telling.loss_plot, lambda *_: None

@@ -18,7 +18,7 @@ from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena, initialise, targets_of
 from graftune.model.spec import NORMS
 from graftune.runtime import DTYPES, resolve
-from graftune.train.step import Step
+from graftune.step.step import Step
 from graftune.weights import names
 from graftune.weights.base import Base, open_base
 from graftune.weights.load import build_decoder

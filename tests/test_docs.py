@@ -16,7 +16,7 @@ import yaml
 from graftune.cli.app import app
 from graftune.cli.settings import given
 from graftune.config import TARGET_SHORTHANDS, Config, leaves
-from graftune.export.gguf_mix import TYPES
+from graftune.exporting.gguf_mix import TYPES
 from graftune.other_tools import answer, plain
 
 ROOT = Path(__file__).resolve().parents[1]

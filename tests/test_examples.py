@@ -15,8 +15,8 @@ import yaml
 import graftune
 from graftune.config import Config
 from graftune.observe.console import Console
-from graftune.train.plan import settle
-from graftune.train.prepare import job_of
+from graftune.plan import settle
+from graftune.training.prepare import job_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -28,10 +28,11 @@ ROWS = [
     ],
     ["kernels", "observe", "tokenizer"],
     ["model", "data"],
-    ["weights", "dist"],
-    ["infer"],
-    ["train"],
-    ["export"],
+    ["weights", "dist", "losses"],
+    ["infer", "step"],
+    ["session"],
+    ["plan", "run_folder"],
+    ["exporting", "training"],
     ["api", "dashboard"],
     ["cli"],
 ]
@@ -77,8 +78,8 @@ def test_imports_point_down(path, room):
 
 
 def test_the_check_itself_sees_an_import_inside_a_function():
-    assert imports("def f():\n    from graftune.train import loop\n", "kernels") == {"train"}
-    assert not allowed("kernels", "train") and not allowed("model", "data") and allowed("runtime", "errors")
+    assert imports("def f():\n    from graftune.training import loop\n", "kernels") == {"training"}
+    assert not allowed("kernels", "training") and not allowed("model", "data") and allowed("runtime", "errors")
     assert not allowed("errors", "runtime")
 
 
@@ -91,7 +92,7 @@ def test_the_hot_path_imports_without_optional_packages():
         "import sys\n"
         "for name in 'gguf cyclopts rich matplotlib yaml pyarrow huggingface_hub transformers peft'.split():\n"
         "    sys.modules[name] = None\n"
-        "import graftune.train.step, graftune.train.loop, graftune.api, graftune.infer.generate\n"
+        "import graftune.step.step, graftune.training.loop, graftune.api, graftune.infer.generate\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from typing import Any
 
 from graftune.config import Config
 from graftune.model.hf_config import from_config
-from graftune.train.plan.job import CONTEXT_BYTES, Job, any_data, runtime_for
+from graftune.plan.job import CONTEXT_BYTES, Job, any_data, runtime_for
 from graftune.weights.synthetic import random_base
 
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "fit.json"

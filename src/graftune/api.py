@@ -26,21 +26,21 @@ from graftune.data.loader import Loader
 from graftune.data.source import Refusal
 from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError
-from graftune.export import export
+from graftune.exporting import export
 from graftune.infer.generate import TextStream, generate
 from graftune.infer.sample import Sampling
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.speed import Meter
+from graftune.run_folder import find_state, open_state
+from graftune.session import Engine, adapter_folder, is_run, open_engine, trains_all, whole_run, with_adapter
+from graftune.step.accumulator import Accumulator
+from graftune.step.evaluate import EvalResult, evaluate
+from graftune.step.scaler import LossScaler
+from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
-from graftune.train.accumulator import Accumulator
-from graftune.train.engine import Engine, adapter_folder, is_run, open_engine, trains_all, whole_run, with_adapter
-from graftune.train.evaluate import EvalResult, evaluate
-from graftune.train.launch import train
-from graftune.train.loop import TrainResult
-from graftune.train.scaler import LossScaler
-from graftune.train.step import Step
-from graftune.train.target import find_state, open_state
+from graftune.training.launch import train
+from graftune.training.loop import TrainResult
 from graftune.weights.adapter import is_adapter, load_adapter
 
 __all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "export", "open", "train"]

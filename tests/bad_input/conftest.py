@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from graftune.cli import main
-from tests.train.runs import SETTINGS, write_data
+from tests.training.runs import SETTINGS, write_data
 
 Refuse = Callable[..., str]
 

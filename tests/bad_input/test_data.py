@@ -10,7 +10,7 @@ import pytest
 
 from graftune.cli import main
 from tests.bad_input.conftest import Refuse, rows
-from tests.train.runs import SETTINGS
+from tests.training.runs import SETTINGS
 
 GOOD = {"prompt": "abc", "response": "def"}
 CHAT = {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}]}

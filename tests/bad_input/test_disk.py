@@ -12,10 +12,10 @@ import pytest
 
 from graftune import files
 from graftune.cli import main
-from graftune.train import checkpoint, telling
-from graftune.weights import safetensors_io
+from graftune.training import telling
+from graftune.weights import checkpoint, safetensors_io
 from tests.bad_input.conftest import Refuse
-from tests.train.runs import SETTINGS, adapter_bytes
+from tests.training.runs import SETTINGS, adapter_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ class FullDisk:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> tuple[Path, Path]:
-    from tests.train.runs import write_data
+    from tests.training.runs import write_data
 
     root = tmp_path_factory.mktemp("straight")
     data = write_data(root / "data.jsonl")

@@ -15,10 +15,10 @@ import torch
 
 from benchmarks import apart, curves
 from graftune.kernels import fp8
-from graftune.train import codes
+from graftune.step import codes
 from graftune.weights.base import open_base
 from tests import tiny
-from tests.train.runs import write_data
+from tests.training.runs import write_data
 
 
 @pytest.fixture

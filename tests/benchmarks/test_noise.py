@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from benchmarks import noise
 from graftune.batch import Example
 from graftune.data.pack import pack
-from tests.train.runs import write_data
+from tests.training.runs import write_data
 
 
 def test_a_product_rounds_its_operands_and_its_result():

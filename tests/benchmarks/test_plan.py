@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import plan
 from graftune.kernels import fp8
-from graftune.train.plan import job
+from graftune.plan import job
 
 CPU, CUDA, MEMORY = torch.device("cpu"), torch.device("cuda", 0), 80 << 30
 

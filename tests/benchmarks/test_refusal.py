@@ -14,7 +14,7 @@ from benchmarks.cases import SHAPES
 from benchmarks.peers import write_folder
 
 from benchmarks import refusal
-from graftune.train.plan import job
+from graftune.plan import job
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from benchmarks.ours import ours
 from benchmarks import bases, cases, crew, floor, measure, peers, plots, report, step
 from graftune.kernels import attention, nf4
 from graftune.model.frozen import MAPPED_ROWS_BYTES, Nf4Rows
-from graftune.train.step import Step
+from graftune.step.step import Step
 from graftune.weights.synthetic import RandomRows
 
 ROOT = Path(__file__).resolve().parents[2]

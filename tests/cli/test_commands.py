@@ -121,7 +121,7 @@ def test_completion_knows_the_flags(capsys: Capture, shell: str) -> None:
 
 
 def test_plan_takes_a_gpu_by_name(engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    import graftune.train.prepare as prepare
+    import graftune.training.prepare as prepare
 
     asked = []
 
@@ -141,8 +141,8 @@ def test_plan_takes_a_gpu_by_name(engine: Engine, capsys: Capture, monkeypatch: 
 
 @pytest.mark.parametrize(("name", "dtype"), [("T4", "fp16"), ("4090", "bf16"), ("V100 32GB", "fp16")])
 def test_a_plan_for_a_named_gpu_is_made_for_its_kind(name: str, dtype: str) -> None:
-    from graftune.train.plan import runtime_for
-    from graftune.train.plan.cards import find
+    from graftune.plan import runtime_for
+    from graftune.plan.cards import find
 
     runtime, card = runtime_for(Config.of({"device": "cuda"}), 0, find(name))
     assert runtime.compute_name == dtype and card is not None and card.capability == find(name).capability

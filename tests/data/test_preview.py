@@ -81,7 +81,7 @@ def test_lengths_repeats_and_what_is_cut(tmp_path: Path) -> None:
 
 def test_a_run_says_what_became_of_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from graftune.observe.console import Console as Ours
-    from graftune.train.prepare import tell_refused
+    from graftune.training.prepare import tell_refused
 
     path = tmp_path / "d.jsonl"
     rows = [{"prompt": "why " * 90, "response": "a"}, {"prompt": "b", "response": "c"}, {"nope": 1}]

@@ -11,7 +11,7 @@ import graftune
 from graftune.batch import Example
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
-from graftune.train.step import Step
+from graftune.step.step import Step
 from tests import oracle, tiny
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
-from graftune.train.engine import attention_for
-from graftune.train.hot import DeviceLoop
-from graftune.train.step import Step
+from graftune.session import attention_for
+from graftune.step.pipeline import DeviceLoop
+from graftune.step.step import Step
 from tests import families, oracle, quantised
 from tests.gpu.test_step import SHAPE, examples, never_waits, run
 

@@ -13,8 +13,8 @@ from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.train.engine import open_engine
-from graftune.train.step import Step
+from graftune.session import open_engine
+from graftune.step.step import Step
 from tests import tiny
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ import torch
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import attention
-from graftune.train.hot import DeviceLoop
-from graftune.train.step import Step
+from graftune.step.pipeline import DeviceLoop
+from graftune.step.step import Step
 from tests import moe, oracle
 from tests.gpu.test_step import SHAPE, examples, never_waits, run
 

@@ -16,7 +16,7 @@ from graftune.api import train
 from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from tests.train.runs import write_data
+from tests.training.runs import write_data
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,8 @@ from graftune.kernels.gguf_dequant import KINDS
 from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events
-from graftune.train.hot import DeviceLoop
-from graftune.train.step import Step
+from graftune.step.pipeline import DeviceLoop
+from graftune.step.step import Step
 from graftune.weights import gguf_quant
 from graftune.weights.base import Base, default_base
 from graftune.weights.gguf_quant import TYPES
@@ -27,7 +27,7 @@ from graftune.weights.load import scratch_values
 from graftune.weights.synthetic import random_base
 from tests import oracle, quantised
 from tests.gpu.test_step import HYPER, SHAPE, examples
-from tests.train.runs import write_data
+from tests.training.runs import write_data
 
 pytestmark = pytest.mark.gpu
 LORA = LoraConfig(rank=4, alpha=8.0)

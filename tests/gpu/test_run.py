@@ -13,9 +13,10 @@ from graftune.api import train
 from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
-from graftune.train import checkpoint, loop
-from graftune.train.hot import DeviceLoop
-from tests.train.runs import adapter_bytes, write_data
+from graftune.step.pipeline import DeviceLoop
+from graftune.training import loop
+from graftune.weights import checkpoint
+from tests.training.runs import adapter_bytes, write_data
 
 pytestmark = pytest.mark.gpu
 QUIET = Console(quiet=True)

@@ -17,8 +17,8 @@ from graftune.infer.generate import read
 from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
 from graftune.model.spec import ModelSpec
-from graftune.train.hot import hot_loop
-from graftune.train.step import Step
+from graftune.step.pipeline import hot_loop
+from graftune.step.step import Step
 from graftune.weights.synthetic import random_base
 from tests import oracle
 

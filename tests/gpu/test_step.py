@@ -10,8 +10,8 @@ from graftune.batch import Example
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import attention
-from graftune.train.hot import DeviceLoop
-from graftune.train.step import Step
+from graftune.step.pipeline import DeviceLoop
+from graftune.step.step import Step
 from tests import oracle, tiny
 
 pytestmark = pytest.mark.gpu
@@ -108,7 +108,7 @@ def test_betas_and_clip_are_live_after_the_capture(tiny_folder):
 
 
 def test_an_overflow_in_fp16_is_skipped_inside_the_graph_and_halves_the_scale(tiny_folder, monkeypatch):
-    monkeypatch.setattr("graftune.train.step.FP16_UNIT", 1.0)  # too large a unit for these gradients at first
+    monkeypatch.setattr("graftune.step.step.FP16_UNIT", 1.0)  # too large a unit for these gradients at first
     ours, step, loop = ready(tiny_folder("llama"), compute=torch.float16)
     before, seen = ours.arena.weights.clone(), []
     for i in range(24):

@@ -20,9 +20,9 @@ from triton.runtime.jit import JITFunction
 
 from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
-from graftune.train.plan import Setup, rehearse, standins
+from graftune.plan import Setup, rehearse, standins
 from tests import quantised
-from tests.train.test_plan import gpu, spec
+from tests.plan.test_plan import gpu, spec
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KINDS = {

@@ -11,7 +11,7 @@ from graftune.kernels import fp8, launch, lora_linear, rms_norm, swiglu
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.room import Adapters
 from graftune.model.frozen.fp8 import Fp8, Turned
-from graftune.train.step import Step
+from graftune.step.step import Step
 from graftune.weights.placement import Placement
 from tests import oracle
 from tests.kernels.test_fp8_kernel import NAN, adapters, close, low_of, members_of, rows_of, same

@@ -11,7 +11,7 @@ from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import launch
 from graftune.model import projection
-from graftune.train.step import Step
+from graftune.step.step import Step
 from tests import oracle, tiny
 
 # A large epsilon: at 1e-8 the first update is the gradient's sign, and a gradient of nearly nothing has any.

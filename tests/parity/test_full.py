@@ -25,10 +25,9 @@ from graftune.model.lora import build_arena
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.runtime import resolve
-from graftune.train import checkpoint
-from graftune.train.engine import open_engine
-from graftune.train.step import Step
-from graftune.weights import names
+from graftune.session import open_engine
+from graftune.step.step import Step
+from graftune.weights import checkpoint, names
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config, save_model

@@ -21,10 +21,10 @@ from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.lora import build_arena
 from graftune.observe.console import Console
-from graftune.train.step import Step
+from graftune.step.step import Step
 from graftune.weights import experts, names
 from tests import moe, oracle, tiny
-from tests.train.runs import write_data
+from tests.training.runs import write_data
 
 LORAS = [
     LoraConfig(rank=4, alpha=10.0, targets=("all_linear",)),

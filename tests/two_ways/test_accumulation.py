@@ -20,8 +20,8 @@ from graftune.data.pack import pack
 from graftune.kernels.adamw import Hyper
 from graftune.model.decoder import PackedDocuments
 from graftune.model.run import Dropout
-from graftune.train.schedule import learning_rate
-from graftune.train.step import Step
+from graftune.step.schedule import learning_rate
+from graftune.step.step import Step
 from tests import oracle, tiny
 
 HYPER = {

@@ -24,11 +24,10 @@ from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.lora import Arena, Slot
 from graftune.observe.events import evals, read_events, steps
-from graftune.train import checkpoint
-from graftune.train.checkpoint import Progress
-from graftune.weights import adapter, safetensors_io
+from graftune.weights import adapter, checkpoint, safetensors_io
+from graftune.weights.checkpoint import Progress
 from tests import oracle
-from tests.train.runs import SETTINGS, Processes, adapter_bytes, wait_for_step, write_data
+from tests.training.runs import SETTINGS, Processes, adapter_bytes, wait_for_step, write_data
 
 
 class Bench:

@@ -11,8 +11,8 @@ from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.weights.base import described, open_base
 from tests import tiny
-from tests.export import models
-from tests.export.judges import DOCUMENT, gap, opened, ours
+from tests.exporting import models
+from tests.exporting.judges import DOCUMENT, gap, opened, ours
 
 IMAGE = "<image_soft_token>"
 

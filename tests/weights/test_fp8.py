@@ -124,7 +124,7 @@ def test_transformers_reads_the_same(tiny_folder: Any, tmp_path: Path) -> None:
 
 def test_a_run_trains_on_it(tiny_folder: Any, tmp_path: Path) -> None:
     from graftune.cli import main
-    from tests.train.runs import write_data
+    from tests.training.runs import write_data
 
     make(tmp_path / "m", tiny_folder("llama"), "row")
     data = write_data(tmp_path / "d.jsonl")

@@ -113,7 +113,7 @@ def test_rope_factors_are_applied(tmp_path: Path) -> None:
 
 def test_training_leaves_the_file_alone(tmp_path: Path) -> None:
     from graftune.cli import main
-    from tests.train.runs import write_data
+    from tests.training.runs import write_data
 
     path, data = tiny_gguf.write(tmp_path / "m.gguf"), write_data(tmp_path / "d.jsonl")
     before = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns

@@ -27,7 +27,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from graftune.weights.base import open_base
-from tests.train.runs import ROOT, write_data
+from tests.training.runs import ROOT, write_data
 from tests.weights import tiny_gguf
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import ROOT
+from tests.training.runs import ROOT
 
 STEP = """
 import json, sys

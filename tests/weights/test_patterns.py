@@ -15,7 +15,7 @@ from graftune.weights import patterns
 from graftune.weights.adapter import load_adapter
 from graftune.weights.evened import _values
 from tests.counting import Calls
-from tests.export import judges
+from tests.exporting import judges
 
 NAMES = [
     f"model.layers.{layer}.{module}"

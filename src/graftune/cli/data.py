@@ -76,8 +76,8 @@ def data(
 
 def _tokenizer(config: Config) -> tuple[Any, int]:
     """The base's tokenizer, and the longest context it takes."""
+    from graftune.session import with_template
     from graftune.tokenizer.template import today
-    from graftune.train.engine import with_template
     from graftune.weights.base import described
 
     base = described(config.base.base, config.base.revision)

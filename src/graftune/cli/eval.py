@@ -39,7 +39,7 @@ def evaluate(
     console = Console(json=json, quiet=quiet)
     check_data(data)
 
-    from graftune.train.prepare import tell_refused
+    from graftune.training.prepare import tell_refused
 
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console)
     examples = run.prepare(data, console)

@@ -62,9 +62,9 @@ def plan(
         memory += "GiB"
 
     from graftune.observe.memory import parse_bytes
-    from graftune.train.plan import best, furthest, largest, policies_of, refusal
-    from graftune.train.plan.cards import find
-    from graftune.train.prepare import job_of
+    from graftune.plan import best, furthest, largest, policies_of, refusal
+    from graftune.plan.cards import find
+    from graftune.training.prepare import job_of
 
     model = find(gpu) if gpu else None
     if gpu and not whole.base.device.startswith("cuda"):

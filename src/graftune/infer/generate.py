@@ -104,6 +104,12 @@ def in_groups(reaches: Sequence[int], room: int) -> list[list[int]]:
     return groups
 
 
+def cache_room(capacity: int, recompute: str) -> int:
+    """Tokens of the cache that questions are answered in: no more than what a step of so many tokens takes. One that
+    keeps its activations takes several times as much a token."""
+    return capacity * (4 if recompute in ("none", "selective") else 1)
+
+
 class TextStream:
     """Tokens in, printable text out: a character split over several tokens is held back until it is whole."""
 

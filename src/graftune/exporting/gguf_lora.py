@@ -1,0 +1,65 @@
+"""An adapter as llama.cpp takes it beside a GGUF of the base: A and B under the base's names, the scale as alpha.
+
+llama.cpp computes alpha / rank itself; rank-stabilised adapters (alpha / sqrt(rank)) get an alpha that comes to the
+same. Only A's and B's have a place in the file: an adapter that also brings norms or tokens is refused by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graftune.errors import GraftuneError
+from graftune.exporting import gguf_file
+from graftune.exporting.gguf_file import Block, write_gguf
+from graftune.exporting.gguf_keys import architecture
+from graftune.model.lora import scaling
+from graftune.weights import adapter_gguf, experts, names, rows
+from graftune.weights.adapter import Adapter
+from graftune.weights.base import Base
+from graftune.weights.streamed import Held
+
+TYPES = ("F32", "F16", "BF16")
+
+
+def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[Block]:
+    """`adapter` in Hugging Face's row order."""
+    interleaved = architecture(base) in rows.INTERLEAVED
+    found = []
+    for ours, value in adapter.tensors.items():
+        if experts.is_expert_adapter(ours):
+            stacks = experts.adapters_to_gguf(ours, value, base.spec)
+            found += [Block(name, Held(stack.float().contiguous()), kind) for name, stack in stacks.items()]
+            continue
+        stem, _, matrix = ours.removesuffix(".weight").rpartition(".")
+        name = names.to_gguf(f"{stem}.weight", architecture(base)) if matrix in ("lora_A", "lora_B") else None
+        if name is None:
+            raise GraftuneError(
+                f"the adapter also holds {ours}, which an adapter in GGUF has no place for",
+                where=str(adapter.folder),
+                mend="export to gguf, which merges it",
+            )
+        heads = rows.heads_of(base.spec, ours)
+        if interleaved and heads is not None and matrix == "lora_B":
+            value = value[rows.gguf_order(heads, base.spec.head_width)]
+        found.append(Block(f"{name}.{matrix.lower()}", Held(value.float().contiguous()), kind))
+    return found
+
+
+def write_lora_gguf(path: Path, adapter: Adapter, base: Base, kind: str, name: str) -> None:
+    lora = adapter.lora
+    texts = {
+        "general.architecture": architecture(base),
+        "general.type": "adapter",
+        "general.name": name,
+        "adapter.type": "lora",
+        adapter_gguf.BASE: base.reference,
+        adapter_gguf.BASE_SHA256: base.sha256,
+        adapter_gguf.REVISION: adapter.revision,
+        adapter_gguf.TEMPLATE: adapter.template,
+    }
+    keys = {key: gguf_file.text(value) for key, value in texts.items()}
+    keys["adapter.lora.alpha"] = gguf_file.number(float(scaling(lora) * lora.rank))
+    keys[adapter_gguf.APPEND_EOS] = gguf_file.number(bool(adapter.append_eos))
+    file_type = {"F32": 0, "F16": 1, "BF16": 32}[kind]
+    keys["general.file_type"] = gguf_file.number(file_type)
+    write_gguf(path, keys, lora_tensors(adapter, base, kind))

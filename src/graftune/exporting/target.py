@@ -1,0 +1,135 @@
+"""What is exported: a run, an adapter with the base it belongs to, several adapters, or a bare base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graftune.config import Config, DataConfig
+from graftune.data.template import ChatFormat, chat_format
+from graftune.errors import GraftuneError
+from graftune.exporting.merge import Weighted
+from graftune.observe.events import read_events
+from graftune.run_folder import State, find_state, state_adapter, state_base
+from graftune.session import adapter_folder, check_base, find_base, is_run, trains_all, whole_run, with_template
+from graftune.weights.adapter import Adapter, fitted, is_adapter, load_adapter
+from graftune.weights.base import Base, open_base
+
+
+@dataclass(frozen=True)
+class Source:
+    base: Base  # as it is, but with the chat template that is used
+    adapters: tuple[Weighted, ...]
+    data: DataConfig  # how the template is used
+    name: str  # what files are called after
+    home: Path  # where they go if nobody says
+    run: Path | None = None
+
+    def form(self, base: Base) -> tuple[ChatFormat | None, str]:
+        """The chat format, with the tokenizer that is exported, or why there is none."""
+        try:
+            return chat_format(base.tokenizer, self.data), "the model has no chat template"
+        except GraftuneError as error:
+            return None, f"the chat template cannot be used ({error.what})"
+
+    def adapter(self, to: str) -> Adapter:
+        if not self.adapters:
+            raise GraftuneError(
+                f"{self.name} has no adapter, and --to {to} is of an adapter", mend="export to merged or gguf"
+            )
+        return self.adapters[0].adapter
+
+
+def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bool) -> Source:
+    path, weight = parse_weight(target)
+    if not path and not base:
+        raise GraftuneError("there is nothing to export", mend="give a run, an adapter or a base")
+    folder, state = Path(path).expanduser(), find_state(path) if path else None
+    if state is not None:
+        return _of_state(state, weight, base, revision, add, any_base)
+    if is_run(folder) and trains_all(folder):
+        return _whole(folder, base, add, target)
+    if not is_run(folder) and not is_adapter(folder):
+        if base or add or weight != 1:
+            raise GraftuneError("is not an adapter or run folder", where=path, mend="give one made by train or PEFT")
+        opened = open_base(path, revision)
+        return Source(opened, (), DataConfig(), _plain_name(opened), Path.cwd())
+    first = load_adapter(adapter_folder(folder))
+    opened = open_base(base or find_base(first), revision or first.revision)
+    check_base(first, opened, any_base)
+    adapters = [Weighted(first, weight)]
+    adapters += [Weighted(_added(added, opened, any_base), w) for added, w in map(parse_weight, add)]
+    config = Config.of({"template": first.template, "append_eos": first.append_eos})
+    opened = with_template(opened, config, first)
+    inside = folder.name == "adapter" and is_run(folder.parent)
+    run = folder if is_run(folder) else folder.parent if inside else None
+    placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
+    name = run.resolve().name if run else folder.resolve().name.removesuffix(folder.suffix if folder.is_file() else "")
+    return Source(opened, placed, config.data, name, run / "export" if run else Path.cwd(), run)
+
+
+def _of_state(state: State, weight: float, base: str, revision: str, add: Sequence[str], any_base: bool) -> Source:
+    """A run at one of its checkpoints, with the template and the settings that are the run's."""
+    opened = state_base(state, base, revision)
+    adapters = [Weighted(state_adapter(state, opened, any_base), weight)]
+    adapters += [Weighted(_added(path, opened, any_base), w) for path, w in map(parse_weight, add)]
+    placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
+    name = f"{state.run.resolve().name}-step-{state.step}"
+    return Source(opened, placed, state.config.data, name, state.run / "export", state.run)
+
+
+def _added(path: str, base: Base, any_base: bool) -> Adapter:
+    state = find_state(path)
+    if state is not None:
+        return state_adapter(state, base, any_base)
+    adapter = load_adapter(adapter_folder(Path(path).expanduser()))
+    check_base(adapter, base, any_base)
+    return adapter
+
+
+def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> Source:
+    """A run that trained every weight: the model it left is the base."""
+    if base or add or parse_weight(target)[1] != 1:
+        raise GraftuneError(
+            "this run trained the whole model, not an adapter", where=str(folder), mend="leave --base, --add and = out"
+        )
+    settings = whole_run(folder)
+    opened = open_base(settings["base"])
+    data = Config.of({"template": settings["template"], "append_eos": settings["append_eos"]}).data
+    return Source(opened, (), data, folder.resolve().name, folder / "export", folder)
+
+
+def parse_weight(given: str) -> tuple[str, float]:
+    """PATH or PATH=WEIGHT; a path that is there as it stands is taken so."""
+    match = re.fullmatch(r"(.+)=([^=/]*)", given)
+    if match is None or Path(given).exists():
+        return given, 1.0
+    try:
+        weight = float(match[2])
+    except ValueError:
+        weight = float("nan")
+    if not -1e6 < weight < 1e6:
+        raise GraftuneError(f"the weight {match[2]!r} of {match[1]} is not a number", mend="write ADAPTER=0.5")
+    return match[1], weight
+
+
+def _plain_name(base: Base) -> str:
+    name = base.path.stem if base.path.is_file() else Path(base.name).resolve().name or base.path.name
+    return re.sub(r"[^\w.-]", "-", name)
+
+
+def run_facts(run: Path | None) -> dict[str, Any]:
+    """What an APR file says of the training."""
+    if run is None or not (run / "metrics.jsonl").is_file():
+        return {}
+    events = read_events(run / "metrics.jsonl")
+    starts = [e for e in events if e["event"] == "run_start"]
+    evals = [e for e in events if e["event"] == "eval" and e.get("step")]
+    best = min((e for e in evals if isinstance(e.get("loss"), float)), key=lambda e: float(e["loss"]), default={})
+    facts = {"epoch": best.get("epoch"), "val_loss": best.get("loss")}
+    if starts:
+        facts |= {"data_hash": starts[0].get("data"), "started_at": starts[0].get("time")}
+    return {key: value for key, value in facts.items() if value is not None}

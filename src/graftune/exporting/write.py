@@ -1,0 +1,358 @@
+"""Each format: planned, written aside, read back, then put in its place.
+
+Nothing is begun that cannot be finished as far as that can be known: the place has to be free (or --force given), the
+types known, the disk large enough. What is left half done by a full disk or Ctrl-C is removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.exporting.merge import Survival, combine, merge
+from graftune.exporting.target import Source, find, run_facts
+from graftune.files import new_file
+from graftune.observe.console import Console
+from graftune.observe.memory import human_bytes
+from graftune.weights.adapter import Adapter, is_adapter, write_adapter
+from graftune.weights.base import Base, with_new_tokens
+from graftune.weights.model import hf_config, is_model, write_model
+from graftune.weights.streamed import DTYPES, NAMES
+
+if TYPE_CHECKING:  # the gguf package is needed by who writes one
+    from graftune.exporting.gguf_file import Block, OnBytes
+
+MEGABYTE = 10**6
+FORMATS = ("peft", "merged", "gguf-lora", "gguf", "apr")
+SUFFIX = {"gguf": ".gguf", "gguf-lora": ".gguf", "apr": ".apr"}
+
+
+@dataclass
+class Exported:
+    path: Path
+    files: list[Path] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # figures, for a program to read
+    notes: list[str] = field(default_factory=list)  # and sentences, for a person
+
+
+def export(
+    target: str,
+    to: str,
+    *,
+    kind: str = "",
+    out: str = "",
+    base: str = "",
+    revision: str = "",
+    any_base: bool = False,
+    add: Sequence[str] = (),
+    force: bool = False,
+    console: Console | None = None,
+) -> Exported:
+    """Write TARGET as `to`, one of FORMATS. `kind` is a type such as Q8_0 (or, merged, BF16); `add` are further
+    adapters, each PATH or PATH=WEIGHT, whose changes are added."""
+    console = console or Console(quiet=True)
+    if to not in FORMATS:
+        raise GraftuneError(f"the format {to!r} is not known", mend=f"choose one of {', '.join(FORMATS)}")
+    kind = _checked_kind(kind, to)
+    source = find(target, base, revision, add, any_base)
+    if to in ("peft", "gguf-lora", "apr"):
+        source.adapter(to)
+        merge(source.base, source.adapters)  # reads no weight: it checks that the adapter fits the base
+    place = _place(source, to, kind, out)
+    _check_place(place, to, source, force)
+    writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
+    with _folder_of(place):
+        done: Exported = writers[to](source, place, kind, console)
+    done.facts = {"to": to, "path": str(place), "bytes": _size(place)} | done.facts
+    return done
+
+
+def _checked_kind(kind: str, to: str) -> str:
+    from graftune.exporting import gguf_lora, gguf_mix
+
+    choices: dict[str, Sequence[str]] = {
+        "merged": ("F32", "F16", "BF16"),
+        "gguf-lora": gguf_lora.TYPES,
+        "gguf": tuple(gguf_mix.TYPES),
+    }
+    if not kind:
+        return {"gguf": "Q8_0", "gguf-lora": "F32"}.get(to, "")
+    found = kind.upper()
+    if to not in choices:
+        raise GraftuneError(f"--type is {kind} and {to} is always F32", mend="leave --type out")
+    if found not in choices[to]:
+        raise GraftuneError(f"--type {kind} is not known for {to}", mend=f"choose one of {', '.join(choices[to])}")
+    return found
+
+
+def _place(source: Source, to: str, kind: str, out: str) -> Path:
+    endings = {"peft": "-peft", "merged": "-merged", "gguf-lora": "-lora.gguf", "gguf": f"-{kind}.gguf", "apr": ".apr"}
+    name = source.name + endings[to]
+    if not out:
+        return source.home / name
+    place = Path(out).expanduser()
+    suffix = SUFFIX.get(to)
+    if suffix and place.suffix != suffix:  # a folder to put it in
+        return place / name
+    return place
+
+
+def _check_place(place: Path, to: str, source: Source, force: bool) -> None:
+    here = place.resolve()
+    sources = [source.base.path, *source.base.parts, *(a.folder for a, _ in source.adapters)]
+    for used in (path.resolve() for path in sources):
+        if used == here or here in used.parents or (used in here.parents and used.is_dir() and used != source.run):
+            raise GraftuneError("is what is exported from", where=str(place), mend="give another place with --out")
+    beside = place.with_suffix(".Modelfile")
+    if to in ("gguf", "gguf-lora") and beside.exists() and not force:
+        raise GraftuneError("exists already", where=str(beside), mend="give --force, or another place with --out")
+    if not (place.exists() or place.is_symlink()):
+        return
+    if not force:
+        raise GraftuneError("exists already", where=str(place), mend="give --force, or another place with --out")
+    ours = place.is_file() if to in SUFFIX else is_adapter(place) if to == "peft" else is_model(place)
+    if not ours and (place.is_file() or any(place.iterdir())):
+        raise GraftuneError("is in use for something else", where=str(place), mend="give another place with --out")
+
+
+@contextmanager
+def _folder_of(place: Path) -> Iterator[None]:
+    """Makes the folders that the place lies in. What was made goes again where nothing comes of the export."""
+    made = [folder for folder in place.parents if not folder.exists()]  # the innermost first
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # not there, or somebody else put something into it
+                folder.rmdir()
+        raise
+
+
+def _room(place: Path, need: int) -> None:
+    free = shutil.disk_usage(place.parent).free
+    if need > free:
+        raise GraftuneError(
+            f"the export takes {human_bytes(need)} and {human_bytes(free)} are free there",
+            where=str(place),
+            mend="free some, or give another place with --out",
+        )
+
+
+def _size(place: Path) -> int:
+    files = [place] if place.is_file() else [file for file in place.iterdir() if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def _file(place: Path, write: Callable[[Path], None]) -> None:
+    """A single file: aside, flushed, renamed. `write` also reads it back."""
+    with new_file(place) as aside:
+        write(aside)
+
+
+def _with_tokens(base: Base, adapter: Adapter) -> Base:
+    return with_new_tokens(base, adapter.lora.new_tokens) if adapter.lora.new_tokens else base
+
+
+# Adapters
+
+
+def _peft(source: Source, place: Path, kind: str, console: Console) -> Exported:
+    adapter = combine(source.adapters)
+    facts = {"template": adapter.template, "append_eos": adapter.append_eos, "revision": adapter.revision}
+    base = _with_tokens(source.base, adapter)
+    write_adapter(place, adapter.tensors, adapter.lora, base, facts)
+    done = Exported(place, sorted(place.iterdir()), {"rank": adapter.lora.rank})
+    if source.base.kind == "gguf":
+        done.notes.append(
+            "PEFT wants the base as a Hugging Face folder: graftune export "
+            f"{source.base.name or source.base.path} --to merged writes one"
+        )
+    return done
+
+
+def _gguf_lora(source: Source, place: Path, kind: str, console: Console) -> Exported:
+    from graftune.exporting.gguf_lora import write_lora_gguf
+
+    adapter, base = combine(source.adapters), source.base
+
+    def write(aside: Path) -> None:
+        write_lora_gguf(aside, adapter, base, kind, source.name)
+
+    _file(place, write)
+    done = Exported(place, [place], {"type": kind, "rank": adapter.lora.rank})
+    if base.kind == "gguf":
+        done.notes.append(f"llama.cpp: llama-cli -m {base.path} --lora {place}")
+    else:
+        done.notes.append(
+            "llama.cpp wants a GGUF of the base beside it: graftune export "
+            f"{base.name or base.path} --to gguf --type F16 writes one"
+        )
+    _add_modelfile(done, source, base, adapter_file=place)
+    return done
+
+
+def _apr(source: Source, place: Path, kind: str, console: Console) -> Exported:
+    from graftune.weights.apr import load_apr, save_apr
+
+    adapter = combine(source.adapters)
+    if not adapter.base_name:
+        adapter = replace(adapter, base_name=source.base.reference, base_sha256=source.base.sha256)
+    spec = _with_tokens(source.base, adapter).spec
+
+    def write(aside: Path) -> None:
+        save_apr(aside, adapter, spec, run_facts(source.run))
+        back = load_apr(aside).tensors
+        want = adapter.tensors
+        if back.keys() != want.keys() or not all(torch.equal(back[n], t.float()) for n, t in want.items()):
+            raise GraftuneError("reading back what was written gives other values", where=str(aside))
+
+    _file(place, write)
+    return Exported(place, [place], {"rank": adapter.lora.rank})
+
+
+# Whole models
+
+
+def _merged(source: Source, place: Path, kind: str, console: Console) -> Exported:
+    whole = merge(source.base, source.adapters)
+    tensors = {n: t for n, t in whole.tensors.items() if not (n == "lm_head.weight" and whole.spec.tied)}
+    dtypes = {n: _dtype(n, source.base, kind) for n in tensors}
+    config = {k: v for k, v in hf_config(whole).items() if k != "quantization_config"}
+    need = sum(torch.Size(t.shape).numel() * dtypes[n].itemsize for n, t in tensors.items())
+    _room(place, need)
+    survival = Survival()
+    shown = dict(zip(map(id, tensors.values()), dtypes.values(), strict=True))
+    with console.progress(len(tensors), label="merging" if source.adapters else "writing", unit="tensors") as bar:
+        write_model(
+            place,
+            tensors,
+            dtypes,
+            whole,
+            config | {"vocab_size": whole.spec.vocab},
+            on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown.get(id(s))),
+            on_tensor=lambda: bar.update(bar.done + 1),
+        )
+    used = sorted({NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
+    done = Exported(place, sorted(place.iterdir()), {"type": "+".join(used)})
+    _tell_survival(done, source, survival, "+".join(used).lower(), console)
+    return done
+
+
+def _dtype(name: str, base: Base, asked: str) -> torch.dtype:
+    """The original's, or the one asked for; what was quantised becomes bf16."""
+    if asked:
+        return DTYPES[asked]
+    if base.kind == "gguf":
+        stored = {t.dtype_name for t in base.tensors.values() if len(t.shape) > 1}
+        return DTYPES[stored.pop()] if len(stored) == 1 and stored <= set(DTYPES) else torch.bfloat16
+    original = base.tensors.get(name) or base.tensors["embed_tokens.weight"]
+    return DTYPES.get(original.dtype_name, torch.bfloat16)
+
+
+def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
+    from graftune.exporting.gguf_keys import WINDOWED
+    from graftune.exporting.gguf_model import gguf_tensors, write_model_gguf
+
+    whole = merge(source.base, source.adapters)
+    form, _ = source.form(whole)
+    tensors = gguf_tensors(whole, kind)
+    _room(place, sum(t.nbytes for t in tensors))
+    survival = Survival()
+    shown = {id(t.source): DTYPES.get(t.kind) for t in tensors}
+    end = form.end_id if form is not None and form.end_id != whole.tokenizer.eos_id else None
+    with _counted(tensors, merging=bool(source.adapters), console=console) as on_bytes:
+
+        def write(aside: Path) -> None:
+            write_model_gguf(
+                aside,
+                whole,
+                tensors,
+                kind,
+                source.name,
+                end,
+                on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown.get(id(s))),
+                on_bytes=on_bytes,
+            )
+
+        _file(place, write)
+    kinds = sorted({t.kind for t in tensors if len(t.source.shape) > 1})
+    done = Exported(place, [place], {"type": kind, "kinds": kinds})
+    if kind in DTYPES:
+        _tell_survival(done, source, survival, kind.lower(), console)
+    elif source.adapters:
+        _tell_noise(done, survival.ratio, kind, console)
+    spec = whole.spec
+    if spec.window_layers and spec.window < spec.max_positions and spec.family not in WINDOWED:
+        console.warn(f"llama.cpp does not know this model's window of {spec.window} tokens: longer texts may differ")
+    _add_modelfile(done, source, whole)
+    return done
+
+
+@contextmanager
+def _counted(tensors: Sequence[Block], merging: bool, console: Console) -> Iterator[OnBytes]:
+    """A bar over the bytes of a GGUF, named after what is done to which tensor. Tensors differ in size by a thousand
+    times: counting them would not tell how much is left."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
+    total = sum(tensor.nbytes for tensor in tensors)
+    written = 0
+    with console.progress(max(1, total // MEGABYTE), label="merging" if merging else "writing", unit="MB") as bar:
+
+        def on_bytes(tensor: Block | None, nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            if tensor is None:
+                bar.label = "reading back"
+            else:
+                doing = "quantising" if tensor.kind not in DTYPES else "merging" if merging else "writing"
+                bar.label = f"{doing} {tensor.name} ({places[id(tensor)]} of {len(tensors)})"
+            bar.update(bar.total if tensor is None else written * bar.total // total)
+
+        yield on_bytes
+
+
+def _tell_noise(done: Exported, ratio: float, kind: str, console: Console) -> None:
+    """A type whose steps are larger than what was learned keeps it only on average, over many weights."""
+    done.facts["noise_over_change"] = ratio
+    text = f"rounding to {kind} moves the adapted weights {ratio:.2g} times as far as your fine-tuning did"
+    if ratio <= 1:
+        done.notes.append(text)
+    elif kind == "Q8_0":
+        done.notes.append(f"{text}; --type F16 keeps more of it")
+    else:
+        console.warn(f"{text}: this may undo your fine-tuning; use --type Q8_0")
+
+
+def _tell_survival(done: Exported, source: Source, survival: Survival, dtype: str, console: Console) -> None:
+    if not source.adapters:
+        return
+    done.facts["survives"] = survival.share
+    text = f"{100 * survival.share:.1f}% of the adapter's change survives {dtype}"
+    if survival.share < 0.9:
+        console.warn(f"{text}; --type F32 keeps all of it")
+    else:
+        done.notes.append(text)
+
+
+def _add_modelfile(done: Exported, source: Source, base: Base, adapter_file: Path | None = None) -> None:
+    from graftune.exporting.modelfile import modelfile, seen_from
+
+    path = done.path.with_suffix(".Modelfile")
+    weights = done.path if adapter_file is None else base.path
+    adapter = None if adapter_file is None else seen_from(path.parent, adapter_file)
+    form, why = source.form(base)
+    text, notes = modelfile(seen_from(path.parent, weights), adapter, form, base.tokenizer, why)
+    _file(path, lambda aside: _write_text(aside, text))
+    done.files.append(path)
+    done.notes += [*notes, f"Ollama: ollama create {source.name.lower()} -f {path}"]
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="")

@@ -1,0 +1,39 @@
+"""How many bytes a run will take, by owner, before anything of it is loaded.
+
+ledger.py    live bytes by owner, and their peak
+pretend.py   tensors without memory
+standins.py  what takes the place of the GPU, its libraries and the files' contents
+libraries.py what libraries allocate by themselves
+rehearse.py  the real step, run on them
+job.py       a run's settings as such a step, and the plan that comes of it
+choose.py    what `auto` comes to; the refusal, with the nearest setting that fits
+"""
+
+from __future__ import annotations
+
+from graftune.plan.cards import Model as CardModel
+from graftune.plan.choose import best, furthest, largest, nearest, policies_of, refusal, settle
+from graftune.plan.job import Job, Plan, any_data, card_here, is_absent, runtime_for
+from graftune.plan.rehearse import Bytes, Setup, rehearse
+from graftune.plan.standins import Card
+
+__all__ = [
+    "Bytes",
+    "Card",
+    "CardModel",
+    "Job",
+    "Plan",
+    "Setup",
+    "any_data",
+    "best",
+    "card_here",
+    "furthest",
+    "is_absent",
+    "largest",
+    "nearest",
+    "policies_of",
+    "refusal",
+    "rehearse",
+    "runtime_for",
+    "settle",
+]

@@ -1,0 +1,169 @@
+"""What `auto` comes to, and what to do where nothing fits.
+
+Recomputing costs time (selective an eighth, full a third of the products), dividing a step into smaller micro-batches
+costs little as long as each is large enough to fill the device. So the order is: no recompute in the largest
+micro-batch that fits, down to `ENOUGH` tokens; then the same with more recomputing; then smaller micro-batches.
+
+On a GPU a micro-batch is at most `MOST` tokens: products are at full speed there (an H200 reaches 97% of its rate at
+4096), and more tokens only take more memory. On a CPU 1024 are enough.
+
+A run that does not fit is refused before anything is loaded, with the nearest setting that does: the same micro-batch
+with more recomputing, then smaller ones, then the base in fewer bits.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+
+from graftune.config import BaseConfig
+from graftune.errors import GraftuneError
+from graftune.observe.memory import human_bytes
+from graftune.plan.job import Job, Plan
+
+POLICIES = ("none", "selective", "full", "offload")
+MOST = {"cuda": 8192, "cpu": 1024}  # tokens of a micro-batch
+ENOUGH = {"cuda": 2048, "cpu": 256}  # that fill the device
+LEAST = 64
+SECANTS = 8  # sizes that `largest` tries by a line before it halves
+FURTHEST = {"cuda": 1 << 17, "cpu": 1 << 14}  # that `largest` looks
+
+
+def settle(job: Job) -> Plan:
+    """The plan of the settings as asked for, `auto` resolved; refused if it does not fit."""
+    plan = best(job)
+    if not plan.fits:
+        raise refusal(job, plan)
+    return plan
+
+
+def best(job: Job) -> Plan:
+    """The first choice that fits; if none does, the first."""
+    first: Plan | None = None
+    for policy, capacity in choices(job):
+        plan = job.plan(policy, capacity)
+        if not plan.fits and job.placement.both:  # worth 1% of a step: the first thing that is given up
+            job.placement = job.placement.one_way
+            plan = job.plan(policy, capacity)
+        if plan.fits:
+            return plan
+        first = first or plan
+    assert first is not None
+    return first
+
+
+def choices(job: Job) -> Iterator[tuple[str, int]]:
+    """(recompute, tokens of a micro-batch), the best first."""
+    settings, kind = job.config.train, _kind(job)
+    policies = policies_of(job) if settings.recompute == "auto" else (settings.recompute,)
+    if settings.tokens_per_micro_batch:
+        yield from ((policy, max(settings.tokens_per_micro_batch, job.longest)) for policy in policies)
+        return
+    sizes = halves(job, min(settings.tokens_per_step, MOST[kind]))
+    large = [size for size in sizes if size >= ENOUGH[kind]] or sizes[:1]
+    yield from ((policy, size) for policy in policies for size in large)
+    yield from ((policy, size) for size in sizes if size not in large for policy in policies)
+
+
+def refusal(job: Job, plan: Plan) -> GraftuneError:
+    kind = "the device's memory" if plan.device == "cuda" else "memory"
+    needed, free = plan.needed, plan.free
+    if plan.fits_device and plan.host_free is not None:
+        kind, needed, free = "pinned host memory", plan.bytes.host, plan.host_free
+    return GraftuneError(
+        f"training needs {human_bytes(needed)} of {kind} and {human_bytes(free)} are free",
+        where=job.base.name or str(job.base.path),
+        mend=_mend(job, plan),
+    )
+
+
+def nearest(job: Job, plan: Plan) -> Plan | None:
+    """The first of the weaker settings that fits, by their distance from what was asked for."""
+    has, policies = plan.settings, policies_of(job)
+    start = policies.index(has["recompute"])
+    weaker = policies[start:]
+    if plan.fits_device:  # it is the host that is short: what keeps more on the device may do
+        weaker += policies[:start][::-1]
+    for base_dtype in _fewer_bits(job, has["base_dtype"]):
+        for capacity in [has["tokens_per_micro_batch"]] if job.resuming else halves(job, has["tokens_per_micro_batch"]):
+            for policy in weaker:
+                found = job.plan(policy, capacity, base_dtype)
+                if found.fits:
+                    return found
+    return None
+
+
+def largest(job: Job, policy: str) -> int:
+    """Tokens of the largest micro-batch that fits under a policy, in steps of 512 and up to `furthest`, or of those
+    below; 0: none does.
+    Memory grows with tokens in a straight line as soon as there are as many logits as exist at once: a line through the
+    two sizes that come nearest to what is free ends at the right one, or close by."""
+    least, top = -(-job.longest // 512), furthest(job) // 512
+    below, beyond = least - 1, top + 1  # in steps: the largest known to fit, and the smallest known not to
+    over: dict[int, int] = {}
+    tries = [max(least, top // 8), max(least, top // 4)]
+    while beyond - below > 1:
+        if tries:
+            steps = tries.pop(0)
+        elif 1 < len(over) < SECANTS:
+            (a, over_a), (b, over_b) = sorted(over.items(), key=lambda known: abs(known[1]))[:2]
+            steps = a - over_a * (b - a) // (over_b - over_a) if over_a != over_b else (below + beyond) // 2
+            steps = min(max(steps, below + 1), beyond - 1)
+        else:  # it is something else that decides
+            steps = (below + beyond) // 2
+        if below < steps < beyond:
+            plan = job.plan(policy, steps * 512)
+            over[steps] = plan.needed - plan.free
+            below, beyond = (steps, beyond) if plan.fits else (below, steps)
+    if below >= least:
+        return below * 512
+    sizes = halves(job, least * 512)[1:]
+    if not sizes or not job.plan(policy, sizes[-1]).fits:
+        return 0
+    return next(size for size in sizes if job.plan(policy, size).fits)
+
+
+def furthest(job: Job) -> int:
+    """How far `largest` looks."""
+    return max(FURTHEST[_kind(job)], -(-job.longest // 512) * 512)
+
+
+def policies_of(job: Job) -> tuple[str, ...]:
+    return POLICIES if _kind(job) == "cuda" else POLICIES[:3]
+
+
+def halves(job: Job, top: int) -> list[int]:
+    """From `top` down to the longest example, or to LEAST."""
+    least = max(job.longest, LEAST)
+    sizes = [max(top, least)]
+    while sizes[-1] > least:
+        sizes.append(max(sizes[-1] // 2, least))
+    return sizes
+
+
+def _mend(job: Job, plan: Plan) -> str:
+    found = nearest(job, plan)
+    if found is None:
+        larger = "a larger card" if plan.device == "cuda" and not plan.fits_device else "a machine with more memory"
+        shorter = f", --max-seq-len below {job.longest}" if job.longest > LEAST and not job.resuming else ""
+        return f"no recompute policy and no micro-batch makes it fit: take a smaller model{shorter} or {larger}"
+    names = ("base_dtype", "recompute", "tokens_per_micro_batch")
+    changed = [name for name in names if found.settings[name] != plan.settings[name]]
+    flags = " ".join(f"--{name.replace('_', '-')} {found.settings[name]}" for name in changed)
+    where = " of the device" if plan.device == "cuda" and plan.fits_device else ""  # it is the host that is short
+    return f"{flags} would need {human_bytes(found.needed)}{where}"
+
+
+def _fewer_bits(job: Job, has: str) -> list[str]:
+    """The base as it is, and then in fewer bits, where adapters train on it: a GGUF's own blocks first, which are what
+    is served later."""
+    if job.resuming or job.config.train.method != "lora":
+        return [has]
+    known = typing.get_args(typing.get_type_hints(BaseConfig)["base_dtype"])
+    kept = _kind(job) == "cpu" or (job.base.kind == "gguf" and job.can_place("keep"))
+    narrower = ("keep", "nf4") if kept else ("nf4",)
+    return [has, *(dtype for dtype in narrower if dtype in known and has not in (dtype, "nf4"))]
+
+
+def _kind(job: Job) -> str:
+    return "cuda" if job.runtime.device.type == "cuda" else "cpu"

@@ -1,0 +1,272 @@
+"""A run that is to be planned: what its settings come to on a device, and how many bytes that takes there.
+
+A `Plan` has two figures. `expected` is what will be measured after the first step: the peak of torch's allocator on a
+GPU, of the resident set on a CPU. `needed` is what has to be free before anything is loaded, and so has a margin for
+what nobody can foretell: code that CUDA loads as it goes, rounding and gaps in the allocator's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graftune.config import Config
+from graftune.data.pack import TILE, Capacities
+from graftune.errors import GraftuneError
+from graftune.infer.generate import cache_room
+from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
+from graftune.plan import cards, standins
+from graftune.plan.ledger import MIB
+from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
+from graftune.runtime import DTYPES, Runtime, resolve
+from graftune.session import attention_for
+from graftune.step.calibrate import calibrates, most_inputs
+from graftune.weights.base import Base, with_new_tokens
+from graftune.weights.placement import Placement, choose_placement, nothing_frozen
+
+CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the card is elsewhere
+CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
+OTHERS = "CUDA context, other processes"  # where more is taken of the card than a context ever is
+MOST_CONTEXT = 2048 * MIB
+FAULT_BYTES = 64 << 10  # that Linux maps around a byte of a file that is read
+# A first, a last and two between, since what is offloaded comes one ahead: from so many on, each further layer adds the
+# same. By two of them, since the arena's buffers are rounded up to whole 2 MiB, which one layer reaches or does not.
+FEW_LAYERS, MORE_LAYERS = 4, 6
+
+
+@dataclass(frozen=True)
+class Plan:
+    device: str  # cuda | cpu
+    where: str  # the device in words
+    settings: dict[str, Any]
+    bytes: Bytes
+    free: int
+    rest: dict[str, int]  # measured, not planned: the CUDA context, or the process as it is
+    host_free: int | None = None  # where the device is a GPU of this machine
+
+    @property
+    def recompute(self) -> str:
+        return str(self.settings["recompute"])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a micro-batch."""
+        return int(self.settings["tokens_per_micro_batch"])
+
+    @property
+    def expected(self) -> int:
+        return self.bytes.peak + (sum(self.rest.values()) if self.device == "cpu" else 0)
+
+    @property
+    def needed(self) -> int:
+        share, fixed = (0.02, 256 * MIB) if self.device == "cuda" else (0.05, 64 * MIB)
+        whole = self.bytes.peak + self.bytes.pools
+        return whole + int(share * whole) + fixed
+
+    @property
+    def fits(self) -> bool:
+        """On the device, and beside it what is kept in host memory, which is pinned and so cannot be swapped out."""
+        return self.fits_device and (self.host_free is None or self.bytes.host <= self.host_free)
+
+    @property
+    def fits_device(self) -> bool:
+        return self.needed <= self.free
+
+    def owners(self) -> dict[str, int]:
+        pools = {POOLS: self.bytes.pools} if self.bytes.pools else {}
+        return {**self.bytes.owners, **pools, **self.rest}
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "where": self.where,
+            "settings": self.settings,
+            "owners": self.owners(),
+            "expected": self.expected,
+            "needed": self.needed,
+            "free": self.free,
+            "fits": self.fits,
+            "host": self.bytes.host,
+            "host_free": self.host_free,
+            "phases": {name: sum(owners.values()) for name, owners in self.bytes.phases.items()},
+        }
+
+
+@dataclass
+class Job:
+    """`shapes` says which micro-batches come of a capacity: those of the data, or (`any_data`) the worst there is."""
+
+    config: Config
+    base: Base
+    runtime: Runtime
+    longest: int
+    shapes: Callable[[int], Capacities]
+    card: standins.Card | None = None
+    memory: int = 0  # a limit that is asked for instead of what is free here
+    evaluates: bool = True
+    evaluated: Callable[[int], Capacities] | None = None  # likewise, of the validation data; None: as those that train
+    asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
+    tokens: int = 0  # different ones that occur in the data; 0: not known
+    resuming: bool = False  # what the run has begun with has to stay
+    _made: dict[tuple[str, int, str, int], Bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lora = self.config.lora
+        if lora.new_tokens and self.config.train.method == "lora":
+            self.base = with_new_tokens(self.base, lora.new_tokens)
+        self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
+        with self._as_there():
+            self.placement = self.place(self.config.base.base_dtype)
+            self.attention = attention_for(
+                self.base, self.runtime, self.config.data.longest(self.base.spec.max_positions)
+            )
+        self.host_free = available_bytes() if self.card is not None and self.card.here else None
+
+    def place(self, asked: str) -> Placement:
+        if self.config.train.method != "lora":
+            return nothing_frozen(self.base, asked, self.runtime)
+        return choose_placement(self.base, asked, self.runtime, self.free)
+
+    def can_place(self, asked: str) -> bool:
+        try:
+            with self._as_there():
+                self.place(asked)
+        except GraftuneError:
+            return False
+        return True
+
+    def plan(self, recompute: str, capacity: int, base_dtype: str = "", *, whole: bool = False) -> Plan:
+        """By what a few layers take and one more adds, which all others add too; `whole`: with all of them."""
+        placement = self.placement
+        if base_dtype and base_dtype != placement.base_dtype:
+            with self._as_there():
+                placement = self.place(base_dtype)
+        setup = self.setup(recompute, capacity, placement)
+        layers = self.base.spec.layers
+        if not whole and layers > MORE_LAYERS:
+            few, more = (self._bytes(setup.with_layers(n), capacity) for n in (FEW_LAYERS, MORE_LAYERS))
+            found = few.extended(more, MORE_LAYERS - FEW_LAYERS, layers - FEW_LAYERS)
+        else:
+            found = self._bytes(setup, capacity)
+        settings = {
+            "base_dtype": placement.base_dtype,
+            "compute_dtype": self.runtime.compute_name,
+            "attention": self.attention.backend,
+            "recompute": recompute,
+            "tokens_per_micro_batch": max(capacity, self.longest),
+            "response_rows": setup.shape.max_rows,
+            "longest": setup.shape.longest,
+            "graph": setup.graph,
+        }
+        kind = self.runtime.device.type
+        return Plan(kind, self.where, settings, found, self.free, self._rest(setup), self.host_free)
+
+    def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
+        config, kind = self.config, self.runtime.device.type
+        return Setup(
+            base=self.base,
+            lora=config.lora,
+            runtime=self.runtime,
+            placement=placement,
+            shape=self.shapes(capacity),
+            recompute=recompute,
+            method=config.train.method,
+            clip_mode=config.optim.clip_mode,
+            backend=self.attention.backend,
+            others=self.attention.others,
+            graph=kind == "cuda" and config.train.graph,
+            evaluates=self.evaluates,
+            evaluated=self.evaluated(max(capacity, self.longest)) if self.evaluated else None,
+            asked=self.asked,
+            new_tokens=config.run.sample_tokens,
+            room=cache_room(max(capacity, self.longest), recompute),
+            calibrates=calibrates(config, placement),
+            compares=calibrates(config, placement) and config.train.fp8_inputs == "auto",
+            inputs=most_inputs(config, placement),
+            copies=kind == "cpu" and standins.copies_operand(self.runtime.compute),
+            card=self.card,
+        )
+
+    @property
+    def where(self) -> str:
+        if self.card is not None:
+            return self.card.name
+        return str(self.runtime.device)
+
+    def _bytes(self, setup: Setup, capacity: int) -> Bytes:
+        held = f"{setup.placement.base_dtype}{' both ways' * setup.placement.both}"
+        key = (setup.recompute, capacity, held, setup.base.spec.layers)
+        if key not in self._made:
+            self._made[key] = rehearse(setup)
+        return self._made[key]
+
+    def _rest(self, setup: Setup) -> dict[str, int]:
+        if self.card is not None:
+            taken = self.card.total - self.card.free
+            return {CONTEXT if taken <= MOST_CONTEXT else OTHERS: taken}
+        return {FILES: self._pages(setup), PROCESS: resident_bytes()}
+
+    def _pages(self, setup: Setup) -> int:
+        """Of the file, that are read and stay mapped: all, but of an embedding that is left there, and is no head, the
+        rows of tokens that occur."""
+        pages, spec = sum(source.nbytes for source in self.base.tensors.values()), self.base.spec
+        table = self.base.tensors.get("embed_tokens.weight")
+        if setup.placement.base_dtype != "keep" or spec.tied or table is None or not self.tokens:
+            return pages
+        return pages - max(0, table.nbytes - self.tokens * FAULT_BYTES)
+
+    def _as_there(self) -> Any:
+        """As if the card were here: what asks it, is answered."""
+        if self.card is None or self.card.here:
+            return standins.nothing()
+        return standins.asked(self.card)
+
+
+def is_absent(config: Config) -> bool:
+    """Whether a GPU is asked for that is not here."""
+    return config.base.device.startswith("cuda") and not torch.cuda.is_available()
+
+
+def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -> tuple[Runtime, standins.Card | None]:
+    """Where the run computes. A GPU that is not here is planned for as well, given its name or its memory."""
+    asked = config.base.device
+    if model is None and not (memory and is_absent(config)):
+        runtime = resolve(
+            asked, config.base.compute_dtype, threads=config.base.threads, deterministic=config.train.deterministic
+        )
+        return runtime, card_here(runtime.device, memory) if runtime.device.type == "cuda" else None
+    best = torch.bfloat16 if model is None or model.capability >= (8, 0) else torch.float16
+    dtype = DTYPES.get(config.base.compute_dtype, best)
+    runtime = Runtime(torch.device("cuda", 0), dtype, "planned for", config.train.deterministic)
+    if model is None:
+        name = f"a GPU of {human_bytes(memory)} (not here; its kernels are assumed to be an H100's: name it with --gpu)"
+        return runtime, standins.Card(name, max(0, memory - CONTEXT_BYTES), memory)
+    total = memory or int(model.gib * 1024 * MIB)
+    about = model.capability, model.processors, model.cache_mib * MIB
+    return runtime, standins.Card(f"{model.name} (not here)", max(0, total - CONTEXT_BYTES), total, *about)
+
+
+def card_here(device: torch.device, memory: int = 0) -> standins.Card:
+    free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
+    taken = total - free
+    if memory:
+        free, total = max(0, memory - taken), memory
+    about = torch.cuda.get_device_properties(device)
+    capability = (about.major, about.minor)
+    return standins.Card(
+        about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True
+    )
+
+
+def any_data(longest: int) -> Callable[[int], Capacities]:
+    """Without data: documents as long as allowed, every token of them trained."""
+
+    def shape(capacity: int) -> Capacities:
+        tokens = -(-max(capacity, longest) // TILE) * TILE
+        bound = min(tokens, -(-longest // TILE) * TILE)
+        return Capacities(tokens, -(-tokens // bound), tokens, bound)
+
+    return shape

@@ -1,0 +1,307 @@
+"""A step is run for what it allocates: the real loading, forward, backward and update, on tensors without memory.
+
+So the plan cannot drift from the code: whoever saves a tensor more, or lets one go earlier, changes both. A formula
+from shapes, as others have it, is right on the day it is written.
+
+Phases, as a run has them: load; calibrate, where it does; evaluate, and answer prompts (eager); the first micro-step
+(eager, on the stream that captures it, algorithms are timed); on CUDA the same once more, as it is captured; the
+update. The peak is that of the worst phase. What a captured step holds for a moment stays in its graph's pool for good,
+so what is eager after that needs memory beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graftune.batch import PackedBatch
+from graftune.config import LoraConfig
+from graftune.data.pack import Capacities
+from graftune.infer.cache import Cache
+from graftune.infer.generate import go_on, in_groups, reaches_of, read
+from graftune.kernels import attention
+from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.model.frozen import Roomy
+from graftune.model.lora import Arena, build_arena
+from graftune.plan import standins
+from graftune.plan.ledger import SCRATCH, Follow, Holder, Ledger
+from graftune.plan.pretend import Pretend, without_compiler
+from graftune.runtime import Runtime
+from graftune.step.calibrate import TOKENS, Through, calibrate_block
+from graftune.step.codes import divergences
+from graftune.step.step import Step
+from graftune.weights.base import Base
+from graftune.weights.load import build_decoder, group_sources
+from graftune.weights.placement import Placement
+
+SAVED, LOGITS, POOLS = "saved activations", "logits", "graph pools"
+OWNERS = ("base", "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, standins.WORKSPACES)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a step's memory depends on."""
+
+    base: Base
+    lora: LoraConfig
+    runtime: Runtime
+    placement: Placement
+    shape: Capacities
+    recompute: str = "none"
+    method: str = "lora"
+    clip_mode: str = "global"
+    backend: str = "cpu"
+    others: tuple[str, ...] = ()  # backends that the first step times beside it
+    graph: bool = True
+    evaluates: bool = True
+    evaluated: Capacities | None = None  # the validation data's shape; None: that of a step
+    asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
+    new_tokens: int = 0  # of an answer
+    room: int = 0  # tokens of the cache that they are answered in
+    calibrates: bool = False
+    compares: bool = False  # one code a value with two, behind that
+    inputs: int = 1  # codes a value that an fp8 weight reads
+    copies: bool = False  # whether the CPU's products copy weights (standins.copies_operand)
+    card: standins.Card | None = None
+
+    def with_layers(self, layers: int) -> Setup:
+        base = dataclasses.replace(self.base, spec=dataclasses.replace(self.base.spec, layers=layers))
+        return dataclasses.replace(self, base=base)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of the device, by phase and owner; a phase's are those of its worst moment. Of the host, where the device is a
+    GPU, the largest. Every figure grows by the same with every further layer."""
+
+    phases: dict[str, dict[str, int]]
+    after: int = 0  # what stays when a step is done
+    captured: int = 0  # what a captured step holds beside that, and its graph's pool for good
+    eager: int = 0  # what an evaluation or the answering of prompts holds, from other memory
+    host: int = 0
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """At the worst moment of all."""
+        found = max(self.phases.values(), key=lambda owners: sum(owners.values()))
+        return {name: found[name] for name in (*OWNERS, *(n for n in found if n not in OWNERS)) if found.get(name)}
+
+    @property
+    def peak(self) -> int:
+        return max(sum(owners.values()) for owners in self.phases.values())
+
+    @property
+    def pools(self) -> int:
+        """What is needed beyond the peak because a graph's pool serves nobody else."""
+        return max(0, self.after + self.captured + self.eager - self.peak) if self.captured else 0
+
+    def extended(self, more: Bytes, step: int, by: int) -> Bytes:
+        """What it comes to with `by` further layers, `more` being what it comes to with `step` of them."""
+
+        def far(few: int, more: int) -> int:
+            return max(0, few + (more - few) * by // step)
+
+        phases = {
+            phase: {name: far(few.get(name, 0), many.get(name, 0)) for name in {**few, **many}}
+            for phase, few, many in ((phase, self.phases[phase], more.phases[phase]) for phase in self.phases)
+        }
+        rest = ("after", "captured", "eager", "host")
+        return Bytes(phases, **{name: far(getattr(self, name), getattr(more, name)) for name in rest})
+
+
+def rehearse(setup: Setup, *, real: bool = False) -> Bytes:
+    """`real`: on real tensors, on a CPU: the judge of the other way."""
+    ledger, device = Ledger(), setup.runtime.device
+    if real:
+        with Follow(ledger) as follow, standins.own_caches(follow.paused):
+            return _run(setup, ledger, None)
+    if device.type != "cuda":
+        pretend = Pretend(ledger, standins.Host(ledger, setup.copies).inside)
+        with without_compiler(), pretend, standins.own_caches(pretend.paused):
+            return _run(setup, ledger, None)
+    assert setup.card is not None, "a plan for CUDA wants a card"
+    gpu = standins.Device(setup.card, device, ledger)
+    pretend = Pretend(ledger, gpu.inside)
+    with without_compiler(), standins.on(gpu), pretend, standins.own_caches(pretend.paused):
+        return _run(setup, ledger, gpu)
+
+
+def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
+    holder, phases = ledger.of(setup.runtime.device.type), _Phases(ledger.of(setup.runtime.device.type))
+    aside = gpu.stream if gpu else nullcontext
+    stream: Any = standins.Stream() if gpu else None  # on which the step first runs, and is captured
+    with phases.phase("load"), standins.fewer_pieces(whole=True):
+        arena, decoder, base = _load(setup, ledger)
+    if setup.calibrates:
+        with phases.phase("calibrate"), standins.fewer_pieces(whole=False):
+            decoder.set_inputs(2)
+            _calibrate(decoder, base, setup)
+    decoder.set_inputs(setup.inputs)
+    step = Step(
+        decoder,
+        arena,
+        clip_mode=setup.clip_mode,
+        dropout=setup.lora.dropout,
+        recompute=setup.recompute,
+        attention_backend=setup.backend,
+        longest=setup.shape.longest,
+        tuned=gpu is not None and not setup.runtime.deterministic,
+        other_backends=setup.others,
+    )
+    _tell_owners(step, ledger)
+    batch = _batch(setup.shape, setup.runtime.device)
+    kept, captured = holder.total, 0
+    with standins.fewer_pieces(whole=False):
+        evaluated = setup.evaluated or setup.shape
+        larger = any(mine > theirs for mine, theirs in zip(evaluated, setup.shape, strict=True))
+        if setup.evaluates and (gpu is not None or larger):  # else it takes what a step takes, from the same memory
+            with phases.phase("evaluate"):
+                _evaluate(decoder, _batch(evaluated, setup.runtime.device), setup)
+        if setup.asked:
+            with phases.phase("answer"):
+                _answer(decoder, setup)
+        eager = max(phases.peak(name, kept) for name in ("evaluate", "answer")) - kept
+        with phases.phase("step"), aside(stream):
+            step.micro_step(batch)
+            step.update_step()
+        if gpu is not None and setup.graph:
+            before = holder.total
+            with phases.phase("capture"), gpu.capture(stream):
+                step.micro_step(batch)
+            captured = phases.peak("capture") - before
+    return Bytes(phases.owners, holder.total, captured, eager, 0 if gpu is None else ledger.of("cpu").peak)
+
+
+def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder, Base]:
+    spec, lora, runtime = setup.base.spec, setup.lora, setup.runtime
+    with ledger.owner("adapters"):
+        arena = build_arena(spec, lora, runtime.device, runtime.compute, full=setup.method != "lora")
+    ledger.give("gradients", arena.grads)
+    ledger.give("moments", arena.m, arena.v)
+    tensors = {
+        name: source if source.dtype_name == "random" else standins.unread(source, ledger)
+        for name, source in setup.base.tensors.items()
+    }
+    base = dataclasses.replace(setup.base, tensors=tensors)
+    with ledger.owner("base"):
+        decoder = build_decoder(base, arena, lora, runtime, setup.placement)
+    weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
+    ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Roomy) for held in weight.shared))
+    with ledger.owner("adapters"):
+        arena.publish()
+    return arena, decoder, base
+
+
+def _calibrate(decoder: Decoder, base: Base, setup: Setup) -> None:
+    """The first block, since every other takes the same, and one micro-batch through it: the others wait."""
+    runtime, capacity = setup.runtime, setup.shape.capacity
+    backend = attention.for_any_shape(setup.backend, runtime.device, runtime.compute, base.spec.head_width)
+    count = -(-TOKENS // capacity)
+    with torch.no_grad():
+        streams = [Through.of(decoder, _batch(setup.shape, runtime.device), backend) for _ in range(count)]
+        unrounded = [dataclasses.replace(stream, x=stream.x.clone()) for stream in streams if setup.compares]
+        sources = functools.partial(group_sources, base)
+        calibrate_block(decoder.blocks[0], streams[:1], sources, unrounded[:1])
+        del streams
+        if setup.compares:
+            mix = (1,) * len(decoder.in_fp8)
+            divergences(decoder, [_batch(setup.shape, runtime.device)], backend, [mix, mix])
+
+
+def _batch(shape: Capacities, device: torch.device) -> PackedBatch:
+    """Documents as long as they may be, one behind the other: long ones are attention's worst case."""
+    lengths = [shape.longest] * (shape.capacity // shape.longest)
+    rest = shape.capacity - sum(lengths)
+    lengths += [rest] if rest else []
+    lengths += [0] * (shape.max_docs - len(lengths))
+
+    def numbers(count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    return PackedBatch(
+        tokens=numbers(shape.capacity),
+        positions=numbers(shape.capacity),
+        cu_seqlens=numbers(len(lengths) + 1, torch.int32),
+        rows=numbers(shape.max_rows),
+        labels=numbers(shape.max_rows),
+        lengths=tuple(lengths),
+        response_tokens=shape.max_rows,
+    )
+
+
+def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
+    documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
+    run = decoder.begin(batch.positions, PackedDocuments(documents, setup.backend))
+    decoder.loss(decoder.forward(batch.tokens, run, batch.rows), batch.labels, need_grad=False)
+
+
+def _answer(decoder: Decoder, setup: Setup) -> None:
+    """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
+    runtime, spec = setup.runtime, decoder.spec
+    reaches = reaches_of(setup.asked, setup.new_tokens, spec.max_positions)
+    groups = in_groups(reaches, setup.room)
+    largest = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
+    fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
+    backend = attention.for_any_shape(setup.backend, runtime.device, runtime.compute, spec.head_width)
+    for group in (largest, fullest) if fullest is not largest else (largest,):
+        lengths, longest = [setup.asked[i] for i in group], max(reaches[i] for i in group)
+        cache = Cache(spec, lengths, longest, runtime.device, decoder.compute)
+        with torch.no_grad():
+            tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
+            decoder.logits(read(decoder, tokens, lengths, cache, backend))
+            decoder.logits(go_on(decoder, tokens[: len(lengths)], cache))
+        del cache, tokens
+
+
+def _tell_owners(step: Step, ledger: Ledger) -> None:
+    """What the tape keeps is saved activations, and what the loss makes is logits."""
+    loss, new = step.decoder.loss, step.tapes.new
+
+    def logits(*args: Any, **how: Any) -> Any:
+        with ledger.owner(LOGITS):
+            return loss(*args, **how)
+
+    def told(*args: Any, **how: Any) -> Any:
+        tape: Any = new(*args, **how)
+        keep = tape.keep
+
+        def kept(*args: Any) -> None:
+            keep(*args)
+            ledger.give(SAVED, *_tensors(getattr(tape, "kept", [])[-1:]))
+
+        tape.keep = kept
+        return tape
+
+    step.decoder.loss = logits  # type: ignore[method-assign]
+    step.tapes.new = told  # type: ignore[method-assign]
+
+
+def _tensors(kept: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for one in kept:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, Sequence):
+            yield from _tensors(one)
+
+
+class _Phases:
+    """The owners at the worst moment of each phase."""
+
+    def __init__(self, holder: Holder):
+        self.holder = holder
+        self.owners: dict[str, dict[str, int]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.holder.begin_phase()
+        yield
+        self.owners[name] = self.holder.at_peak
+
+    def peak(self, name: str, otherwise: int = 0) -> int:
+        return sum(self.owners[name].values()) if name in self.owners else otherwise

@@ -1,0 +1,197 @@
+"""A state of a run by name: RUN@step-200, RUN@best, RUN@last, and plain RUN while it has left no adapter yet.
+
+A checkpoint holds the flat arena. Laid out by the run's own settings it is the adapter, or the whole model, of that
+step; nothing is written for it. The run may go on meanwhile and delete what is being read: a checkpoint is opened
+first, and if it is gone by then, the folder is listed again. An open file stays readable when its name is gone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from graftune.config import Config
+from graftune.errors import GraftuneError
+from graftune.model.lora import Arena, build_arena, targets_of
+from graftune.observe.events import read_events
+from graftune.session import Engine, is_run, open_engine, with_template
+from graftune.weights import checkpoint
+from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter
+from graftune.weights.base import Base, open_base, with_new_tokens
+from graftune.weights.model import is_model
+
+TRIES = 20  # listings; the run deletes a checkpoint every few seconds at most
+_HERE = ("device", "compute_dtype", "base_dtype", "threads")  # of the machine the run was on
+
+
+@dataclass(frozen=True)
+class State:
+    """The trained weights of a run at one of its steps."""
+
+    run: Path
+    config: Config  # the run's
+    step: int
+    name: str  # how to say which: step 200, the best so far
+    path: Path
+    weights: torch.Tensor  # the flat arena
+    base_sha256: str
+
+    @property
+    def trains_all(self) -> bool:
+        return self.config.train.method != "lora"
+
+
+def find_state(target: str) -> State | None:
+    """The state that a target names; None if it names something else, a run with its adapter among them."""
+    run, which = split(target)
+    if not is_run(run):
+        return None
+    if not which and (is_adapter(run / "adapter") or is_model(run / "model")):
+        return None
+    return _opened(run, which)
+
+
+def split(target: str) -> tuple[Path, str]:
+    """RUN@WHICH in two; a path that is there as it stands is taken so."""
+    found = re.fullmatch(r"(.+)@([^@/]+)", target)
+    if found is None or Path(target).expanduser().exists():
+        return Path(target).expanduser(), ""
+    return Path(found[1]).expanduser(), found[2]
+
+
+def _opened(run: Path, which: str) -> State:
+    root = run / "checkpoints"
+    for _ in range(TRIES):
+        found = checkpoint.steps(root)
+        if not found:
+            raise GraftuneError(
+                "this run has no checkpoint yet", where=str(run), mend="wait for its first one, or resume the run"
+            )
+        try:
+            step, name = _choose(run, which, found)
+            weights, identity = _weights(found[step])
+        except FileNotFoundError:  # deleted since it was listed
+            continue
+        config = with_date(Config.load(run / "config.yaml"), run)
+        return State(run, config, step, name, root / f"step-{step}", weights, str(identity.get("base", ""))[:64])
+    raise GraftuneError("its checkpoints are gone before they can be read", where=str(run), mend="try again")
+
+
+def with_date(config: Config, folder: Path) -> Config:
+    """The day that templates print. A run of a version that did not store it began on the day that its log begins."""
+    log = folder / "metrics.jsonl"
+    if config.data.date or not log.exists():
+        return config
+    for event in read_events(log):
+        if event["event"] == "run_start" and isinstance(event.get("time"), int | float):
+            with suppress(OSError, OverflowError, ValueError):  # no time that a clock shows
+                return config.replace(date=datetime.date.fromtimestamp(event["time"]).isoformat())
+    return config
+
+
+def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
+    """FileNotFoundError where the listing is no longer true."""
+    there = ", ".join(f"step-{step}" for step in sorted(found))
+    exact = re.fullmatch(r"step-([0-9]{1,15})", which)
+    if which not in ("", "best", "last") and not exact:
+        raise GraftuneError(
+            f"@{which} is not a state of this run", where=str(run), mend=f"use @best, @last or one of {there}"
+        )
+    if exact and int(exact[1]) not in found:
+        raise GraftuneError(f"has no checkpoint of step {int(exact[1])}", where=str(run), mend=f"there are {there}")
+    if exact:
+        return int(exact[1]), f"step {int(exact[1])}"
+    last = max(found)
+    best = checkpoint.read_state(found[last])[0].best_step
+    if which == "last" or (not which and best < 0):
+        return last, f"step {last}, the last so far"
+    if best < 0:
+        raise GraftuneError(
+            "has no best checkpoint, since nothing has been validated", where=str(run), mend=f"use {run}@last"
+        )
+    if best not in found:
+        raise FileNotFoundError(best)
+    return best, f"step {best}, the best on validation so far"
+
+
+def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
+    try:
+        with safe_open(str(path / checkpoint.TENSORS), framework="pt") as held:
+            weights = held.get_tensor("weights").to(torch.float32)
+    except (KeyError, SafetensorError) as error:
+        raise GraftuneError(f"this checkpoint is damaged ({error})", where=str(path), mend="take another") from None
+    return weights, checkpoint.read_state(path)[1]
+
+
+def open_state(state: State, settings: dict[str, Any]) -> Engine:
+    """The model at that step. `settings` go before the run's own, which say nothing of this machine."""
+    stored = state.config.nested()
+    base = {name: value for name, value in stored["base"].items() if name not in _HERE}
+    train = {name: stored["train"][name] for name in ("method", "seed")}
+    config = Config.of({**base, **stored["lora"], **stored["data"], **train, **settings}, where="settings")
+    engine = open_engine(config)
+    _check(state, engine.base, engine.arena, config.base.any_base)
+    engine.arena.weights.copy_(state.weights)
+    engine.arena.publish()
+    if not state.trains_all:
+        engine.config = engine.config.replace(adapter=str(state.path))
+    return engine
+
+
+def state_base(state: State, base: str = "", revision: str = "") -> Base:
+    """The run's base, of which headers are read, with the run's template."""
+    config, start = state.config, Path(state.config.lora.adapter or ".")
+    opened = open_base(base or config.base.base, revision or config.base.revision)
+    return with_template(opened, config, load_adapter(start) if config.lora.adapter and is_adapter(start) else None)
+
+
+def state_adapter(state: State, base: Base, any_base: bool = False) -> Adapter:
+    """The adapter at that step, as the engine has it, with no weight of the base loaded but the table that new tokens
+    follow."""
+    if state.trains_all:
+        raise GraftuneError(
+            "is a checkpoint of a run that trained the whole model, and only what such a run has left is exported",
+            where=f"{state.run}@step-{state.step}",
+            mend="finish the run and export it; chat and eval open its checkpoints",
+        )
+    config, asked = state.config, state.config.lora.resolved()
+    lora = replace(asked, adapter="", targets=targets_of(base.spec, asked))
+    wide = with_new_tokens(base, lora.new_tokens) if lora.new_tokens else base
+    arena = build_arena(wide.spec, lora, torch.device("cpu"), torch.float32)
+    _check(state, base, arena, any_base)
+    arena.weights.copy_(state.weights)
+    tables = {
+        name.removesuffix(".rows"): wide.tensors[f"{name.removesuffix('.rows')}.weight"].read(0, wide.spec.vocab)
+        for name in arena.slots
+        if name.endswith(".rows")
+    }
+    template = "none" if config.data.template == "none" or base.tokenizer.template is None else "auto"
+    return Adapter(
+        state.path,
+        lora,
+        adapter_tensors(arena, wide, tables),
+        base.reference,
+        state.base_sha256,
+        template,
+        config.data.append_eos,
+        config.base.revision,
+    )
+
+
+def _check(state: State, base: Base, arena: Arena, any_base: bool) -> None:
+    where = f"{state.run}@step-{state.step}"
+    if not any_base and state.base_sha256 and state.base_sha256 != base.sha256:
+        raise GraftuneError(
+            f"was trained on another base than {base.path}",
+            where=where,
+            mend="give its own with --base, or say --any-base if this is the same model in another file",
+        )
+    if arena.weights.shape != state.weights.shape:
+        raise GraftuneError("holds other weights than the run's settings say", where=where, mend="take another")

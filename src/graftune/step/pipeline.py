@@ -1,0 +1,245 @@
+"""The loop around the step that never waits for it.
+
+Batches are packed by the loader's thread, which also puts them into pinned memory and sends them over on a stream of
+its own (`stage`). `step` copies them into the captured step's inputs, replays, uploads the live row of hyperparameters
+and sends the figures back; it reads nothing. `finished` gives the figures of steps that are done, as a rule a step
+late; the host is at most `AHEAD` steps ahead of the device, so that a signal is noticed soon.
+
+On a CPU, and with `graph` off, the same callables run eagerly and in order.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from graftune.batch import PackedBatch
+from graftune.graph import Captured, stream
+from graftune.kernels.adamw import Hyper
+from graftune.observe.marks import marked
+from graftune.step.step import Step
+
+AHEAD = 2
+
+
+class Figures(NamedTuple):
+    """One optimizer step's, fetched. `tag` is what the caller gave it."""
+
+    tag: Any
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+class Loop(Protocol):
+    waited: float
+
+    @property
+    def captures(self) -> int: ...
+
+    def stage(self, batch: PackedBatch) -> Any: ...
+    def step(
+        self,
+        staged: Sequence[Any],
+        hyper: Mapping[str, float],
+        draws: Sequence[int],
+        tag: Any = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None: ...
+    def finished(self, wait: bool = False) -> list[Figures]: ...
+
+
+def hot_loop(step: Step, *, graph: bool = True) -> Loop:
+    return DeviceLoop(step, graph) if step.arena.device.type == "cuda" else HostLoop(step)
+
+
+class HostLoop:
+    """Everything at once, in order."""
+
+    captures = 0
+    waited = 0.0
+
+    def __init__(self, step: Step):
+        self.work, self.done = step, list[Figures]()
+
+    def stage(self, batch: PackedBatch) -> PackedBatch:
+        return batch.to(self.work.arena.device)
+
+    def step(
+        self,
+        staged: Sequence[PackedBatch],
+        hyper: Mapping[str, float],
+        draws: Sequence[int],
+        tag: Any = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.work.set_hyper(hyper)
+        for batch, draw in zip(staged, draws, strict=True):
+            between()
+            self.work.set_draw(draw)
+            self.work.micro_step(batch)
+        loss, norm, skipped = self.work.update_step().tolist()
+        self.done.append(Figures(tag, loss, norm, bool(skipped)))
+
+    def finished(self, wait: bool = False) -> list[Figures]:
+        done, self.done = self.done, []
+        return done
+
+
+class Shape(NamedTuple):
+    tokens: int
+    documents: int
+    rows: int
+
+    @staticmethod
+    def of(batch: PackedBatch) -> Shape:
+        return Shape(len(batch.tokens), len(batch.cu_seqlens) - 1, len(batch.rows))
+
+    @property
+    def size(self) -> int:
+        """int64 numbers of a batch: tokens, positions, rows, labels, and cu_seqlens two to one."""
+        return 2 * self.tokens + 2 * self.rows + (self.documents + 2) // 2
+
+
+def fields(flat: torch.Tensor, shape: Shape) -> dict[str, torch.Tensor]:
+    """A batch's tensors as views into one flat int64 buffer: it travels in one copy."""
+    tokens, positions, rows, labels, cu = flat.split(
+        [shape.tokens, shape.tokens, shape.rows, shape.rows, shape.size - 2 * shape.tokens - 2 * shape.rows]
+    )
+    cu_seqlens = cu.view(torch.int32)[: shape.documents + 1]
+    return {"tokens": tokens, "positions": positions, "rows": rows, "labels": labels, "cu_seqlens": cu_seqlens}
+
+
+@dataclass
+class Slot:
+    """A place for one batch on its way: pinned memory, its copy on the device, and the two events that guard them."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    shape: Shape
+    arrived: torch.cuda.Event
+    taken: torch.cuda.Event
+    used: bool = False
+
+
+class Inputs:
+    """The fixed tensors a captured micro-step reads, and the micro-step."""
+
+    def __init__(self, step: Step, shape: Shape, graph: bool, pool: Any):
+        self.flat = torch.zeros(shape.size, dtype=torch.int64, device=step.arena.device)
+        # Lengths on the host are for the CPU's attention alone; the captured step reads cu_seqlens.
+        batch = PackedBatch(**fields(self.flat, shape), lengths=(shape.tokens,), response_tokens=0)
+        self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
+
+
+class DeviceLoop:
+    def __init__(self, step: Step, graph: bool):
+        assert step.longest is not None, "a captured step needs a bound on document lengths"
+        self.work, self.graph = step, graph
+        self.device = step.arena.device
+        self.pool = torch.cuda.graph_pool_handle() if graph else None
+        self.copies = stream("copies", self.device)
+        self.inputs: dict[Shape, Inputs] = {}
+        self.update = Captured(self._update, enabled=graph, pool=self.pool)
+        self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        width = len(Hyper._fields)
+        self.rows = torch.empty(AHEAD + 2, width, pin_memory=True)
+        self.reports = torch.empty(AHEAD + 2, 3, pin_memory=True)
+        self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
+        self.ready: list[Figures] = []
+        self.count = 0
+        self.waited = 0.0  # seconds, for the device to come near: the host is AHEAD steps ahead of it and no more
+
+    @property
+    def captures(self) -> int:
+        """Micro-steps captured so far: one a shape, and a run has one shape."""
+        return sum(inputs.run.graph is not None for inputs in self.inputs.values())
+
+    def stage(self, batch: PackedBatch) -> Slot:
+        """Send a batch over; called by the loader's thread, which may wait for a slot's earlier copy."""
+        shape = Shape.of(batch)
+        slot = self._slot(shape)
+        for name, view in fields(slot.host, shape).items():
+            view.copy_(getattr(batch, name))
+        with torch.cuda.stream(self.copies):
+            self.copies.wait_event(slot.taken)
+            slot.device.copy_(slot.host, non_blocking=True)
+            slot.arrived.record(self.copies)
+        return slot
+
+    def step(
+        self,
+        staged: Sequence[Slot],
+        hyper: Mapping[str, float],
+        draws: Sequence[int],
+        tag: Any = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        while len(self.under_way) >= AHEAD:
+            began = time.perf_counter()
+            with marked("wait for the device"):
+                self._fetch_oldest()
+            self.waited += time.perf_counter() - began
+        main, place = torch.cuda.current_stream(), self.count % len(self.rows)
+        self.rows[place] = torch.tensor(self.work.row_of(hyper))
+        self.work.row.copy_(self.rows[place], non_blocking=True)
+        for slot, draw in zip(staged, draws, strict=True):
+            between()
+            inputs = self._inputs(slot.shape)
+            main.wait_event(slot.arrived)
+            inputs.flat.copy_(slot.device)
+            slot.taken.record(main)
+            self.free.put(slot)
+            if self.work.dropout:
+                self.work.set_draw(draw)
+            inputs.run()
+        self.update()
+        self.reports[place].copy_(self.work.report, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(main)
+        self.under_way.append((place, tag, done))
+        self.count += 1
+
+    def finished(self, wait: bool = False) -> list[Figures]:
+        """Figures of the steps that are done; `wait`: of all."""
+        while self.under_way and (wait or self.under_way[0][2].query()):
+            self._fetch_oldest()
+        done, self.ready = self.ready, []
+        return done
+
+    def _update(self) -> None:
+        self.work.update_step()
+
+    def _inputs(self, shape: Shape) -> Inputs:
+        if shape not in self.inputs:
+            self.inputs[shape] = Inputs(self.work, shape, self.graph, self.pool)
+        return self.inputs[shape]
+
+    def _slot(self, shape: Shape) -> Slot:
+        try:
+            slot = self.free.get_nowait()
+        except queue.Empty:
+            slot = None
+        if slot is not None and slot.used:
+            slot.arrived.synchronize()  # its pinned memory is still being read until then
+        if slot is None or len(slot.host) != shape.size:
+            if slot is not None:
+                self.copies.wait_event(slot.taken)  # its memory on the device goes to the next that asks on this stream
+            with torch.cuda.stream(self.copies):  # from that stream's memory: no work of another may still be on it
+                host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=True)  # and of that device's context
+                device = torch.empty(shape.size, dtype=torch.int64, device=self.device)
+            slot = Slot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
+        slot.shape, slot.used = shape, True
+        return slot
+
+    def _fetch_oldest(self) -> None:
+        place, tag, done = self.under_way.popleft()
+        done.synchronize()
+        loss, norm, skipped = self.reports[place].tolist()
+        self.ready.append(Figures(tag, loss, norm, bool(skipped)))

@@ -1,0 +1,140 @@
+"""One optimizer step: the hot path.
+
+    micro_step   forward, response-only loss, backward; gradients add up in the arena     (N times)
+    update_step  norm, clip, AdamW, zero                                                  (once)
+
+Losses and gradients are sums over response tokens; the one division, by the tokens of the whole optimizer step, is
+folded into the clip's factor. So N micro-batches equal one N-times batch exactly, whatever their sizes.
+
+Nothing here reads a device value: hyperparameters and the divisor are a row of device scalars, the update count lives
+beside them, a non-finite gradient skips the update on the device, and the figures of the step are left in `report` for
+the loop to fetch when it likes. Both callables take fixed-shape tensors and can be captured as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from graftune.batch import PackedBatch
+from graftune.kernels import adamw, attention, grad_norm, matmul
+from graftune.kernels.blocks import BlockTable, spans_of
+from graftune.model.decoder import Decoder, PackedDocuments, Stream
+from graftune.model.frozen import apart
+from graftune.model.lora import Arena
+from graftune.model.run import Aside, Dropout
+from graftune.model.tape import Tapes
+from graftune.step.scaler import LossScaler
+
+# In fp16 sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would be
+# beyond fp16 where the mean's is not. A power of two, so nothing is rounded.
+FP16_UNIT = 2.0**-12
+
+
+class Step:
+    def __init__(
+        self,
+        decoder: Decoder,
+        arena: Arena,
+        *,
+        clip_mode: str = "global",
+        dropout: float = 0.0,
+        seed: int = 0,
+        recompute: str = "none",
+        attention_backend: str = "cpu",
+        longest: int | None = None,
+        tuned: bool = False,
+        other_backends: tuple[str, ...] = (),
+    ):
+        """`longest` bounds the documents of every batch to come; a captured step needs it, an eager one can look.
+        `tuned` times cuBLAS's algorithms at the first batch of a shape, and attention's backends at the first batch:
+        for shapes that will be used often."""
+        self.decoder, self.arena = decoder, arena
+        self.dropout, self.tapes = dropout, Tapes(recompute)
+        self.backend, self.longest, self.tuned = attention_backend, longest, tuned
+        self.other_backends = other_backends if tuned else ()
+        device = arena.device
+        segments = arena.segments(clip_mode)
+        self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
+        self.row = torch.zeros(len(adamw.Hyper._fields), device=device)  # live: lr, betas, eps, decay, divisor, clip
+        self.draw = torch.zeros((), dtype=torch.int64, device=device)  # live: numbers the dropout mask
+        self.seed = seed
+        self.loss_sum = torch.zeros((), device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # updates made; a skipped one is none
+        self.report = torch.zeros(3, device=device)  # mean loss, gradient norm before clipping, skipped
+        self.factors = torch.zeros(len(segments), device=device)
+        self.ok = torch.zeros((), dtype=torch.bool, device=device)
+        # What is queued for other streams stays in memory until it has run: not where memory is what counts.
+        self.aside = Aside(device) if device.type == "cuda" and recompute in ("none", "selective") else None
+        self.partials = torch.empty(len(self.table), device=device)
+        self.scaler = LossScaler(device) if arena.compute_dtype == torch.float16 else None
+        self.unit = FP16_UNIT if self.scaler else 1.0
+
+    def set_hyper(self, values: Mapping[str, float]) -> None:
+        """Upload the live row: lr, betas, eps, decay, divisor (response tokens of the step), clip."""
+        self.row.copy_(torch.tensor(self.row_of(values)), non_blocking=True)
+
+    def row_of(self, values: Mapping[str, float]) -> list[float]:
+        """The live row in its order, the divisor in the unit of the sums."""
+        return [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
+
+    def set_draw(self, draw: int) -> None:
+        """Number the next dropout mask, within 63 bits: a seed may be as large as that itself."""
+        self.draw.fill_((self.seed * 1_000_003 + draw) & (2**63 - 1))
+
+    def micro_step(self, batch: PackedBatch) -> None:
+        """Adds the batch's loss and gradients to what is there."""
+        decoder = self.decoder
+        if self.aside is not None:
+            self.aside.forget()
+        dropout = Dropout(self.dropout, self.draw) if self.dropout else None
+        documents = attention.Documents(batch.cu_seqlens, batch.lengths, self.longest or max(batch.lengths))
+        if self.other_backends:
+            self._choose_attention(documents, len(batch.tokens))
+        attend = PackedDocuments(documents, self.backend)
+        run = decoder.begin(batch.positions, attend, dropout=dropout, aside=self.aside)
+        tape = self.tapes.new(len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute)
+
+        with matmul.tuned(self.tuned):
+            # Handed on, not named: a name here would hold the stream, then its gradient, through the whole backward.
+            decoder.backward(
+                self._grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch.labels),
+                batch.tokens,
+                run,
+                batch.rows,
+                tape,
+            )
+
+    def _grad_of_loss(self, stream: Stream, labels: torch.Tensor) -> torch.Tensor:
+        """Adds the loss to the sum."""
+        scale = self.scaler.scale * self.unit if self.scaler else None
+        loss, grad = self.decoder.loss(stream, labels, scale=scale)
+        assert grad is not None
+        self.loss_sum.add_(loss, alpha=self.unit)
+        return grad
+
+    def _choose_attention(self, documents: attention.Documents, tokens: int) -> None:
+        """Timed with a block's own scale and distances of rows: the plans that are built for it are the step's."""
+        from graftune.kernels.attention import timing
+
+        block, names = self.decoder.blocks[0], (self.backend, *self.other_backends)
+        rows = apart(block.o.width_in, block.o.room), apart(block.qkv.width_out, block.qkv.room)
+        case = timing.Case(tokens, block.heads, self.decoder.compute, block.score_scale, *rows)
+        self.backend = timing.fastest(names, documents, case)
+        self.other_backends = ()
+
+    def update_step(self) -> torch.Tensor:
+        """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""
+        arena, state = self.arena, self.scaler.state if self.scaler else None
+        decided = self.report, self.factors, self.ok
+        grad_norm.clip(arena.grads, self.table, self.row, self.loss_sum, self.count, *decided, state, self.partials)
+        buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
+        adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)
+        arena.publish(cast=False)
+        return self.report
+
+    def discard(self) -> None:
+        """Forget what has added up since the last update."""
+        self.arena.grads.zero_()
+        self.loss_sum.zero_()

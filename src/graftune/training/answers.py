@@ -1,0 +1,112 @@
+"""Answers to a few validation prompts, before and after training, so that a person sees what changed; and their score
+where the data set brings a scorer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from graftune.config import Config, RunConfig
+from graftune.data.dataset import Dataset
+from graftune.data.sample import ScoreReport, is_sample_hash, score_all
+from graftune.data.template import stop_ids, usable_format
+from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
+from graftune.infer.sample import Sampling
+from graftune.observe.console import Answer, Console
+from graftune.session import Engine
+from graftune.tokenizer import Tokenizer
+
+SCORED = 24  # records, unless the settings say how many
+
+
+def scored_records(config: RunConfig) -> int:
+    """Without a number, the usual one; but whoever wants no samples is not asked for scores behind their back."""
+    usual = SCORED if config.samples else 0
+    return (config.score_records or usual) if config.score else 0
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: list[int]  # rendered, ready to continue
+    asked: str  # what a person would recognise of it
+    reference: str
+
+
+class Answers:
+    """The questions of a run, the same before and after, and what was answered to them."""
+
+    def __init__(self, validation: Dataset, whole: Config, tokenizer: Tokenizer, positions: int):
+        """The first records of the validation set: it is a seeded random subset of the data already. A prompt that is
+        longer than an example may be, or than the model's `positions`, is left out."""
+        config = whole.run
+        self.stops = stop_ids(tokenizer, usable_format(tokenizer, whole.data))
+        self.scored = bool(scored_records(config) and len(validation) and is_sample_hash(validation.sha256))
+        count = max(config.samples, scored_records(config) if self.scored else 0)
+        most = min(whole.data.longest(positions), positions - 1)
+        records = zip(validation.prompts, validation.messages, validation.references, strict=True)
+        asked = (Question(tokenizer.encode(p), _asked(turns, p), reference) for p, turns, reference in records if p)
+        self.questions = list(islice((q for q in asked if len(q.prompt) <= most), count))
+        self.shown = min(config.samples, len(self.questions))
+        self.length, self.positions = config.sample_tokens, positions
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the prompts, in tokens."""
+        return tuple(len(q.prompt) for q in self.questions)
+
+    @property
+    def digest(self) -> str:
+        """Of the prompts and of how long an answer may be: what was answered to others is no answer to these."""
+        return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
+
+    def ask(self, engine: Engine, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
+        """Greedily, as many questions at once as there is room for. `between` gets the count of those answered."""
+        tokenizer, settings = engine.tokenizer, engine.config.train
+        reaches = reaches_of(self.lengths, self.length, self.positions)
+        found: list[str] = []
+        for group in in_groups(reaches, cache_room(settings.tokens_per_micro_batch, settings.recompute)):
+            answers = generate(
+                engine.decoder,
+                [self.questions[i].prompt for i in group],
+                Sampling(max_new_tokens=self.length),
+                self.stops,
+                adapted=adapted,
+                backend=engine.eager_attention,
+                on_tokens=partial(_count, between, len(found) + len(group)),
+            )
+            found += [tokenizer.decode(answer, skip_special=True) for answer in answers]
+            between(len(found))
+        return found
+
+    def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
+        """Base and tuned answers side by side, and their scores; the scores are returned. `before` may be empty."""
+        bases: Sequence[str | None] = before or [None] * len(after)
+        triples = zip(self.questions, bases, after, strict=True)
+        rows = [Answer(q.asked, base, tuned, q.reference) for q, base, tuned in triples]
+        console.side_by_side("answers to unseen prompts", rows[: self.shown])
+        if not self.scored:
+            return {}
+        references = [q.reference for q in self.questions]
+        asked = {"base": before, "tuned": after} if before else {"tuned": after}
+        scores = {name: score_all(zip(references, answers, strict=True)) for name, answers in asked.items()}
+        shares = ", ".join(f"{name} {score.share:.0%}" for name, score in scores.items())
+        console.line(f"score on {len(references)} unseen records: {shares} exactly right")
+        return {"score": {name: _figures(score) for name, score in scores.items()}}
+
+
+def _count(between: Callable[[int], None], asked: int, alive: dict[int, int]) -> None:
+    between(asked - len(alive))
+
+
+def _figures(report: ScoreReport) -> dict[str, Any]:
+    return {"exact": report.share, "valid_json": report.valid_json, "total": report.total, "fields": report.fields}
+
+
+def _asked(messages: list[dict[str, Any]], prompt: str) -> str:
+    """What a person would recognise of a prompt: the last turn before the answer; plain text is its own."""
+    return str(messages[-1]["content"]).strip() if messages else prompt.strip()

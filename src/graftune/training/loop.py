@@ -1,0 +1,413 @@
+"""The run: owns the host, the clock and the disk. Everything per step is in step.py, how steps are sent to the device
+without waiting for them in step/pipeline.py, and what is said of them in telling.py.
+
+A run is a function of its place. `Progress` says which step is next and which evaluation was last; what is due follows
+from it and from nothing else, so a run that was killed anywhere goes on from its last checkpoint and does, bit for
+bit, what it would have done. Signals are noticed between micro-batches; what had added up since the last update is
+dropped, the last whole step is saved.
+
+`Progress.step` counts the steps that were sent. Their figures come when they are done, on a GPU a step or two later;
+before an evaluation, a checkpoint and the end all of them are waited for, so that the log never lacks a step which a
+checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune import __version__
+from graftune.config import Config
+from graftune.data.loader import Loader
+from graftune.errors import GraftuneError
+from graftune.files import write_file
+from graftune.kernels.adamw import Hyper
+from graftune.observe.console import Console
+from graftune.observe.events import EventLog, read_events
+from graftune.observe.marks import Profile, marked
+from graftune.observe.memory import peak_resident_bytes
+from graftune.step.evaluate import evaluate
+from graftune.step.pipeline import hot_loop
+from graftune.step.schedule import learning_rate
+from graftune.step.step import Step
+from graftune.training.prepare import (
+    Prepared,
+    tell_start,
+)
+from graftune.training.resume import (
+    KEPT_ON_RESUME,
+    check_longer,
+    extension,
+    identity,
+    run_length,
+)
+from graftune.training.signals import HANGUP, noted_signals
+from graftune.training.telling import Telling
+from graftune.weights import checkpoint
+from graftune.weights.checkpoint import Progress
+
+
+@dataclass
+class TrainResult:
+    folder: Path
+    steps: int
+    stopped: str  # finished | early stop | interrupted
+    first_eval: float | None
+    best_eval: float | None
+    summary: dict[str, Any] = field(default_factory=dict)
+    signal: int = 0
+    started: bool = True  # False: stopped while it was prepared, with nothing written
+
+
+class Interrupted(Exception):
+    """A signal was seen between two micro-batches."""
+
+
+class Run:
+    """One training run in its folder."""
+
+    def __init__(self, prepared: Prepared, console: Console):
+        self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
+        self.training, self.validation = prepared.training, prepared.validation
+        self.plan, self.calibration, self.answers = prepared.plan, prepared.calibration, prepared.answers
+        engine = prepared.engine
+        self.config = config = engine.config
+        self.progress = Progress()
+        captured = engine.runtime.device.type == "cuda"
+        self.loader = Loader(
+            self.training.examples,
+            tokens_per_step=config.train.tokens_per_step,
+            micro_capacity=config.train.tokens_per_micro_batch,
+            seed=config.train.seed,
+            fixed=captured,
+        )
+        self.shape = self.loader.capacities(math.ceil(config.train.epochs)) if captured else None
+        self.step = Step(
+            engine.decoder,
+            engine.arena,
+            clip_mode=config.optim.clip_mode,
+            dropout=engine.lora.dropout,
+            seed=config.train.seed,
+            recompute=config.train.recompute,
+            attention_backend=engine.attention.backend,
+            other_backends=engine.attention.others,
+            longest=self.shape.longest if self.shape else None,
+            tuned=captured and not config.train.deterministic,  # no choice may hang on a clock then
+        )
+        self.attention, self.captures = engine.attention.backend, 0  # as far as they were told
+        self.graph = config.train.graph
+        self.hot = hot_loop(self.step, graph=self.graph)
+        length = run_length(self.loader, config.train)
+        self.before = run_length(self.loader, prepared.before.train) if prepared.before else length
+        self.total, self.epoch_steps = length.total, max(length.epoch_steps, self.before.epoch_steps, key=len)
+        self.saved_at = _minutes()
+        self.base_answers: list[str] = []
+        self.checkpoints = self.folder / "checkpoints"
+        self.examples_sha256 = prepared.examples_sha256
+        self.signal = 0
+        self.closing = False  # all steps are done: what is left changes no checkpoint
+        self.log: EventLog
+        self.telling: Telling
+
+    # Beginning
+
+    def start(self) -> None:
+        """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
+        self._open_log()
+        engine = self.engine
+        facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
+        facts |= {"device": engine.runtime.describe(), "attention": engine.attention.backend}
+        if self.calibration is not None:
+            chosen = self.calibration.chosen
+            facts |= {"codes": self.calibration.digest, "inputs": "".join(map(str, chosen.inputs))}
+            facts |= {"cost_of_weights": chosen.weights, "cost_of_one_code": chosen.one}
+            facts |= {"cost_of_inputs": chosen.taken, "noise": chosen.noise}
+        self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
+        if self.plan is not None:
+            write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
+        self.config.save(self.folder / "config.yaml")  # last: what has one can be resumed
+        tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
+
+    def take_up(self) -> None:
+        """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
+        found = checkpoint.latest(self.checkpoints)
+        if found is not None:
+            place, stored = checkpoint.read_state(found)
+            checkpoint.check_identity(self.identity(), stored, self.folder)
+            checkpoint.check_place(found, place, self.before.epoch_steps)
+            check_longer(self.folder, place.step, self.total, self.config.train)
+            self.progress = checkpoint.load(found, self.engine.arena, self.identity(), self.step.scaler)
+            self.step.count.fill_(self.progress.updates)
+        self._open_log()
+        events = read_events(self.folder / "metrics.jsonl")
+        starts = [event for event in events if event["event"] == "run_start"]
+        if found is None and starts:
+            checkpoint.check_identity(self.identity(), starts[-1], self.folder)
+        codes = "" if self.calibration is None else self.calibration.digest
+        if starts and starts[0].get("codes", "") != codes:
+            self.console.warn(
+                "the fp8 weights are not those that the run began with, bit for bit: this machine or its libraries add "
+                "up in another order; the run goes on with weights as good"
+            )
+        for event in events:
+            if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
+                self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
+        self.log.emit("resume", step=self.progress.step)
+        tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
+        where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
+        self.console.note(f"resuming {self.folder} at {where}")
+        self._keep_changes()
+
+    def _keep_changes(self) -> None:
+        """What was changed with this resume and holds from now on: said, logged and stored."""
+        p, before, now = self.progress, Config.load(self.folder / "config.yaml"), self.config.flat()
+        kept = {name: now[name] for name in KEPT_ON_RESUME if name in now and before.flat()[name] != now[name]}
+        if self.total != self.before.total:
+            self.console.note(extension(p.step, self.before.total, self.total, self.config.optim))
+            self.log.emit("extend", step=p.step, steps=self.total, steps_before=self.before.total, **kept)
+            if p.stale and self.total > self.before.total:  # or an early stop would come again at once
+                p.stale = 0
+                self._save()
+        if kept:
+            before.replace(**kept).save(self.folder / "config.yaml")
+
+    def _open_log(self) -> None:
+        self.log = EventLog(self.folder / "metrics.jsonl")
+        self.telling = Telling(self.console, self.log, self.total, self.engine.runtime.device, self.plan)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to fit."""
+        data = self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else "")
+        return identity(self.config, self.engine.base, data, self.examples_sha256)
+
+    # The run itself
+
+    def go(self) -> TrainResult:
+        stopped = "finished"
+        try:
+            with noted_signals(self._signalled):
+                if self._train() == "early":
+                    stopped = "early stop"
+                summary = self._finish(stopped)
+        except (Interrupted, OSError) as error:
+            if isinstance(error, OSError) and not self.signal:
+                raise
+            # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
+            self._stop()
+            stopped, summary = "interrupted", {}
+        finally:
+            self.log.close()
+        p = self.progress
+        return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
+
+    def _stop(self) -> None:
+        if self.signal == HANGUP:
+            self.console = self.telling.hushed()
+        self.step.discard()
+        self._settle()
+        if not self.closing:  # by then the arena may hold the best step's weights
+            self._save()
+        self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
+        self.telling.draw()
+
+    def _train(self) -> str:
+        # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
+        full = self.config.train.method == "full"
+        if full and self.answers.questions and not self.base_answers and not self.progress.step:
+            self._ask_base()
+        trace, device = self.folder / "profile.json.gz", self.engine.runtime.device
+        profile = Profile(self.config.run.profile, trace, device, self.console.note)
+        with self.telling.steps(self.progress.step), profile:
+            while True:
+                p = self.progress
+                if self._evaluation_due():
+                    self._settle()
+                    with self.telling.meter.paused():
+                        if self._save_due():  # an evaluation may take long
+                            self._save()
+                        self._evaluate()
+                if p.step >= self.total:
+                    self._settle()
+                    return "done"
+                if self.config.train.patience and p.stale >= self.config.train.patience:
+                    return "early"
+                if p.epoch_step == self.epoch_steps[p.epoch]:
+                    p.epoch, p.epoch_step = p.epoch + 1, 0
+                self._epoch(profile)
+
+    def _epoch(self, profile: Profile) -> None:
+        """Steps until an evaluation is due or the epoch ends."""
+        p, settings = self.progress, self.config.train
+        for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.hot.stage):
+            began, waited = time.perf_counter(), self.hot.waited
+            self._one_step(micro_batches)
+            profile.step()
+            for done in self.hot.finished():
+                self.telling.step(done, scaled=self.step.scaler is not None)
+            self.telling.host_seconds.append(time.perf_counter() - began - (self.hot.waited - waited))
+            if self._evaluation_due() or p.step >= self.total:
+                return
+            ends = p.epoch_step == self.epoch_steps[p.epoch]
+            if ends or self._save_due() or (settings.save_every and p.step % settings.save_every == 0):
+                self._settle()
+                with self.telling.meter.paused():
+                    self._save()
+
+    def _one_step(self, micro_batches: list[Any]) -> None:
+        """Send a step on its way; what came of it is asked for later."""
+        p, optim = self.progress, self.config.optim
+        lr = learning_rate(p.step, self.total, optim)
+        tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
+        hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
+        hyper |= {"lr": lr, "divisor": float(max(1, responses))}
+        draws = [p.step * 4096 + index for index in range(len(micro_batches))]
+        facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
+        first = not self.telling.host_seconds
+        with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
+            self.hot.step(micro_batches, hyper, draws, facts, self._between)
+        p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
+        self._tell_chosen()
+
+    def _tell_chosen(self) -> None:
+        """What the step's first batch of a shape settled: the fastest attention, and a capture more."""
+        if self.step.backend != self.attention:
+            self.console.note(f"attention: {self.step.backend}, timed as the fastest on these documents")
+        if self.hot.captures > max(1, self.captures):
+            self.console.warn(f"step {self.progress.step}: captured again, for batches of another shape")
+        self.attention, self.captures = self.step.backend, self.hot.captures
+
+    def _settle(self) -> None:
+        """Wait for every step that was sent, and tell of them."""
+        with marked("wait for steps"):
+            finished = self.hot.finished(wait=True)
+        for done in finished:
+            self.telling.step(done, scaled=self.step.scaler is not None)
+
+    # Evaluations and checkpoints
+
+    def _evaluation_due(self) -> bool:
+        """Before the first step, every eval_every steps, after each epoch and at the end; each once."""
+        p, every = self.progress, self.config.train.eval_every
+        if not self.validation.examples or p.last_eval == p.step:
+            return False
+        ends = p.epoch_step == self.epoch_steps[p.epoch] or p.step >= self.total
+        return p.step == 0 or ends or (every > 0 and p.step % every == 0)
+
+    def _evaluate(self) -> None:
+        p = self.progress
+        examples = self.validation.examples
+        with marked("evaluate"), self.telling.counted("validating", len(examples), "examples", self._between) as count:
+            result = evaluate(
+                self.engine.decoder,
+                examples,
+                capacity=self.config.train.tokens_per_micro_batch,
+                backend=self.engine.attention.backend,
+                between=count,
+            )
+        self.telling.evaluation(result, p.step, p.epoch)
+        better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
+        p.last_eval = p.step
+        if p.step == 0:
+            p.first_loss = result.loss
+        elif better:
+            p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
+        else:
+            p.stale += 1
+        self._save()
+
+    def _save_due(self) -> bool:
+        minutes = self.config.train.save_minutes
+        return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
+
+    def _save(self) -> None:
+        """After `_settle`: what the checkpoint holds is in the log."""
+        p = self.progress
+        with marked("checkpoint"):
+            p.updates = int(self.step.count)
+            checkpoint.save(self.checkpoints, self.engine.arena, p, self.identity(), self.step.scaler)
+            checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
+        self.saved_at = _minutes()
+        self.telling.picture.redraw()
+
+    # The end
+
+    def _finish(self, stopped: str) -> dict[str, Any]:
+        p, console = self.progress, self.console
+        if not self.validation.examples:
+            self._save()
+        self.closing = True
+        if p.best_step >= 0 and p.best_step != p.step:
+            best = checkpoint.steps(self.checkpoints).get(p.best_step)
+            if best is None:
+                raise GraftuneError(
+                    f"the checkpoint of step {p.best_step}, the best one, is gone",
+                    where=str(self.checkpoints),
+                    mend="restore it, or start a new run",
+                )
+            checkpoint.read_weights(best, self.engine.arena)
+            console.note(f"keeping step {p.best_step}, the best on validation")
+        if p.step and not p.updates:
+            console.warn("every update was skipped, because no gradient was finite: nothing was trained")
+        elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
+            console.warn("validation loss did not fall below where it started: training does not help on this data")
+        if self.hot.captures > 1:
+            console.warn(f"the step was captured {self.hot.captures} times, for batches of as many shapes")
+        with console.working(f"writing the {self.engine.product}"):
+            self.engine.save(self.folder / self.engine.product)
+        summary: dict[str, Any] = {
+            "best_step": p.best_step,
+            "validation_loss": {"start": p.first_loss, "best": p.best_loss},
+        }
+        if self.answers.questions:
+            summary |= self._compare()
+        summary |= self._cost() | {"peak_memory": peak_resident_bytes()}
+        self.telling.memory_in_all(p.step)
+        self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
+        self.telling.draw()
+        return summary
+
+    def _cost(self) -> dict[str, Any]:
+        return self.telling.cost(self.hot.captures) | {"attention": self.step.backend}
+
+    def _ask_base(self) -> None:
+        self.base_answers = self._ask("the base", adapted=False)
+        self.log.emit("sample", step=0, answers=self.base_answers, questions=self.answers.digest)
+
+    def _compare(self) -> dict[str, Any]:
+        """Base and tuned answers side by side, and their scores."""
+        answers = self.answers
+        if not self.base_answers and self.config.train.method == "lora":
+            self._ask_base()
+        if not self.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
+            self.console.note("there is no base to ask: the answers are the trained model's alone")
+        tuned = self._ask("the tuned model", adapted=True)
+        self.log.emit("sample", step=self.progress.step, answers=tuned)
+        return answers.show(self.console, self.base_answers, tuned)
+
+    def _ask(self, whom: str, *, adapted: bool) -> list[str]:
+        """Answers to the run's questions, by the base or by what was trained."""
+        label, count = f"asking {whom} about unseen prompts", len(self.answers.questions)
+        with marked("samples"), self.telling.counted(label, count, "answers", self._between) as between:
+            return self.answers.ask(self.engine, adapted=adapted, between=between)
+
+    # Signals
+
+    def _between(self) -> None:
+        if self.signal:
+            if self.signal != HANGUP:
+                self.console.note("stopping: saving a checkpoint")
+            raise Interrupted
+
+    def _signalled(self, number: int) -> None:
+        self.signal = number  # said in _between: a handler must not write to a stream that is being written to
+
+
+def _minutes() -> float:
+    return time.monotonic() / 60

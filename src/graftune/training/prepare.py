@@ -1,0 +1,348 @@
+"""Before the first step: the data, the folder and the engine of a run, each mistake found as early as it can be.
+
+Data comes first, because its mistakes are the common ones; then the folder, so that a read-only disk shows before the
+model is loaded. What was made for a run that does not come to its start is taken away again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from graftune.config import Config
+from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.encoded import distinct_tokens
+from graftune.data.loader import Loader
+from graftune.data.pack import Capacities
+from graftune.data.sample import sample_path
+from graftune.data.summary import Summary, counted
+from graftune.errors import GraftuneError
+from graftune.files import LOCK, FolderLock
+from graftune.mixture import DataValue, label, slug
+from graftune.observe.console import Console
+from graftune.observe.events import read_events
+from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
+from graftune.plan import CardModel, Job, Plan, any_data, is_absent, runtime_for, settle
+from graftune.runtime import device_of
+from graftune.session import (
+    Engine,
+    adapter_folder,
+    check_method,
+    open_engine,
+    resolved_recompute,
+    with_adapter,
+    with_template,
+)
+from graftune.step.calibrate import Calibration, calibrate, calibrates, sample
+from graftune.step.codes import Inputs, share_of_two
+from graftune.step.evaluate import shape_of
+from graftune.tokenizer.template import today
+from graftune.training.answers import Answers
+from graftune.training.resume import stretched, with_full_paths
+from graftune.weights.adapter import Adapter, load_adapter
+from graftune.weights.base import Base, open_base, with_new_tokens
+from graftune.weights.load import group_sources
+
+UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
+
+
+@dataclass(frozen=True)
+class Prepared:
+    folder: Path
+    engine: Engine
+    training: Dataset
+    validation: Dataset
+    examples_sha256: str
+    answers: Answers
+    plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
+    calibration: Calibration | None = None  # of an fp8 base
+    before: Config | None = None  # of a run that is resumed: its settings so far
+
+
+def prepare_run(
+    config: Config, console: Console, made: list[Path] | None = None, held: ExitStack | None = None
+) -> Prepared:
+    """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open."""
+    date = config.data.date or today().isoformat()
+    new = [] if made is None else made
+    return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, new, held))
+
+
+def prepare_resume(config: Config, console: Console, folder: Path, before: Config) -> Prepared:
+    """Everything that a run in its folder needs to go on with `config`, where it had `before`."""
+    return _prepare(config, console, lambda config, path: folder, before)
+
+
+def _prepare(
+    config: Config, console: Console, folder_for: Callable[[Config, DataValue], Path], before: Config | None = None
+) -> Prepared:
+    device_of(config.base.device)  # what is not there is said before data is read
+    forget_earlier_runs()
+    with console.working("opening the base"):
+        config, base, adapter = _opened(config)
+    path: DataValue = config.data.data or str(sample_path())
+    with console.working("reading the data"):
+        data = _read(config, base, adapter, path, console)
+    if before is not None and config.train.max_steps != before.train.max_steps:
+        loader = _loader(config, data.training, max(config.train.tokens_per_micro_batch, data.longest))
+        config = config.replace(epochs=stretched(config.train, loader))
+    with console.working("planning memory"):
+        job = plan_job(config, base, data, resuming=before is not None)
+        plan = settle(job) if job else None
+    if plan is not None:
+        capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
+    else:
+        console.note(f"memory is planned on CUDA and on CPUs, not on {config.base.device}")
+        capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
+    folder = folder_for(config, path)
+    forget_peak()
+    with console.working("loading the base"):
+        engine = open_engine(config, base=base, placement=job.placement if job else None)
+    engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
+    calibration = _calibrated(engine, data.training, folder, console)
+    read = data.training, data.validation, data.examples_sha256, data.answers
+    return Prepared(folder, engine, *read, plan, calibration, before)
+
+
+def _loader(config: Config, training: Dataset, capacity: int) -> Loader:
+    settings = config.train
+    how = {"tokens_per_step": settings.tokens_per_step, "micro_capacity": capacity, "seed": settings.seed}
+    return Loader(training.examples, fixed=True, **how)
+
+
+def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Console) -> Calibration | None:
+    """An fp8 base rounded by the run's data; other bases are what they are."""
+    settings, blocks = engine.config.train, engine.decoder.blocks
+    if not calibrates(engine.config, engine.placement):
+        return None
+    base, batches = engine.base, sample(training.examples, settings)
+    inputs = _inputs_of(folder) or settings.fp8_inputs
+    with console.progress(len(blocks), label="calibrating", unit="layers") as bar:
+        made = calibrate(
+            engine.decoder,
+            batches,
+            functools.partial(group_sources, base),
+            backend=engine.eager_attention,
+            inputs=inputs,
+            told=bar.update,
+        )
+    engine.arena.publish()
+    console.note(f"calibrated: fp8 weights rounded by {made.tokens} tokens of the data in {made.seconds:.1f} s")
+    if inputs == "auto":
+        taken = "one" if not (two := share_of_two(engine.decoder)) else f"two for {two:.0%} of the forward products"
+        left = f", with which the others cost {made.chosen.taken:.2%}" if 0 < two < 1 else ""
+        console.note(
+            f"rounding the weights to fp8 costs {made.chosen.weights:.2%} of the loss, and their inputs to one code "
+            f"per value {made.chosen.one:.2%}; taken: {taken}{left}"
+        )
+    return made
+
+
+def _inputs_of(folder: Path) -> str | Inputs:
+    """What a run that is resumed began with; nothing where there is none."""
+    events = read_events(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    known = [e["inputs"] for e in events if e["event"] == "run_start" and "inputs" in e]
+    if known and isinstance(known[0], int):  # a run of an earlier version, which had one number for all
+        return {1: "one", 2: "two"}[known[0]]
+    return tuple(map(int, known[0])) if known else ()
+
+
+def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
+    """Settings with full paths and what an adapter to go on from brings, and the base, of which headers are read."""
+    check_method(config)
+    adapter = load_adapter(adapter_folder(Path(config.lora.adapter))) if config.lora.adapter else None
+    config = with_full_paths(with_adapter(config, adapter) if adapter else config)
+    base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
+    return config.replace(max_seq_len=config.data.longest(base.spec.max_positions)), base, adapter
+
+
+class Read(NamedTuple):
+    training: Dataset
+    validation: Dataset
+    examples_sha256: str  # of both, and of validation without its limit, which may change on a resume
+    longest: int  # tokens of an example
+    answers: Answers
+
+
+def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, console: Console) -> Read:
+    new_tokens = config.lora.new_tokens
+    reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
+    console.note(f"reading {label(path)}")
+    whole = prepare(path, reader, config.data, console)
+    if config.data.eval_data:
+        training, validation = whole, prepare(config.data.eval_data, reader, config.data, console)
+    else:
+        training, validation = split(whole, config.data.val_split, config.train.seed)
+    examples_sha256 = hashlib.sha256((training.digest + validation.digest).encode()).hexdigest()
+    validation = validation.at_most(config.data.eval_examples, config.train.seed)
+    _tell_data(console, whole, training, validation)
+    longest = max(training.longest, validation.longest)
+    if longest > base.spec.max_positions:
+        raise GraftuneError(
+            f"an example has {longest} tokens and {base.name} takes {base.spec.max_positions}",
+            where=label(path),
+            mend=f"set max_seq_len to {base.spec.max_positions} or less",
+        )
+    answers = Answers(validation, config, reader, base.spec.max_positions)
+    return Read(training, validation, examples_sha256, longest, answers)
+
+
+def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
+    """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow."""
+    if is_absent(config) and not memory and model is None:
+        raise GraftuneError(
+            f"device is {config.base.device} and there is no GPU here to ask for its memory",
+            mend="name it, as in --gpu 4090, or say how much it has, as in --memory 24GiB",
+        )
+    config, base, adapter = _opened(config)
+    if config.data.data:
+        data = _read(config, base, adapter, config.data.data, console)
+        job = plan_job(config, base, data, memory=memory, model=model)
+    else:
+        runtime, card = runtime_for(config, memory, model)
+        longest = min(config.data.longest(), base.spec.max_positions)
+        planned = runtime.device.type in ("cuda", "cpu")
+        shapes, asked = any_data(longest), (longest,) * config.run.samples
+        job = Job(config, base, runtime, longest, shapes, card, memory, asked=asked) if planned else None
+    if job is None:
+        raise GraftuneError(f"memory is planned on CUDA and on CPUs, not on {config.base.device}", mend="use --device")
+    return job
+
+
+def plan_job(
+    config: Config,
+    base: Base,
+    data: Read,
+    *,
+    resuming: bool = False,
+    memory: int = 0,
+    model: CardModel | None = None,
+) -> Job | None:
+    """The run as something to plan, in the shapes that its data comes to; None on devices that are not planned for."""
+    runtime, card = runtime_for(config, memory, model)
+    resolved_recompute(config.train.recompute, runtime.device)
+    if runtime.device.type not in ("cuda", "cpu"):
+        return None
+
+    held_out = data.validation.examples
+
+    @functools.cache
+    def shapes(capacity: int) -> Capacities:
+        return _loader(config, data.training, capacity).capacities(math.ceil(config.train.epochs))
+
+    return Job(
+        config,
+        base,
+        runtime,
+        longest=data.longest,
+        shapes=shapes,
+        card=card,
+        memory=memory,
+        evaluates=bool(held_out),
+        evaluated=functools.cache(lambda capacity: shape_of(held_out, capacity)) if held_out else None,
+        tokens=distinct_tokens(data.training.examples, held_out),
+        asked=data.answers.lengths,
+        resuming=resuming,
+    )
+
+
+def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
+    summary = whole.summary
+    console.note(
+        f"data: {counted(len(training), 'example')} to train on, {len(validation)} to validate, "
+        f"{summary.tokens} tokens, {summary.supervised_share:.0%} of them trained"
+    )
+    if summary.template:
+        console.note(f"chat template: {summary.template}")
+    tell_refused(console, summary)
+    if summary.duplicates or validation.path != whole.path:
+        both = training.shared_with(validation)
+        if both:
+            console.warn(f"{both} of {len(validation)} validation examples are in the training data too, word for word")
+    if validation.path != whole.path:
+        tell_refused(console, validation.summary, "validation data: ")
+
+
+def tell_refused(console: Console, summary: Summary, prefix: str = "") -> None:
+    """Nothing is left out silently: a number for every reason."""
+    for reason, count in summary.refused.items():
+        console.warn(f"{prefix}{counted(count, 'row')} left out: {reason}")
+    for reason, count in summary.dropped.items():
+        console.warn(f"{prefix}{counted(count, 'example')} left out: {reason}")
+    for reason, count in summary.truncated.items():
+        console.warn(f"{prefix}{counted(count, 'example')} shortened: {reason}")
+    for warning in summary.warnings():
+        console.warn(f"{prefix}{warning}")
+    for text in summary.says():
+        console.note(f"{prefix}{text}")
+    for text, count in summary.notes.items():
+        console.note(f"{prefix}{text} ({counted(count, 'row')})" if count else f"{prefix}{text}")
+
+
+def tell_start(
+    console: Console, engine: Engine, folder: Path, steps: int, shape: Capacities | None, graph: bool
+) -> None:
+    """What was found and chosen, before the first step. `shape`: of every micro-batch, where it is fixed."""
+    spec, arena, settings = engine.base.spec, engine.arena, engine.config.train
+    console.note(f"base: {engine.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
+    console.note(f"device: {engine.runtime.describe()}")
+    console.note(f"attention: {engine.attention.backend} ({engine.attention.why})")
+    console.note(f"frozen weights: {engine.placement.base_dtype} ({engine.placement.why})")
+    console.note(
+        f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
+    )
+    console.note(
+        f"{counted(steps, 'step')} of up to {settings.tokens_per_step} tokens in micro-batches of "
+        f"{settings.tokens_per_micro_batch}; run folder {folder}"
+    )
+    if shape is not None:
+        how = "replayed from CUDA graphs" if graph else "not captured (graph is off)"
+        console.note(
+            f"shape: {shape.capacity} tokens, {shape.max_docs} documents of up to {shape.longest}, "
+            f"{shape.max_rows} response rows; steps are {how}"
+        )
+
+
+@contextmanager
+def removed_unless_started() -> Iterator[list[Path]]:
+    """What is put into the list is taken away again if the run does not come to its start."""
+    made: list[Path] = []
+    try:
+        yield made
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):  # somebody else's file in the folder, or one that was never written
+                path.rmdir() if path.is_dir() else path.unlink()
+        raise
+
+
+def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack | None) -> Path:
+    """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
+    chosen = config.run.out or f"runs/{slug(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(chosen)
+    if (folder / "config.yaml").exists():
+        raise GraftuneError(
+            "there is a run in this folder", where=str(folder), mend="resume it or choose another --out"
+        )
+    try:
+        for path in (*reversed(folder.parents), folder):
+            if not path.is_dir():
+                path.mkdir()
+                made.append(path)
+        new = [name for name in (LOCK, "metrics.jsonl", "plan.json", "config.yaml") if not (folder / name).exists()]
+        if held is not None:
+            held.enter_context(FolderLock(folder))
+        made.extend(folder / name for name in new)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise GraftuneError(
+            f"cannot be written to ({error.strerror})", where=str(folder), mend="choose another folder with --out"
+        ) from None
+    return folder

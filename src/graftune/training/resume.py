@@ -1,0 +1,160 @@
+"""What a run that is taken up again keeps, what may be other than before, and how long it is now.
+
+Everything that decides what a run computes is stored with it: as settings in config.yaml, as digests of data, base and
+examples in its log and checkpoints. A resume compares them by name. Rejected: one digest over all settings, which a
+later version's new field or changed default would break, and which cannot say what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graftune.config import Config, OptimConfig, TrainConfig
+from graftune.data.loader import Loader
+from graftune.errors import GraftuneError
+from graftune.mixture import absolute
+from graftune.observe.events import Event, read_events
+from graftune.run_folder import with_date
+from graftune.step.schedule import learning_rate
+from graftune.weights.base import Base
+
+# How long a run is and how often it looks at itself. A change is stored in config.yaml.
+KEPT_ON_RESUME = (
+    "epochs", "max_steps", "eval_every", "save_every", "save_minutes", "keep_last", "patience", "eval_examples",
+)  # fmt: skip
+# What does not change what a run computes (the first three: but for the last bit). A change is for this time only.
+FREE_ON_RESUME = (
+    *("threads", "graph", "recompute", "samples", "sample_tokens", "score", "score_records", "out", "any_base"),
+    *("profile", *KEPT_ON_RESUME),
+)
+
+_BY_CONTENT = ("base", "data", "eval_data", "template")  # files that may have moved: their content has a digest
+
+
+@dataclass(frozen=True)
+class Length:
+    """A run in optimizer steps. The last of its epochs may end early."""
+
+    epoch_steps: tuple[int, ...]
+    total: int
+
+
+def run_length(loader: Loader, settings: TrainConfig) -> Length:
+    steps = tuple(loader.steps_per_epoch(epoch) for epoch in range(math.ceil(settings.epochs)))
+    planned, part = sum(steps), settings.epochs % 1
+    if part:
+        planned += max(1, math.floor(part * steps[-1] + 0.5)) - steps[-1]
+    return Length(steps, min(settings.max_steps or planned, planned))
+
+
+def stretched(settings: TrainConfig, loader: Loader) -> float:
+    """The epochs that max_steps takes, if those that are set do not suffice."""
+    epochs = math.ceil(settings.epochs)
+    steps = sum(loader.steps_per_epoch(epoch) for epoch in range(epochs))
+    if run_length(loader, settings).total >= settings.max_steps:
+        return settings.epochs
+    while steps < settings.max_steps:
+        steps += loader.steps_per_epoch(epochs)
+        epochs += 1
+    return float(epochs)
+
+
+def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
+    """A run's own settings, with those that may change on a resume; any other change is refused by name."""
+    if not (folder / "config.yaml").exists():
+        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
+    config = with_date(Config.load(folder / "config.yaml"), folder)
+    stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
+    for name in overrides:
+        if asked[name] != stored[name] and name not in FREE_ON_RESUME:
+            raise GraftuneError(
+                f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
+                where=str(folder),
+                mend="resume without it, or start a new run",
+            )
+    if asked["epochs"] != stored["epochs"] and "max_steps" not in overrides:
+        asked["max_steps"] = 0  # of the two, the one that is given decides
+    return Config.of(asked)
+
+
+def with_full_paths(config: Config) -> Config:
+    """Files and folders of the user's by their full path, so that a run can be resumed from anywhere."""
+    values = {name: value for name, value in config.flat().items() if name in ("base", "template", "adapter") and value}
+    full: dict[str, Any] = {n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)}
+    return config.replace(**full, data=absolute(config.data.data), eval_data=absolute(config.data.eval_data))
+
+
+def _exists(value: str) -> bool:
+    return Path(value).expanduser().exists() and value not in ("auto", "none")
+
+
+def finished(folder: Path, before: Config, now: Config) -> Event | None:
+    """The end of a run that has nothing left to do, from its log; None if it has."""
+    changed = any(
+        getattr(before.train, name) != getattr(now.train, name) for name in ("epochs", "max_steps", "patience")
+    )
+    product = folder / ("adapter" if now.train.method == "lora" else "model")
+    log = folder / "metrics.jsonl"
+    if changed or not product.is_dir() or not log.exists():
+        return None
+    lives = [e for e in read_events(log) if e["event"] in ("run_start", "resume", "run_end")]
+    ended = bool(lives) and lives[-1]["event"] == "run_end" and lives[-1].get("stopped") in ("finished", "early stop")
+    return lives[-1] if ended else None
+
+
+def extension(step: int, before: int, now: int, optim: OptimConfig) -> str:
+    """What another length does to the schedule, in one line."""
+    if step >= now:
+        return f"the run now ends at step {now} instead of {before}: there is nothing left to train"
+    lr, had = learning_rate(step, now, optim), learning_rate(min(step, before - 1), before, optim)
+    verb = "extended" if now > before else "shortened"
+    return (
+        f"{verb} from {before} to {now} steps: from step {step + 1} on the {optim.schedule} schedule is the one over "
+        f"{now} steps, so the learning rate goes on at {lr:.2e} (it was {had:.2e}) and ends at "
+        f"{learning_rate(now - 1, now, optim):.2e}"
+    )
+
+
+def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> None:
+    if total < step:
+        asked = f"max_steps {settings.max_steps}" if settings.max_steps else f"epochs {settings.epochs:g}"
+        raise GraftuneError(
+            f"the run has done {step} {'step' if step == 1 else 'steps'} and {asked} makes {total}",
+            where=str(folder),
+            mend=f"give more, or take an earlier state as in {folder}@best with chat, eval or export",
+        )
+
+
+def identity(config: Config, base: Base, data: str, examples: str) -> dict[str, Any]:
+    """What must be the same for a checkpoint to fit: digests, and the settings by name."""
+    settings = {name: v for name, v in config.flat().items() if name not in (*FREE_ON_RESUME, *_BY_CONTENT)}
+    spec = json.dumps(beyond_defaults(base.spec), sort_keys=True)
+    return {
+        "data": data,
+        "tokenizer or template": examples,
+        "base": f"{base.sha256}-{hashlib.sha256(spec.encode()).hexdigest()}",
+        "settings": settings,
+    }
+
+
+def beyond_defaults(value: Any) -> Any:
+    """A dataclass as the fields that are not at their default: a field that a later version adds changes nothing for
+    what does not use it."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [beyond_defaults(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    found = {}
+    for field in dataclasses.fields(value):
+        held = getattr(value, field.name)
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if default is dataclasses.MISSING or held != default:
+            found[field.name] = beyond_defaults(held)
+    return found

@@ -1,0 +1,115 @@
+"""What a run says of itself: steps, evaluations, answers and warnings, to whoever watches and into metrics.jsonl."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from graftune.observe.console import Console, Progress
+from graftune.observe.events import EventLog
+from graftune.observe.memory import device_bytes, human_bytes
+from graftune.observe.plot import Picture, loss_plot
+from graftune.observe.speed import Meter
+from graftune.plan import Plan
+from graftune.step.evaluate import EvalResult
+from graftune.step.pipeline import Figures
+
+OFF = {"cuda": 0.03, "cpu": 0.10}  # what a plan may be off by
+
+
+class Telling:
+    def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
+        self.console, self.log, self.total, self.device = console, log, total, device
+        self.plan, self.told_plan = plan, False
+        self.bar = Progress(total)
+        png = log.path.with_name("loss.png")
+        self.picture = Picture(lambda: loss_plot(log.path, png, log.path.parent.name))
+        self.host_seconds: deque[float] = deque(maxlen=1000)  # a step sent, and those done told of
+
+    @property
+    def meter(self) -> Meter:
+        return self.bar.meter
+
+    @contextmanager
+    def steps(self, done: int) -> Iterator[None]:
+        """The time in which steps are taken, `done` of them before."""
+        with self.console.progress(self.total, done) as self.bar:
+            yield
+
+    def step(self, done: Figures, *, scaled: bool) -> None:
+        facts, step = done.tag, done.tag["step"]
+        self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"])
+        speed = self.meter.tok_s
+        figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
+        self.log.emit("step", **facts, **figures)
+        if self.plan is not None and not self.told_plan:
+            self._memory(self.plan, step)
+            self.told_plan = True
+        if done.skipped:
+            what = "the gradient was not finite; this update was skipped"
+            if scaled:
+                what = "the gradient overflowed; this update was skipped and the loss scale halved"
+            text = f"step {step}: {what}"
+            self.console.warn(text)
+            self.log.emit("warning", step=step, text=text)
+
+    def _memory(self, plan: Plan, step: int) -> None:
+        """What the first step came to, beside what was planned."""
+        measured = device_bytes(self.device).peak
+        off = plan.expected / measured - 1
+        self.console.note(
+            f"memory: planned {human_bytes(plan.expected)}, measured {human_bytes(measured)} ({off:+.1%})"
+        )
+        self.log.emit("memory", step=step, planned=plan.expected, measured=measured, owners=plan.owners())
+
+    def memory_in_all(self, step: int) -> None:
+        """At a run's end: nothing is said unless it took more than was planned."""
+        if self.plan is None:
+            return
+        allowed, most = OFF[self.plan.device], device_bytes(self.device).peak
+        if most > (1 + allowed) * self.plan.expected:
+            text = f"memory: the run took {human_bytes(most)}, more than the {human_bytes(self.plan.expected)} planned"
+            self.console.warn(text)
+            self.log.emit("warning", step=step, text=text)
+
+    def evaluation(self, result: EvalResult, step: int, epoch: int) -> None:
+        self.log.emit("eval", step=step, epoch=epoch, **asdict(result))
+        self.console.note(
+            f"validation at step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f} "
+            f"({result.response_tokens} response tokens)"
+        )
+
+    @contextmanager
+    def counted(self, label: str, total: int, unit: str, also: Callable[[], None]) -> Iterator[Callable[[int], None]]:
+        """Other work than steps, with a callback for its count that calls `also` first (it looks for signals)."""
+        with self.console.progress(total, label=label, unit=unit) as bar:
+
+            def between(done: int) -> None:
+                also()
+                bar.update(done)
+
+            yield between
+
+    def hushed(self) -> Console:
+        """Nobody listens any more: nothing is written from here on but the log."""
+        self.console, self.bar = Console(quiet=True), Progress(self.total)
+        return self.console
+
+    def draw(self) -> None:
+        """The picture of the run as it ended, or was stopped."""
+        why = self.picture.finish()
+        if why:
+            self.console.warn(f"loss.png was not drawn: {why}")
+
+    def cost(self, captures: int) -> dict[str, Any]:
+        """What the steps took of the host, and the run of the device."""
+        median = statistics.median(self.host_seconds) * 1000 if self.host_seconds else None
+        cost: dict[str, Any] = {"captures": captures, "host_ms": median}
+        on_gpu = self.device.type == "cuda"
+        return cost | ({"peak_device_memory": device_bytes(self.device).peak} if on_gpu else {})

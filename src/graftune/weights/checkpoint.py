@@ -1,0 +1,213 @@
+"""Checkpoints: the arena's three buffers (in fp16 the loss scale too) and the place in the run, written aside, flushed
+and renamed.
+
+A folder `step-N` is therefore whole or absent, at whatever moment the process dies. The place is (step, epoch, step in
+epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
+Its numbers are checked, against their own checksum and against the run, before a tensor is read. Others may read a run
+while it goes on: `opened` takes a checkpoint that is there and holds it open, whatever is deleted meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from graftune.errors import GraftuneError
+from graftune.files import OLD, PART, new_folder, remove
+from graftune.model.lora import Arena
+from graftune.weights import safetensors_io
+
+STATE, TENSORS = "state.json", "state.safetensors"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+
+Identity = dict[str, Any]  # what a run is made of, each a digest, and its settings by name
+
+
+class Scale(Protocol):
+    """The loss scale of an fp16 run."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+    def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None: ...
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0
+    epoch_step: int = 0  # steps done within the epoch
+    updates: int = 0  # of those, not skipped
+    last_eval: int = -1  # step of the latest evaluation
+    first_loss: float | None = None  # of the evaluation before step 1
+    best_loss: float | None = None
+    best_step: int = -1
+    stale: int = 0  # evaluations since the best one
+
+
+def save(root: Path, arena: Arena, progress: Progress, identity: Identity, scaler: Scale | None = None) -> Path:
+    """`identity` is what a resume is checked against. The same step may be saved again with a newer place in the run,
+    such as an evaluation that has been made since."""
+    final = root / f"step-{progress.step}"
+    state: dict[str, Any] = {"progress": asdict(progress), "identity": identity}
+    with new_folder(final) as aside:
+        scale = scaler.state_dict() if scaler else {}
+        safetensors_io.write(_buffers(arena) | scale, aside / TENSORS)
+        (aside / STATE).write_text(json.dumps(state | {"sha256": _checksum(state)}, indent=1))
+    return final
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    held = {name: state[name] for name in ("progress", "identity")}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
+def latest(root: Path) -> Path | None:
+    found = steps(root)
+    return found[max(found)] if found else None
+
+
+def steps(root: Path) -> dict[int, Path]:
+    """Whole checkpoints by step. One that a kill left between two renames counts under its old name. What else is in
+    the folder is not ours."""
+    found: dict[int, Path] = {}
+    for path in sorted(root.glob("step-*"), key=lambda p: p.suffix != OLD):  # a fresh one wins over an old one
+        number = re.fullmatch(r"step-([0-9]{1,15})(\.old)?", path.name)
+        if number and (path / STATE).exists():
+            found[int(number[1])] = path
+    return found
+
+
+def read_state(path: Path) -> tuple[Progress, Identity]:
+    """The place and what the run is made of, with no tensor read."""
+    try:
+        state = json.loads((path / STATE).read_text())
+        known = {f.name for f in fields(Progress)}
+        progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
+        identity = dict(state["identity"])
+        if state.get("sha256", "") not in ("", _checksum(state)):
+            raise ValueError("its numbers are not those that were written")
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from None
+    _check_numbers(path, progress)
+    return progress, identity
+
+
+def _check_numbers(path: Path, place: Progress) -> None:
+    """What no run can have, whatever its length."""
+    for name, value in asdict(place).items():
+        if name.endswith("_loss"):
+            fits = value is None or (type(value) in (int, float) and not math.isinf(value))
+        else:
+            fits = type(value) is int and value >= (-1 if name in ("last_eval", "best_step") else 0)
+        if not fits:
+            raise _damaged(path, f"{name} is {value!r}")
+    for name in ("epoch_step", "updates", "last_eval", "best_step"):
+        if getattr(place, name) > place.step:
+            raise _damaged(path, f"{name} is {getattr(place, name)} at step {place.step}")
+
+
+def check_place(path: Path, place: Progress, epoch_steps: Sequence[int]) -> None:
+    """Whether a run whose epochs have so many steps can be there."""
+    fits = place.epoch < len(epoch_steps) and place.epoch_step <= epoch_steps[place.epoch]
+    if not fits or place.step != sum(epoch_steps[: place.epoch]) + place.epoch_step:
+        where = f"step {place.step} as step {place.epoch_step} of epoch {place.epoch + 1}"
+        raise _damaged(path, f"it gives {where}, which this run does not have")
+
+
+def load(path: Path, arena: Arena, identity: Identity | None = None, scaler: Scale | None = None) -> Progress:
+    """Fill the arena (and the loss scale, where one was saved) and return the place. With `identity`, a checkpoint of
+    another run is refused."""
+    try:
+        progress, stored = read_state(path)
+        check_identity(identity or {}, stored, path.parent.parent)
+        tensors = load_file(path / TENSORS)
+        buffers = [(tensors[name], buffer) for name, buffer in _buffers(arena).items()]
+    except GraftuneError:
+        raise
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from None
+    if any(tensor.shape != buffer.shape for tensor, buffer in buffers):
+        raise GraftuneError("this checkpoint holds other adapters", where=str(path), mend="resume with its own config")
+    if scaler is not None and "loss_scale" in tensors:
+        try:
+            scaler.load_state_dict(tensors)
+        except GraftuneError as error:
+            raise _damaged(path, error.what) from None
+    for tensor, buffer in buffers:
+        buffer.copy_(tensor)
+    arena.publish()
+    return progress
+
+
+def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
+    """Refuse to go on with anything else than the run was started with. Settings are compared by name, so one that a
+    later version adds, or whose default it changes, refuses nobody's run."""
+    for key, value in now.items():
+        had = stored.get(key)
+        if key == "settings" and isinstance(value, dict):
+            if isinstance(had, dict):
+                _check_settings(value, had, folder)
+            continue  # a run of an earlier version has a digest here, over that version's defaults
+        if key == "base" and isinstance(had, str) and len(had) == 128:
+            had, value = had[:64], value[:64]  # an earlier version's: the second half hung on that version's fields
+        if had != value:
+            raise GraftuneError(
+                f"the {key} has changed since the run started", where=str(folder), mend=f"resume with the same {key}"
+            )
+
+
+def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
+    for name in now.keys() & stored.keys():
+        if json.loads(json.dumps(now[name])) != stored[name]:
+            raise GraftuneError(
+                f"{name} was {stored[name]!r} when the run started, and config.yaml now has {now[name]!r}",
+                where=str(folder),
+                mend=f"set {name} in config.yaml back to what it was",
+            )
+
+
+def read_weights(path: Path, arena: Arena) -> None:
+    """Only the trained weights, for the best checkpoint at the end of a run."""
+    try:
+        with safe_open(str(path / TENSORS), framework="pt") as held:
+            arena.weights.copy_(held.get_tensor("weights").to(torch.float32))
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _damaged(path, error) from None
+    arena.publish()
+
+
+def _buffers(arena: Arena) -> dict[str, torch.Tensor]:
+    return {"weights": arena.weights, "m": arena.m, "v": arena.v}
+
+
+def _damaged(path: Path, why: object) -> GraftuneError:
+    return GraftuneError(
+        f"this checkpoint is damaged ({why})", where=str(path), mend="delete it to fall back on an earlier one"
+    )
+
+
+def prune(root: Path, keep_last: int, best_step: int) -> None:
+    """Delete all but the best and the last few, and whatever a kill left half-written."""
+    for path in root.glob(f"step-*{PART}"):
+        remove(path)
+    for path in root.glob(f"step-*{OLD}"):
+        if path.with_suffix("").exists():
+            remove(path)
+    found = steps(root)
+    kept = set(sorted(found)[-keep_last:]) | {best_step}
+    for number, path in found.items():
+        if number not in kept:
+            remove(path)

@@ -1,0 +1,266 @@
+"""`graftune export` as a user meets it: whole runs, one sentence for every mistake, nothing half written."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from graftune import files
+from graftune.api import export, train
+from graftune.cli import main
+from graftune.config import Config
+from graftune.errors import GraftuneError
+from graftune.exporting import gguf_file, gguf_mix, write
+from graftune.observe.console import Console
+from graftune.weights import streamed
+from graftune.weights.gguf_io import read_gguf
+from tests.exporting import models
+from tests.exporting.judges import gap, in_transformers, opened, ours
+
+Capture = pytest.CaptureFixture[str]
+
+
+def trained(base: Path, out: Path, **settings: Any) -> Path:
+    data = out.with_suffix(".jsonl")
+    rows = [{"prompt": f"Say {i}", "response": f"It is {i}."} for i in range(10)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    values: dict[str, Any] = {"base": str(base), "data": str(data), "out": str(out), "max_steps": 2, "samples": 0}
+    values |= {"compute_dtype": "fp32", "tokens_per_step": 200, "lr": 0.01, "score": False} | settings
+    return train(Config.of(values), console=Console(quiet=True)).folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    return trained(models.make_folder("llama", folder / "base"), folder / "mine", rank=4)
+
+
+def test_a_run_goes_out_in_every_format(run: Path, capsys: Capture) -> None:
+    want = ours(opened(run))
+    for line in (["peft"], ["merged"], ["gguf-lora"], ["gguf", "--type", "f16"], ["apr"]):
+        assert main(["export", str(run), "--to", *line, "--json"]) == 0
+        done = json.loads(capsys.readouterr().out)
+        assert Path(done["path"]).parent == run / "export" and done["bytes"] > 0
+        assert all(Path(file).exists() for file in done["files"])
+    names = {path.name for path in (run / "export").iterdir()}
+    assert names == {
+        "mine-peft", "mine-merged", "mine-lora.gguf", "mine-lora.Modelfile", "mine-F16.gguf", "mine-F16.Modelfile",
+        "mine.apr",
+    }  # fmt: skip
+    text = (run / "export" / "mine-lora.Modelfile").read_text()
+    assert f"FROM {run.parent / 'base'}\nADAPTER ./mine-lora.gguf\n" in text and 'stop "<|im_end|>"' in text
+    assert "FROM ./mine-F16.gguf\n" in (run / "export" / "mine-F16.Modelfile").read_text()
+    for line in (["mine-merged"], ["mine-F16.gguf"], ["mine-lora.gguf"], ["mine.apr"]):
+        path = str(run / "export" / line[0])
+        assert main(["chat", path, "--prompt", "hi", "--max-new-tokens", "3", "--json"]) == 0, path
+        assert gap(ours(opened(path)), want) < 0.05
+    capsys.readouterr()
+    assert main(["export", str(run), "--to", "merged"]) == 2
+    assert "exists already; give --force" in capsys.readouterr().err
+    assert main(["export", str(run), "--to", "merged", "--force"]) == 0
+    out, err = capsys.readouterr()
+    assert "mine-merged (" in out and "100.0% of the adapter's change survives f32" in err
+
+
+def test_a_run_that_trained_everything_is_the_model_itself(tmp_path: Path) -> None:
+    base = models.make_folder("qwen3", tmp_path / "base")
+    folder = trained(base, tmp_path / "full", method="full")
+    want = ours(opened(folder))
+    merged = export(str(folder), "merged").path
+    whole = export(str(folder), "gguf", kind="F32").path
+    assert gap(in_transformers(merged), want) < 1e-4 and gap(ours(opened(whole)), want) < 1e-4
+    for to in ("peft", "gguf-lora", "apr"):
+        with pytest.raises(GraftuneError, match="full has no adapter"):
+            export(str(folder), to)
+    with pytest.raises(GraftuneError, match="trained the whole model"):
+        export(str(folder), "merged", base=str(base))
+
+
+def test_shards_dtype_and_survival(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small change hardly survives bf16, and that is said; in fp32 all of it does."""
+    import transformers
+
+    from graftune.weights import model
+
+    base = tmp_path / "half"
+    transformers.AutoModelForCausalLM.from_pretrained(run.parent / "base", dtype=torch.bfloat16).save_pretrained(base)
+    models.tokenizer().save(base)
+    monkeypatch.setattr(model, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model.write_model, "__kwdefaults__", model.write_model.__kwdefaults__ | {"shard_bytes": 20_000})
+    shares = []
+    for size in (0.05, 3e-5):
+        opening = opened(base, rank=4)
+        arena = opening.engine.arena
+        for name in arena.slots:
+            if "lora_B" in name:
+                arena.view(name, arena.weights).normal_(0, size)
+        arena.publish()
+        adapter = opening.save(tmp_path / f"a{size}")
+        done = export(str(adapter), "merged", out=str(tmp_path / f"m{size}"))
+        shares.append(done.facts["survives"])
+        index = json.loads((done.path / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 3
+        for file in set(index["weight_map"].values()):
+            with safe_open(done.path / file, "pt") as shard:
+                assert {shard.get_slice(n).get_dtype() for n in shard.keys()} == {"BF16"}  # noqa: SIM118
+        assert json.loads((done.path / "config.json").read_text())["dtype"] == "bfloat16"
+        if size > 0.01:
+            assert (in_transformers(done.path) - ours(opening)).std() < 0.1
+    assert shares[0] > 0.99 and shares[1] < 0.9
+    exact = export(str(tmp_path / "a3e-05"), "merged", kind="F32", out=str(tmp_path / "exact"))
+    assert exact.facts["survives"] > 0.9999
+
+
+def test_llama_cpps_mix() -> None:
+    """Of 32 layers half get more bits, as its table of types says; odd widths fall back as there."""
+    more = [layer for layer in range(32) if gguf_mix.more_bits(layer, 32)]
+    assert more == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
+
+    def kind(name: str, width: int, mix: str = "Q4_K_M", **facts: Any) -> str:
+        shape = {"tied": False, "layers": 32, "heads": 16, "kv_heads": 8, "experts": 0, "family": "qwen3"} | facts
+        spec: Any = SimpleNamespace(**shape)
+        return gguf_mix.tensor_kind(name, (64, width), mix, spec)
+
+    assert [kind(f"blk.{layer}.attn_v.weight", 256) for layer in (3, 4, 6)] == ["Q6_K", "Q4_K", "Q6_K"]
+    assert [kind(f"blk.{layer}.ffn_down.weight", 288) for layer in (3, 4)] == ["Q8_0", "Q5_0"]
+    assert kind("blk.0.attn_q.weight", 256) == "Q4_K" and kind("blk.0.attn_q.weight", 48) == "F16"
+    assert kind("output.weight", 256) == "Q6_K" and kind("token_embd.weight", 256) == "Q4_K"
+    assert kind("token_embd.weight", 256, tied=True) == "Q6_K"
+    assert kind("output.weight", 256, "Q8_0") == "Q8_0" and kind("output.weight", 256, "Q4_0") == "Q6_K"
+    assert kind("output.weight", 256, "F16") == "F16"
+    assert gguf_mix.tensor_kind("output_norm.weight", (64,), "Q4_0", None) == "F32"  # type: ignore[arg-type]
+    # Of each mix: attn_q, attn_k, attn_output, and attn_v and ffn_down of layers 1, 2 and 12 of 32.
+    mixes = {
+        "Q5_K_M": "Q5_K Q5_K Q5_K  Q6_K Q6_K Q6_K  Q6_K Q6_K Q6_K",
+        "Q3_K_M": "Q3_K Q3_K Q4_K  Q5_K Q4_K Q4_K  Q5_K Q4_K Q4_K",
+        "IQ4_XS": "IQ4_XS IQ4_XS IQ4_XS  IQ4_XS IQ4_XS IQ4_XS  Q5_K Q5_K IQ4_XS",
+    }
+    for mix, wanted in mixes.items():
+        parts = [
+            "0.attn_q",
+            "0.attn_k",
+            "0.attn_output",
+            *(f"{i}.{p}" for p in ("attn_v", "ffn_down") for i in (1, 2, 12)),
+        ]
+        assert [kind(f"blk.{part}.weight", 256, mix) for part in parts] == wanted.split()
+        assert kind("blk.0.attn_q.weight", 288, mix) == {"Q5": "Q5_1", "Q3": "Q4_0", "IQ": "IQ4_NL"}[mix[:2]]
+    assert kind("blk.9.attn_v.weight", 256, "IQ4_XS", heads=32) == "Q5_K"
+    assert kind("blk.4.attn_v.weight", 256, layers=80, family="llama") == "Q6_K"
+    assert kind("blk.12.attn_v.weight", 256, "Q3_K_M", layers=80, family="llama") == "Q5_K"
+    assert kind("blk.4.attn_qkv.weight", 256, "Q3_K_M", family="phi3") == "Q4_K"
+    assert kind("blk.4.ffn_down_exps.weight", 256, "Q3_K_M", experts=8) == "Q4_K"
+    eight = [kind(f"blk.4.attn_{part}.weight", 256, experts=8) for part in ("q", "k", "v", "output")]
+    assert eight == ["Q4_K", "Q8_0", "Q8_0", "Q5_K"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["{run}", "--to", "onnx"], "--to is 'onnx'; it must be one of peft, merged, gguf-lora, gguf, apr"),
+        (["{run}"], "--to needs a value"),
+        (
+            ["{run}", "--to", "gguf", "--type", "Q3_K"],
+            "--type Q3_K is not known for gguf; choose one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M",
+        ),
+        (["{run}", "--to", "merged", "--type", "Q8_0"], "--type Q8_0 is not known for merged; choose one of F32"),
+        (["{run}", "--to", "peft", "--type", "F16"], "--type is F16 and peft is always F32; leave --type out"),
+        (["{base}", "--to", "gguf-lora"], "base has no adapter, and --to gguf-lora is of an adapter"),
+        (["{base}", "--to", "merged", "--add", "{run}"], "base: is not an adapter or run folder"),
+        (["{run}", "--to", "merged", "--add", "{run}=much"], "the weight 'much' of"),
+        (["{run}", "--to", "merged", "--add", "nowhere"], "nowhere: is not there"),
+        (["no/such/thing", "--to", "merged"], "no/such/thing"),
+        (["{run}", "--to", "merged", "--out", "{base}", "--force"], "is what is exported from"),
+        (["{run}", "--to", "merged", "--out", "{run}", "--force"], "is what is exported from"),
+        (["{run}", "--to", "merged", "--out", "{precious}", "--force"], "is in use for something else"),
+        (["{run}", "--to", "gguf", "--base", "{precious}"], "holds no config.json"),
+    ],
+)
+def test_mistakes_are_one_sentence(line: list[str], said: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "letter.txt").write_text("mine")
+    places = {"run": str(run), "base": str(run.parent / "base"), "precious": str(precious)}
+    before = sorted(run.parent.rglob("*"))
+    assert main(["export", *(word.format(**places) for word in line)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1, err
+    assert sorted(run.parent.rglob("*")) == before and (precious / "letter.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", write.FORMATS)
+@pytest.mark.parametrize("code", [errno.ENOSPC, None])
+def test_a_full_disk_or_ctrl_c_leaves_nothing(
+    to: str, code: int | None, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt if code is None else OSError(code, "full", "x")
+
+    monkeypatch.setattr(files, "flush", fails)
+    with pytest.raises(KeyboardInterrupt if code is None else OSError):
+        export(str(run), to, out=str(tmp_path / "there" / f"x{write.SUFFIX.get(to, '')}"))
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_disk_too_small_is_seen_before(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: Usage)
+    for to in ("merged", "gguf"):
+        with pytest.raises(GraftuneError, match=r"takes .* and 1000 B are free"):
+            export(str(run), to, kind="F32", out=str(tmp_path / ("x.gguf" if to == "gguf" else "x")))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_wrong_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit lost on the way to the disk, and values that were wrong before they were written."""
+    real = gguf_file.raw
+
+    def lossy(values: torch.Tensor) -> memoryview:
+        spoiled = bytearray(real(values))
+        spoiled[-1] ^= 1
+        return memoryview(spoiled)
+
+    monkeypatch.setattr(gguf_file, "raw", Once(real, lossy))
+    with pytest.raises(GraftuneError, match=r"reading back .* with other (bytes|values)"):
+        export(str(run), "gguf", kind="F32", out=str(tmp_path / "x.gguf"))
+    monkeypatch.undo()
+    monkeypatch.setattr(streamed, "raw", Once(streamed.raw, lossy))
+    with pytest.raises(GraftuneError, match=r"reading back .* with other (bytes|values)"):
+        export(str(run), "merged", out=str(tmp_path / "x"))
+    monkeypatch.undo()
+    shifted = gguf_file.pieces
+    monkeypatch.setattr(gguf_file, "pieces", lambda s: ((a, b, v * 1.5) for a, b, v in shifted(s)))
+    for kind in ("F32", "Q8_0"):
+        with pytest.raises(GraftuneError, match="with other values"):
+            export(str(run), "gguf", kind=kind, out=str(tmp_path / "x.gguf"))
+    assert not list(tmp_path.iterdir())
+
+
+class Once:
+    """Something that goes wrong at its first call only: the checksum is then taken of what should have been written."""
+
+    def __init__(self, right: Any, wrong: Any):
+        self.right, self.wrong, self.calls = right, wrong, 0
+
+    def __call__(self, values: torch.Tensor) -> Any:
+        self.calls += 1
+        return (self.wrong if self.calls == 1 else self.right)(values)
+
+
+def test_gguf_of_a_base_keeps_its_chat_template_and_stops(run: Path, tmp_path: Path) -> None:
+    path = export(str(run), "gguf", kind="BF16", out=str(tmp_path)).path
+    assert path == tmp_path / "mine-BF16.gguf"
+    metadata = read_gguf(path).metadata
+    tokenizer = opened(run).tokenizer
+    assert metadata["tokenizer.chat_template"] == tokenizer.template.source
+    assert metadata["general.architecture"] == "llama" and metadata["general.name"] == "mine"
+    back = opened(path).tokenizer
+    assert set(tokenizer.stop_ids) <= set(back.stop_ids) and back.eos_id == tokenizer.eos_id

@@ -1,0 +1,129 @@
+"""Every family as a GGUF that we write: llama.cpp says what we and transformers say, token for token, and the file
+comes in again as a base whose gradients are autograd's and which goes out as the folder it came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from graftune.api import export
+from graftune.errors import GraftuneError
+from graftune.infer.generate import generate
+from graftune.infer.sample import Sampling
+from graftune.weights.model import hf_config, save_model
+from tests import oracle, tiny
+from tests.exporting import models
+from tests.exporting.judges import LlamaCpp, gap, opened, ours
+from tests.parity.test_full import examples, named, relative, transformers_logits, whole
+
+FAMILIES = [*tiny.FAMILIES, "llama-untied", "phi3-far", "olmo3-yarn"]  # mixtures: tests/exporting/test_moe.py
+PROMPT = [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """(variant, folder, GGUF)."""
+    root = tmp_path_factory.mktemp("family")
+    folder = models.make_folder(request.param, root / "model")
+    if request.param in ("llama", "qwen2"):  # tied: a head that says its own input again and again shows little
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.norm.weight"][::2] *= -1
+        save_file(tensors, file, {"format": "pt"})
+    return request.param, folder, export(str(folder), "gguf", kind="F32", out=str(root / "m.gguf")).path
+
+
+def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
+    """Fifty tokens over its cache. Where the two best are closer than its noise (gemma's gelu comes from a table over
+    fp16), either may be said, and the texts part there."""
+    variant, folder, gguf = both
+    engine, sampling = oracle.ours(gguf, random_b=False), Sampling(max_new_tokens=50)
+    prompts = [[*PROMPT[:4], start] for start in range(30, 60)]
+    answers = generate(engine.decoder, prompts, sampling, ())
+    # The liveliest text without the tokens that end one there.
+    ends = {0, 2, engine.base.tokenizer.backend.token_to_id("</s>")}
+    endless = [(p, a) for p, a in zip(prompts, answers, strict=True) if not ends & set(a)]
+    prompt, want = max(endless, key=lambda one: len(set(one[1])))
+    assert [want] == generate(oracle.ours(folder, random_b=False).decoder, [prompt], sampling, ())
+    got = [int(t) for t in LlamaCpp(gguf).ask(prompt, n_predict=50, return_tokens=True)["tokens"]]
+    same = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), 50)
+    if same < 50:
+        logits = engine.logits([prompt + want[:same]])[-1]
+        close = float(logits[want[same]] - logits[got[same]])
+        assert variant.startswith("gemma") and close < 0.02, (same, close, got, want)
+    assert same > 5 and len(set(want)) > 6, (got, want)
+    print(f"{variant}: {same} of 50 tokens equal, {len(set(want))} different ones")
+
+
+def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
+    """It takes the long factors for a context beyond the original, we for a document beyond it: both do here."""
+    folder = models.make_folder("phi3-far", tmp_path / "model")
+    gguf = export(str(folder), "gguf", kind="F32", out=str(tmp_path / "m.gguf")).path
+    document = [5 + (i * 37) % 200 for i in range(300)]
+    got = LlamaCpp(gguf, context=512).after(document)
+    run = opened(gguf)
+    assert gap(got, ours(run, document)[-1]) < 1e-4
+    decoder = run.engine.decoder
+    decoder.ropes = (decoder.ropes[0]._replace(limit=1000),)
+    assert gap(got, ours(run, document)[-1]) > 1e-2, "the factors make a difference"
+
+
+def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tmp_path: Path) -> None:
+    _, folder, gguf = both
+    side = whole(gguf)
+    loss, grads = side.gradients(examples(20, 33))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    total = oracle.loss_sum(model, examples(20, 33))
+    total.backward()
+    assert loss == pytest.approx(float(total.detach()), rel=1e-5)
+    for name, parameter in named(model).items():
+        assert parameter.grad is not None and relative(grads[name], parameter.grad) < 1e-4, name
+    save_model(tmp_path / "model", side.arena, side.base, hf_config(side.base), torch.float32)
+    documents = [e.tokens for e in examples(90, 11)]
+    assert (transformers_logits(tmp_path / "model", documents) - side.logits(documents)).abs().max() < 2e-4
+    again = oracle.ours(tmp_path / "model", random_b=False)
+    assert (again.logits(documents) - side.logits(documents)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("variant", "what"),
+    [("gemma2-odd", "caps the scores"), ("smollm3-window", "unrotated_layers"), ("gemma3-short", "window_layers")],
+)
+def test_what_a_gguf_cannot_say_is_refused(variant: str, what: str, tmp_path: Path) -> None:
+    folder = models.make_folder(variant, tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for place in ("m.gguf", "new/m.gguf", "here/a/b/c/m.gguf"):
+        with pytest.raises(GraftuneError, match=what):
+            export(str(folder), "gguf", kind="F32", out=str(tmp_path / place))
+    assert sorted(tmp_path.rglob("*")) == before, "no file, and no folder that was made for it"
+
+
+def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
+    """Trained norms lie less one in the adapter's folder, and come back as they were."""
+    folder = models.make_folder("gemma3-short", tmp_path / "model")
+    run = opened(folder, rank=2, train_norms=True)
+    arena = run.engine.arena
+    arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(1)), alpha=0.1)
+    arena.publish()
+    adapter = run.save(tmp_path / "adapter")
+    stored = load_file(adapter / "adapter_model.safetensors")
+    name = "layers.1.pre_feedforward_layernorm.weight"
+    want = arena.view(name, arena.weights) - 1
+    assert torch.allclose(stored[f"base_model.model.model.{name}"], want, atol=1e-6)
+    back = opened(folder, adapter)
+    assert (back.engine.arena.weights - arena.weights).abs().max() < 1e-6
+
+
+def test_phi3s_adapter_names_pefts_modules(tmp_path: Path) -> None:
+    folder = models.make_folder("phi3", tmp_path / "model")
+    config = json.loads((opened(folder, rank=2).save(tmp_path / "a") / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    again: Any = opened(folder, tmp_path / "a")
+    assert "layers.0.self_attn.qkv_proj.lora_A.weight" in again.engine.arena.slots

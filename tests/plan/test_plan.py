@@ -1,0 +1,400 @@
+"""The plan: a step rehearsed on tensors without memory takes, to the byte, what the same step takes on real ones, and
+grows and shrinks as it should. What is chosen by it: test_plan_choices.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.config import Config, LoraConfig
+from graftune.data.pack import Capacities
+from graftune.errors import GraftuneError
+from graftune.kernels import nf4
+from graftune.model.spec import ModelSpec
+from graftune.observe.console import Console
+from graftune.observe.memory import parse_bytes
+from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
+from graftune.plan.ledger import Ledger, block_bytes
+from graftune.plan.pretend import Pretend, Pretended
+from graftune.runtime import Runtime
+from graftune.step import calibrate
+from graftune.training import prepare
+from graftune.weights import placement
+from graftune.weights.base import open_base
+from graftune.weights.placement import Placement
+from graftune.weights.synthetic import random_base
+
+QUIET = Console(quiet=True)
+MIB = 1 << 20
+CARD = Card("a card", 80 << 30, 80 << 30)
+
+
+def spec(layers: int = 3, width: int = 64, **more: Any) -> ModelSpec:
+    values = {
+        "family": "llama", "layers": layers, "width": width, "ffn": 96, "heads": 4, "kv_heads": 2, "tied": False,
+        "head_width": width // 4, "vocab": 300, "norm_eps": 1e-5, "rope_theta": 1e4, "max_positions": 512,
+    }  # fmt: skip
+    return ModelSpec(**values | more)
+
+
+def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.float32, **more: Any) -> Setup:
+    where = torch.device(device)
+    shape, lora = more.pop("shape", Capacities(96, 4, 33, 40)), more.pop("lora", LoraConfig(rank=4))
+    base = random_base(more.pop("spec", spec()), where)
+    values = {"backend": "cudnn" if where.type == "cuda" else "cpu", "card": CARD} | more
+    return Setup(base, lora, Runtime(where, compute, "for the test"), Placement(kind, "for the test"), shape, **values)
+
+
+def gpu(**more: Any) -> Setup:
+    wide = spec(width=256, ffn=1024, vocab=4000)
+    return setup("cuda:0", more.pop("kind", "bf16"), torch.bfloat16, **{"spec": wide} | more)
+
+
+def told(of: Callable[[int], Setup], layers: int) -> Bytes:
+    """What a few layers tell of all."""
+    few, more = job.FEW_LAYERS, job.MORE_LAYERS
+    return rehearse(of(few)).extended(rehearse(of(more)), more - few, layers - few)
+
+
+CASES = {
+    "none": setup(),
+    "selective": setup(recompute="selective"),
+    "full": setup(recompute="full"),
+    "bf16": setup(kind="bf16", compute=torch.bfloat16),
+    "bf16 weights, fp32 products": setup(kind="bf16"),
+    "fp16": setup(kind="fp16", compute=torch.float16, recompute="full"),
+    "kept": setup(kind="keep"),
+    "nf4": setup(kind="nf4"),
+    "dropout": setup(lora=LoraConfig(rank=4, dropout=0.1)),
+    "norms and layer clip": setup(lora=LoraConfig(rank=4, train_norms=True), clip_mode="layer"),
+    "every weight": setup(method="full"),
+    "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
+    "fp8": setup(kind="fp8"),
+    "fp8, calibrated": setup(kind="fp8", calibrates=True),
+    "fp8, one code compared with two": setup(kind="fp8", calibrates=True, compares=True),
+    "fp8, two codes": setup(kind="fp8", inputs=2),
+    "one long document": setup(shape=Capacities(128, 1, 128, 128)),
+    "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, room=100, recompute="full"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("name", CASES)
+def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
+    foretold, real = rehearse(CASES[name]), rehearse(CASES[name], real=True)
+    assert foretold.phases == real.phases and foretold.after == real.after
+    assert {"adapters", "gradients", "moments"} <= foretold.phases["step"].keys()
+    assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_answers_are_planned(device: str) -> None:
+    """Before the first step, and on a GPU beside the graph's pool; many long prompts take turns."""
+    of = setup if device == "cpu" else gpu
+    without = rehearse(of(recompute="full"))
+    few, many = (rehearse(of(recompute="full", asked=(88,) * n, new_tokens=8, room=100)) for n in (1, 9))
+    held = spec().layers * 2 * 96 * (2 * 16 * 4 if device == "cpu" else 2 * 64 * 2)  # keys and values of 96 tokens
+    before = without.phases["load"]
+    assert few.phases == many.phases, "one after the other: there is room for 96 tokens"
+    assert sum(few.phases["answer"].values()) > sum(before.values()) + held
+    together = rehearse(of(asked=(88,) * 9, new_tokens=8, room=400))
+    assert sum(together.phases["answer"].values()) > sum(few.phases["answer"].values()) + 2 * held
+    assert few.eager >= without.eager
+    if device == "cuda":
+        assert rehearse(of(recompute="full", evaluates=False, asked=(88,), new_tokens=8)).eager > held
+    mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, room=150))
+    assert mixed.phases["answer"] == few.phases["answer"], "short prompts with the larger cache, a long one to read"
+
+
+@pytest.mark.parametrize("of", [setup, gpu])
+def test_an_evaluation_is_planned_in_its_own_shape(of: Any) -> None:
+    """Validation data may be longer than what is trained on, and have more to predict."""
+    small, large = Capacities(64, 2, 32, 32), Capacities(4096, 2, 4096, 2048)
+    as_it_is, longer = (rehearse(of(shape=small, evaluated=e, recompute="full")) for e in (small, large))
+    assert longer.eager > max(4 * MIB, 1.5 * as_it_is.eager)
+    assert sum(longer.phases["evaluate"].values()) > sum(longer.phases["load"].values()) + 4 * MIB
+    assert ("evaluate" in as_it_is.phases) == (of is gpu), "on a CPU a step takes more than the same evaluated"
+
+
+def test_a_job_evaluates_in_the_shape_of_its_data(tiny_folder, tmp_path: Path) -> None:
+    for name, words in (("short", 3), ("long", 12)):
+        row = json.dumps({"prompt": "the cat", "response": "sat by the mat " * words})
+        (tmp_path / f"{name}.jsonl").write_text((row + "\n") * 8)
+    values = {"base": str(tiny_folder("llama")), "data": str(tmp_path / "short.jsonl"), "device": "cpu"}
+    config = Config.of(values | {"eval_data": str(tmp_path / "long.jsonl"), "compute_dtype": "fp32"})
+    job = prepare.job_of(config, QUIET)
+    made = job.setup("full", 128, job.placement)
+    assert made.evaluated is not None and made.evaluates
+    assert made.evaluated.longest >= 2 * made.shape.longest and made.evaluated.max_rows > made.shape.max_rows
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_what_weights_are_unpacked_into_is_scratch(kind: str) -> None:
+    """One for all of them, not a part of the base."""
+    made = [rehearse(gpu(kind=kind, spec=spec(n, width=256, ffn=1024, vocab=4000))).phases["step"] for n in (2, 3)]
+    bf16 = rehearse(gpu(spec=spec(2, width=256, ffn=1024, vocab=4000))).phases["step"]
+    largest = 256 * 2048 * (2 if kind == "nf4" else 1)
+    assert made[0]["scratch"] - bf16["scratch"] > 0.9 * largest, "of gate and up"
+    assert abs(made[1]["scratch"] - made[0]["scratch"]) < 0.1 * largest, "and once"
+
+
+def test_tables_made_before_change_nothing() -> None:
+    alone = rehearse(CASES["nf4"], real=True)
+    nf4.quantise(torch.randn(64, 64))
+    assert rehearse(CASES["nf4"], real=True).phases == alone.phases == rehearse(CASES["nf4"]).phases
+
+
+def test_a_folder_and_a_gguf_are_planned_without_reading_their_weights(tiny_folder, smollm2, monkeypatch) -> None:
+    from graftune.weights.gguf_io import GgufTensor
+    from graftune.weights.safetensors_io import SafetensorsTensor
+
+    for kind in (GgufTensor, SafetensorsTensor):
+        for method in ("read", "gather", "values"):
+            monkeypatch.setattr(kind, method, lambda *_: pytest.fail("a weight was read"))
+    for path in (tiny_folder("qwen3"), smollm2):
+        for device in ("cpu", "cuda"):
+            config = Config.of({"base": str(path), "device": device, "compute_dtype": "fp32"})
+            plan = prepare.job_of(config, QUIET, memory=8 << 30).plan("none", 256)
+            assert plan.bytes.owners["base"] >= open_base(str(path)).spec.parameters * 4
+
+
+@pytest.mark.parametrize("make", [setup, gpu])
+def test_it_grows_with_tokens_rank_and_layers(make: Any) -> None:
+    def peak(**more: Any) -> int:
+        return rehearse(make(**more)).peak
+
+    wide = spec() if make is setup else spec(width=256, ffn=1024, vocab=4000)
+    deeper = spec(layers=5) if make is setup else spec(layers=5, width=256, ffn=1024, vocab=4000)
+    tokens = [peak(shape=Capacities(n, n // 64, n // 2, 64), spec=wide) for n in (256, 512, 1024, 2048)]
+    ranks = [peak(lora=LoraConfig(rank=r), spec=wide) for r in (4, 8, 64)]
+    assert tokens == sorted(set(tokens)) and ranks == sorted(set(ranks))
+    assert peak(spec=wide) < peak(spec=deeper)
+
+
+def test_policies_save_in_their_order() -> None:
+    shape = Capacities(2048, 8, 1024, 256)
+    deep = spec(layers=6, width=256, ffn=1024, vocab=4000)
+    on_gpu = [rehearse(gpu(shape=shape, spec=deep, recompute=p)) for p in ("none", "selective", "full", "offload")]
+    on_cpu = [rehearse(setup(shape=shape, spec=deep, recompute=p)).peak for p in ("none", "selective", "full")]
+    peaks = [found.peak for found in on_gpu]
+    assert peaks == sorted(set(peaks), reverse=True) and on_cpu == sorted(set(on_cpu), reverse=True)
+    assert on_gpu[3].host >= 6 * 2048 * 256 * 2, "offloaded inputs wait in host memory"
+    assert rehearse(gpu(kind="nf4", spec=deep)).owners["base"] < 0.5 * rehearse(gpu(spec=deep)).owners["base"]
+
+
+@pytest.mark.parametrize("make", [setup, gpu])
+@pytest.mark.parametrize("policy", ["none", "full", "offload"])
+def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
+    if make is setup and policy == "offload":
+        pytest.skip("there is nowhere to offload to from a CPU")
+
+    def of(layers: int) -> Any:
+        return make(recompute=policy, spec=spec(layers=layers, width=256, ffn=1024, vocab=4000))
+
+    found, whole = told(of, 12), rehearse(of(12))
+    assert abs(found.peak / whole.peak - 1) < 1e-3 and abs(found.pools - whole.pools) <= 1e-3 * whole.peak
+    assert found.owners == pytest.approx(whole.owners, rel=0.02, abs=64 << 10)
+
+
+def test_libraries_memory_is_part_of_it() -> None:
+    shape, narrow = Capacities(8192, 8, 128, 1024), {"width": 256, "ffn": 64, "vocab": 300}
+    grouped = rehearse(gpu(shape=shape, spec=spec(**narrow)))
+    plain = rehearse(gpu(shape=shape, spec=spec(**narrow, kv_heads=4)))
+    sums, rows = 8192 * 256 * 4, 8192 * 4 * 4  # of cuDNN's backward, which is where grouped heads peak
+    streams = 2 * 32 * MIB  # cuBLAS for the evaluation's, cuBLASLt for all
+    assert grouped.phases["capture"]["workspaces"] == streams + 3 * sums + rows
+    assert abs(grouped.after - plain.after) < 2 * MIB, "between two calls cuDNN's memory serves others"
+    assert rehearse(gpu()).phases["step"]["workspaces"] == streams + CARD.cache, "emptied while algorithms are timed"
+    dropped = rehearse(gpu(lora=LoraConfig(rank=4, dropout=0.1)))
+    more = dropped.after - rehearse(gpu()).after
+    assert 32 * MIB <= more < 64 * MIB, "torch's products: for the one stream of the step and its capture"
+    for backend in ("flash", "triton"):
+        assert rehearse(gpu(backend=backend)).peak > 0
+
+
+def test_timing_attention_is_part_of_it_and_builds_the_plans_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graftune.kernels.attention import cudnn_frontend
+
+    built, plan = [], cudnn_frontend._plan
+    monkeypatch.setattr(cudnn_frontend, "_plan", lambda device, shape: built.append(shape) or plan(device, shape))
+    bare = spec(width=512, ffn=64, vocab=300, head_width=128, attention_scale=0.2)
+    rehearse(gpu(spec=bare, evaluates=False))
+    used = set(built)
+    built.clear()
+    timed = rehearse(gpu(spec=bare, evaluates=False, others=("triton",)))
+    assert len(used) == 2 and set(built) == used and len(built) == 2 + 2 * 2 * bare.layers
+    assert timed.peak >= rehearse(gpu(spec=bare, evaluates=False)).peak
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full", "offload"])
+def test_fp8_is_planned(policy: str) -> None:
+    found, wide = rehearse(gpu(kind="fp8", recompute=policy)), rehearse(gpu(recompute=policy))
+    assert 0.4 < found.owners["base"] / wide.owners["base"] < 1.0
+    assert found.phases["capture"]["workspaces"] == wide.phases["capture"]["workspaces"], "the same libraries"
+
+
+def test_calibrating_is_planned() -> None:
+    """What a block's weights read is summed up in matrices of their width, and the widest has two while it is factored:
+    with a wide MLP and few tokens nothing takes more."""
+    narrow = Capacities(512, 8, 64, 64)
+
+    def of(layers: int = 3, ffn: int = 8192, **more: Any) -> Setup:
+        return gpu(kind="fp8", spec=spec(layers=layers, width=256, ffn=ffn, vocab=300), shape=narrow, **more)
+
+    found, without = rehearse(of(calibrates=True)), rehearse(of())
+    assert "calibrate" not in without.phases and found.after == without.after
+    sums = 4 * 8192**2
+    taken = found.phases["calibrate"]["scratch"] - found.phases["load"].get("scratch", 0)
+    # Ordered by rows and columns at once they would take six: torch writes both indices out on a GPU.
+    assert 2 * sums < taken < 2.2 * sums and found.peak > without.peak + sums
+    # To compare, a block's weights as they are read, and a second stream of every micro-batch.
+    compared = rehearse(of(calibrates=True, compares=True))
+    block = sum(math.prod(shape) for shape in of().base.spec.projections.values())
+    more = sum(compared.phases["calibrate"].values()) - sum(found.phases["calibrate"].values())
+    assert more == pytest.approx(2 * (block + calibrate.TOKENS * 256), rel=0.01)
+    small = rehearse(of(ffn=512, calibrates=True, compares=True))
+    assert small.peak == rehearse(of(ffn=512)).peak, "elsewhere it fits into what a step takes"
+    whole = rehearse(of(12, calibrates=True))
+    assert told(lambda layers: of(layers, calibrates=True), 12).peak == pytest.approx(whole.peak, rel=1e-3)
+
+
+def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is free where it trains; elsewhere never. And the plan has them, and no place to turn them in."""
+    from graftune.kernels import fp8
+
+    monkeypatch.setattr(fp8, "require", lambda device, compute: None)
+    base = open_base(str(tiny_folder("llama")))
+    config = Config.of({"base": str(base.path), "device": "cuda", "compute_dtype": "bf16", "base_dtype": "fp8"})
+    least = 16 * base.spec.parameters
+    where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
+    for free, expected in ((least, True), (least - 1, False), (0, False)):
+        placed = placement.choose_placement(base, "fp8", where, free)
+        assert placed.both is expected and ("both ways" in placed.why) is expected
+    assert prepare.job_of(config, QUIET, memory=8 << 30).placement.both
+    assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.both
+    monkeypatch.setattr(placement, "BOTH_WAYS", 1e9)  # given up where a step would otherwise not fit as it is asked for
+    wide = spec(width=256, ffn=1024, vocab=4000)
+
+    def asked(free: int) -> job.Job:
+        card, shapes = Card("a card", free, free), job.any_data(64)
+        return job.Job(config, random_base(wide, where.device), where, 64, shapes, card)
+
+    one, roomy = asked(8 << 30), asked(8 << 30)
+    one.placement = one.placement.one_way
+    (policy, capacity), *_ = choose.choices(roomy)
+    needs = [each.plan(policy, capacity).needed for each in (one, roomy)]
+    assert needs[0] < needs[1]
+    for needed, both in zip(needs, (False, True), strict=True):
+        tight = asked(needed)
+        assert choose.best(tight).settings["recompute"] == policy and tight.placement.both is both
+        assert ("both ways" in tight.placement.why) is both
+    once = gpu(kind="fp8", spec=wide)
+    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", both=True))
+    codes = sum(out * into for out, into in wide.projections.values()) * wide.layers
+    first, second = (rehearse(each).phases["step"]["base"] for each in (once, twice))
+    largest = 2 * 1024 * 256
+    assert codes - largest < second - first + codes // 50 and second - first < 1.3 * codes
+
+
+def test_a_job_plans_it_where_the_run_does_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from graftune.kernels import fp8
+
+    monkeypatch.setattr(fp8, "require", lambda device, compute: None)
+    for more, expected, inputs in (
+        ({"base_dtype": "fp8"}, True, 2),
+        ({"base_dtype": "fp8", "fp8_inputs": "one"}, True, 1),
+        ({"base_dtype": "fp8", "calibrate": False}, False, 1),
+        ({"base_dtype": "fp8", "calibrate": False, "fp8_inputs": "two"}, False, 2),
+        ({}, False, 1),
+    ):
+        config = Config.of({"base": str(tiny_folder("llama")), "device": "cuda", "compute_dtype": "bf16"} | more)
+        asked = prepare.job_of(config, QUIET, memory=8 << 30)
+        made = asked.setup("none", 64, asked.placement)
+        assert (made.calibrates, made.inputs) == (expected, inputs)
+
+
+def test_the_goals_of_8b_in_nf4() -> None:
+    """4 x 2048 tokens, half of them trained: at most 9.5 GiB with full recompute and 8.2 offloaded."""
+    values = {
+        "family": "llama", "layers": 32, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "head_width": 128,
+        "vocab": 128256, "norm_eps": 1e-5, "rope_theta": 5e5, "max_positions": 8192, "tied": False,
+    }  # fmt: skip
+    shape, lora = Capacities(8192, 4, 4096, 2048), LoraConfig(rank=16, alpha=32.0, targets=("all_linear",))
+
+    def peak(policy: str) -> float:
+        def of(layers: int) -> Setup:
+            large = ModelSpec(**values | {"layers": layers})
+            return gpu(kind="nf4", recompute=policy, shape=shape, lora=lora, spec=large)
+
+        return told(of, 32).peak / (1 << 30)
+
+    assert peak("full") <= 9.3 and peak("offload") <= 7.5
+
+
+def test_nothing_is_left_of_the_pretence() -> None:
+    kept = [torch.cuda.Stream, torch.cuda.Event, torch.cuda.current_stream, torch.tensor, nf4.reference.bins]
+    had = "torch._dynamo" in sys.modules
+    rehearse(gpu(kind="nf4"))
+    rehearse(setup(kind="nf4"))
+    assert kept == [torch.cuda.Stream, torch.cuda.Event, torch.cuda.current_stream, torch.tensor, nf4.reference.bins]
+    assert ("torch._dynamo" in sys.modules) == had
+    weight = torch.randn(70, 64)
+    back = nf4.dequantise(nf4.quantise(weight), torch.float32)
+    assert not isinstance(back, Pretended) and (back - weight).abs().max() < 0.6
+
+
+def test_the_ledger_follows_views_writes_and_ends() -> None:
+    ledger = Ledger()
+    with Pretend(ledger), ledger.owner("mine"):
+        a = torch.empty(100, 100)
+        view, written = a[10:].t(), a.add_(1.0)
+        holder = ledger.of("cpu")
+        assert holder.live["mine"] == holder.total == 40_000 and written is a and view.device.type == "cpu"
+        b = a.to(torch.bfloat16)
+        ledger.give("yours", b)
+        assert holder.live == {"mine": 40_000, "yours": 20_000}
+        c = a @ a
+        del a, written
+        assert holder.total == 100_000, "the view still holds it"
+        del view
+    assert holder.total == 60_000 and holder.peak == 100_000 and holder.at_peak == {"mine": 80_000, "yours": 20_000}
+    del b, c
+    assert holder.total == 0
+
+
+def test_blocks_of_the_allocator() -> None:
+    assert [block_bytes(n) for n in (0, 1, 512, 513, 3 * MIB)] == [0, 512, 512, 1024, 3 * MIB]
+    assert block_bytes(11 * MIB + 512 * 1024) == 12 * MIB, "a rest of up to one MiB stays with the block"
+    assert block_bytes(10 * MIB + 512 * 1024) == 10 * MIB + 512 * 1024, "a larger one is split off"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 << 30), ("80GB", 80 * 10**9), ("512 MiB", 512 << 20), ("1.5G", 1_500_000_000), ("7", 7)],
+)
+def test_amounts_of_memory(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-3GiB", "0", "3XB"])
+def test_no_amounts_of_memory(text: str) -> None:
+    with pytest.raises(GraftuneError, match="not an amount of memory"):
+        parse_bytes(text)
+
+
+def test_cudnn_asks_for_what_the_formula_says() -> None:
+    from graftune.kernels.attention.cudnn_frontend import Shape
+
+    strides = (1, 1, 1, 1)
+    plain = Shape(torch.bfloat16, 8, 8, 64, 4, 128, 256, 1.0, strides, strides)
+    grouped = Shape(torch.bfloat16, 8, 2, 64, 4, 128, 256, 1.0, strides, strides)
+    assert libraries.workspace_bytes(plain) == 256 * 8 * (64 + 1) * 4
+    assert libraries.workspace_bytes(grouped) == 256 * 8 * (3 * 64 + 1) * 4

@@ -1,0 +1,239 @@
+"""What a plan is for: `auto` takes what fits, a run that does not fit is refused before it loads, and what is suggested
+then runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.cli import main
+from graftune.config import Config
+from graftune.errors import GraftuneError
+from graftune.observe.console import Console
+from graftune.observe.events import read_events
+from graftune.plan import Bytes, Card, Setup, job, rehearse, standins
+from graftune.training import prepare
+from tests.training.runs import write_data
+
+QUIET = Console(quiet=True)
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rehearsed_once() -> Iterator[None]:
+    """What a step takes follows from its setup (tests/plan/test_plan.py), and these tests ask for the same ones with
+    more and less memory: one rehearsal of each is enough."""
+    made: dict[Any, Any] = {}
+
+    def once(setup: Setup) -> Bytes:
+        card = setup.card and dataclasses.replace(setup.card, name="", free=0, total=0)
+        rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name not in ("base", "card")}
+        key = repr((setup.base.path, setup.base.spec, card, rest))
+        if key not in made:
+            made[key] = rehearse(setup)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "rehearse", once)
+        yield
+
+
+def job_for(folder: Path, memory: int = 0, **more: Any) -> job.Job:
+    values = {"base": str(folder), "device": "cuda", "max_seq_len": 64} | more
+    return prepare.job_of(Config.of(values), QUIET, memory=memory)
+
+
+def test_auto_takes_the_largest_micro_batch_and_then_the_least_recompute(tiny_folder) -> None:
+    from graftune.plan import settle
+
+    folder = tiny_folder("llama")
+    roomy = settle(job_for(folder, 80 << 30, tokens_per_step=65536))
+    assert (roomy.recompute, roomy.capacity) == ("none", 8192)
+    assert settle(job_for(folder, 80 << 30)).capacity == 4096, "no more than a step has"
+
+    def limit(policy: str, size: int) -> int:
+        return job_for(folder, 80 << 30).plan(policy, size).needed + job.CONTEXT_BYTES
+
+    for policy, size in (("none", 2048), ("selective", 4096), ("full", 2048), ("offload", 2048)):
+        found = settle(job_for(folder, limit(policy, size)))
+        assert found.fits and found.needed <= limit(policy, size)
+        order = ("none", "selective", "full", "offload")
+        assert order.index(found.recompute) <= order.index(policy)
+    asked = settle(job_for(folder, limit("full", 4096), recompute="full"))
+    assert (asked.recompute, asked.capacity) == ("full", 4096)
+    fixed = settle(job_for(folder, limit("full", 4096), tokens_per_micro_batch=4096))
+    assert fixed.capacity == 4096 and fixed.fits
+
+
+def test_on_a_cpu_auto_is_1024_unless_memory_is_short(tiny_folder) -> None:
+    from graftune.plan import settle
+
+    folder = tiny_folder("llama")
+    wide = settle(job_for(folder, 8 << 30, device="cpu"))
+    assert (wide.recompute, wide.capacity) == ("none", 1024)
+    short = job_for(folder, 8 << 30, device="cpu").plan("none", 512).needed
+    assert settle(job_for(folder, short, device="cpu")).capacity == 512
+
+
+def test_a_run_that_does_not_fit_is_refused_before_loading_and_the_suggestion_runs(
+    tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = tiny_folder("llama"), write_data(tmp_path / "data.jsonl")
+    line = [
+        "train", str(folder), str(data), "--device", "cpu", "--compute-dtype", "fp32", "--rank", "4", "--samples", "0",
+        "--tokens-per-step", "512", "--tokens-per-micro-batch", "512", "--recompute", "none", "--max-steps", "2",
+        "--threads", "1", "--base-dtype", "fp32",
+    ]  # fmt: skip
+    config = Config.of({"base": str(folder), "data": str(data), "device": "cpu", "tokens_per_step": 512, "rank": 4})
+    planned = prepare.job_of(config, QUIET, memory=1 << 40)
+    free = planned.plan("full", 512, "fp32").needed
+    assert free < planned.plan("selective", 512, "fp32").needed
+    monkeypatch.setattr(job, "free_bytes", lambda device: free)
+
+    with monkeypatch.context() as loading:
+        loading.setattr(prepare, "open_engine", lambda *_, **__: pytest.fail("the model was loaded"))
+        assert main([*line, "--out", str(tmp_path / "refused")]) == 2
+    said = capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+    sentence = said.splitlines()[-1]
+    assert re.search(
+        r"training needs [\d.]+ MiB of memory and [\d.]+ MiB are free; --recompute full would need", sentence
+    )
+
+    line[line.index("--recompute") + 1] = "full"
+    assert main([*line, "--out", str(tmp_path / "suggested")]) == 0
+    events = read_events(tmp_path / "suggested" / "metrics.jsonl")
+    (memory,) = [event for event in events if event["event"] == "memory"]
+    document = json.loads((tmp_path / "suggested" / "plan.json").read_text())
+    assert memory["planned"] == document["expected"] and memory["measured"] > 0 and memory["step"] == 1
+    assert document["settings"]["recompute"] == "full" and document["fits"]
+    assert "memory: planned" in capsys.readouterr().err
+
+
+def test_the_nearest_setting_may_be_a_smaller_micro_batch_or_fewer_bits(tiny_folder) -> None:
+    folder = tiny_folder("llama-untied")
+    asked = {"tokens_per_micro_batch": 4096, "recompute": "offload", "base_dtype": "bf16"}
+    whole = job_for(folder, 80 << 30, **asked)
+    from graftune.plan import best, nearest, refusal
+
+    for size, kind in ((1024, "bf16"), (64, "nf4")):
+        free = whole.plan("offload", size, kind).needed + job.CONTEXT_BYTES
+        tight = job_for(folder, free, **asked)
+        found = nearest(tight, best(tight))
+        assert found is not None and found.fits and found.capacity >= size
+        assert "--tokens-per-micro-batch" in str(refusal(tight, best(tight)))
+    hopeless = job_for(folder, job.CONTEXT_BYTES + MIB, **asked)
+    assert nearest(hopeless, best(hopeless)) is None
+    assert "take a smaller model or a larger card" in str(refusal(hopeless, best(hopeless)))
+
+
+def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_folder, monkeypatch) -> None:
+    from graftune.kernels.gguf_dequant import KINDS
+    from graftune.plan import best, nearest, refusal
+
+    asked = {"base_dtype": "fp32", "compute_dtype": "bf16", "recompute": "offload", "tokens_per_micro_batch": 64}
+    whole = job_for(smollm2, 80 << 30, **asked)
+    needed = {kind: whole.plan("offload", 64, kind).needed for kind in ("keep", "nf4", "fp32")}
+    assert max(needed["keep"], needed["nf4"]) < needed["fp32"]
+    enough = max(needed["keep"], needed["nf4"]) + job.CONTEXT_BYTES
+    tight = job_for(smollm2, enough, **asked)
+    found = nearest(tight, best(tight))
+    assert found is not None and found.settings["base_dtype"] == "keep"
+    assert "--base-dtype keep would need" in str(refusal(tight, best(tight)))
+    first = next(t.dtype_name for t in tight.base.tensors.values() if len(t.shape) == 2)
+    with monkeypatch.context() as unknown:  # blocks that no kernel of ours reads
+        unknown.delitem(KINDS, first)
+        found = nearest(tight, best(tight))
+        assert found is None or found.settings["base_dtype"] == "nf4"
+    folder = job_for(tiny_folder("llama-untied"), job.CONTEXT_BYTES + MIB, **asked)
+    folder.free = folder.plan("offload", 64, "nf4").needed
+    found = nearest(folder, best(folder))
+    assert found is not None and found.settings["base_dtype"] == "nf4"
+
+
+def test_what_the_host_lacks_is_refused_too(tiny_folder) -> None:
+    from graftune.plan import best, largest, nearest, refusal
+
+    asked = job_for(tiny_folder("llama"), 80 << 30, tokens_per_micro_batch=4096, recompute="offload")
+    assert asked.host_free is None, "nobody knows the machine that has the card"
+    plan = best(asked)
+    asked.host_free = plan.bytes.host
+    assert best(asked).fits and best(asked).document()["host_free"] == plan.bytes.host
+    asked.host_free -= 1
+    short = best(asked)
+    assert short.fits_device and not short.fits and 0 < largest(asked, "offload") < 1 << 17
+    found = nearest(asked, short)
+    assert found is not None and (found.recompute, found.capacity) == ("full", 4096)
+    said = str(refusal(asked, short))
+    assert re.search(r"training needs [\d.]+ MiB of pinned host memory and [\d.]+ MiB are free; --recompute full", said)
+
+
+def test_the_largest_micro_batch_is_the_largest(tiny_folder) -> None:
+    from graftune.plan import largest
+
+    asked = job_for(tiny_folder("llama"), 1000 << 20)
+    sizes = {policy: largest(asked, policy) for policy in ("none", "full")}
+    assert 0 < sizes["none"] < sizes["full"] < 1 << 17
+    for policy, size in sizes.items():
+        assert asked.plan(policy, size).fits and not asked.plan(policy, size + 512).fits, (policy, size)
+    asked.longest = sizes["none"] + 512
+    assert largest(asked, "none") == 0
+
+
+def test_a_micro_batch_below_512_tokens_may_be_the_largest(tiny_folder) -> None:
+    from graftune.plan import largest
+
+    asked = job_for(tiny_folder("llama"), 1000 << 20)
+    asked.longest = 64
+    least, more = (asked.plan("none", size).needed for size in (128, 512))
+    assert least < more
+    asked.free = (least + more) // 2
+    assert 64 <= largest(asked, "none") < 512
+
+
+def test_a_card_of_this_machine_has_its_memory_beside_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = job_for(tiny_folder("llama"), 8 << 30)
+    monkeypatch.setattr(job, "available_bytes", lambda: 12345)
+    here = Card("a card", 8 << 30, 8 << 30, here=True)
+    with standins.asked(here):
+        made = job.Job(absent.config, absent.base, absent.runtime, 64, absent.shapes, here)
+    assert made.host_free == 12345
+
+
+# The command
+
+
+def test_plan_command_for_a_card_that_is_not_here(tiny_folder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tiny_folder("llama"))
+    assert main(["plan", folder, "--device", "cuda", "--memory", "24GiB", "--json", "--max-seq-len", "64"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    owners = ("base", "adapters", "gradients", "moments", "saved activations", "workspaces", "CUDA context")
+    assert all(document["owners"][name] > 0 for name in owners)
+    assert document["fits"] and document["needed"] <= document["free"] < 24 << 30
+    assert document["largest"]["none"] <= document["largest"]["full"] <= document["largest_looked_for"]
+    assert main(["plan", folder, "--device", "cuda", "--memory", "24GiB", "--max-seq-len", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert "131072 or more" in shown
+    assert "saved activations" in shown and "largest micro-batch that fits" in shown and "█" in shown
+    one_size = ("--max-seq-len", "512", "--tokens-per-step", "512")  # else all below are rehearsed too, and none fits
+    assert main(["plan", folder, "--device", "cuda", "--memory", "601MiB", *one_size]) == 2
+    said = capsys.readouterr()
+    assert "gradients" in said.out and "take a smaller model" in said.err
+    if not torch.cuda.is_available():
+        assert main(["plan", folder, "--device", "cuda"]) == 2
+        assert "--memory 24GiB" in capsys.readouterr().err
+
+
+def test_plan_without_triton_says_so(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "rehearse", rehearse)  # anew
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    with pytest.raises(GraftuneError, match="the package triton is not installed"):
+        job_for(tiny_folder("llama"), 24 << 30).plan("none", 64)

@@ -1,0 +1,401 @@
+"""Runs that lose nothing and go on: dates, checkpoints by epoch and by the clock, hang-ups, locks, longer runs, and the
+identity by which a checkpoint is taken back. Kills are in tests/two_ways/test_resume.py."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.api import train
+from graftune.cli import main
+from graftune.config import Config
+from graftune.errors import GraftuneError
+from graftune.files import FolderLock
+from graftune.observe.console import Console
+from graftune.observe.events import evals, read_events, steps
+from graftune.step.pipeline import HostLoop
+from graftune.step.schedule import learning_rate
+from graftune.tokenizer import template
+from graftune.training import loop, prepare, resume, telling
+from graftune.weights import checkpoint
+from graftune.weights.checkpoint import Progress
+from tests.training.runs import adapter_bytes, write_data
+from tests.training.test_loop import figures, settings, stopped_copy
+
+QUIET = Console(quiet=True)
+DATED = (
+    "{{ strftime_now('%d %B %Y') }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
+
+
+def again(run: Path, **overrides: Any) -> Any:
+    return train(Config.load(run / "config.yaml"), console=QUIET, resume=str(run), overrides=overrides)
+
+
+def end(run: Path) -> dict[str, Any]:
+    return read_events(run / "metrics.jsonl")[-1]
+
+
+# Dates (A1)
+
+
+def test_a_run_keeps_its_date(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
+    (base / "chat_template.jinja").write_text(DATED)
+    day = datetime.date(2026, 5, 9)
+    for module in (template, prepare):
+        monkeypatch.setattr(module, "today", lambda: day)
+    config = settings(base, tmp_path / "runs" / "straight", max_steps=6)
+    straight = train(config, console=QUIET).folder
+    assert Config.load(straight / "config.yaml").data.date == "2026-05-09"
+    day = datetime.date(2027, 12, 24)
+    run = stopped_copy(straight, tmp_path / "runs" / "resumed")
+    again(run)
+    assert figures(run) == figures(straight) and adapter_bytes(run) == adapter_bytes(straight)
+    import graftune
+
+    opened = graftune.open(str(run), device="cpu")
+    assert opened.tokenizer.template.render([]) == "09 May 2026"
+    assert graftune.open(str(run / "adapter"), device="cpu").tokenizer.template.render([]) == "24 December 2027"
+    # A run of a version that stored no date began on the day that its log says.
+    old = stopped_copy(straight, tmp_path / "runs" / "old")
+    file = old / "config.yaml"
+    file.write_text(file.read_text().replace("date: '2026-05-09'", "date: ''"))
+    noon = datetime.datetime(2026, 5, 9, 12).timestamp()
+    log = old / "metrics.jsonl"
+    first, rest = log.read_text().split("\n", 1)
+    log.write_text(json.dumps(json.loads(first) | {"time": noon}) + "\n" + rest)
+    again(old)
+    assert adapter_bytes(old) == adapter_bytes(straight)
+
+
+def test_data_shows_the_date_that_is_asked_for(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
+    (base / "chat_template.jinja").write_text(DATED)
+    (base / "model.safetensors").unlink()  # no weights are needed
+    ask = ["data", str(write_data(tmp_path / "d.jsonl")), "--base", str(base), "--json"]
+    for date, want in (("2026-05-09", "09 May 2026"), ("2025-01-02", "02 January 2025")):
+        assert main([*ask, "--date", date]) == 0
+        assert want in capsys.readouterr().out
+
+
+# Checkpoints by epoch and by the clock (A2, U7)
+
+
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    made, save = [], checkpoint.save
+
+    def watched(root: Path, arena: Any, progress: Progress, *more: Any) -> Path:
+        made.append(progress.step)
+        return save(root, arena, progress, *more)
+
+    monkeypatch.setattr(checkpoint, "save", watched)
+    return made
+
+
+def test_each_epoch_is_saved_without_validation(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = saves(monkeypatch)
+    config = settings(tiny_folder("llama"), tmp_path / "run", val_split=0.0, save_every=0)
+    run = train(config, console=QUIET).folder
+    logged = steps(read_events(run / "metrics.jsonl"))
+    last = [max(e["step"] for e in logged if e["epoch"] == epoch) for epoch in range(3)]
+    assert made == last
+
+
+def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of five minutes: every third is saved."""
+    minutes, made = 0.0, saves(monkeypatch)
+
+    class Slow(HostLoop):
+        def step(self, *args: Any, **named: Any) -> None:
+            nonlocal minutes
+            super().step(*args, **named)
+            minutes += 5
+
+    monkeypatch.setattr(loop, "hot_loop", lambda step, graph: Slow(step))
+    monkeypatch.setattr(loop, "_minutes", lambda: minutes)
+    more = {"val_split": 0.0, "save_every": 0, "tokens_per_step": 64, "epochs": 1}
+    config = settings(tiny_folder("llama"), tmp_path / "run", **more)
+    total = train(config, console=QUIET).steps
+    assert total >= 7 and made == [*range(3, total, 3), total]
+    made.clear()
+    train(config.replace(out=str(tmp_path / "off"), save_minutes=0), console=QUIET)
+    assert made == [total]
+
+
+# Signals
+
+
+class Hangs(HostLoop):
+    """Sends a signal to this process in the second step."""
+
+    number, sent = signal.SIGHUP, 0
+
+    def step(self, *args: Any, **named: Any) -> None:
+        super().step(*args, **named)
+        self.sent += 1
+        if self.sent == 2:
+            os.kill(os.getpid(), self.number)
+
+
+class Gone(Console):
+    """A terminal that is closed when the signal comes."""
+
+    closed = False
+
+    def _write(self, *args: Any, **named: Any) -> None:
+        if self.closed:
+            raise OSError(5, "Input/output error")
+
+
+def test_a_closed_terminal_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Gone()
+
+    class Closing(Hangs):
+        def step(self, *args: Any, **named: Any) -> None:
+            super().step(*args, **named)
+            console.closed = self.sent >= 2
+
+    monkeypatch.setattr(loop, "hot_loop", lambda step, graph: Closing(step))
+    config = settings(tiny_folder("llama"), tmp_path / "run", save_every=0, eval_every=0)
+    result = train(config, console=console)
+    assert (result.stopped, result.signal) == ("interrupted", signal.SIGHUP)
+    assert max(checkpoint.steps(result.folder / "checkpoints")) == result.steps == 2
+    assert end(result.folder)["stopped"] == "interrupted"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_nohup_is_respected(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "hot_loop", lambda step, graph: Hangs(step))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=4)
+        assert train(config, console=QUIET).stopped == "finished"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_step(
+    number: signal.Signals, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    data = write_data(tmp_path / "data.jsonl")
+    open_engine = prepare.open_engine
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return open_engine(*args, **named)
+
+    monkeypatch.setattr(prepare, "open_engine", interrupted)
+    out = tmp_path / "deep" / "run"
+    line = ["train", str(tiny_folder("llama")), str(data), "--device", "cpu", "--out", str(out)]
+    assert main(line) == 128 + number
+    assert "stopped before the first step; nothing was written" in capsys.readouterr().err
+    assert not (tmp_path / "deep").exists()
+
+
+# One process in a folder (U10)
+
+
+def test_a_second_process_is_told_who_is_there(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    straight = train(settings(tiny_folder("llama"), tmp_path / "straight", max_steps=6), console=QUIET).folder
+    run = stopped_copy(straight, tmp_path / "run")
+    before = (run / "metrics.jsonl").read_bytes()
+    with FolderLock(run):
+        assert main(["train", "--resume", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert f"{run}: process {os.getpid()} is training in this folder; wait until it is done, or stop it" in said
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert again(run).stopped == "finished"  # and the lock is free again
+
+
+# Longer and shorter (U9)
+
+
+def test_longer_is_as_if_it_had_been_so(tiny_folder, tmp_path: Path) -> None:
+    """With a constant learning rate nothing but the evaluation at the first end tells them apart."""
+    more = {"warmup": 0.0, "patience": 0, "eval_every": 1}
+    long = train(settings(tiny_folder("llama"), tmp_path / "long", epochs=2, **more), console=QUIET).folder
+    short = train(settings(tiny_folder("llama"), tmp_path / "short", epochs=0.75, **more), console=QUIET).folder
+    assert len(figures(short)) < len(figures(long))
+    again(short, epochs=2)
+    assert figures(short) == figures(long) and adapter_bytes(short) == adapter_bytes(long)
+    assert Config.load(short / "config.yaml").train.epochs == 2
+    extended = next(e for e in read_events(short / "metrics.jsonl") if e["event"] == "extend")
+    assert (extended["epochs"], extended["steps"]) == (2, end(long)["step"])
+
+
+def test_another_number_of_validation_examples(tiny_folder, tmp_path: Path) -> None:
+    config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=2, eval_examples=1, patience=0)
+    run = train(config, console=QUIET).folder
+    again(run, max_steps=3, eval_examples=2)
+    assert end(run)["step"] == 3 and Config.load(run / "config.yaml").data.eval_examples == 2
+
+
+def test_a_finished_run_says_what_to_type(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings(tiny_folder("llama"), tmp_path / "run", schedule="cosine", max_steps=5, lr=0.01, patience=1)
+    run = train(config, console=QUIET).folder
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    stopped = end(run)["stopped"]
+    assert main(["train", "--resume", str(run)]) == 0
+    said = capsys.readouterr().err
+    at = end(run)["step"]
+    assert f"this run is finished ({stopped} at step {at}); to train it further" in said
+    assert f"graftune train --resume {run} --epochs 6" in said
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+    # max_steps decides, for more epochs than were set; the schedule goes on as that of the longer run.
+    assert main(["train", "--resume", str(run), "--max-steps", "16", "--patience", "0"]) == 0
+    optim, said = config.optim, capsys.readouterr().err
+    now = learning_rate(at, 16, optim)
+    assert f"extended from 5 to 16 steps: from step {at + 1} on the cosine schedule is the one over 16 steps" in said
+    assert f"goes on at {now:.2e}" in said and f"ends at {learning_rate(15, 16, optim):.2e}" in said
+    logged = steps(read_events(run / "metrics.jsonl"))
+    assert [e["lr"] for e in logged] == [learning_rate(step, 5 if step < at else 16, optim) for step in range(16)]
+    stored = Config.load(run / "config.yaml").train
+    assert (stored.max_steps, stored.patience) == (16, 0) and stored.epochs > 3
+    assert main(["train", "--resume", str(run)]) == 0 and "finished at step 16" in capsys.readouterr().err
+
+    # Shorter than what is done is refused; epochs decide over an earlier max_steps.
+    assert main(["train", "--resume", str(run), "--max-steps", "10"]) == 2
+    assert "the run has done 16 steps and max_steps 10 makes 10" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run), "--epochs", "1"]) == 2
+    assert "the run has done 16 steps and epochs 1 makes" in capsys.readouterr().err
+    assert Config.load(run / "config.yaml").train == stored
+
+
+def test_an_early_stop_is_no_end_for_who_wants_more(tiny_folder, tmp_path: Path) -> None:
+    config = settings(tiny_folder("llama"), tmp_path / "run", lr=0.5, patience=1, eval_every=1)
+    run = train(config, console=QUIET).folder
+    assert end(run)["stopped"] == "early stop"
+    at = end(run)["step"]
+    again(run, epochs=5)
+    assert end(run)["step"] > at
+    assert evals(read_events(run / "metrics.jsonl"))[-1]["step"] > at
+
+
+@pytest.mark.parametrize(("epochs", "want"), [(0.5, (3,)), (1.0, (5,)), (1.25, (5, 2)), (0.01, (1,)), (2.9, (5, 6, 5))])
+def test_parts_of_an_epoch(epochs: float, want: tuple[int, ...]) -> None:
+    class Loads:
+        def steps_per_epoch(self, epoch: int) -> int:
+            return (5, 6, 5)[epoch]
+
+    length = resume.run_length(Loads(), Config.of({"epochs": epochs}).train)  # type: ignore[arg-type]
+    assert length.total == sum(want) and len(length.epoch_steps) == len(want)
+
+
+# What a run is (A4)
+
+
+def test_identity_does_not_change_with_a_field_that_is_new() -> None:
+    @dataclass(frozen=True)
+    class Inner:
+        kind: str = "none"
+
+    @dataclass(frozen=True)
+    class Spec:
+        family: str
+        layers: int
+        window: int = 0
+        layers_of: tuple[int, ...] = ()
+        rope: Inner = field(default_factory=Inner)
+
+    @dataclass(frozen=True)
+    class NewInner(Inner):
+        factor: float = 1.0
+
+    @dataclass(frozen=True)
+    class NewSpec(Spec):
+        rope: Inner = field(default_factory=NewInner)
+        experts: int = 0
+
+    for more in ({}, {"window": 4, "layers_of": (1, 2)}):
+        old = resume.beyond_defaults(Spec("llama", 2, rope=Inner("linear"), **more))
+        new = resume.beyond_defaults(NewSpec("llama", 2, rope=NewInner("linear"), **more))
+        assert old == new and json.loads(json.dumps(old)) == old
+    assert resume.beyond_defaults(NewSpec("llama", 2, experts=8))["experts"] == 8
+
+
+def test_settings_are_compared_by_name(tmp_path: Path) -> None:
+    stored = {"data": "x", "settings": {"rank": 4, "gone": 1, "targets": ["q_proj"]}}
+    now = {"data": "x", "settings": {"rank": 4, "later": True, "targets": ("q_proj",)}}
+    checkpoint.check_identity(now, stored, tmp_path)
+    with pytest.raises(GraftuneError, match=r"rank was 4 when the run started, and config\.yaml now has 8; set rank"):
+        checkpoint.check_identity({"settings": {"rank": 8}}, stored, tmp_path)
+    # What the version before this one wrote: a digest over the defaults it had, and one over its spec's fields.
+    old = {"data": "x", "base": "a" * 64 + "b" * 64, "settings": "c" * 64}
+    checkpoint.check_identity({"data": "x", "base": f"{'a' * 64}-{'d' * 64}", "settings": {"rank": 4}}, old, tmp_path)
+    with pytest.raises(GraftuneError, match="the base has changed since the run started"):
+        checkpoint.check_identity({"base": f"{'e' * 64}-{'d' * 64}"}, old, tmp_path)
+
+
+# A checkpoint's own numbers (R1), and what else lies in its folder (R9)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(telling, "loss_plot", lambda *_: None)
+        return train(settings(tiny_folder("llama"), tmp_path_factory.mktemp("finished") / "run"), console=QUIET).folder
+
+
+WRONG: list[dict[str, Any]] = [
+    {"step": -1}, {"step": True}, {"step": 10**9}, {"epoch": 99}, {"epoch_step": 10**9}, {"updates": -5},
+    {"updates": 10**9}, {"best_step": 10**6}, {"last_eval": "3"}, {"best_loss": "low"}, {"stale": -1}, {"epoch": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", WRONG, ids=str)
+@pytest.mark.parametrize("summed", [False, True])
+def test_numbers_that_no_run_has(numbers: dict[str, Any], summed: bool, finished: Path, tmp_path: Path) -> None:
+    run = stopped_copy(finished, tmp_path / "run")
+    path = checkpoint.latest(run / "checkpoints")
+    assert path is not None
+    state = json.loads((path / checkpoint.STATE).read_text())
+    state["progress"] |= numbers
+    if summed:  # by whoever changed them
+        state["sha256"] = checkpoint._checksum(state)
+    (path / checkpoint.STATE).write_text(json.dumps(state))
+    (path / checkpoint.TENSORS).write_bytes(b"")  # which is not looked at before
+    with pytest.raises(GraftuneError, match="this checkpoint is damaged") as caught:
+        place, _ = checkpoint.read_state(path)
+        checkpoint.check_place(path, place, [5, 5, 5])
+    assert "header" not in str(caught.value).lower()
+
+
+def test_odd_names_beside_checkpoints(finished: Path, tmp_path: Path) -> None:
+    run = stopped_copy(finished, tmp_path / "run")
+    root = run / "checkpoints"
+    before = checkpoint.steps(root)
+    for name in ("step-²", "step-", "step-3x", "step-+3", "step-1e3", "step-" + "9" * 40):
+        shutil.copytree(before[4], root / name)
+    (root / "step-3.part").symlink_to(tmp_path)
+    assert checkpoint.steps(root) == before
+    again(run)
+    assert adapter_bytes(run) == adapter_bytes(finished) and tmp_path.exists()
+
+
+def test_odd_events_in_the_log(finished: Path, tmp_path: Path) -> None:
+    run = stopped_copy(finished, tmp_path / "run")
+    odd = [{"event": kind, **more} for kind in ("step", "eval", "sample", "resume") for more in ({}, {"step": "2"})]
+    lines = [json.dumps(event) for event in (*odd, {"event": "run_start", "time": 1e300})]
+    log = run / "metrics.jsonl"
+    log.write_text("\n".join([*lines, log.read_text()]))
+    again(run)
+    assert adapter_bytes(run) == adapter_bytes(finished) and figures(run) == figures(finished)
+    log.write_text(log.read_text() + "[" * 100_000)  # a torn line, for all that can be read of it
+    assert figures(run) == figures(finished)

@@ -1,0 +1,133 @@
+"""The loop around a captured step, without a GPU: what its streams wait for, and what a failed pass leaves behind."""
+
+from __future__ import annotations
+
+import functools
+import queue
+from collections import deque
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graftune import graph
+from graftune.model import projection
+from graftune.model.decoder import PackedDocuments
+from graftune.model.run import Aside
+from graftune.step.pipeline import DeviceLoop, Shape
+from graftune.step.step import Step
+from tests import oracle
+from tests.kernels.test_whole_step import batch
+
+
+class Mark:
+    """An event or a stream that writes down what is asked of it."""
+
+    said: list[tuple[str, Any]]
+
+    def __init__(self, *_: Any):
+        self.said = []
+
+    def synchronize(self) -> None:
+        self.said.append(("synchronize", None))
+
+    def wait_event(self, event: Any) -> None:
+        self.said.append(("wait", event))
+
+    def wait_stream(self, stream: Any) -> None:
+        self.said.append(("wait", stream))
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Mark:
+    """torch.cuda as far as it is used here; its main stream."""
+    main, zeros = Mark(), torch.zeros
+    monkeypatch.setattr(torch.cuda, "Stream", Mark)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(graph, "_stream", functools.cache(lambda *_: Mark()))
+    return main
+
+
+def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Mark) -> None:
+    loop: Any = SimpleNamespace(free=queue.SimpleQueue(), copies=Mark(), device="cpu")
+
+    def slot(tokens: int) -> Any:
+        return DeviceLoop._slot(loop, Shape(tokens, 2, 4))
+
+    first = slot(64)
+    loop.free.put(first)
+    assert slot(64) is first and first.arrived.said == [("synchronize", None)] and not loop.copies.said
+    loop.free.put(first)
+    other = slot(32)
+    assert other is not first and len(other.host) == Shape(32, 2, 4).size
+    assert first.arrived.said[1:] == [("synchronize", None)], "its pinned memory was read until then"
+    assert loop.copies.said == [("wait", first.taken)], "and its copy on the device until then"
+
+
+def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
+    """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
+    done = [Mark(), Mark()]
+    loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
+    loop.reports = torch.zeros(2, 3)
+    loop._fetch_oldest = lambda: DeviceLoop._fetch_oldest(loop)
+    seen, sending = [torch.profiler.ProfilerActivity.CPU], pytest.raises(AttributeError, match="count")
+    with torch.profiler.profile(activities=seen) as profile, sending:  # of a loop that has nothing to send
+        DeviceLoop.step(loop, [], {}, [])
+    assert [mark.said for mark in done] == [[("synchronize", None)], []] and len(loop.ready) == 1 and loop.waited > 0
+    assert [e.count for e in profile.key_averages() if e.key == "graftune: wait for the device"] == [1]
+
+
+def test_a_second_run_of_a_process_has_the_streams_of_the_first(no_cuda: Mark) -> None:
+    """Libraries keep memory for every stream they have seen."""
+    first, second = Aside(torch.device("cpu")), Aside(torch.device("cpu"))
+    assert first.streams == second.streams and len(set(map(id, [*first.streams, graph.stream("copies")]))) == 5
+
+
+def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:
+    aside, done = Aside(torch.device("cpu")), list[str]()
+    x = torch.ones(3)
+    aside.do(lambda: done.append("sent"), x)
+    aside.flush()
+    aside.do(lambda: done.append("queued by a pass that failed"), x)
+    aside.forget()
+    aside.do(lambda: done.append("next"), x)
+    aside.flush()
+    assert done == ["sent", "next"] and len(aside.held) == 1
+    waits = [("wait", stream) for stream in aside.streams]
+    assert no_cuda.said == waits, "what was sent off is waited for before its memory goes"
+
+
+@pytest.mark.parametrize("long", [1, 1 << 20])
+def test_sums_made_later_are_the_same_even_after_a_pass_that_failed(
+    tiny_folder: Any, no_cuda: Mark, monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
+    """What is queued runs when attention's way back begins, so what it reads must still be there."""
+    monkeypatch.setattr(projection, "LONG", long)
+    folder = tiny_folder("llama")
+
+    def gradients(aside: bool) -> torch.Tensor:
+        torch.manual_seed(5)
+        ours = oracle.ours(folder)
+        step = Step(ours.decoder, ours.arena)
+        if aside:
+            step.aside = Aside(torch.device("cpu"))
+            with monkeypatch.context() as failing, pytest.raises(MemoryError):
+                failing.setattr(PackedDocuments, "backward", fail)
+                step.micro_step(batch())
+            assert step.aside.held
+            step.aside.do(lambda: pytest.fail("the failed pass's"), ours.arena.weights)
+            step.discard()
+        step.micro_step(batch())
+        return ours.arena.grads
+
+    assert torch.equal(gradients(aside=True), gradients(aside=False))
+
+
+def fail(*_: Any) -> None:
+    raise MemoryError
