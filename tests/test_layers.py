@@ -90,7 +90,7 @@ def test_the_hot_path_imports_without_optional_packages():
 
     code = (
         "import sys\n"
-        "for name in 'gguf cyclopts rich matplotlib yaml pyarrow huggingface_hub transformers peft'.split():\n"
+        "for name in 'gguf cyclopts rich matplotlib yaml pyarrow huggingface_hub regex transformers peft'.split():\n"
         "    sys.modules[name] = None\n"
         "import graftune.step.step, graftune.training.loop, graftune.api, graftune.infer.generate\n"
     )

@@ -103,6 +103,6 @@ def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[st
         raise ValueError("rank_pattern or alpha_pattern is not a table of numbers")
     if len(pattern) > MOST_PATTERNS:
         raise patterns.Unmatched(f"{len(pattern)} patterns")
-    steps = patterns.Steps()
-    keys = [(patterns.ends_with(key, steps), float(value)) for key, value in pattern.items()]
+    deadline = patterns.Deadline()
+    keys = [(patterns.ends_with(key, deadline), float(value)) for key, value in pattern.items()]
     return {m: next((v for fits, v in keys if fits(f"model.{m}")), float(default)) for m in modules}
