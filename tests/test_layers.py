@@ -23,7 +23,6 @@ ROWS = [
         "config",
         "batch",
         "runtime",
-        "graph_nodes",
         "graph",
     ],
     ["kernels", "observe", "tokenizer"],

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from graftune import graph_nodes
-
 _unfinished: list[torch.cuda.CUDAGraph] = []  # torch's allocator asks those whose capture broke for good
 
 
@@ -44,11 +42,8 @@ class Captured:
         with torch.cuda.stream(ahead):
             self.work()
         main.wait_stream(ahead)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = torch.cuda.CUDAGraph()
         capture(self.work, graph, ahead, self.pool)
-        if torch.version.hip is None:
-            graph_nodes.without_memsets(graph.raw_cuda_graph())
-        graph.instantiate()
         self.graph = graph  # only now: a capture that failed is none
 
 
