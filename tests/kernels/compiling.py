@@ -72,23 +72,28 @@ class Launches:
     def run(self, fn: Any, *args: Any, grid: Any = None, warmup: bool = False, **given: Any) -> None:
         options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
         values = dict(zip(fn.arg_names, args, strict=False)) | given
-        signature: dict[str, str] = {}
+        signature: dict[str, Any] = {}
         constants: dict[tuple[int, ...], Any] = {}
         attributes: dict[tuple[int, ...], Any] = {}
+
+        def typed(value: Any, path: tuple[int, ...], constant: bool, plain: bool) -> Any:
+            """A parameter's type; what the compiler may know of its value goes to the tables above."""
+            if constant or value is None or (isinstance(value, int) and value == 1 and not plain):
+                constants[path] = value
+                return "constexpr"
+            if isinstance(value, tuple):
+                return tuple(typed(each, (*path, i), False, plain) for i, each in enumerate(value))
+            if isinstance(value, float):
+                return "fp32"
+            tensor = isinstance(value, torch.Tensor)
+            at = value.storage_offset() * value.element_size() if tensor else value
+            if at % 16 == 0 and not (plain and not tensor):
+                attributes[path] = [["tt.divisibility", 16]]
+            return "*" + KINDS[value.dtype] if tensor else "i32" if abs(value) < 2**31 else "i64"
+
         for index, name in enumerate(fn.arg_names):
-            value, plain = values[name], fn.params[index].do_not_specialize
-            if fn.params[index].is_constexpr or value is None or (isinstance(value, int) and value == 1 and not plain):
-                signature[name], constants[index,] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[name] = "*" + KINDS[value.dtype]
-                if value.storage_offset() * value.element_size() % 16 == 0:
-                    attributes[index,] = [["tt.divisibility", 16]]
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            else:
-                signature[name] = "i32" if abs(value) < 2**31 else "i64"
-                if value % 16 == 0 and not plain:
-                    attributes[index,] = [["tt.divisibility", 16]]
+            parameter = fn.params[index]
+            signature[name] = typed(values[name], (index,), parameter.is_constexpr, parameter.do_not_specialize)
         key = f"{fn.__name__} {signature} {constants} {options} {attributes}"
         if key in self.seen:
             return

@@ -26,6 +26,7 @@ GROUPS = {
     "gate": ((0, 65),),
     "up": ((65, 130),),
     "gate and up": ((0, 65), (65, 130)),
+    "four": ((0, 31), (31, 32), (40, 105), (106, 130)),
 }
 OUT = 130
 RANKS = [
@@ -37,6 +38,7 @@ RANKS = [
     ("gate and up", 33),
     ("k", 40),
     ("lone", 64),
+    ("four", 7),
 ]
 
 
@@ -198,6 +200,7 @@ def test_up_grad(kernels_on, device, dtype, tokens, group, rank):
 
 @pytest.mark.parametrize(("tokens", "columns", "rank"), [
     (1, ((0, 7),), 3), (17, ((0, 300), (310, 600)), 16), (33, ((0, 530), (530, 540), (540, 600)), 5),
+    (70, ((0, 40), (50, 400), (400, 410), (410, 700)), 4),
     (260, ((3, 40),), 33), (520, ((0, 40), (50, 90)), 2),
 ])  # fmt: skip
 def test_both_in_one_pass(kernels_on, device, dtype, tokens, columns, rank):
@@ -399,7 +402,7 @@ def test_spread(kernels_on, device, dtype):
     lora_linear.spread([], {})
 
 
-@pytest.mark.parametrize("group", ["q and v", "gate", "qkv"])
+@pytest.mark.parametrize("group", ["q and v", "gate", "qkv", "four"])
 def test_the_room_beside_the_weight_gives_the_whole_product(kernels_on, device, group, monkeypatch):
     """y = [x | h] [W | sB]' and dX = [dY | g] [W ; A], against the references' plain way."""
     tokens, into, rank, columns = 11, 30, 3, GROUPS[group]

@@ -10,6 +10,7 @@ constant of the compilation; without codes, nothing of it is there.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -57,19 +58,27 @@ def lay_pieces(value, place, distance, mask, kind: tl.constexpr):
 
 
 @triton.jit
+def of_member(member, values):
+    """This member's value of a tuple that has one for each. A tuple's values are parameters of the launch, whose
+    divisibility the compiler knows: a table in memory would cost a load before the first tile, and wide loads."""
+    found = values[0]
+    for index in tl.static_range(1, len(values)):
+        found = tl.where(member == index, values[index], found)
+    return found
+
+
+@triton.jit
 def _rows(
     y_ptr, w_ptr, out_ptr, tail_ptr, row_scale_ptr, code_scale_ptr, shift_ptr,
     tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride, scale,
-    c0, c1, c2, s0, s1, s2, o0, o1, o2, R: tl.constexpr, RP: tl.constexpr,
+    starts, stops, offsets, R: tl.constexpr, RP: tl.constexpr,
     ROWS: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[t, member * R + r] = scale * sum over the member's columns c of y[t, c] w[c, r]. ROWS: y are codes, each
     row with a scale. LAY: the result goes to the tail as codes."""
     member = tl.program_id(1)
-    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
-    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
-    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    start, stop, row = of_member(member, starts), of_member(member, stops), of_member(member, offsets)
     split = tl.program_id(2)
     at = tl.program_id(0) * BT + tl.arange(0, BT)
     alive = at < tokens
@@ -107,16 +116,15 @@ def _rows(
 
 @triton.jit
 def _add(
-    parts_ptr, out_ptr, tail_ptr, code_scale_ptr, shift_ptr, n, width, rank, p0, p1, p2, tail_stride,
-    ADD: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr, MEMBERS: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    parts_ptr, out_ptr, tail_ptr, code_scale_ptr, shift_ptr, n, width, rank, counts, tail_stride,
+    ADD: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """out (+)= the sum of the parts, always in the same order: p0 of them, or each member's own number."""
+    """out (+)= the sum of the parts, always in the same order; each member has its own number of them."""
     at = tl.program_id(0) * B + tl.arange(0, B)  # 32 bits: dividing is what this costs
     each = tl.arange(0, P)[:, None]
-    mask = (at < n)[None, :] & (each < p0)
-    if MEMBERS:
-        member = at % width // rank
-        mask = (at < n)[None, :] & (each < tl.where(member == 0, p0, tl.where(member == 1, p1, p2))[None, :])
+    mask = (at < n)[None, :] & (each < counts[0])
+    if len(counts) > 1:
+        mask = (at < n)[None, :] & (each < of_member(at % width // rank, counts)[None, :])
     total = tl.sum(tl.load(parts_ptr + each.to(tl.int64) * n + at[None, :], mask, other=0.0), 0)
     if ADD:
         total += tl.load(out_ptr + at, at < n, other=0.0)
@@ -172,7 +180,7 @@ def rows(
     behind = tail if codes is None else codes.tail
     _rows[(triton.cdiv(tokens, bt), len(columns), splits)](
         y, weight, parts, behind, row_scale, code_scale, shift, tokens, per_split, y.stride(0), *strides, out.numel(),
-        out.stride(0), behind.stride(0) if behind is not None else 0, scale, *starts, *stops, *offsets, R=rank, RP=rp,
+        out.stride(0), behind.stride(0) if behind is not None else 0, scale, starts, stops, offsets, R=rank, RP=rp,
         ROWS=row_scale is not None, TAIL=tail is not None and splits == 1, LAY=codes is not None and splits == 1,
         BT=bt, BC=bc, PRECISION=precision(weight), num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -187,7 +195,7 @@ def add_up(
     out: torch.Tensor,
     add: bool,
     tail: torch.Tensor | None = None,
-    counts: list[int] | None = None,
+    counts: tuple[int, ...] | None = None,
     codes: Codes | None = None,
 ) -> None:
     """out (contiguous) (+)= the sum over the first dimension of `parts`; written to `tail`'s columns as well. `counts`:
@@ -196,14 +204,14 @@ def add_up(
     n, many, width = out.numel(), power_of_two(parts.shape[0]), out.shape[-1]
     assert n <= MOST, "the kernel counts in 32 bits"
     block = min(1024, max(32, 4096 // many), max(32, power_of_two(n // 256)))  # enough programs for the chip
-    each = [*counts, 0, 0][:3] if counts else [len(parts)] * 3
+    differ = counts is not None and len(set(counts)) > 1
+    each = counts if counts is not None and differ else (len(parts),)
     scale, shift = given(codes)
     behind = tail if codes is None else codes.tail
     _add[(triton.cdiv(n, block),)](
-        parts, out, behind, scale, shift, n, width, width // len(counts or [1]), *each,
+        parts, out, behind, scale, shift, n, width, width // len(each), each,
         behind.stride(0) if behind is not None else 0, ADD=add, TAIL=tail is not None, LAY=codes is not None,
-        MEMBERS=counts is not None and len(set(counts)) > 1, P=many, B=block,
-        num_warps=4 if many * block >= 1024 else 1,
+        P=many, B=block, num_warps=4 if many * block >= 1024 else 1,
     )  # fmt: skip
 
 
@@ -224,14 +232,18 @@ def precision(x: torch.Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def places(columns: tuple[tuple[int, int], ...], block: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Starts, stops, rows of the stacked weight and numbers of blocks, for three members whatever there are."""
-    starts, stops, offsets, counts, row = [], [], [], [], 0
-    for start, stop in columns:
-        starts.append(start)
-        stops.append(stop)
-        offsets.append(row)
-        counts.append(triton.cdiv(stop - start, block))
-        row += stop - start
-    spare = [0] * (3 - len(columns))
-    return starts + spare, stops + spare, offsets + spare, counts + spare
+class Places(NamedTuple):
+    """Where the members of a group lie, as tuples that kernels take: one value for each member."""
+
+    starts: tuple[int, ...]  # first columns of the wide side
+    stops: tuple[int, ...]  # behind the last ones
+    offsets: tuple[int, ...]  # first rows of the stacked weight
+    counts: tuple[int, ...]  # blocks of columns
+
+
+def places(columns: tuple[tuple[int, int], ...], block: int) -> Places:
+    widths = [stop - start for start, stop in columns]
+    starts, stops = zip(*columns, strict=True)
+    return Places(
+        starts, stops, (0, *itertools.accumulate(widths[:-1])), tuple(triton.cdiv(width, block) for width in widths)
+    )

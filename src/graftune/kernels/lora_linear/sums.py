@@ -13,28 +13,33 @@ import triton.language as tl
 
 from graftune.kernels.launch import power_of_two
 from graftune.kernels.lora_linear import kernel
+from graftune.kernels.lora_linear.kernel import of_member
 
 
 @triton.jit
-def _member(pid, n0, n1, n2):
-    """Which member a block belongs to, and its number there."""
-    member = tl.where(pid < n0, 0, tl.where(pid < n0 + n1, 1, 2))
-    return member, pid - tl.where(member == 0, 0, tl.where(member == 1, n0, n0 + n1))
+def _member(pid, counts):
+    """Which member a block belongs to, and its number there; members have that many blocks."""
+    member = 0
+    block = pid
+    total = 0
+    for index in tl.static_range(1, len(counts)):
+        total += counts[index - 1]
+        member = tl.where(pid >= total, index, member)
+        block = tl.where(pid >= total, pid - total, block)
+    return member, block
 
 
 @triton.jit
 def _columns(
     y_ptr, h_ptr, row_scale_ptr, col_scale_ptr, out_ptr,
     tokens, per_split, y_stride, h_stride, split_stride, out_c, out_r, scale,
-    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2,
+    starts, stops, offsets, counts,
     R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     HAS_ROWS: tl.constexpr, FP16: tl.constexpr, HAS_COLS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[c, r] (+)= scale * cs[c] * sum over t of rs[t] y[t, c] h[t, r], for the columns of one member."""
-    member, block = _member(tl.program_id(0), n0, n1, n2)
-    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
-    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
-    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    member, block = _member(tl.program_id(0), counts)
+    start, stop, row = of_member(member, starts), of_member(member, stops), of_member(member, offsets)
     split = tl.program_id(1)
     local = block * BC + tl.arange(0, BC)
     cols = start + local
@@ -73,15 +78,13 @@ def _columns(
 @triton.jit
 def _both(
     y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
-    c0, c1, c2, s0, s1, s2, o0, o1, o2, n0, n1, n2, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    starts, stops, offsets, counts, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_columns` and `_rows` of one y in one pass over it: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and
     for this block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
-    member, block = _member(tl.program_id(0), n0, n1, n2)
-    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
-    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, s2))
-    row = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
+    member, block = _member(tl.program_id(0), counts)
+    start, stop, row = of_member(member, starts), of_member(member, stops), of_member(member, offsets)
     split = tl.program_id(1)
     local = block * BC + tl.arange(0, BC)
     cols = start + local
@@ -141,7 +144,7 @@ def sum_columns_(
     strides = (1, total.shape[1]) if transposed else (total.shape[1], 1)
     _columns[(blocks, splits)](
         y, h, row_scale, col_scale, out, tokens, per_split, y.stride(0), h.stride(0), total.numel(), *strides, scale,
-        *starts, *stops, *offsets, *counts, R=rank, RP=rp, BT=bt, BC=bc, HAS_ROWS=row_scale is not None,
+        starts, stops, offsets, counts, R=rank, RP=rp, BT=bt, BC=bc, HAS_ROWS=row_scale is not None,
         FP16=y.dtype == torch.float16, HAS_COLS=col_scale is not None, ADD=splits == 1, PRECISION=kernel.precision(y),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -166,19 +169,19 @@ def both(
     tokens, rp = len(y), power_of_two(rank, 16)
     bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], y.element_size())
     starts, stops, offsets, counts = kernel.places(columns, bc)
-    blocks, members = sum(counts), counts[: len(columns)]
+    blocks = sum(counts)
     splits = max(1, min(triton.cdiv(tokens, 4 * bt), programs // blocks))  # all at once: a few more would wait for all
     per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
     splits = triton.cdiv(tokens, per_split)
     sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
-    parts = torch.empty(max(members), tokens, rank * len(columns), dtype=torch.float32, device=y.device)
+    parts = torch.empty(max(counts), tokens, rank * len(columns), dtype=torch.float32, device=y.device)
     g = torch.empty(parts.shape[1:], dtype=y.dtype, device=y.device)
     _both[(blocks, splits)](
         y, h, weight, parts, sums, tokens, per_split, y.stride(0), h.stride(0), weight.stride(0), g.numel(),
-        total.numel(), scale, *starts, *stops, *offsets, *counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc,
+        total.numel(), scale, starts, stops, offsets, counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc,
         ADD=splits == 1, PRECISION=kernel.precision(y), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    kernel.add_up(parts, g, add=False, tail=tail, counts=members, codes=codes)
+    kernel.add_up(parts, g, add=False, tail=tail, counts=counts, codes=codes)
     if splits > 1:
         kernel.add_up(sums, total, add=True)
     kernel.clear(g.shape[1], tail, codes)

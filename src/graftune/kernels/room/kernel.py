@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from graftune.kernels.launch import power_of_two
+from graftune.kernels.lora_linear.kernel import of_member, places
 from graftune.kernels.room.reference import Adapters
 
 TILE, WIDEST = 4096, 128  # values of a tile, and its columns at most beside the weight
@@ -14,17 +15,15 @@ TILE, WIDEST = 4096, 128  # values of a tile, and its columns at most beside the
 
 @triton.jit
 def _beside(
-    up_ptr, out_ptr, rows, room, stride, scale, c0, c1, c2, s0, s1, s2, o0, o1, o2,
+    up_ptr, out_ptr, rows, room, stride, scale, starts, stops, offsets,
     R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Members begin at rows c, end at rows s and have rows o of the stacked B's; one that is not there ends at 0."""
+    """Each member's rows of the weight, and where its rows of the stacked B's begin."""
     row = (tl.program_id(0) * BR + tl.arange(0, BR))[:, None]
     column = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     member = column // R
-    start = tl.where(member == 0, c0, tl.where(member == 1, c1, c2))
-    stop = tl.where(member == 0, s0, tl.where(member == 1, s1, tl.where(member == 2, s2, 0)))
-    first = tl.where(member == 0, o0, tl.where(member == 1, o1, o2))
-    inside = (row >= start) & (row < stop)
+    start, stop, first = of_member(member, starts), of_member(member, stops), of_member(member, offsets)
+    inside = (row >= start) & (row < stop) & (member < len(starts))
     at = (first + row - start).to(tl.int64) * R + column % R
     value = tl.load(up_ptr + at, inside, other=0.0).to(tl.float32) * scale
     to = out_ptr + row.to(tl.int64) * stride + column
@@ -42,18 +41,12 @@ def _below(down_ptr, out_ptr, filled, width, stride, B: tl.constexpr):
 
 def beside(target: torch.Tensor, adapters: Adapters) -> None:
     (rows, room), up = target.shape, adapters.up
-    assert up.is_contiguous() and len(adapters.columns) <= 3
-    spare = [0] * (3 - len(adapters.columns))
-    starts, stops, firsts, row = [], [], [], 0
-    for start, stop in adapters.columns:
-        starts.append(start)
-        stops.append(stop)
-        firsts.append(row)
-        row += stop - start
+    assert up.is_contiguous()
     across = min(WIDEST, power_of_two(room))
     down = TILE // across
+    starts, stops, offsets, _ = places(adapters.columns, down)
     _beside[(triton.cdiv(rows, down), triton.cdiv(room, across))](
-        up, target, rows, room, target.stride(0), adapters.scale, *starts, *spare, *stops, *spare, *firsts, *spare,
+        up, target, rows, room, target.stride(0), adapters.scale, starts, stops, offsets,
         R=up.shape[1], BR=down, BC=across, num_warps=4,
     )  # fmt: skip
 
