@@ -101,7 +101,7 @@ def test_a_pattern_that_never_ends_is_given_up(alarm: None, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"(q_proj){e<=1}": 2}, "a brace is no repeat"),
+        ({"(q_proj){e<=1}": 2}, "braces are not a repeat"),
         ({"[[:alpha:]]_proj": 2}, "not a valid expression"),
         ({r"\p{L}_proj": 2}, "not a valid expression"),
         ({"(": 2}, "not a valid expression"),

@@ -47,7 +47,7 @@ def ends_with(key: str, deadline: Deadline) -> Callable[[str], bool]:
         if re.fullmatch(r"(?:[\w.-]|\\\.)*", key):
             return lambda name: plain.match(name) is not None
         if re.search(r"\{(?!\d*,?\d*\})", key):
-            raise Unmatched(f"the pattern {key!r}, in which a brace is no repeat")  # approximate matching in `regex`
+            raise Unmatched(f"the pattern {key!r}, whose braces are not a repeat")  # approximate matching in `regex`
         import regex
 
         pattern = regex.compile(whole)
