@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from graftune.data.format import REASONING_KEYS, ChatFormat
 from graftune.data.probe import ANSWERS, borders, shared_header, shared_start
@@ -46,8 +46,7 @@ NOT_RENDERED = {
 }
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """One example before tokenising. `messages` and `trained` are what it was rendered from, for cutting it shorter."""
 
     text: str
@@ -70,8 +69,7 @@ class Passage:
         return self.messages[: self.trained[-1]]
 
 
-@dataclass(frozen=True)
-class _Turn:
+class _Turn(NamedTuple):
     """One trained turn as the last of its conversation: its text up to the end token, and where what begins."""
 
     text: str
@@ -110,7 +108,7 @@ class ChatTurns:
         self, turns: Sequence[_Turn], messages: list[Message], trained: Sequence[int], tools: list[Any] | None
     ) -> Passage:
         text = turns[-1].text
-        spans = tuple((turn.start, len(turn.text)) for turn in turns)
+        spans = tuple([(turn.start, len(turn.text)) for turn in turns])
         notes = {note: None for turn in turns for note in turn.notes}
         answers = {i: turn.text[turn.prompt :] for i, turn in zip(trained, turns, strict=True)}
         lost = dict.fromkeys(not_rendered(messages, text, answers))
@@ -118,7 +116,7 @@ class ChatTurns:
             lost.pop(NOT_RENDERED["reasoning"], None)
         notes |= lost
         reference = (messages[-1]["content"] or "").strip()
-        ends = tuple(turn.prompt for turn in turns)
+        ends = tuple([turn.prompt for turn in turns])
         return Passage(text, spans, ends, messages, tuple(trained), reference, tools, tuple(notes))
 
     def _turn(self, messages: list[Message], tools: list[Any] | None) -> _Turn:

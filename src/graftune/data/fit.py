@@ -10,8 +10,7 @@ An example whose response alone does not fit is dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from graftune.batch import Example
 from graftune.config import DataConfig
@@ -28,14 +27,13 @@ TOO_LONG = "response longer than max_seq_len"
 ACROSS = "a token would span the end of the prompt and the start of the answer: the prompt keeps its inference tokens"
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """An example, the text to continue and the answer expected; how it was shortened; or why it is not used."""
 
     example: Example | None
     prompt: str
     reference: str
-    messages: list[Message] = field(default_factory=list)  # what the prompt was rendered from
+    messages: list[Message]  # what the prompt was rendered from
     truncated: str = ""
     dropped: str = ""
     notes: tuple[str, ...] = ()

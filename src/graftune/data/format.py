@@ -138,8 +138,13 @@ class ChatFormat:
         everything that shortens a conversation can treat the two as apart."""
         if not self.takes_system and messages and messages[0]["role"] == "system":
             messages = _merged(messages)
-        special = any(_is_special(message) for message in messages)
-        size = sum(len(str(m) if special else m["content"]) for m in messages) + (len(str(tools)) if tools else 0)
+        special, size = False, len(str(tools)) if tools else 0
+        for message in messages:
+            if _is_special(message):
+                special = True
+                size += len(str(message))
+            else:
+                size += len(message["content"])
         if size > LONGEST_CONVERSATION:
             raise Refusal("too long to render", f"the conversation has {size} characters")
         if self.parts or special:

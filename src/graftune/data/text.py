@@ -23,11 +23,11 @@ def windows(text: str, tokens: list[int], tokenizer: Tokenizer, limit: int, row:
     end = _quarter(text)
     prompt = ((tokenizer.bos_token or "") if bos is not None else "") + text[:end]
     first = min(limit, len(whole))
-    yield Built(Example(whole[:first], [True] * first, row), prompt, text[end:].strip())
+    yield Built(Example(whole[:first], [True] * first, row), prompt, text[end:].strip(), [])
     for start in range(first, len(whole), limit - 1):
         head = whole[start - 1] if bos is None else bos
         window = [head, *whole[start : start + limit - 1]]
-        yield Built(Example(window, [True] * len(window), row), "", "")
+        yield Built(Example(window, [True] * len(window), row), "", "", [])
 
 
 def _quarter(text: str) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 import tokenizers
 
 from graftune.errors import GraftuneError
-from graftune.tokenizer.offsets import Offsets
+from graftune.tokenizer.offsets import ByteOffsets, Offsets
 from graftune.tokenizer.template import ChatTemplate
 
 # Control tokens by which the known families end a turn. Files often name only one of them as EOS (Llama 3 has three),
@@ -166,16 +166,51 @@ class Tokenizer:
         for text in texts:
             if not text.isascii():
                 _check_text(text, "what is tokenised")
-        made = []
-        for text, encoding in zip(texts, self._untrimmed.encode_batch(texts, add_special_tokens=False), strict=True):
-            ids = encoding.ids
-            if self.rows:
+        made: list[tuple[list[int], Offsets]]
+        sizes = self._byte_sizes
+        if sizes is not None and all(map(self._keeps_places, texts)):
+            found = self._untrimmed.encode_batch_fast(texts, add_special_tokens=False)
+            numbers = [encoding.ids for encoding in found]  # which makes a list each time
+            pairs = zip(texts, numbers, strict=True)
+            made = [(ids, ByteOffsets(ids, text, sizes, self._encoding)) for text, ids in pairs]
+        else:
+            found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+            made = [
+                (encoding.ids, Offsets(encoding, len(text), self._keeps_places(text)))
+                for text, encoding in zip(texts, found, strict=True)
+            ]
+        if self.rows:
+            for ids, _ in made:
                 self._check_rows(ids)
-            made.append((ids, Offsets(encoding, len(text), self._keeps_places(text))))
         return made
 
     def _keeps_places(self, text: str) -> bool:
         return self._unnormalised or text.isascii()
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        return self._untrimmed.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _byte_sizes(self) -> list[int] | None:
+        """How many bytes of a text each token is, where that is all there is to it: a byte-level vocabulary that puts
+        nothing before a text and whose added tokens take no blanks from beside them."""
+        backend = self._untrimmed
+        added = backend.get_added_tokens_decoder()
+        exact = isinstance(backend.decoder, tokenizers.decoders.ByteLevel) and backend.pre_tokenizer is not None
+        if not exact or any(token.lstrip or token.rstrip for token in added.values()):
+            return None
+        if backend.pre_tokenizer.pre_tokenize_str("a") != [("a", (0, 1))]:
+            return None
+        letters, vocabulary = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()), backend.get_vocab()
+        sizes = [0] * (max(vocabulary.values()) + 1)
+        for token, id in vocabulary.items():
+            if id in added:
+                sizes[id] = len(added[id].content.encode())
+            elif letters.issuperset(token):
+                sizes[id] = len(token)
+            else:
+                return None
+        return sizes
 
     @functools.cached_property
     def _unnormalised(self) -> bool:

@@ -4,11 +4,16 @@ A mask needs a handful of borders, and turning all offsets of an encoding into P
 everything else that is done with it. So `Offsets` is a sequence like the list it stands for, made whole when it is
 walked over or indexed, while `border` asks the encoding itself. That shortcut is taken only where tokens follow each
 other without gaps: next to a character that the vocabulary's normaliser dropped or moved, the whole list decides.
+
+Byte-level vocabularies need not even track characters while they encode, which is an eighth of the work: every token
+stands for a known number of bytes, so borders follow from adding them up (`ByteOffsets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import overload
 
 import tokenizers
@@ -62,3 +67,30 @@ class Offsets(Sequence[Pair]):
             return 0 if char == 0 and token == 0 else None
         here, before = self._encoding.token_to_chars(token), self._encoding.token_to_chars(token - 1)
         return token if here is not None and before is not None and here[0] == char == before[1] > before[0] else None
+
+
+class ByteOffsets(Offsets):
+    """The same of an encoding that knows its tokens only. `sizes[id]` is how many bytes of the text a token is."""
+
+    def __init__(self, ids: list[int], text: str, sizes: Sequence[int], encode: Callable[[str], tokenizers.Encoding]):
+        """`encode`: with places, for whoever asks for the whole list."""
+        self._ids, self._text, self._sizes, self._encode = ids, text, sizes, encode
+        self._length, self._count = len(text), len(ids)
+        self._whole: list[Pair] | None = None
+        self._ends: list[int] | None = None
+
+    def whole(self) -> list[Pair]:
+        if self._whole is None:
+            self._whole = Offsets(self._encode(self._text), self._length, plain=False).whole()
+        return self._whole
+
+    def border(self, char: int) -> int | None:
+        text, ends = self._text, self._ends
+        if ends is None:
+            ends = self._ends = list(accumulate(map(self._sizes.__getitem__, self._ids), initial=0))
+        ascii = text.isascii()
+        if ends[-1] != (self._length if ascii else len(text.encode())):
+            return None  # bytes that the vocabulary has no token for
+        byte = char if ascii else len(text[:char].encode())
+        token = bisect_left(ends, byte)
+        return token if token < len(ends) and ends[token] == byte else None
