@@ -91,6 +91,7 @@ class Run:
         )
         self._meter = Meter(0, 0)
         self._done = self._tokens = self._responses = self._micro = 0
+        self._divisor = 0.0
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -126,6 +127,7 @@ class Run:
         self._step.micro_step(batch.to(self.engine.runtime.device))
         self._tokens += len(batch.tokens)
         self._responses += batch.response_tokens
+        self._divisor += batch.divisor
         self._micro += 1
 
     def update_step(self, *, lr: float | None = None, **hyper: float) -> StepStats:
@@ -137,14 +139,15 @@ class Run:
         unknown = set(hyper) - set(values)
         if unknown:
             raise GraftuneError(f"unknown hyperparameter {unknown.pop()!r}", mend=f"use {', '.join(values)}")
-        values |= hyper | {"divisor": float(max(1, self._responses))}
+        values |= hyper | {"divisor": self._divisor or 1.0}
         values["lr"] = optim.lr if lr is None else lr
         self._step.set_hyper(values)
-        loss, norm, skipped = self._step.update_step().tolist()
+        loss, norm, skipped, *_ = self._step.update_step().tolist()
         self._done += 1
         speed = self._meter.update(self._done, self._tokens)
         stats = StepStats(self._done, loss, norm, values["lr"], self._tokens, self._responses, bool(skipped), speed)
         self._tokens = self._responses = self._micro = 0
+        self._divisor = 0.0
         return stats
 
     def evaluate(

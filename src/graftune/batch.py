@@ -1,9 +1,13 @@
-"""What travels from the data to the step: one example, one packed micro-batch, one step's figures."""
+"""What travels from the data to the step: one example, one packed micro-batch, one step's figures; and what a loss asks
+of the batches, as a type of its own (`BatchLayout`), so that the data can pack for a loss without knowing it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 import torch
 
 
@@ -14,11 +18,51 @@ class Example:
     tokens: list[int]
     supervised: list[bool]
     row: int = 0  # row of the source file it came from, counted from 1
+    weights: list[float] | None = None  # of each token's loss, read where it is supervised; None: 1 for all
 
     @property
     def response_tokens(self) -> int:
         """Targets this example contributes; its first token has nothing before it and cannot be one."""
         return sum(self.supervised[1:])
+
+    @property
+    def response_weight(self) -> float:
+        """The sum of its targets' weights."""
+        if self.weights is None:
+            return float(self.response_tokens)
+        return sum(weight for weight, on in zip(self.weights[1:], self.supervised[1:], strict=True) if on)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor that a loss adds to the batch: a number per label, or a number per document.
+
+    `read` gives the numbers of some examples: one per token, laid end to end, of which packing keeps those of the
+    labels; or one per example. In a batch of fixed shape the tail is filled with `padding`.
+    """
+
+    name: str
+    dtype: torch.dtype
+    read: Callable[[Sequence[Example]], np.ndarray]
+    per: Literal["label", "document"] = "label"
+    padding: float = 0
+
+    def length(self, documents: int, rows: int) -> int:
+        return rows if self.per == "label" else documents
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """What a loss asks of the batches. The default is cross-entropy's: labels alone, divided by their number."""
+
+    fields: tuple[Field, ...] = ()
+    # What each example adds to the divisor of its optimizer step. None: its response tokens.
+    shares: Callable[[Sequence[Example]], np.ndarray] | None = None
+    # A number per example: those with the same number, which follow each other, stay together in one micro-batch.
+    groups: Callable[[Sequence[Example]], np.ndarray] | None = None
+
+
+PLAIN = BatchLayout()
 
 
 @dataclass
@@ -37,6 +81,8 @@ class PackedBatch:
     labels: torch.Tensor  # [R] int64, -1 where the row is padding
     lengths: tuple[int, ...]  # document lengths; they add up to T
     response_tokens: int  # labels that are not -1
+    divisor: float = 0.0  # what this batch adds to the divisor of its optimizer step
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the fields of the loss's layout, by name
 
     def to(self, device: torch.device) -> PackedBatch:
         if self.tokens.device == device:
@@ -45,7 +91,10 @@ class PackedBatch:
             k: getattr(self, k).to(device, non_blocking=True)
             for k in ("tokens", "positions", "cu_seqlens", "rows", "labels")
         }
-        return PackedBatch(**moved, lengths=self.lengths, response_tokens=self.response_tokens)
+        extra = {name: value.to(device, non_blocking=True) for name, value in self.extra.items()}
+        return PackedBatch(
+            **moved, lengths=self.lengths, response_tokens=self.response_tokens, divisor=self.divisor, extra=extra
+        )
 
 
 @dataclass(frozen=True)

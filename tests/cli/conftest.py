@@ -11,6 +11,7 @@ import pytest
 
 import graftune
 from graftune.data.summary import Summary
+from graftune.step.evaluate import EvalResult
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Engine:
     def evaluate(self, data: Any, *, adapted: bool = True, on_progress: Any = None) -> Any:
         self._note("evaluate", adapted=adapted)
         on_progress(7)
-        return SimpleNamespace(loss=0.5 if adapted else 2.0, perplexity=1.6, response_tokens=12345, examples=7)
+        return EvalResult(loss=0.5 if adapted else 2.0, perplexity=1.6, response_tokens=12345, examples=7)
 
     def chat(self, messages: Any, *, adapted: bool = True, on_text: Any = None, **how: Any) -> str:
         self._note("chat", [dict(m) for m in messages], adapted=adapted, **how)

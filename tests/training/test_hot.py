@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from graftune import graph
+from graftune.batch import PLAIN
+from graftune.losses import CrossEntropy
 from graftune.model import projection
 from graftune.model.decoder import PackedDocuments
 from graftune.model.run import Aside
-from graftune.step.pipeline import DeviceLoop, Shape
+from graftune.step.pipeline import DeviceLoop, Flat, Shape
 from graftune.step.step import Step
 from tests import oracle
 from tests.kernels.test_whole_step import batch
@@ -58,14 +60,15 @@ def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Ma
     loop: Any = SimpleNamespace(free=queue.SimpleQueue(), copies=Mark(), device="cpu")
 
     def slot(tokens: int) -> Any:
-        return DeviceLoop._slot(loop, Shape(tokens, 2, 4))
+        shape = Shape(tokens, 2, 4)
+        return DeviceLoop._slot(loop, shape, Flat(shape, PLAIN).size)
 
     first = slot(64)
     loop.free.put(first)
     assert slot(64) is first and first.arrived.said == [("synchronize", None)] and not loop.copies.said
     loop.free.put(first)
     other = slot(32)
-    assert other is not first and len(other.host) == Shape(32, 2, 4).size
+    assert other is not first and len(other.host) == Flat(Shape(32, 2, 4), PLAIN).size
     assert first.arrived.said[1:] == [("synchronize", None)], "its pinned memory was read until then"
     assert loop.copies.said == [("wait", first.taken)], "and its copy on the device until then"
 
@@ -74,7 +77,7 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
     """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
     done = [Mark(), Mark()]
     loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
-    loop.reports = torch.zeros(2, 3)
+    loop.reports, loop.work = torch.zeros(2, 3), SimpleNamespace(loss=CrossEntropy())
     loop._fetch_oldest = lambda: DeviceLoop._fetch_oldest(loop)
     seen, sending = [torch.profiler.ProfilerActivity.CPU], pytest.raises(AttributeError, match="count")
     with torch.profiler.profile(activities=seen) as profile, sending:  # of a loop that has nothing to send

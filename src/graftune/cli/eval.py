@@ -69,12 +69,7 @@ def _with_progress(run: Any, examples: Any, console: Console, adapted: bool) -> 
 
 
 def _figures(result: Any) -> dict[str, Any]:
-    return {
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "response_tokens": result.response_tokens,
-        "examples": result.examples,
-    }
+    return {name: value for name, value in result.document().items() if value is not None}
 
 
 def _shown(value: float) -> str:

@@ -279,6 +279,22 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.fromiter(chain.from_iterable(e.supervised for e in examples), dtype=np.bool_, count=total)
 
 
+def has_weights(examples: Sequence[Example]) -> bool:
+    """Whether any of them has weights of its own."""
+    return any(example.weights is not None for example in examples)
+
+
+def weights_of(examples: Sequence[Example]) -> np.ndarray:
+    """The weight of every token (float32), one example behind the other."""
+    parts = [np.ones(len(e.tokens)) if e.weights is None else np.asarray(e.weights, dtype=np.float64) for e in examples]
+    return np.concatenate(parts).astype(np.float32)
+
+
+def weight_sums_of(examples: Sequence[Example]) -> np.ndarray:
+    """Of each, the sum of the weights of its response tokens."""
+    return np.fromiter((example.response_weight for example in examples), np.float64, len(examples))
+
+
 def short(digests: np.ndarray) -> np.ndarray:
     """Half of each digest as a number: enough to tell examples apart, and sorted several times as fast as bytes."""
     return np.ascontiguousarray(digests).view("<u8")[::2]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from graftune.batch import Example, PackedBatch
+from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import Capacities, capacities, pack, plan_epoch
 
@@ -21,15 +21,25 @@ def as_packed(batch: PackedBatch) -> PackedBatch:
 
 
 class Loader:
-    """`fixed`: every micro-batch has the shapes of `capacities`, which a captured step needs; otherwise exact ones."""
+    """`fixed`: every micro-batch has the shapes of `capacities`, which a captured step needs; otherwise exact ones.
+    `layout`: what the loss asks of the batches."""
 
     def __init__(
-        self, examples: Sequence[Example], *, tokens_per_step: int, micro_capacity: int, seed: int, fixed: bool
+        self,
+        examples: Sequence[Example],
+        *,
+        tokens_per_step: int,
+        micro_capacity: int,
+        seed: int,
+        fixed: bool,
+        layout: BatchLayout = PLAIN,
     ):
         assert examples, "a loader needs examples"
-        self.examples, self.fixed = examples, fixed
+        self.examples, self.fixed, self.layout = examples, fixed, layout
         self.tokens_per_step, self.micro_capacity, self.seed = tokens_per_step, micro_capacity, seed
         self.lengths, self.responses = lengths_of(examples), responses_of(examples)
+        self.shares = self.responses if layout.shares is None else layout.shares(examples)
+        self.groups = None if layout.groups is None else layout.groups(examples)
         self._limits: Capacities | None = None
         self._planned: tuple[int, list[list[list[int]]]] | None = None
         self._steps: dict[int, int] = {}
@@ -43,6 +53,7 @@ class Loader:
                 micro_capacity=self.micro_capacity,
                 seed=self.seed,
                 epoch=epoch,
+                groups=self.groups,
             )
             self._planned, self._steps[epoch] = (epoch, steps), len(steps)
         return self._planned[1]
@@ -55,6 +66,11 @@ class Loader:
         """(tokens, response tokens) of a step, padding left out."""
         held = [index for indices in self.plan(epoch)[step] for index in indices]
         return int(self.lengths[held].sum()), int(self.responses[held].sum())
+
+    def divisor(self, epoch: int, step: int) -> float:
+        """What the loss's sums of that step are divided by; 1 where there is nothing to divide."""
+        held = [index for indices in self.plan(epoch)[step] for index in indices]
+        return float(self.shares[held].sum()) or 1.0
 
     def capacities(self, epochs: int) -> Capacities:
         """What holds every micro-batch of the first `epochs` epochs; fixes the shapes."""
@@ -81,4 +97,4 @@ class Loader:
 
     def _staged(self, step: list[list[int]], stage: Callable[[PackedBatch], Any]) -> list[Any]:
         limits = self._limits._asdict() if self.fixed and self._limits is not None else {}
-        return [stage(pack(take(self.examples, held), **limits)) for held in step]
+        return [stage(pack(take(self.examples, held), layout=self.layout, **limits)) for held in step]

@@ -4,11 +4,13 @@
 run's shapes are known before its first step and a resumed run finds its place by counting. A step holds at most
 `tokens_per_step` tokens, whatever a micro-batch holds, in as few micro-batches as that takes: first-fit, and an example
 that fits in none of them waits, at most `LOOK_AHEAD` of them, and goes first in the next step. Sorting by length would
-pack tighter, but every step would then hold examples of one length only.
+pack tighter, but every step would then hold examples of one length only. Examples of one group (the two answers of a
+preference pair) are placed as if they were one: they stay together, in their order.
 
 `pack` lays one bin's examples end to end. A row is a position whose hidden state predicts a trained token: the
-position before it, in the same document. Only those rows reach the LM head. A captured step wants the same shapes
-every time: `capacities` says which hold all bins of a plan.
+position before it, in the same document. Only those rows reach the LM head. What a loss asks for beside the labels is
+packed as its layout says. A captured step wants the same shapes every time: `capacities` says which hold all bins of a
+plan.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from graftune.batch import Example, PackedBatch
+from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import flat, lengths_of
 
 LOOK_AHEAD = 64
@@ -37,26 +39,56 @@ class Capacities(NamedTuple):
 
 
 def plan_epoch(
-    lengths: Sequence[int] | np.ndarray, *, tokens_per_step: int, micro_capacity: int, seed: int, epoch: int
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    tokens_per_step: int,
+    micro_capacity: int,
+    seed: int,
+    epoch: int,
+    groups: np.ndarray | None = None,
 ) -> list[list[list[int]]]:
     """Steps -> micro-batches -> indices into `lengths`; each index once, no micro-batch empty. A step exceeds
-    `tokens_per_step` only where a single example does."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    assert micro_capacity > 0 and lengths.max(initial=0) <= micro_capacity, "an example exceeds a bin"
-    lengths = lengths.tolist()  # single numbers of an array are slow to take
-    order = np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist()
+    `tokens_per_step` only where a single example (or group) does. `groups`: a number per index; see `groups_of`."""
+    units = units_of(groups, len(lengths))
+    sizes = unit_lengths(lengths, units)
+    assert micro_capacity > 0 and sizes.max(initial=0) <= micro_capacity, "an example exceeds a bin"
+    sizes = sizes.tolist()  # single numbers of an array are slow to take
+    order = np.random.default_rng([seed, epoch]).permutation(len(sizes)).tolist()
     order.reverse()  # taken from the end
     waiting: list[int] = []
     steps: list[list[list[int]]] = []
     while order or waiting:
         step = _Step(tokens_per_step, micro_capacity)
-        waiting = [index for index in waiting if not step.takes(index, lengths[index])]
+        waiting = [index for index in waiting if not step.takes(index, sizes[index])]
         while order and len(waiting) < LOOK_AHEAD and step.room > 0:
             index = order.pop()
-            if not step.takes(index, lengths[index]):
+            if not step.takes(index, sizes[index]):
                 waiting.append(index)
-        steps.append([held for held in step.bins if held])
+        steps.append([members(units, held) for held in step.bins if held])
     return steps
+
+
+Units = list[range] | None  # the members of each group, which follow each other; None: each example is its own
+
+
+def units_of(groups: np.ndarray | None, count: int) -> Units:
+    """What is placed as one: each run of equal numbers."""
+    if groups is None:
+        return None
+    assert len(groups) == count, "a group number per example"
+    starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist()] if count else []
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
+
+
+def unit_lengths(lengths: Sequence[int] | np.ndarray, units: Units) -> np.ndarray:
+    """Tokens of what is placed as one."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return lengths if not units else np.add.reduceat(lengths, [unit.start for unit in units])
+
+
+def members(units: Units, held: list[int]) -> list[int]:
+    """The examples of these units."""
+    return held if units is None else [index for unit in held for index in units[unit]]
 
 
 class _Step:
@@ -104,6 +136,7 @@ def _up(count: int) -> int:
 def pack(
     examples: Sequence[Example],
     *,
+    layout: BatchLayout = PLAIN,
     capacity: int | None = None,
     max_docs: int | None = None,
     max_rows: int | None = None,
@@ -113,6 +146,7 @@ def pack(
 
     Padding tokens form documents of their own behind the real ones, of at most `longest` tokens each, which `max_docs`
     has to count; documents that are not there have length 0. Padding rows are row 0 with label -1.
+    `layout` is the loss's.
     """
     assert examples, "a micro-batch holds at least one example"
     counts = lengths_of(examples).tolist()
@@ -125,6 +159,8 @@ def pack(
     targets = np.flatnonzero(supervised)
     rows, labels = targets - 1, tokens[targets]
     real = len(targets)
+    extra = {field.name: field.read(examples) for field in layout.fields}
+    extra = {f.name: extra[f.name][targets] if f.per == "label" else extra[f.name] for f in layout.fields}
     if capacity is not None:
         assert max_docs is not None and max_rows is not None, "a fixed shape fixes all three capacities"
         spare = capacity - total
@@ -139,6 +175,9 @@ def pack(
         bounds = np.concatenate([[0], np.cumsum(counts)])
         rows = np.pad(rows, (0, max_rows - real))
         labels = np.pad(labels, (0, max_rows - real), constant_values=-1)
+        for field in layout.fields:
+            tail = field.length(max_docs, max_rows) - len(extra[field.name])
+            extra[field.name] = np.pad(extra[field.name], (0, tail), constant_values=field.padding)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions.astype(np.int64)),
@@ -147,4 +186,6 @@ def pack(
         labels=torch.from_numpy(labels.astype(np.int64)),
         lengths=tuple(counts),
         response_tokens=real,
+        divisor=float(real if layout.shares is None else layout.shares(examples).sum()),
+        extra={field.name: torch.from_numpy(extra[field.name]).to(field.dtype) for field in layout.fields},
     )

@@ -8,14 +8,13 @@ business of `Pass.attend`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
-from graftune.kernels.lora_linear import add_product_
 from graftune.model.block import (
     Block,
     NormWeight,
@@ -25,6 +24,7 @@ from graftune.model.block import (
     mlp_half_backward,
 )
 from graftune.model.frozen import Fp8, Frozen, Trained
+from graftune.model.head import Head, NewRows, Output
 from graftune.model.projection import with_room
 from graftune.model.rotary import Rope
 from graftune.model.run import Aside, Attend, Dropout, Pass
@@ -37,45 +37,6 @@ class Stream(NamedTuple):
 
     x: torch.Tensor
     y: torch.Tensor
-
-
-@dataclass
-class NewRows:
-    """Embedding or head rows of added tokens: trained, in the arena, behind the base's own vocabulary."""
-
-    value: torch.Tensor  # [added, D], compute dtype
-    grad: torch.Tensor  # fp32
-    start: torch.Tensor  # what they were before training: the base's rows, as far as it has any
-
-
-@dataclass
-class Head:
-    """The LM head: the base's frozen rows and, behind them, the rows of added tokens."""
-
-    frozen: Frozen
-    added: NewRows | None = None
-
-    @property
-    def out_features(self) -> int:
-        return self.frozen.out_features + (len(self.added.value) if self.added else 0)
-
-    def of(self, adapted: bool) -> Head:
-        if adapted or self.added is None:
-            return self
-        return Head(self.frozen, replace(self.added, value=self.added.start))
-
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.frozen.matmul(x)
-        return logits if self.added is None else torch.cat((logits, x @ self.added.value.t()), 1)
-
-    def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.frozen, Trained):
-            self.frozen.learn(grad, x)
-        if self.added is None:
-            return self.frozen.input_grad(grad)
-        base, extra = grad.split([self.frozen.out_features, len(self.added.value)], 1)
-        add_product_(self.added.grad, extra.t(), x)
-        return self.frozen.input_grad(base).addmm_(extra, self.added.value)
 
 
 @dataclass
@@ -139,7 +100,7 @@ class Decoder:
         return Stream(x, y)
 
     def backward(self, grad: torch.Tensor, tokens: torch.Tensor, run: Pass, rows: torch.Tensor, tape: Tape) -> None:
-        """The gradient that `loss` gave of the rows -> everything that learns has its gradient added."""
+        """The gradient that `Output.backward` gave of the rows -> everything that learns has its gradient added."""
         stream: torch.Tensor | None = grad
         del grad
         learns_below, codes = self.added is not None or isinstance(self.embedding, Trained), None
@@ -200,38 +161,20 @@ class Decoder:
         return (tokens - known).clamp(min=0), (tokens >= known).unsqueeze(1)
 
     def _stream_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, D + room]: the stream's gradient is what o and down get, so it has their room."""
-        room = max(max(block.o.room, block.down.room if block.down else 0) for block in self.blocks)
-        return with_room(like, rows, self.spec.width, room)
+        """[rows, D + room] for the stream's gradient."""
+        return with_room(like, rows, self.spec.width, self._room)
 
-    def loss(
-        self,
-        stream: Stream,
-        labels: torch.Tensor,
-        *,
-        adapted: bool = True,
-        need_grad: bool = True,
-        scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [R, D] and the tokens they should predict -> (loss sum in fp32, gradient of the rows times scale, in a
-        buffer with the stream's room for `backward` to work in)."""
+    @property
+    def _room(self) -> int:
+        """The stream's gradient is what o and down get, so it has their room."""
+        return max(max(block.o.room, block.down.room if block.down else 0) for block in self.blocks)
+
+    def read_out(self, stream: Stream, *, adapted: bool = True) -> Output:
+        """Final norm and head over the rows of a forward pass: what a loss computes from."""
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
-        head = self.head.of(adapted)
-        total, grad = linear_cross_entropy.forward(
-            normed,
-            head,
-            labels,
-            need_grad=need_grad,
-            scale=scale,
-            factor=self.spec.logit_scale,
-            cap=self.spec.logit_cap,
-        )
-        if grad is None:
-            return total, None
-        out = self._stream_buffer(x, len(x))
-        rms_norm.add_backward(grad, x, rstd, weight, None, self.norm.grad, out[:, : self.spec.width])
-        return total, out
+        head, spec = self.head.of(adapted), self.spec
+        return Output(head, normed, x, rstd, weight, self.norm.grad, self._room, spec.logit_scale, spec.logit_cap)
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""

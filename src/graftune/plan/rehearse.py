@@ -26,7 +26,8 @@ from graftune.data.pack import Capacities
 from graftune.infer.cache import Cache
 from graftune.infer.generate import go_on, in_groups, reaches_of, read
 from graftune.kernels import attention
-from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.losses import CrossEntropy
+from graftune.model.decoder import Decoder
 from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
 from graftune.plan import standins
@@ -35,6 +36,7 @@ from graftune.plan.pretend import Pretend, without_compiler
 from graftune.runtime import Runtime
 from graftune.step.calibrate import TOKENS, Through, calibrate_block
 from graftune.step.codes import divergences
+from graftune.step.evaluate import evaluate_batch
 from graftune.step.step import Step
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder, group_sources
@@ -236,9 +238,7 @@ def _batch(shape: Capacities, device: torch.device) -> PackedBatch:
 
 
 def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
-    documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
-    run = decoder.begin(batch.positions, PackedDocuments(documents, setup.backend))
-    decoder.loss(decoder.forward(batch.tokens, run, batch.rows), batch.labels, need_grad=False)
+    evaluate_batch(decoder, batch, CrossEntropy(), max(batch.lengths), backend=setup.backend)
 
 
 def _answer(decoder: Decoder, setup: Setup) -> None:
@@ -261,11 +261,11 @@ def _answer(decoder: Decoder, setup: Setup) -> None:
 
 def _tell_owners(step: Step, ledger: Ledger) -> None:
     """What the tape keeps is saved activations, and what the loss makes is logits."""
-    loss, new = step.decoder.loss, step.tapes.new
+    compute, new = step.grad_of_loss, step.tapes.new
 
-    def logits(*args: Any, **how: Any) -> Any:
+    def logits(*args: Any) -> Any:
         with ledger.owner(LOGITS):
-            return loss(*args, **how)
+            return compute(*args)
 
     def told(*args: Any, **how: Any) -> Any:
         tape: Any = new(*args, **how)
@@ -278,7 +278,7 @@ def _tell_owners(step: Step, ledger: Ledger) -> None:
         tape.keep = kept
         return tape
 
-    step.decoder.loss = logits  # type: ignore[method-assign]
+    step.grad_of_loss = logits  # type: ignore[assignment, method-assign]
     step.tapes.new = told  # type: ignore[method-assign]
 
 

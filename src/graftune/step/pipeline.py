@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graftune.batch import PackedBatch
+from graftune.batch import BatchLayout, PackedBatch
 from graftune.graph import Captured, stream
 from graftune.kernels.adamw import Hyper
 from graftune.observe.marks import marked
@@ -35,6 +35,13 @@ class Figures(NamedTuple):
     loss: float
     grad_norm: float
     skipped: bool
+    more: dict[str, float]  # the loss's own figures, by name
+
+    @staticmethod
+    def of(tag: Any, names: Sequence[str], report: Sequence[float]) -> Figures:
+        """From what `Step.report` holds."""
+        loss, norm, skipped, *more = report
+        return Figures(tag, loss, norm, bool(skipped), dict(zip(names, more, strict=True)))
 
 
 class Loop(Protocol):
@@ -84,8 +91,8 @@ class HostLoop:
             between()
             self.work.set_draw(draw)
             self.work.micro_step(batch)
-        loss, norm, skipped = self.work.update_step().tolist()
-        self.done.append(Figures(tag, loss, norm, bool(skipped)))
+        report = self.work.update_step().tolist()
+        self.done.append(Figures.of(tag, self.work.loss.figures, report))
 
     def finished(self, wait: bool = False) -> list[Figures]:
         done, self.done = self.done, []
@@ -101,19 +108,33 @@ class Shape(NamedTuple):
     def of(batch: PackedBatch) -> Shape:
         return Shape(len(batch.tokens), len(batch.cu_seqlens) - 1, len(batch.rows))
 
-    @property
-    def size(self) -> int:
-        """int64 numbers of a batch: tokens, positions, rows, labels, and cu_seqlens two to one."""
-        return 2 * self.tokens + 2 * self.rows + (self.documents + 2) // 2
 
+class Flat:
+    """The tensors of a batch of one shape as views into one flat int64 buffer, so that it travels in one copy: first
+    what every batch has, then the fields of the loss."""
 
-def fields(flat: torch.Tensor, shape: Shape) -> dict[str, torch.Tensor]:
-    """A batch's tensors as views into one flat int64 buffer: it travels in one copy."""
-    tokens, positions, rows, labels, cu = flat.split(
-        [shape.tokens, shape.tokens, shape.rows, shape.rows, shape.size - 2 * shape.tokens - 2 * shape.rows]
-    )
-    cu_seqlens = cu.view(torch.int32)[: shape.documents + 1]
-    return {"tokens": tokens, "positions": positions, "rows": rows, "labels": labels, "cu_seqlens": cu_seqlens}
+    def __init__(self, shape: Shape, layout: BatchLayout):
+        numbers = {"tokens": shape.tokens, "positions": shape.tokens, "rows": shape.rows, "labels": shape.rows}
+        self.places = [(name, torch.int64, count) for name, count in numbers.items()]
+        self.places.append(("cu_seqlens", torch.int32, shape.documents + 1))
+        self.own = len(self.places)
+        for field in layout.fields:
+            self.places.append((field.name, field.dtype, field.length(shape.documents, shape.rows)))
+        self.sizes = [-(-count * dtype.itemsize // 8) for _, dtype, count in self.places]  # in int64 numbers
+        self.size = sum(self.sizes)
+
+    def views(self, flat: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """(what every batch has, the loss's fields), by name."""
+        parts = zip(self.places, flat.split(self.sizes), strict=True)
+        found = [(name, part.view(dtype)[:count]) for (name, dtype, count), part in parts]
+        return dict(found[: self.own]), dict(found[self.own :])
+
+    def fill(self, flat: torch.Tensor, batch: PackedBatch) -> None:
+        own, extra = self.views(flat)
+        for name, view in own.items():
+            view.copy_(getattr(batch, name))
+        for name, view in extra.items():
+            view.copy_(batch.extra[name])
 
 
 @dataclass
@@ -132,9 +153,11 @@ class Inputs:
     """The fixed tensors a captured micro-step reads, and the micro-step."""
 
     def __init__(self, step: Step, shape: Shape, graph: bool, pool: Any):
-        self.flat = torch.zeros(shape.size, dtype=torch.int64, device=step.arena.device)
+        flat = Flat(shape, step.loss.layout)
+        self.flat = torch.zeros(flat.size, dtype=torch.int64, device=step.arena.device)
+        own, extra = flat.views(self.flat)
         # Lengths on the host are for the CPU's attention alone; the captured step reads cu_seqlens.
-        batch = PackedBatch(**fields(self.flat, shape), lengths=(shape.tokens,), response_tokens=0)
+        batch = PackedBatch(**own, lengths=(shape.tokens,), response_tokens=0, extra=extra)  # type: ignore[arg-type]
         self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
 
 
@@ -150,7 +173,7 @@ class DeviceLoop:
         self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         width = len(Hyper._fields)
         self.rows = torch.empty(AHEAD + 2, width, pin_memory=True)
-        self.reports = torch.empty(AHEAD + 2, 3, pin_memory=True)
+        self.reports = torch.empty(AHEAD + 2, len(step.report), pin_memory=True)
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
         self.ready: list[Figures] = []
         self.count = 0
@@ -164,9 +187,9 @@ class DeviceLoop:
     def stage(self, batch: PackedBatch) -> Slot:
         """Send a batch over; called by the loader's thread, which may wait for a slot's earlier copy."""
         shape = Shape.of(batch)
-        slot = self._slot(shape)
-        for name, view in fields(slot.host, shape).items():
-            view.copy_(getattr(batch, name))
+        flat = Flat(shape, self.work.loss.layout)
+        slot = self._slot(shape, flat.size)
+        flat.fill(slot.host, batch)
         with torch.cuda.stream(self.copies):
             self.copies.wait_event(slot.taken)
             slot.device.copy_(slot.host, non_blocking=True)
@@ -221,19 +244,19 @@ class DeviceLoop:
             self.inputs[shape] = Inputs(self.work, shape, self.graph, self.pool)
         return self.inputs[shape]
 
-    def _slot(self, shape: Shape) -> Slot:
+    def _slot(self, shape: Shape, size: int) -> Slot:
         try:
             slot = self.free.get_nowait()
         except queue.Empty:
             slot = None
         if slot is not None and slot.used:
             slot.arrived.synchronize()  # its pinned memory is still being read until then
-        if slot is None or len(slot.host) != shape.size:
+        if slot is None or len(slot.host) != size:
             if slot is not None:
                 self.copies.wait_event(slot.taken)  # its memory on the device goes to the next that asks on this stream
             with torch.cuda.stream(self.copies):  # from that stream's memory: no work of another may still be on it
-                host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=True)  # and of that device's context
-                device = torch.empty(shape.size, dtype=torch.int64, device=self.device)
+                host = torch.zeros(size, dtype=torch.int64, pin_memory=True)  # and of that device's context
+                device = torch.empty(size, dtype=torch.int64, device=self.device)
             slot = Slot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
         slot.shape, slot.used = shape, True
         return slot
@@ -241,5 +264,4 @@ class DeviceLoop:
     def _fetch_oldest(self) -> None:
         place, tag, done = self.under_way.popleft()
         done.synchronize()
-        loss, norm, skipped = self.reports[place].tolist()
-        self.ready.append(Figures(tag, loss, norm, bool(skipped)))
+        self.ready.append(Figures.of(tag, self.work.loss.figures, self.reports[place].tolist()))

@@ -1,10 +1,11 @@
 """One optimizer step: the hot path.
 
-    micro_step   forward, response-only loss, backward; gradients add up in the arena     (N times)
-    update_step  norm, clip, AdamW, zero                                                  (once)
+    micro_step   forward, loss, backward; gradients add up in the arena     (N times)
+    update_step  norm, clip, AdamW, zero                                    (once)
 
-Losses and gradients are sums over response tokens; the one division, by the tokens of the whole optimizer step, is
-folded into the clip's factor. So N micro-batches equal one N-times batch exactly, whatever their sizes.
+Losses and gradients are sums; the one division, by the loss's divisor of the whole optimizer step (response tokens or
+their weights), is folded into the clip's factor. So N micro-batches equal one N-times batch exactly, whatever their
+sizes.
 
 Nothing here reads a device value: hyperparameters and the divisor are a row of device scalars, the update count lives
 beside them, a non-finite gradient skips the update on the device, and the figures of the step are left in `report` for
@@ -20,6 +21,7 @@ import torch
 from graftune.batch import PackedBatch
 from graftune.kernels import adamw, attention, grad_norm, matmul
 from graftune.kernels.blocks import BlockTable, spans_of
+from graftune.losses import CrossEntropy, Loss, base_log_probs
 from graftune.model.decoder import Decoder, PackedDocuments, Stream
 from graftune.model.frozen import apart
 from graftune.model.lora import Arena
@@ -46,11 +48,12 @@ class Step:
         longest: int | None = None,
         tuned: bool = False,
         other_backends: tuple[str, ...] = (),
+        loss: Loss | None = None,
     ):
         """`longest` bounds the documents of every batch to come; a captured step needs it, an eager one can look.
         `tuned` times cuBLAS's algorithms at the first batch of a shape, and attention's backends at the first batch:
         for shapes that will be used often."""
-        self.decoder, self.arena = decoder, arena
+        self.decoder, self.arena, self.loss = decoder, arena, loss or CrossEntropy()
         self.dropout, self.tapes = dropout, Tapes(recompute)
         self.backend, self.longest, self.tuned = attention_backend, longest, tuned
         self.other_backends = other_backends if tuned else ()
@@ -62,7 +65,9 @@ class Step:
         self.seed = seed
         self.loss_sum = torch.zeros((), device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # updates made; a skipped one is none
-        self.report = torch.zeros(3, device=device)  # mean loss, gradient norm before clipping, skipped
+        self.figure_sums = torch.zeros(len(self.loss.figures), device=device)
+        # Mean loss, gradient norm before clipping, skipped; then the loss's own figures.
+        self.report = torch.zeros(3 + len(self.figure_sums), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # What is queued for other streams stays in memory until it has run: not where memory is what counts.
@@ -72,7 +77,7 @@ class Step:
         self.unit = FP16_UNIT if self.scaler else 1.0
 
     def set_hyper(self, values: Mapping[str, float]) -> None:
-        """Upload the live row: lr, betas, eps, decay, divisor (response tokens of the step), clip."""
+        """Upload the live row: lr, betas, eps, decay, divisor (the loss's, of the whole step), clip."""
         self.row.copy_(torch.tensor(self.row_of(values)), non_blocking=True)
 
     def row_of(self, values: Mapping[str, float]) -> list[float]:
@@ -97,21 +102,26 @@ class Step:
         tape = self.tapes.new(len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute)
 
         with matmul.tuned(self.tuned):
+            base = base_log_probs(decoder, batch, run) if self.loss.needs_base else None
             # Handed on, not named: a name here would hold the stream, then its gradient, through the whole backward.
             decoder.backward(
-                self._grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch.labels),
+                self.grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch, base),
                 batch.tokens,
                 run,
                 batch.rows,
                 tape,
             )
 
-    def _grad_of_loss(self, stream: Stream, labels: torch.Tensor) -> torch.Tensor:
-        """Adds the loss to the sum."""
+    def grad_of_loss(self, stream: Stream, batch: PackedBatch, base: torch.Tensor | None) -> torch.Tensor:
+        """Adds the loss and its figures to their sums; returns the gradient of the stream's rows."""
         scale = self.scaler.scale * self.unit if self.scaler else None
-        loss, grad = self.decoder.loss(stream, labels, scale=scale)
+        output = self.decoder.read_out(stream)
+        total, grad, figures = self.loss(output, batch, base, scale=scale)
         assert grad is not None
-        self.loss_sum.add_(loss, alpha=self.unit)
+        grad = output.backward(grad)
+        self.loss_sum.add_(total, alpha=self.unit)
+        if figures is not None:
+            self.figure_sums.add_(figures, alpha=self.unit)
         return grad
 
     def _choose_attention(self, documents: attention.Documents, tokens: int) -> None:
@@ -127,7 +137,10 @@ class Step:
     def update_step(self) -> torch.Tensor:
         """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""
         arena, state = self.arena, self.scaler.state if self.scaler else None
-        decided = self.report, self.factors, self.ok
+        if self.loss.figures:
+            torch.div(self.figure_sums, adamw.Hyper(*self.row).divisor, out=self.report[3:])
+            self.figure_sums.zero_()
+        decided = self.report[:3], self.factors, self.ok
         grad_norm.clip(arena.grads, self.table, self.row, self.loss_sum, self.count, *decided, state, self.partials)
         buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
         adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)
@@ -138,3 +151,4 @@ class Step:
         """Forget what has added up since the last update."""
         self.arena.grads.zero_()
         self.loss_sum.zero_()
+        self.figure_sums.zero_()

@@ -266,7 +266,7 @@ class Run:
         lr = learning_rate(p.step, self.total, optim)
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
-        hyper |= {"lr": lr, "divisor": float(max(1, responses))}
+        hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
         draws = [p.step * 4096 + index for index in range(len(micro_batches))]
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         first = not self.telling.host_seconds

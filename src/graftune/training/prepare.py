@@ -113,8 +113,13 @@ def _prepare(
 
 def _loader(config: Config, training: Dataset, capacity: int) -> Loader:
     settings = config.train
-    how = {"tokens_per_step": settings.tokens_per_step, "micro_capacity": capacity, "seed": settings.seed}
-    return Loader(training.examples, fixed=True, **how)
+    return Loader(
+        training.examples,
+        tokens_per_step=settings.tokens_per_step,
+        micro_capacity=capacity,
+        seed=settings.seed,
+        fixed=True,
+    )
 
 
 def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Console) -> Calibration | None:

@@ -6,7 +6,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class Telling:
         self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"])
         speed = self.meter.tok_s
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
-        self.log.emit("step", **facts, **figures)
+        self.log.emit("step", **facts, **figures, **done.more)
         if self.plan is not None and not self.told_plan:
             self._memory(self.plan, step)
             self.told_plan = True
@@ -79,11 +78,11 @@ class Telling:
             self.log.emit("warning", step=step, text=text)
 
     def evaluation(self, result: EvalResult, step: int, epoch: int) -> None:
-        self.log.emit("eval", step=step, epoch=epoch, **asdict(result))
-        self.console.note(
-            f"validation at step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f} "
-            f"({result.response_tokens} response tokens)"
-        )
+        self.log.emit("eval", step=step, epoch=epoch, **result.document())
+        figures = [f"loss {result.loss:.4f}"]
+        figures += [] if result.perplexity is None else [f"perplexity {result.perplexity:.2f}"]
+        figures += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.figures.items()]
+        self.console.note(f"validation at step {step}: {', '.join(figures)} ({result.response_tokens} response tokens)")
 
     @contextmanager
     def counted(self, label: str, total: int, unit: str, also: Callable[[], None]) -> Iterator[Callable[[int], None]]:

@@ -16,7 +16,7 @@ from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
 from graftune.model.block import Bias, Block, NormWeight
-from graftune.model.decoder import Decoder, Head, NewRows
+from graftune.model.decoder import Decoder
 from graftune.model.experts import ExpertProjection, Experts, ExpertWeights, Several, Stacked
 from graftune.model.frozen import (
     BlockSource,
@@ -37,6 +37,7 @@ from graftune.model.frozen import (
     fill,
 )
 from graftune.model.frozen.fp8 import MOST_RANK
+from graftune.model.head import Head, NewRows
 from graftune.model.lora import Arena, expert_groups, lora_groups, room_of, weight_name
 from graftune.model.projection import Projection
 from graftune.model.spec import NORMS, ModelSpec

@@ -8,7 +8,7 @@ from graftune.kernels import launch
 from graftune.kernels.linear_cross_entropy import reference
 from graftune.kernels.linear_cross_entropy.reference import Product, bent
 
-__all__ = ["Product", "bent", "forward"]
+__all__ = ["Product", "bent", "forward", "log_probs"]
 
 
 def forward(
@@ -18,14 +18,31 @@ def forward(
     *,
     need_grad: bool = True,
     scale: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     factor: float = 1.0,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x, times `scale`, or None).
+    `weights` [R] in fp32 multiply each row's loss and gradient; without them nothing is read or multiplied.
     The logits are the product times `factor`, bent towards +-`cap` by a tanh where there is one."""
     assert labels.shape == x.shape[:1] and (scale is None or (scale.dim() == 0 and scale.dtype == torch.float32))
+    assert weights is None or (weights.shape == labels.shape and weights.dtype == torch.float32)
     if launch.fused(x):
         from graftune.kernels.linear_cross_entropy import kernel
 
-        return kernel.forward(x, head, labels, need_grad=need_grad, scale=scale, factor=factor, cap=cap)
-    return reference.forward(x, head, labels, need_grad=need_grad, scale=scale, factor=factor, cap=cap)
+        return kernel.forward(
+            x, head, labels, need_grad=need_grad, scale=scale, weights=weights, factor=factor, cap=cap
+        )
+    return reference.forward(x, head, labels, need_grad=need_grad, scale=scale, weights=weights, factor=factor, cap=cap)
+
+
+def log_probs(
+    x: torch.Tensor, head: Product, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
+) -> torch.Tensor:
+    """x [R, D], labels [R] -> log p(label) [R] in fp32, 0 where the label is -1; nothing is kept for a gradient."""
+    assert labels.shape == x.shape[:1]
+    if launch.fused(x):
+        from graftune.kernels.linear_cross_entropy import kernel
+
+        return kernel.log_probs(x, head, labels, factor=factor, cap=cap)
+    return reference.log_probs(x, head, labels, factor=factor, cap=cap)

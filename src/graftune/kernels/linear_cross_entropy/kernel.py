@@ -29,10 +29,12 @@ def _bent(x, factor, FACTOR: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def _rows(
-    logits_ptr, labels_ptr, losses_ptr, scale_ptr, stride, width, factor,
-    NEED_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, FACTOR: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, losses_ptr, scale_ptr, weights_ptr, stride, width, factor,
+    NEED_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, FACTOR: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """logits[row] <- scale * (softmax(logits[row]) - onehot(label)); losses[row] = -log softmax(logits[row])[label]."""
+    """logits[row] <- scale * (softmax(logits[row]) - onehot(label)); losses[row] = -log softmax(logits[row])[label];
+    both times the row's weight."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * stride
     label = tl.load(labels_ptr + row)
@@ -48,11 +50,16 @@ def _rows(
             higher = tl.maximum(top, tl.max(x, 0))
             norm = norm * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
             top = higher
-        tl.store(losses_ptr + row, (top - chosen) + tl.log(norm))
+        loss = (top - chosen) + tl.log(norm)
+        if HAS_WEIGHTS:
+            loss *= tl.load(weights_ptr + row)
+        tl.store(losses_ptr + row, loss)
         if NEED_GRAD:
             weight = 1.0
             if HAS_SCALE:
                 weight = tl.load(scale_ptr)
+            if HAS_WEIGHTS:
+                weight *= tl.load(weights_ptr + row)
             share = weight / norm
             for start in range(0, width, BLOCK):
                 at = start + cols
@@ -78,20 +85,46 @@ def forward(
     *,
     need_grad: bool,
     scale: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
     factor: float = 1.0,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    losses, grad = _passed(x, head, labels, need_grad, scale=scale, weights=weights, factor=factor, cap=cap)
+    return losses.sum(), grad
+
+
+def log_probs(
+    x: torch.Tensor, head: Product, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
+) -> torch.Tensor:
+    return _passed(x, head, labels, False, factor=factor, cap=cap)[0].neg_()
+
+
+def _passed(
+    x: torch.Tensor,
+    head: Product,
+    labels: torch.Tensor,
+    need_grad: bool,
+    *,
+    scale: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    factor: float,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One pass over the head: the loss of every row [R] and, where it is wanted, the gradient of x."""
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     grad = torch.empty_like(x) if need_grad else None
     size = chunk_rows(len(x), head.out_features * x.element_size())
     for start in range(0, len(x), size):
         rows = slice(start, start + size)
         logits = head.matmul(x[rows])
-        to_gradient_(logits, labels[rows], losses[rows], need_grad=need_grad, scale=scale, factor=factor, cap=cap)
+        own = None if weights is None else weights[rows]
+        to_gradient_(
+            logits, labels[rows], losses[rows], need_grad=need_grad, scale=scale, weights=own, factor=factor, cap=cap
+        )
         if grad is not None:
             grad[rows] = head.input_grad(logits, x[rows])
         del logits  # or two chunks are alive while the next one is computed
-    return losses.sum(), grad
+    return losses, grad
 
 
 def to_gradient_(
@@ -101,16 +134,18 @@ def to_gradient_(
     *,
     need_grad: bool = True,
     scale: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     factor: float = 1.0,
     cap: float = 0.0,
 ) -> None:
     """Fills `losses` [rows] and, where a gradient is wanted, overwrites logits [rows, V] with it."""
     assert logits.stride(1) == 1 and labels.is_contiguous() and losses.is_contiguous()
+    assert weights is None or weights.is_contiguous()
     rows, width = logits.shape
     block = min(LONGEST_BLOCK, power_of_two(width))
     _rows[(rows,)](
-        logits, labels, losses, scale, logits.stride(0), width, factor, NEED_GRAD=need_grad,
-        HAS_SCALE=scale is not None, FACTOR=factor != 1.0, CAP=float(cap), BLOCK=block,
+        logits, labels, losses, scale, weights, logits.stride(0), width, factor, NEED_GRAD=need_grad,
+        HAS_SCALE=scale is not None, HAS_WEIGHTS=weights is not None, FACTOR=factor != 1.0, CAP=float(cap), BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
     )  # fmt: skip
 

@@ -3,6 +3,9 @@
 Logits exist for one chunk of rows at a time and are overwritten by their own gradient, softmax minus one-hot; sums are
 fp32. The mean is left to the caller, who alone knows how many tokens the whole optimizer step has. `scale` multiplies
 the gradient while it is still fp32: the loss scale that keeps small values of an fp16 gradient from vanishing.
+`weights` multiply every row's loss and gradient. They may be negative: with minus the derivative of some loss by each
+log p(label) as weights, the gradient is that loss's, so any function of the log-probabilities takes two passes over the
+head, `log_probs` and then `forward`.
 
 Some families bend their logits first: l = c tanh(f z / c) of the product z (without a cap c: l = f z). The gradient
 then has the factor f (1 - (l / c)^2).
@@ -34,6 +37,7 @@ def forward(
     *,
     need_grad: bool = True,
     scale: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     factor: float = 1.0,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -44,11 +48,14 @@ def forward(
     for start in range(0, len(x), size):
         part, wanted = x[start : start + size], labels[start : start + size]
         logits = head.matmul(part)
-        for piece, ids in zip(logits.split(step), wanted.split(step), strict=True):
+        for at in range(0, len(logits), step):
+            piece, ids = logits[at : at + step], wanted[at : at + step]
+            own = None if weights is None else weights[start + at : start + at + len(piece)]
             if need_grad:
-                total += to_gradient_(piece, ids, scale, factor, cap)
+                total += to_gradient_(piece, ids, scale, factor, cap, own)
             else:
-                total += loss_of(bent(piece.float(), factor, cap), ids)
+                losses = -log_probs_of(bent(piece.float(), factor, cap), ids)
+                total += (losses if own is None else losses * own).sum()
         if grad is not None:
             grad[start : start + size] = head.input_grad(logits, part)
         del logits, piece  # or two chunks are alive while the next one is computed
@@ -68,11 +75,13 @@ def to_gradient_(
     scale: torch.Tensor | None = None,
     factor: float = 1.0,
     cap: float = 0.0,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Overwrites a few rows of logits with softmax minus one-hot, times `scale` (zero where the label is -1); returns
-    the sum of their losses."""
+    """Overwrites a few rows of logits with softmax minus one-hot, times `scale` and the row's weight (zero where the
+    label is -1); returns the sum of their losses, times the weights."""
     counted = (labels >= 0).unsqueeze(1)
-    weight = counted.float() if scale is None else counted * scale
+    own = counted if weights is None else counted * weights.unsqueeze(1)
+    weight = own.float() if scale is None else own * scale
     index = labels.clamp(min=0).unsqueeze(1)
     wide = bent(logits.float(), factor, cap)
     slope = wide.div(cap).square_().neg_().add_(1) if cap else None
@@ -80,7 +89,7 @@ def to_gradient_(
     top = wide.amax(1, keepdim=True)
     wide.sub_(top).exp_()
     norm = wide.sum(1, keepdim=True)
-    loss = ((top - chosen + norm.log()) * counted).sum()
+    loss = ((top - chosen + norm.log()) * own).sum()
     wide.mul_(weight / norm)
     wide.scatter_add_(1, index, -weight)
     if slope is not None:
@@ -92,11 +101,22 @@ def to_gradient_(
     return loss
 
 
-def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses alone."""
+def log_probs(
+    x: torch.Tensor, head: Product, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
+) -> torch.Tensor:
+    found = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    size = chunk_rows(head.out_features, CHUNK_BYTES)
+    for start in range(0, len(x), size):
+        part = slice(start, start + size)
+        found[part] = log_probs_of(bent(head.matmul(x[part]).float(), factor, cap), labels[part])
+    return found
+
+
+def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """log softmax(logits)[label] of every row, 0 where the label is -1."""
     wide = logits.float()
     chosen = wide.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return ((wide.logsumexp(1) - chosen) * (labels >= 0)).sum()
+    return (chosen - wide.logsumexp(1)) * (labels >= 0)
 
 
 def chunk_rows(vocabulary: int, limit: int) -> int:

@@ -1,0 +1,114 @@
+"""The end of the decoder: the final norm and the LM head, over the rows that a loss asks for.
+
+A decoder knows no loss. `Decoder.read_out` ends a forward pass in an `Output`, and a loss calls that: `cross_entropy`
+gives loss and gradient in one pass over the head; `log_probs` and `grad_of` are the two passes of a loss whose gradient
+depends on the log-probabilities. `backward` takes the gradient on through the final norm, where the blocks' backward
+goes on. The alternative, a `loss` method of the decoder with a branch per loss, would grow with every loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from graftune.kernels import linear_cross_entropy, rms_norm
+from graftune.kernels.lora_linear import add_product_
+from graftune.model.frozen import Frozen, Trained
+from graftune.model.projection import with_room
+
+
+@dataclass
+class NewRows:
+    """Embedding or head rows of added tokens: trained, in the arena, behind the base's own vocabulary."""
+
+    value: torch.Tensor  # [added, D], compute dtype
+    grad: torch.Tensor  # fp32
+    start: torch.Tensor  # what they were before training: the base's rows, as far as it has any
+
+
+@dataclass
+class Head:
+    """The LM head: the base's frozen rows and, behind them, the rows of added tokens."""
+
+    frozen: Frozen
+    added: NewRows | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.frozen.out_features + (len(self.added.value) if self.added else 0)
+
+    def of(self, adapted: bool) -> Head:
+        if adapted or self.added is None:
+            return self
+        return Head(self.frozen, replace(self.added, value=self.added.start))
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.frozen.matmul(x)
+        return logits if self.added is None else torch.cat((logits, x @ self.added.value.t()), 1)
+
+    def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.frozen, Trained):
+            self.frozen.learn(grad, x)
+        if self.added is None:
+            return self.frozen.input_grad(grad)
+        base, extra = grad.split([self.frozen.out_features, len(self.added.value)], 1)
+        add_product_(self.added.grad, extra.t(), x)
+        return self.frozen.input_grad(base).addmm_(extra, self.added.value)
+
+
+@dataclass
+class Output:
+    """Rows [R, D] of one forward pass behind the final norm, and the head that reads them.
+
+    `labels` are the tokens that the rows should predict, -1 where a row is padding and counts for nothing.
+    """
+
+    head: Head
+    normed: torch.Tensor  # [R, D]
+    x: torch.Tensor  # [R, D]: the residual stream in front of the norm
+    rstd: torch.Tensor  # [R]
+    weight: torch.Tensor  # of the norm
+    weight_grad: torch.Tensor | None
+    room: int  # columns that the stream's gradient has behind its own, for the adapters below
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+    def cross_entropy(
+        self,
+        labels: torch.Tensor,
+        *,
+        weights: torch.Tensor | None = None,
+        need_grad: bool = True,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """-> (sum of the rows' losses, times `weights` [R] where there are any; gradient of the normed rows)."""
+        return linear_cross_entropy.forward(
+            self.normed,
+            self.head,
+            labels,
+            weights=weights,
+            need_grad=need_grad,
+            scale=scale,
+            factor=self.logit_scale,
+            cap=self.logit_cap,
+        )
+
+    def log_probs(self, labels: torch.Tensor) -> torch.Tensor:
+        """The first of two passes: log p(label) [R] in fp32, 0 where a row is padding."""
+        return linear_cross_entropy.log_probs(
+            self.normed, self.head, labels, factor=self.logit_scale, cap=self.logit_cap
+        )
+
+    def grad_of(self, labels: torch.Tensor, slopes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The second of two passes: the gradient of the normed rows, given that of every log p(label) [R]."""
+        grad = self.cross_entropy(labels, weights=-slopes, scale=scale)[1]
+        assert grad is not None
+        return grad
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the normed rows -> that of the stream, in a buffer for `Decoder.backward` to work in."""
+        width = self.x.shape[1]
+        out = with_room(self.x, len(self.x), width, self.room)
+        rms_norm.add_backward(grad, self.x, self.rstd, self.weight, None, self.weight_grad, out[:, :width])
+        return out
