@@ -23,8 +23,7 @@ FP32 = {"loss": 0.001, "norm": 0.001}
 WINDOW = 20  # steps over which a curve is smoothed
 SCRATCH_FALL = 0.5  # of the first loss: what the last may be
 EARLY = 20  # steps of a model from scratch that are judged: after them the last bit of a sum has grown to percents
-UNASKED = ("fp8-one", "fp8-two")  # how far they are off is told, and nothing is asked of them
-BESIDE = {"fp8": "bf16", **dict.fromkeys(UNASKED, "bf16"), "keep": "bf16", "nf4": "dequantised"}  # measured by what
+BESIDE = {"fp8": "bf16", "keep": "bf16", "nf4": "dequantised"}  # measured by what
 YARDSTICK = Path(__file__).resolve().parent / "results" / "noise.json"  # made by noise.py
 
 Gradients = dict[str, torch.Tensor]
@@ -168,7 +167,7 @@ def _step_goal(name: str, apart: dict[str, Any], noise: dict[str, Any]) -> dict[
 
 def compared(found: dict[str, Any], kind: str, grads: dict[str, Gradients]) -> dict[str, Any]:
     """A kind against what it is measured by: losses, and the first gradients tensor by tensor. (Those of fp8 are
-    reported only: its products are of 3 bits, and what is asked of it is the loss; nothing is asked of UNASKED.)"""
+    reported only: its products are of 3 bits, and its losses are told as they are.)"""
     other, curves = BESIDE[kind], found["curves"]
     apart = losses_apart(curves[kind]["losses"], curves[other]["losses"])
     off = gradients_off(grads[kind], grads[other])
@@ -177,15 +176,11 @@ def compared(found: dict[str, Any], kind: str, grads: dict[str, Gradients]) -> d
         noise = losses_apart(curves["rounded"]["losses"], curves["bf16"]["losses"])
         noise_off = gradients_off(grads["rounded"], grads["bf16"])
     goals = []
-    if kind not in UNASKED:
+    if kind != "fp8":
         goals = [
             report.goal(f"{kind}: loss apart, mean", "at most", NOISE["loss"], apart["loss_apart_mean"]),
             _step_goal(kind, apart, noise),
         ]
-    if kind == "fp8":
-        rows = (f"loss apart, {WINDOW} steps, most", "smooth_apart_most"), ("mean of all losses apart", "total_apart")
-        goals += [report.goal(f"{kind}: {what}", "at most", NOISE["loss"], apart[key]) for what, key in rows]
-    elif goals:
         rows = [
             ("first gradient, norm off", "at most", NOISE["norm"], "norm_off"),
             ("first gradients beyond 2%", "at most", 0, "tensors_beyond"),

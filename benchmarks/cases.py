@@ -4,11 +4,10 @@
     8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-nf4-4x2048-full    1b-q4_k-4x512
 
 Before the size stands what trains, and on what: qv (adapters on q and v only), full (every parameter), rN (rank N), lN
-(N layers), and the base: nf4, fp8 (`two`: with two codes a value of what it reads; `auto`: calibrated, and read as a
-run chooses), or a GGUF's blocks (q4_k, q8_0, ...). Behind it what the backward computes again: selective (gate and up),
-full (whole blocks) or offload (the same, from inputs kept in host memory); without a word nothing. Everything else is
-fixed: alpha twice the rank, dropout 0, AdamW, clip 1.0, and the first half of each row is prompt, which is masked.
-MICRO micro-batches of ROWSxLENGTH make one optimizer step.
+(N layers), and the base: nf4, fp8, or a GGUF's blocks (q4_k, q8_0, ...). Behind it what the backward
+computes again: selective (gate and up), full (whole blocks) or offload (the same, from inputs kept in host memory);
+without a word nothing. Everything else is fixed: alpha twice the rank, dropout 0, AdamW, clip 1.0, and the first half
+of each row is prompt, which is masked. MICRO micro-batches of ROWSxLENGTH make one optimizer step.
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ class Case:
     targets: tuple[str, ...] = SEVEN
     method: str = "lora"  # lora | full
     base: str = "bf16"  # bf16 | one of BASES
-    inputs: str = "one"  # codes a value that an fp8 base reads: one, two, or auto as a run chooses
     recompute: str = "none"  # of POLICIES
 
     @property
@@ -122,7 +120,6 @@ GOALS: dict[str, dict[str, float]] = {
     "8b-nf4-4x2048-offload": {"peak_gib": 8.2, "ms": 650.0},
     "1.5b-nf4-qv-4x512": {"floor": 1.3, "best_peer": 4.0},
     "8b-fp8-4x2048": {"floor": 1.25, "unsloth@8b-4x2048": 1.7},
-    "8b-fp8-auto-4x2048": {"floor": 1.25, "unsloth@8b-4x2048": 1.7},
     "70b-nf4-1x2048-full": {"peak_gib": 139.0},
 }
 HOST_MS, HOST_SYNCS = 2.0, 0  # of every case: what the host may spend on a step, and how often it may wait for the card
@@ -150,16 +147,12 @@ def parse(name: str) -> Case:
             case = replace(case, recompute=part)
         elif part == "full":
             case = replace(case, method="full")
-        elif part in ("two", "auto"):
-            case = replace(case, inputs=part)
         elif part in BASES:
             case = replace(case, base=part)
         else:
             raise ValueError(f"case {name!r}: unknown option {part!r}; see the head of benchmarks/cases.py")
     if case.rows < 1 or case.length < 2 or case.micro < 1:
         raise ValueError(f"case {name!r}: say how many rows of how many tokens, as in {parts[0]}-4x2048")
-    if case.inputs != "one" and case.base != "fp8":
-        raise ValueError(f"case {name!r}: only fp8 reads codes")
     if case.method == "full" and (case.base != "bf16" or "qv" in parts):
         raise ValueError(f"case {name!r}: full-parameter training has neither adapters nor a quantised base")
     return case

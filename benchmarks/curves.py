@@ -20,10 +20,8 @@ whose norm is off by more than 2%.
 With --base-dtype nothing else runs but those bases and what each is measured by: fp8 and keep (a GGUF's own blocks) by
 the same base resident in bf16, nf4 by `dequantised`, the base whose projections were quantised to NF4 and back before
 they became resident in the compute dtype (bf16, but on a CPU without units for it). Same adapters, same data: what
-differs is how the weights are held. With fp8, whose weights read one code a value or two as calibrating chose (in the
-record), go fp8-one and fp8-two, where all read one or two; of them figures are kept, and nothing is asked. Beside them
-bf16 runs once more, rounded elsewhere. apart.py has the goals; the exit code is 1 where one is missed, also where bf16
-itself would miss it.
+differs is how the weights are held. Beside them bf16 runs once more, rounded elsewhere. apart.py has the goals (none of
+fp8: its losses are told as they are); the exit code is 1 where one is missed, also where bf16 itself would miss it.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.apart import BESIDE, NOISE, UNASKED, against, compared, falls, gradients_off, losses_apart, said
+from benchmarks.apart import BESIDE, NOISE, against, compared, falls, gradients_off, losses_apart, said
 
 from benchmarks import report
 
@@ -58,9 +56,7 @@ SCRATCH = {
     "tokens_per_micro_batch": 512,
 }  # fmt: skip
 SMALL = Path(__file__).resolve().parent / "models" / "small"
-HELD = {"dequantised": {"base_dtype": "bf16"}} | {
-    name: {"base_dtype": "fp8", "fp8_inputs": name.removeprefix("fp8-")} for name in UNASKED
-}
+HELD = {"dequantised": {"base_dtype": "bf16"}}
 KINDS = ("bf16", *BESIDE, "dequantised")
 
 
@@ -150,20 +146,13 @@ def through_nf4(base: Any, device: torch.device) -> Any:
 
 def curve(args: argparse.Namespace, kind: str = "", **more: Any) -> dict[str, Any]:
     """One run: losses and norms by step, the last validation loss, what its end says of graphs and host time."""
-    from graftune.step.codes import share_of_two
-
     with tempfile.TemporaryDirectory() as parent:
         run = opened(args, f"{parent}/run", kind, **more)
-        made, two = run.calibration, share_of_two(run.engine.decoder)
         run.start()
         folder = run.go().folder
         events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     end = {k: v for k, v in events[-1].items() if k in ("captures", "host_ms", "peak_device_memory")}
-    if made:  # of an fp8 base: what share of its products reads two codes a value, and what one or this costs
-        costs = {"cost_of_weights": made.chosen.weights, "cost": made.chosen.one}
-        costs |= {"cost_of_inputs": made.chosen.taken, "noise": made.chosen.noise}
-        end["calibration"] = costs | {"in_two_codes": two, "tokens": made.tokens, "seconds": made.seconds}
     return {
         "losses": [round(e["loss"], 6) for e in steps],
         "norms": [round(e["grad_norm"], 6) for e in steps],
@@ -190,7 +179,6 @@ def norms_of(grads: dict[str, torch.Tensor]) -> dict[str, float]:
 
 def kinds(args: argparse.Namespace, asked: list[str]) -> dict[str, Any]:
     """The bases asked for, those they are measured by, and bf16 once more, rounded elsewhere."""
-    asked = list(dict.fromkeys([*asked, *(UNASKED if "fp8" in asked else ())]))
     judged = [kind for kind in asked if kind in BESIDE]
     wanted = dict.fromkeys([*asked, *(BESIDE[kind] for kind in judged), *(["bf16", "rounded"] if judged else [])])
     grads: dict[str, dict[str, torch.Tensor]] = {}

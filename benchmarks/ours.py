@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,11 +27,9 @@ def ours(
     from graftune.kernels import attention, fp8
     from graftune.model.lora import build_arena, initialise
     from graftune.runtime import resolve
-    from graftune.step.calibrate import calibrate
-    from graftune.step.codes import share_of_two
     from graftune.step.pipeline import hot_loop
     from graftune.step.step import Step
-    from graftune.weights.load import build_decoder, group_sources
+    from graftune.weights.load import build_decoder
     from graftune.weights.placement import Placement, both_ways
 
     targets = ("all_linear",) if case.targets == SEVEN else case.targets
@@ -48,7 +45,6 @@ def ours(
     both = case.base == "fp8" and both_ways(spec, free)
     placement = Placement(held.get(case.base, case.base), "the benchmark's", both)
     decoder = build_decoder(base, arena, lora, runtime, placement)
-    decoder.set_inputs(2 if case.inputs == "two" else 1)
     if case.method == "full":
         arena.publish()
     else:
@@ -59,11 +55,6 @@ def ours(
     batches = [
         [pack([Example(row, supervised) for row in micro]) for micro in batch] for batch in tokens(case).tolist()
     ]
-    if case.inputs == "auto":
-        eager = attention.for_any_shape(choice.backend, runtime.device, runtime.compute, spec.head_width)
-        sources = functools.partial(group_sources, base)
-        made = calibrate(decoder, batches[0], sources, backend=eager)
-        arena.publish()
     step = Step(
         decoder,
         arena,
@@ -96,15 +87,8 @@ def ours(
 
     mode = "captured" if graph and device.type == "cuda" else "eager"
 
-    read = f", {share_of_two(decoder):.1%} of its products of two codes" if case.base == "fp8" else ""
-    if case.inputs == "auto":
-        cost = made.chosen
-        costs = f"{cost.weights:.3%} of the loss, one code for all {cost.one:.3%}, this {cost.taken:.3%}"
-        costs += f", noise {cost.noise:.3%}"
-        read += f" (calibrated and chosen in {made.seconds:.0f} s: rounding the weights costs {costs})"
-
     def note() -> str:
-        how = f"{mode}; base {case.base}{read}; recompute {case.recompute}"
+        how = f"{mode}; base {case.base}; recompute {case.recompute}"
         return f"{runtime.describe()}; attention {step.backend}; {how}"
 
     runner = Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note())

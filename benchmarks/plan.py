@@ -3,15 +3,14 @@ process of its own.
 
     python -m benchmarks.plan [--json FILE] [--jobs N] [NAME ...]
 
-    SIZE-KIND-POLICY-ROWSxLENGTH[-qv][-full][-rN][-one|-two]
-    8b-nf4-offload-4x2048    1b-q4_k-none-1x2048    350m-bf16-none-4x512-full    1b-fp8-none-4x2048-two
+    SIZE-KIND-POLICY-ROWSxLENGTH[-qv][-full][-rN]
+    8b-nf4-offload-4x2048    1b-q4_k-none-1x2048    350m-bf16-none-4x512-full
 
-KIND is how the base is held: bf16, nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...). Weights are random. `one` and
-`two` are the codes a value that an fp8 base reads; without either the run decides, and the plan is for two. A process
-calibrates an fp8 base, evaluates one batch, answers a few prompts and takes a few captured steps, as a run does, and
-its peak is torch.cuda.max_memory_allocated since its start. The CUDA context is not in it. No time is reported, so that
-several may run at once (--jobs), as long as the card holds them together (any three of the default ones: 106 GiB); what
-they choose by timing is forgotten with them.
+KIND is how the base is held: bf16, nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...). Weights are random. A process
+evaluates one batch, answers a few prompts and takes a few captured steps, as a run does, and its peak is
+torch.cuda.max_memory_allocated since its start. The CUDA context is not in it. No time is reported, so that several may
+run at once (--jobs), as long as the card holds them together (any three of the default ones: 106 GiB); what they choose
+by timing is forgotten with them.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ DEFAULT = (
     "8b-q4_k-full-4x2048",
     "8b-fp8-none-4x2048",
     "1b-fp8-full-4x2048",
-    "1b-fp8-none-4x2048-two",
+    "1b-fp8-none-4x2048",
     "350m-bf16-none-4x512-full",
     "1b-bf16-none-1x2048-r128",
 )
@@ -82,7 +81,6 @@ class Combination:
     rank: int = 16
     qv: bool = False
     full: bool = False
-    inputs: str = "auto"  # codes a value that an fp8 base reads
 
     @property
     def shape(self) -> Capacities:
@@ -105,7 +103,6 @@ class Combination:
                 "tokens_per_step": self.shape.capacity,
                 "tokens_per_micro_batch": self.shape.capacity,
                 "recompute": self.policy,
-                "fp8_inputs": self.inputs,
             }
         )
 
@@ -115,15 +112,14 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def parse(name: str) -> Combination:
-    options = r"((?:-(?:qv|full|one|two|r\d+))*)"
+    options = r"((?:-(?:qv|full|r\d+))*)"
     found = re.fullmatch(r"([\w.]+)-(\w+)-(none|selective|full|offload)-(\d+)x(\d+)" + options, name)
     if found is None or found[1] not in SHAPES:
         raise SystemExit(f"{name!r} is no combination; see the head of benchmarks/plan.py")
     asked = found[6].split("-")
     rank = next((int(option[1:]) for option in asked if option.startswith("r")), 16)
-    inputs = next((option for option in asked if option in ("one", "two")), "auto")
     kind, rows, length = found[2], int(found[4]), int(found[5])
-    return Combination(name, found[1], kind, found[3], rows, length, rank, "qv" in asked, "full" in asked, inputs)
+    return Combination(name, found[1], kind, found[3], rows, length, rank, "qv" in asked, "full" in asked)
 
 
 def base_of(combination: Combination, device: torch.device) -> Base:
@@ -155,40 +151,25 @@ def planned(combination: Combination, job: Job) -> Plan:
 
 
 def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
-    """What was planned: the base calibrated where that is due, a batch evaluated, a few captured steps; then torch's
+    """What was planned: a batch evaluated, a few captured steps; then torch's
     own peak (of a CPU, for the tests, the process's)."""
     from graftune.batch import Example
     from graftune.data.pack import pack
     from graftune.session import open_engine
-    from graftune.step.calibrate import calibrate, calibrates, sample
-    from graftune.step.codes import share_of_two
     from graftune.step.evaluate import evaluate
     from graftune.step.pipeline import hot_loop
     from graftune.step.step import Step
-    from graftune.weights.load import group_sources
 
     with tempfile.TemporaryDirectory() as folder:  # a run that trains every weight looks for a configuration to save
         (Path(folder) / "config.json").write_text("{}")
         base = dataclasses.replace(job.base, path=Path(folder))
         engine = open_engine(job.config.replace(recompute=plan.recompute), base=base, placement=job.placement)
-    config, arena, shape, spec = engine.config, engine.arena, combination.shape, job.base.spec
+    arena, shape, spec = engine.arena, combination.shape, job.base.spec
     grown = {"load": reserved(engine.runtime.device)}
     drawn = torch.Generator().manual_seed(7)
     rows = torch.randint(0, spec.vocab, (combination.rows, combination.length), generator=drawn).tolist()
     supervised = [i >= combination.length // 2 for i in range(combination.length)]
     examples = [Example(row, supervised) for row in rows]
-    codes = None
-    if calibrates(config, engine.placement):
-        calibrate(
-            engine.decoder,
-            sample(examples, config.train),
-            lambda layer, group: group_sources(job.base, layer, group),
-            backend=engine.eager_attention,
-            inputs=config.train.fp8_inputs,
-        )
-        arena.publish()
-        codes = round(share_of_two(engine.decoder), 3)
-        grown["calibrate"] = reserved(engine.runtime.device)
     step = Step(
         engine.decoder,
         arena,
@@ -213,20 +194,18 @@ def run(combination: Combination, job: Job, plan: Plan) -> dict[str, Any]:
         "grad_norm": figures[-1].grad_norm,
         "moved": fingerprint(arena.weights) != before,
         "attention": step.backend,
-        "in_two_codes": codes,
         "captures": loop.captures,
     }
 
 
 def answer(engine: Engine, job: Job, plan: Plan, row: list[int]) -> None:
     """As a run answers its samples."""
-    from graftune.infer.generate import generate, in_groups, reaches_of
+    from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
     from graftune.infer.sample import Sampling
-    from graftune.training.answers import room
 
     new = job.config.run.sample_tokens
     reaches = reaches_of(job.asked, new, job.base.spec.max_positions)
-    for group in in_groups(reaches, room(plan.capacity, plan.recompute)):
+    for group in in_groups(reaches, cache_room(plan.capacity, plan.recompute)):
         prompts = [row[: job.asked[i]] for i in group]
         generate(engine.decoder, prompts, Sampling(max_new_tokens=new), (), backend=engine.eager_attention)
 

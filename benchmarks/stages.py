@@ -121,7 +121,6 @@ def _peers(seconds: int) -> Command:
 
 
 BROKEN_DOWN = "8b-1x512,350m-full-4x512x4,1.5b-nf4-qv-4x512,8b-fp8-4x2048,8b-4x2048"
-FP8_SIZE = ("--shapes", "8b", "--tokens", "8192", "--quick")
 CURVES = ("benchmarks/curves.py", "{data}", "--base", "{base}", "--device", "{device}")
 STAGES = {
     stage.name: stage
@@ -145,10 +144,8 @@ STAGES = {
                 timed("8b-nf4-4x2048-offload", "ours", 27),
                 timed("1.5b-nf4-qv-4x512", "floor,ours", 40),
                 timed("8b-fp8-4x2048", "floor,ours", 58),
-                timed("8b-fp8-two-4x2048", "floor,ours", 40),
             ),
         ),
-        Stage("fp8", "8B over FP8 as a run chooses it", (timed("8b-fp8-auto-4x2048", "floor,ours", 240),)),
         Stage("large", "ours at 70B", (timed("70b-nf4-1x2048-full", "ours", 95),)),
         Stage("peers", "the others, five at once, each timed alone", (_peers(400),)),
         Stage(
@@ -174,10 +171,9 @@ STAGES = {
         Stage("issue3-tokens", "how a step grows with tokens, 512 to 65,536", (swept("tokens", 340),)),
         Stage(
             "issue4-kernels",
-            "dequantisation: bits, and share of the memory's speed; products of FP8 codes",
+            "dequantisation: bits, and share of the memory's speed",
             (
                 script("dequantisation", "kernels", 100, "-m", "benchmarks.quant_kernels"),
-                script("fp8 kernels", "fp8", 80, "-m", "benchmarks.fp8", *FP8_SIZE),
             ),
         ),
         Stage(

@@ -64,7 +64,7 @@ def open(base: str = "", *, adapter: str = "", **settings: Any) -> Run:
         raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
     if tuned and is_run(folder):
         # What the run took for data is what its evaluation means too; its template travels with the adapter.
-        data = Config.load(folder / "config.yaml").nested()["data"]
+        data = Config.of_run(folder).nested()["data"]
         settings = {k: v for k, v in data.items() if k not in ("template", "append_eos")} | settings
     settings["base"] = base if adapter or not tuned else ""
     config = Config.of(settings, where="settings")

@@ -171,16 +171,6 @@ class TrainConfig:
     patience: int = opt(5, "evaluations without improvement before stopping; 0: never", min=0)
     seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0, max=2**63 - 1)
     deterministic: bool = opt(False, "bit-identical reruns on every device")
-    calibrate: bool = opt(
-        True,
-        "round an fp8 base by what its weights multiply, seen on the first 8192 tokens of the training data; false: "
-        "each value to its nearest code",
-    )
-    fp8_inputs: Literal["auto", "one", "two"] = opt(
-        "auto",
-        "codes per value that fp8 weights read: one, or two (near bf16's precision, slower); auto: two only where "
-        "calibrating shows that one would cost most",
-    )
     graph: bool = opt(True, "on CUDA, replay steps from CUDA graphs")
     recompute: Literal["auto", "none", "selective", "full", "offload"] = opt(
         "auto",
@@ -232,6 +222,17 @@ class Config:
     @staticmethod
     def load(path: str | Path, overrides: dict[str, Any] | None = None, told: Told | None = None) -> Config:
         return Config.of(read_yaml(path), overrides or {}, where=str(path), told=told)
+
+    @staticmethod
+    def of_run(folder: str | Path) -> Config:
+        """The settings that a run folder holds. One that this version no longer has is dropped, which is said once."""
+        path = Path(folder) / "config.yaml"
+        tree = read_yaml(path)
+        for part in (tree, *(value for value in tree.values() if isinstance(value, dict))):
+            for name in [name for name in part if name in other_tools.GONE]:
+                del part[name]
+                _warn_once(f"{path}: {name} is not a setting any more and is ignored: {other_tools.GONE[name]}")
+        return Config.of(tree, where=str(path))
 
     def replace(self, **leaves: Any) -> Config:
         return Config.of(self.flat(), leaves)
@@ -326,6 +327,12 @@ def _answer(key: str, name: str | None, known: dict[str, str], section: str) -> 
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """For files that are read several times in a run."""
+    warnings.warn(text, stacklevel=3)
 
 
 def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[str, ...]:

@@ -195,6 +195,8 @@ SAME = {
     for ours, _, names in [line.partition(":")]
     for name in names.split()
 }
+_PLAIN_FP8 = "an fp8 base is rounded to nearest while it is read, and each product rounds what it multiplies"
+GONE = dict.fromkeys(("calibrate", "fp8_inputs"), _PLAIN_FP8)  # settings of earlier versions, and what holds now
 _CHAT = ("max_new_tokens", "temperature", "system")
 
 
@@ -204,10 +206,13 @@ def same(name: str) -> str | None:
 
 
 def answer(name: str, flags: bool) -> str | None:
-    """What to tell somebody who used this name; None if it is not known. `flags`: show our settings as flags."""
+    """What to tell somebody who used this name, another tool's or an earlier version's; None if it is not known.
+    `flags`: show our settings as flags."""
     found = plain(name)
     if found in SAME:
         return f"here it is {_shown(SAME[found], flags)}"
+    if (bare := found.removeprefix("no_")) in GONE:
+        return f"remove it: {GONE[bare]}"
     text = ANSWERS.get(found)
     return re.sub(r"\{(\w+)\}", lambda match: _shown(match[1], flags), text) if text else None
 

@@ -79,7 +79,7 @@ def _opened(run: Path, which: str) -> State:
             weights, identity = _weights(found[step])
         except FileNotFoundError:  # deleted since it was listed
             continue
-        config = with_date(Config.load(run / "config.yaml"), run)
+        config = with_date(Config.of_run(run), run)
         return State(run, config, step, name, root / f"step-{step}", weights, str(identity.get("base", ""))[:64])
     raise GraftuneError("its checkpoints are gone before they can be read", where=str(run), mend="try again")
 

@@ -106,7 +106,6 @@ def open_engine(config: Config, *, base: Base | None = None, placement: Placemen
     placement = placement or place(base, config.base.base_dtype, runtime)
     arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=method != "lora")
     decoder = build_decoder(base, arena, lora, runtime, placement)
-    decoder.set_inputs(2 if config.train.fp8_inputs == "two" else 1)
     if method == "scratch":
         start_from_scratch(arena, base.spec, config.train.seed)
     elif method == "full":
@@ -177,7 +176,7 @@ def is_run(folder: Path) -> bool:
 
 def trains_all(folder: Path) -> bool:
     """Whether a run's folder is that of one without an adapter."""
-    return Config.load(folder / "config.yaml").train.method != "lora"
+    return Config.of_run(folder).train.method != "lora"
 
 
 def whole_run(folder: Path) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def whole_run(folder: Path) -> dict[str, Any]:
         raise GraftuneError(
             "this run has no model yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
         )
-    data = Config.load(folder / "config.yaml").nested()["data"]
+    data = Config.of_run(folder).nested()["data"]
     template = "none" if data["template"] == "none" else "auto"
     return data | {"template": template, "base": str(folder / "model")}
 

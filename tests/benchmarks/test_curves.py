@@ -15,7 +15,6 @@ import torch
 
 from benchmarks import apart, curves
 from graftune.kernels import fp8
-from graftune.step import codes
 from graftune.weights.base import open_base
 from tests import tiny
 from tests.training.runs import write_data
@@ -173,23 +172,15 @@ def test_a_mean_does_not_answer_for_a_step(monkeypatch, tmp_path):
     assert "NOT reached (bf16 by itself: 15)" in apart.said(goals["bf16: first gradients beyond 2%"])
 
 
-def test_fp8_says_what_calibrating_chose(asked, tmp_path, monkeypatch):
+def test_fp8_is_told_beside_bf16_and_nothing_is_asked_of_it(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(fp8, "require", lambda device, compute: None)  # the reference computes it on a CPU
     monkeypatch.setitem(tiny.VARIANT_OPTIONS, "llama-untied", {"intermediate_size": 96})  # fp8's are multiples of 16
     asked[2] = str(tiny.make_folder("llama-untied", tmp_path / "base"))
     out = tmp_path / "found.json"
     run(monkeypatch, *asked, "--base-dtype", "fp8", "--json", str(out))
     found = json.loads(out.read_text())
-    assert set(found["curves"]) == {"fp8", "fp8-one", "fp8-two", "bf16", "rounded"}
-    auto, one, two = (found["curves"][kind]["calibration"] for kind in ("fp8", *apart.UNASKED))
-    assert one["in_two_codes"] == 0 == one["cost"] and auto["cost"] > 0 and auto["tokens"] == one["tokens"] > 0
-    assert two["in_two_codes"] == 1
-    limit = codes.limit_of(auto["cost_of_weights"] - auto["noise"])
-    assert (auto["in_two_codes"] > 0) == (auto["cost"] - auto["noise"] > limit) and auto["cost_of_inputs"] <= limit
-    assert found["compared"]["fp8-one"]["goals"] == [] and found["compared"]["fp8-one"]["loss_apart_mean"] > 0
-    rules = {goal["what"]: goal["bound"] for goal in found["compared"]["fp8"]["goals"]}
-    names = ("loss apart, mean", "loss apart, most", "loss apart, 20 steps, most", "mean of all losses apart")
-    assert rules == dict.fromkeys((f"fp8: {name}" for name in names), 0.005)
+    assert set(found["curves"]) == {"fp8", "bf16", "rounded"}
+    assert found["compared"]["fp8"]["goals"] == [] and found["compared"]["fp8"]["loss_apart_mean"] > 0
 
 
 def test_a_gradient_that_is_off_is_seen():
@@ -208,7 +199,7 @@ def test_a_gradient_that_is_off_is_seen():
     lost = {name: grad for name, grad in right.items() if "layers.1" not in name}
     off = apart.compared(record, "keep", {"keep": lost, "bf16": right})
     assert [g["met"] for g in off["goals"]].count(False) == 1
-    assert len(apart.compared(record, "fp8", {"fp8": wrong, "bf16": right})["goals"]) == 4
+    assert apart.compared(record, "fp8", {"fp8": wrong, "bf16": right})["goals"] == []
 
 
 def test_an_unknown_kind_is_refused(asked, monkeypatch):
@@ -221,6 +212,4 @@ def test_each_kind_asks_for_its_own_placement(tmp_path):
     args = argparse.Namespace(base="b", data="d", steps=1, device="cpu", compute="fp32")
     held = {kind: curves.settings(args, "o", kind).base.base_dtype for kind in ("", *curves.KINDS)}
     same = {kind: kind for kind in ("bf16", "fp8", "keep", "nf4")}
-    assert held == same | {"": "auto", "dequantised": "bf16", **dict.fromkeys(apart.UNASKED, "fp8")}
-    assert curves.settings(args, "o", "fp8").train.fp8_inputs == "auto"
-    assert [curves.settings(args, "o", f"fp8-{n}").train.fp8_inputs for n in ("one", "two")] == ["one", "two"]
+    assert held == same | {"": "auto", "dequantised": "bf16"}

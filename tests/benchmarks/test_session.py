@@ -46,7 +46,7 @@ def test_every_stage_fits_a_call_and_every_command_exists():
 
 
 def test_each_goal_is_measured_by_a_stage_and_its_cases_name_real_participants():
-    everything = cases_of(["ours", "fp8", "large", "peers"])
+    everything = cases_of(["ours", "large", "peers"])
     assert set(cases.GOALS) <= set(everything)
     for name, who in everything.items():
         assert who <= set(cases.participants(cases.parse(name), sorted(who))), name
@@ -57,7 +57,7 @@ def test_each_goal_is_measured_by_a_stage_and_its_cases_name_real_participants()
             else:
                 needed = "ours" if needed in ("peak_gib", "ms", "start_s") else needed
                 assert needed in everything[other or name], (name, key)
-    assert all(who <= {"ours", "floor"} for who in cases_of(["ours", "fp8", "large"]).values())
+    assert all(who <= {"ours", "floor"} for who in cases_of(["ours", "large"]).values())
     assert not any({"ours", "floor"} & who for who in cases_of(["peers"]).values())
 
 

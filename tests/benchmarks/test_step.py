@@ -37,8 +37,6 @@ def test_cases_parse():
     assert (case.base, case.targets, case.rank, case.alpha) == ("nf4", ("q_proj", "v_proj"), 16, 32.0)
     assert cases.parse("1b-r64-4x2048").alpha == 128 and cases.parse("8b-l2-4x2048").shape.layers == 2
     assert cases.parse("8b-q4_k-4x2048").base == "q4_k" and cases.parse("8b-fp8-4x2048").base == "fp8"
-    asked = {name: cases.parse(f"8b-fp8-{name}4x2048").inputs for name in ("", "two-", "auto-")}
-    assert list(asked.values()) == ["one", "two", "auto"]
     for name in ("8b-auto-4x2048", "9b-1x1", "8b", "8b-4", "8b-4x2048-fp7", "350m-full-nf4-1x64", "8b-offload-4x2048"):
         with pytest.raises(ValueError, match="case"):
             cases.parse(name)
@@ -102,7 +100,7 @@ def test_own_floor_leaves_out_what_we_never_compute():
 
 @pytest.mark.parametrize(
     "name",
-    ["tiny-2x32", "tiny-full-2x32x2", "tiny-nf4-2x32", "tiny-fp8-2x32", "tiny-fp8-auto-2x32", "tiny-q8_0-2x32"],
+    ["tiny-2x32", "tiny-full-2x32x2", "tiny-nf4-2x32", "tiny-fp8-2x32", "tiny-q8_0-2x32"],
 )
 def test_the_floor_runs(name):
     found = floor.measure_floor(cases.parse(name), CPU, steps=1)

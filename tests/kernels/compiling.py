@@ -43,7 +43,6 @@ SETTINGS = {
     "blocks, floats": lambda: blocks("Q4_1", "IQ4_XS", "F16"),
     "blocks, more": lambda: blocks("IQ4_NL", "Q6_K", "Q4_K"),
     "fp8": lambda: gpu(kind="fp8"),
-    "fp8, two codes": lambda: gpu(kind="fp8", inputs=2),
     "fp8, 8B": lambda: gpu(
         kind="fp8", lora=LoraConfig(rank=16), shape=Capacities(8192, 4, 2048, 8192),
         spec=spec(layers=2, width=4096, ffn=14336, heads=32, kv_heads=8, head_width=128, vocab=128256),

@@ -110,24 +110,6 @@ def test_quantise(kernels_on, device, tokens, width, dtype, factor):
     assert (codes.float().abs().amax(1)[exact.to(device).abs().amax(1) > 0] == fp8.LARGEST).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_the_rest_in_a_second_code(kernels_on, device, tokens, width, dtype):
-    """Codes and scale are those without it, and both codes together are within 2^-8."""
-    x = rows_of(tokens, width, dtype)
-    want, left = torch.empty(2, tokens, width, dtype=E4M3)
-    scale = reference.quantise(x, want, None, None, left)
-    (wide, codes), (wide_rest, rest) = (poisoned(tokens, width, device) for _ in range(2))
-    got = fp8.quantise(x.to(device), codes, rest=rest)
-    torch.testing.assert_close(got.cpu(), scale, rtol=1e-6, atol=0)
-    neighbours(codes, want)
-    assert untouched(wide, codes) and untouched(wide_rest, rest)
-    both = (codes.cpu().float() + rest.cpu().float()) * got.cpu()[:, None]
-    assert ((both - x.float()).abs() <= x.float().abs() / 256 + scale[:, None] / 1024).all()
-    alone = torch.empty_like(want)
-    assert torch.equal(reference.quantise(x, alone, None, None), scale) and same(alone, want)
-
-
 def test_rows_too_long_for_one_program(kernels_on, device, monkeypatch):
     from graftune.kernels.fp8 import kernel
 

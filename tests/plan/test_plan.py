@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,6 @@ from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
 from graftune.plan.ledger import Ledger, block_bytes
 from graftune.plan.pretend import Pretend, Pretended
 from graftune.runtime import Runtime
-from graftune.step import calibrate
 from graftune.training import prepare
 from graftune.weights import placement
 from graftune.weights.base import open_base
@@ -78,9 +76,6 @@ CASES = {
     "every weight": setup(method="full"),
     "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
     "fp8": setup(kind="fp8"),
-    "fp8, calibrated": setup(kind="fp8", calibrates=True),
-    "fp8, one code compared with two": setup(kind="fp8", calibrates=True, compares=True),
-    "fp8, two codes": setup(kind="fp8", inputs=2),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
     "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, room=100, recompute="full"),
 }
@@ -241,31 +236,6 @@ def test_fp8_is_planned(policy: str) -> None:
     assert found.phases["capture"]["workspaces"] == wide.phases["capture"]["workspaces"], "the same libraries"
 
 
-def test_calibrating_is_planned() -> None:
-    """What a block's weights read is summed up in matrices of their width, and the widest has two while it is factored:
-    with a wide MLP and few tokens nothing takes more."""
-    narrow = Capacities(512, 8, 64, 64)
-
-    def of(layers: int = 3, ffn: int = 8192, **more: Any) -> Setup:
-        return gpu(kind="fp8", spec=spec(layers=layers, width=256, ffn=ffn, vocab=300), shape=narrow, **more)
-
-    found, without = rehearse(of(calibrates=True)), rehearse(of())
-    assert "calibrate" not in without.phases and found.after == without.after
-    sums = 4 * 8192**2
-    taken = found.phases["calibrate"]["scratch"] - found.phases["load"].get("scratch", 0)
-    # Ordered by rows and columns at once they would take six: torch writes both indices out on a GPU.
-    assert 2 * sums < taken < 2.2 * sums and found.peak > without.peak + sums
-    # To compare, a block's weights as they are read, and a second stream of every micro-batch.
-    compared = rehearse(of(calibrates=True, compares=True))
-    block = sum(math.prod(shape) for shape in of().base.spec.projections.values())
-    more = sum(compared.phases["calibrate"].values()) - sum(found.phases["calibrate"].values())
-    assert more == pytest.approx(2 * (block + calibrate.TOKENS * 256), rel=0.01)
-    small = rehearse(of(ffn=512, calibrates=True, compares=True))
-    assert small.peak == rehearse(of(ffn=512)).peak, "elsewhere it fits into what a step takes"
-    whole = rehearse(of(12, calibrates=True))
-    assert told(lambda layers: of(layers, calibrates=True), 12).peak == pytest.approx(whole.peak, rel=1e-3)
-
-
 def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what is free where it trains; elsewhere never. And the plan has them, and no place to turn them in."""
     from graftune.kernels import fp8
@@ -302,23 +272,6 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
     first, second = (rehearse(each).phases["step"]["base"] for each in (once, twice))
     largest = 2 * 1024 * 256
     assert codes - largest < second - first + codes // 50 and second - first < 1.3 * codes
-
-
-def test_a_job_plans_it_where_the_run_does_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from graftune.kernels import fp8
-
-    monkeypatch.setattr(fp8, "require", lambda device, compute: None)
-    for more, expected, inputs in (
-        ({"base_dtype": "fp8"}, True, 2),
-        ({"base_dtype": "fp8", "fp8_inputs": "one"}, True, 1),
-        ({"base_dtype": "fp8", "calibrate": False}, False, 1),
-        ({"base_dtype": "fp8", "calibrate": False, "fp8_inputs": "two"}, False, 2),
-        ({}, False, 1),
-    ):
-        config = Config.of({"base": str(tiny_folder("llama")), "device": "cuda", "compute_dtype": "bf16"} | more)
-        asked = prepare.job_of(config, QUIET, memory=8 << 30)
-        made = asked.setup("none", 64, asked.placement)
-        assert (made.calibrates, made.inputs) == (expected, inputs)
 
 
 def test_the_goals_of_8b_in_nf4() -> None:

@@ -82,7 +82,7 @@ def run_config(folder: str) -> Config:
         raise GraftuneError("there is no such run folder", where=folder, mend="check the path given to --resume")
     if not path.is_file():
         raise GraftuneError("is not a run folder (no config.yaml)", where=folder, mend="give a folder made by train")
-    return Config.load(path)
+    return Config.of_run(folder)
 
 
 def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any]) -> Any:

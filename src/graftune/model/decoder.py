@@ -23,7 +23,7 @@ from graftune.model.block import (
     mlp_half,
     mlp_half_backward,
 )
-from graftune.model.frozen import Fp8, Frozen, Trained
+from graftune.model.frozen import Frozen, Trained
 from graftune.model.head import Head, NewRows, Output
 from graftune.model.projection import with_room
 from graftune.model.rotary import Rope
@@ -50,16 +50,6 @@ class Decoder:
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None
-
-    @property
-    def in_fp8(self) -> list[Fp8]:
-        return [p.frozen for block in self.blocks for p in block.projections if isinstance(p.frozen, Fp8)]
-
-    def set_inputs(self, codes: int | Sequence[int]) -> None:
-        """How many codes a value weights in fp8 read on the way forward from here on: all, or each."""
-        weights = self.in_fp8
-        for weight, own in zip(weights, [codes] * len(weights) if isinstance(codes, int) else codes, strict=True):
-            weight.inputs = own
 
     def begin(
         self,

@@ -78,11 +78,6 @@ class Projection:
         fits = isinstance(self.frozen, Fp8) and self.room and run.adapted and run.dropout is None
         return self.frozen if fits and isinstance(self.frozen, Fp8) else None
 
-    def _reads_codes(self, run: Pass) -> Fp8 | None:
-        """`_in_codes`, on the way forward: kernels before it write one code a value."""
-        codes = self._in_codes(run)
-        return codes if codes is not None and codes.inputs == 1 else None
-
     def after_norm(
         self,
         x: torch.Tensor,
@@ -95,7 +90,7 @@ class Projection:
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum. See `forward`."""
-        codes = self._reads_codes(run)
+        codes = self._in_codes(run)
         if codes is not None:
             return codes.after_norm(x, y, weight, eps)
         normed = self.input_buffer(x, len(x))
@@ -106,7 +101,7 @@ class Projection:
         self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The product of the gated unit of gate_up, and h. Only silu's is in one kernel with fp8's codes."""
-        codes = self._reads_codes(run)
+        codes = self._in_codes(run)
         if codes is not None and kind == "silu":
             return codes.after_act(gate_up)
         act = self.input_buffer(gate_up, len(gate_up))
@@ -117,7 +112,7 @@ class Projection:
         """The h of `after_act` without its product."""
         if self.lora is None or not run.adapted:
             return None
-        codes = self._reads_codes(run)
+        codes = self._in_codes(run)
         if codes is not None and kind == "silu":
             return codes.low_after_act(gate_up)
         act = with_room(gate_up, len(gate_up), self.width_in, 0)
@@ -177,11 +172,9 @@ class Projection:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward). A `wide` y comes with the room that its gradient will need; an
         `h` from an earlier forward is not made again."""
-        plain, codes = x[:, : self.width_in], self._reads_codes(run)
+        plain, codes = x[:, : self.width_in], self._in_codes(run)
         if codes is not None:
             return codes.forward(plain)
-        if run.watch is not None:
-            run.watch(plain, self.frozen)
         if self.lora is None or not run.adapted:
             return self.frozen.matmul(plain), None
         tail = x[:, self.width_in :] if self.room else None

@@ -13,7 +13,6 @@ from graftune.kernels import dropout as dropouts
 
 if TYPE_CHECKING:
     from graftune.model.block import Block
-    from graftune.model.frozen import Frozen
 
 
 class Attend(Protocol):
@@ -109,7 +108,6 @@ class Pass:
     adapted: bool = True
     dropout: Dropout | None = None
     aside: Aside | None = None
-    watch: Callable[[torch.Tensor, Frozen], None] | None = None  # told what a weight reads; adapters off
 
     def do_aside(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
         """Now, or later on another stream where there is one; `reads` are the tensors it uses, which stay as they are

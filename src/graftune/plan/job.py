@@ -23,7 +23,6 @@ from graftune.plan.ledger import MIB
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
 from graftune.runtime import DTYPES, Runtime, resolve
 from graftune.session import attention_for
-from graftune.step.calibrate import calibrates, most_inputs
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.placement import Placement, choose_placement, nothing_frozen
 
@@ -183,9 +182,6 @@ class Job:
             asked=self.asked,
             new_tokens=config.run.sample_tokens,
             room=cache_room(max(capacity, self.longest), recompute),
-            calibrates=calibrates(config, placement),
-            compares=calibrates(config, placement) and config.train.fp8_inputs == "auto",
-            inputs=most_inputs(config, placement),
             copies=kind == "cpu" and standins.copies_operand(self.runtime.compute),
             card=self.card,
         )

@@ -3,7 +3,7 @@
 So the plan cannot drift from the code: whoever saves a tensor more, or lets one go earlier, changes both. A formula
 from shapes, as others have it, is right on the day it is written.
 
-Phases, as a run has them: load; calibrate, where it does; evaluate, and answer prompts (eager); the first micro-step
+Phases, as a run has them: load; evaluate, and answer prompts (eager); the first micro-step
 (eager, on the stream that captures it, algorithms are timed); on CUDA the same once more, as it is captured; the
 update. The peak is that of the worst phase. What a captured step holds for a moment stays in its graph's pool for good,
 so what is eager after that needs memory beside it.
@@ -12,7 +12,6 @@ so what is eager after that needs memory beside it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,12 +33,10 @@ from graftune.plan import standins
 from graftune.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.plan.pretend import Pretend, without_compiler
 from graftune.runtime import Runtime
-from graftune.step.calibrate import TOKENS, Through, calibrate_block
-from graftune.step.codes import divergences
 from graftune.step.evaluate import evaluate_batch
 from graftune.step.step import Step
 from graftune.weights.base import Base
-from graftune.weights.load import build_decoder, group_sources
+from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
 
 SAVED, LOGITS, POOLS = "saved activations", "logits", "graph pools"
@@ -66,9 +63,6 @@ class Setup:
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     new_tokens: int = 0  # of an answer
     room: int = 0  # tokens of the cache that they are answered in
-    calibrates: bool = False
-    compares: bool = False  # one code a value with two, behind that
-    inputs: int = 1  # codes a value that an fp8 weight reads
     copies: bool = False  # whether the CPU's products copy weights (standins.copies_operand)
     card: standins.Card | None = None
 
@@ -139,12 +133,7 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
     aside = gpu.stream if gpu else nullcontext
     stream: Any = standins.Stream() if gpu else None  # on which the step first runs, and is captured
     with phases.phase("load"), standins.fewer_pieces(whole=True):
-        arena, decoder, base = _load(setup, ledger)
-    if setup.calibrates:
-        with phases.phase("calibrate"), standins.fewer_pieces(whole=False):
-            decoder.set_inputs(2)
-            _calibrate(decoder, base, setup)
-    decoder.set_inputs(setup.inputs)
+        arena, decoder = _load(setup, ledger)
     step = Step(
         decoder,
         arena,
@@ -180,7 +169,7 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
     return Bytes(phases.owners, holder.total, captured, eager, 0 if gpu is None else ledger.of("cpu").peak)
 
 
-def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder, Base]:
+def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
     spec, lora, runtime = setup.base.spec, setup.lora, setup.runtime
     with ledger.owner("adapters"):
         arena = build_arena(spec, lora, runtime.device, runtime.compute, full=setup.method != "lora")
@@ -197,23 +186,7 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder, Base]:
     ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Roomy) for held in weight.shared))
     with ledger.owner("adapters"):
         arena.publish()
-    return arena, decoder, base
-
-
-def _calibrate(decoder: Decoder, base: Base, setup: Setup) -> None:
-    """The first block, since every other takes the same, and one micro-batch through it: the others wait."""
-    runtime, capacity = setup.runtime, setup.shape.capacity
-    backend = attention.for_any_shape(setup.backend, runtime.device, runtime.compute, base.spec.head_width)
-    count = -(-TOKENS // capacity)
-    with torch.no_grad():
-        streams = [Through.of(decoder, _batch(setup.shape, runtime.device), backend) for _ in range(count)]
-        unrounded = [dataclasses.replace(stream, x=stream.x.clone()) for stream in streams if setup.compares]
-        sources = functools.partial(group_sources, base)
-        calibrate_block(decoder.blocks[0], streams[:1], sources, unrounded[:1])
-        del streams
-        if setup.compares:
-            mix = (1,) * len(decoder.in_fp8)
-            divergences(decoder, [_batch(setup.shape, runtime.device)], backend, [mix, mix])
+    return arena, decoder
 
 
 def _batch(shape: Capacities, device: torch.device) -> PackedBatch:

@@ -27,13 +27,11 @@ from graftune.kernels.attention.reference import documents
 from graftune.kernels.linear_cross_entropy import reference as cross_entropy
 from graftune.kernels.linear_cross_entropy.reference import to_gradient_
 from graftune.kernels.nf4 import Nf4
-from graftune.model.frozen import Nf4Rows, calibrate, pieces, runs
-from graftune.model.frozen.calibrate import blocks
+from graftune.model.frozen import Nf4Rows, pieces
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.plan.ledger import MAPPED, MIB, Ledger
 from graftune.plan.libraries import CUBLAS, flash_bytes, index_bytes, workspace_bytes
 from graftune.plan.pretend import META, wrap
-from graftune.step import codes
 
 WORKSPACES = "workspaces"
 HOPPER = (9, 0)
@@ -317,10 +315,6 @@ def fewer_pieces(whole: bool) -> Iterator[None]:
 
     with ExitStack() as held:
         held.enter_context(replaced(cross_entropy, "to_gradient_", once))
-        held.enter_context(replaced(codes, "runs", lambda rows, size: _few(runs(rows, size))))
-        held.enter_context(replaced(calibrate, "blocks", lambda width: _few(blocks(width))))
-        held.enter_context(replaced(calibrate, "SCALES", calibrate.SCALES[:2]))
-        held.enter_context(replaced(calibrate, "round_block_", lambda *_: None))  # which allocates nothing
         for name, module in list(sys.modules.items()):
             if name.startswith("graftune.model.frozen.") and getattr(module, "pieces", None) is pieces:
                 held.enter_context(replaced(module, "pieces", some))

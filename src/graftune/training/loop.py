@@ -76,7 +76,7 @@ class Run:
     def __init__(self, prepared: Prepared, console: Console):
         self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
         self.training, self.validation = prepared.training, prepared.validation
-        self.plan, self.calibration, self.answers = prepared.plan, prepared.calibration, prepared.answers
+        self.plan, self.answers = prepared.plan, prepared.answers
         engine = prepared.engine
         self.config = config = engine.config
         self.progress = Progress()
@@ -124,11 +124,6 @@ class Run:
         engine = self.engine
         facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
         facts |= {"device": engine.runtime.describe(), "attention": engine.attention.backend}
-        if self.calibration is not None:
-            chosen = self.calibration.chosen
-            facts |= {"codes": self.calibration.digest, "inputs": "".join(map(str, chosen.inputs))}
-            facts |= {"cost_of_weights": chosen.weights, "cost_of_one_code": chosen.one}
-            facts |= {"cost_of_inputs": chosen.taken, "noise": chosen.noise}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
         if self.plan is not None:
             write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
@@ -150,12 +145,6 @@ class Run:
         starts = [event for event in events if event["event"] == "run_start"]
         if found is None and starts:
             checkpoint.check_identity(self.identity(), starts[-1], self.folder)
-        codes = "" if self.calibration is None else self.calibration.digest
-        if starts and starts[0].get("codes", "") != codes:
-            self.console.warn(
-                "the fp8 weights are not those that the run began with, bit for bit: this machine or its libraries add "
-                "up in another order; the run goes on with weights as good"
-            )
         for event in events:
             if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
                 self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
@@ -167,7 +156,7 @@ class Run:
 
     def _keep_changes(self) -> None:
         """What was changed with this resume and holds from now on: said, logged and stored."""
-        p, before, now = self.progress, Config.load(self.folder / "config.yaml"), self.config.flat()
+        p, before, now = self.progress, Config.of_run(self.folder), self.config.flat()
         kept = {name: now[name] for name in KEPT_ON_RESUME if name in now and before.flat()[name] != now[name]}
         if self.total != self.before.total:
             self.console.note(extension(p.step, self.before.total, self.total, self.config.optim))

@@ -27,7 +27,6 @@ from graftune.errors import GraftuneError
 from graftune.files import LOCK, FolderLock
 from graftune.mixture import DataValue, label, slug
 from graftune.observe.console import Console
-from graftune.observe.events import read_events
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.plan import CardModel, Job, Plan, any_data, is_absent, runtime_for, settle
 from graftune.runtime import device_of
@@ -40,15 +39,12 @@ from graftune.session import (
     with_adapter,
     with_template,
 )
-from graftune.step.calibrate import Calibration, calibrate, calibrates, sample
-from graftune.step.codes import Inputs, share_of_two
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
 from graftune.training.answers import Answers
 from graftune.training.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
-from graftune.weights.load import group_sources
 
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 
@@ -62,7 +58,6 @@ class Prepared:
     examples_sha256: str
     answers: Answers
     plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
-    calibration: Calibration | None = None  # of an fp8 base
     before: Config | None = None  # of a run that is resumed: its settings so far
 
 
@@ -106,9 +101,8 @@ def _prepare(
     with console.working("loading the base"):
         engine = open_engine(config, base=base, placement=job.placement if job else None)
     engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
-    calibration = _calibrated(engine, data.training, folder, console)
     read = data.training, data.validation, data.examples_sha256, data.answers
-    return Prepared(folder, engine, *read, plan, calibration, before)
+    return Prepared(folder, engine, *read, plan, before)
 
 
 def _loader(config: Config, training: Dataset, capacity: int) -> Loader:
@@ -120,43 +114,6 @@ def _loader(config: Config, training: Dataset, capacity: int) -> Loader:
         seed=settings.seed,
         fixed=True,
     )
-
-
-def _calibrated(engine: Engine, training: Dataset, folder: Path, console: Console) -> Calibration | None:
-    """An fp8 base rounded by the run's data; other bases are what they are."""
-    settings, blocks = engine.config.train, engine.decoder.blocks
-    if not calibrates(engine.config, engine.placement):
-        return None
-    base, batches = engine.base, sample(training.examples, settings)
-    inputs = _inputs_of(folder) or settings.fp8_inputs
-    with console.progress(len(blocks), label="calibrating", unit="layers") as bar:
-        made = calibrate(
-            engine.decoder,
-            batches,
-            functools.partial(group_sources, base),
-            backend=engine.eager_attention,
-            inputs=inputs,
-            told=bar.update,
-        )
-    engine.arena.publish()
-    console.note(f"calibrated: fp8 weights rounded by {made.tokens} tokens of the data in {made.seconds:.1f} s")
-    if inputs == "auto":
-        taken = "one" if not (two := share_of_two(engine.decoder)) else f"two for {two:.0%} of the forward products"
-        left = f", with which the others cost {made.chosen.taken:.2%}" if 0 < two < 1 else ""
-        console.note(
-            f"rounding the weights to fp8 costs {made.chosen.weights:.2%} of the loss, and their inputs to one code "
-            f"per value {made.chosen.one:.2%}; taken: {taken}{left}"
-        )
-    return made
-
-
-def _inputs_of(folder: Path) -> str | Inputs:
-    """What a run that is resumed began with; nothing where there is none."""
-    events = read_events(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-    known = [e["inputs"] for e in events if e["event"] == "run_start" and "inputs" in e]
-    if known and isinstance(known[0], int):  # a run of an earlier version, which had one number for all
-        return {1: "one", 2: "two"}[known[0]]
-    return tuple(map(int, known[0])) if known else ()
 
 
 def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:

@@ -70,7 +70,7 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     """A run's own settings, with those that may change on a resume; any other change is refused by name."""
     if not (folder / "config.yaml").exists():
         raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
-    config = with_date(Config.load(folder / "config.yaml"), folder)
+    config = with_date(Config.of_run(folder), folder)
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
     for name in overrides:
         if asked[name] != stored[name] and name not in FREE_ON_RESUME:

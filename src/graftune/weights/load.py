@@ -66,11 +66,6 @@ def build_decoder(base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, 
     return _Placer(base, arena, lora, runtime, placement).decoder()
 
 
-def group_sources(base: Base, layer: int, group: str) -> list[RowSource]:
-    """The rows of a group's weight as the base has them, to be read once more."""
-    return [_in_memory(base.tensors[weight_name(layer, p)]) for p in base.spec.groups[group]]
-
-
 def _in_memory(source: RowSource) -> RowSource:
     """A prequantised weight, which is read as a whole, is read once."""
     return source.load(torch.device("cpu")) if isinstance(source, Nf4Tensor) else source

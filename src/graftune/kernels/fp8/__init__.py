@@ -20,7 +20,7 @@ from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows,
 from graftune.kernels.lora_linear import THIN, Low
 
 __all__ = [
-    "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "add_mm_", "aligned", "buffer", "down", "lay",
+    "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "aligned", "buffer", "down", "lay",
     "mm", "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "rope_backward", "scale_of", "settle",
     "transpose", "up_backward", "up_both",
 ]  # fmt: skip
@@ -74,19 +74,16 @@ def quantise(
     factor: torch.Tensor | None = None,
     reach: torch.Tensor | None = None,
     slack: float = 1.0,
-    rest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] (times `factor` [K], fp32) into codes [T, K]; returns the scale [T]. `reach` leaves room for what the
-    adapters lay beside (`Share`), times `slack`. `rest` [T, K] takes codes of what the codes leave, at the same
-    scale: both together are good to 2^-8."""
+    adapters lay beside (`Share`), times `slack`."""
     assert x.shape == codes.shape and x.stride(1) == codes.stride(1) == 1 and codes.dtype == E4M3
-    assert rest is None or (rest.shape == x.shape and rest.stride(1) == 1 and rest.dtype == E4M3)
     assert factor is None or (factor.shape == x.shape[1:] and factor.is_contiguous())
     if launch.fused(x):
         from graftune.kernels.fp8 import kernel
 
-        return kernel.quantise(x, codes, factor, reach, slack, rest)
-    return reference.quantise(x, codes, factor, _times(reach, slack), rest)
+        return kernel.quantise(x, codes, factor, reach, slack)
+    return reference.quantise(x, codes, factor, _times(reach, slack))
 
 
 def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
@@ -101,21 +98,12 @@ def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
         reference.lay(h, rows.scale, shift, tail)
 
 
-def mm(a: Rows, b: Rows, dtype: torch.dtype, *, fast_sums: bool = True) -> torch.Tensor:
+def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
     """a [M, K], b [N, K] -> a b' [M, N], a fresh tensor. Where there are no fp8 units the same values, dequantised."""
     assert a.codes.shape[1] == b.codes.shape[1] and a.codes.shape[1] % 16 == 0 and len(b.codes) % 16 == 0
     if not a.codes.is_cuda:
         return reference.mm(a, b, dtype)
-    return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype, fast_sums=fast_sums)
-
-
-def add_mm_(out: torch.Tensor, a: Rows, b: Rows) -> None:
-    """out [M, N] += `mm` of a and b, in the units' own sums."""
-    assert a.codes.shape[1] == b.codes.shape[1] and out.shape == (len(a.codes), len(b.codes))
-    if not a.codes.is_cuda:
-        out += reference.mm(a, b, out.dtype)
-    else:
-        matmul.add_scaled_mm_(out, a.codes, b.codes.t(), (a.scale, b.scale))
+    return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype)
 
 
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:

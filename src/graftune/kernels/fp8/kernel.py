@@ -13,7 +13,7 @@ import triton.language as tl
 
 from graftune.kernels.fp8.reference import LARGEST, PIECES, SMALLEST
 from graftune.kernels.launch import power_of_two
-from graftune.kernels.lora_linear.kernel import beyond_code, lay_pieces
+from graftune.kernels.lora_linear.kernel import lay_pieces
 
 ONE = 1 << 15  # values of a row that one program holds
 TILE = (64, 64)  # words of a tile that is transposed: this many fours of rows, this many words of each
@@ -49,14 +49,13 @@ def _load(x_ptr, factor_ptr, cols, K, FACTOR: tl.constexpr):
 
 @triton.jit
 def _quantise(
-    x_ptr, factor_ptr, reach_ptr, codes_ptr, rest_ptr, scale_ptr, K, x_stride, codes_stride, rest_stride, slack,
-    FACTOR: tl.constexpr, REACH: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr,
+    x_ptr, factor_ptr, reach_ptr, codes_ptr, scale_ptr, K, x_stride, codes_stride, slack,
+    FACTOR: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr,
     LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     codes_ptr += row * codes_stride
-    rest_ptr += row * rest_stride
     scale_ptr += row
     cols = tl.arange(0, B)
     if WHOLE:
@@ -74,9 +73,6 @@ def _quantise(
         for start in range(0, K, B):
             units = _load(x_ptr, factor_ptr, start + cols, K, FACTOR) * inverse
             tl.store(codes_ptr + start + cols, units.to(codes_ptr.dtype.element_ty), start + cols < K)
-            if REST:
-                left = beyond_code(units).to(rest_ptr.dtype.element_ty)
-                tl.store(rest_ptr + start + cols, left, start + cols < K)
 
 
 @triton.jit
@@ -117,17 +113,15 @@ def quantise(
     factor: torch.Tensor | None,
     reach: torch.Tensor | None,
     slack: float,
-    rest: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, width = x.shape
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     block = min(ONE, power_of_two(width))
-    second = codes if rest is None else rest
     if tokens:
         _quantise[(tokens,)](
-            x, factor, reach, codes, second, scale, width, x.stride(0), codes.stride(0), second.stride(0), slack,
-            FACTOR=factor is not None, REACH=reach is not None, REST=rest is not None,
-            WHOLE=rest is None and width <= block, B=block, LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=warps(block),
+            x, factor, reach, codes, scale, width, x.stride(0), codes.stride(0), slack, FACTOR=factor is not None,
+            REACH=reach is not None, WHOLE=width <= block, B=block, LARGEST=LARGEST, SMALLEST=SMALLEST,
+            num_warps=warps(block),
         )  # fmt: skip
     return scale
 

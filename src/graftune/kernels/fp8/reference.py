@@ -90,19 +90,11 @@ def encode(wide: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    factor: torch.Tensor | None,
-    reach: torch.Tensor | None,
-    rest: torch.Tensor | None = None,
+    x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None, reach: torch.Tensor | None
 ) -> torch.Tensor:
     wide = x.float() if factor is None else x.float() * factor
     scale = scale_of(wide, reach)
-    if rest is None:
-        codes.copy_(encode(wide, scale.reciprocal().unsqueeze(1)))
-    else:
-        for target, piece in zip((codes, rest), split(wide * scale.reciprocal().unsqueeze(1)), strict=True):
-            target.copy_(piece)
+    codes.copy_(encode(wide, scale.reciprocal().unsqueeze(1)))
     return scale
 
 

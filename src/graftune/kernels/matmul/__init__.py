@@ -12,9 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["add_scaled_mm_", "mm", "scaled_mm", "tuned"]
-
-PIECE = 2048  # rows of a product that is made apart and added: what it takes besides
+__all__ = ["mm", "scaled_mm", "tuned"]
 
 _tuning = False
 
@@ -39,38 +37,18 @@ def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> tor
 
 
 def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    fast_sums: bool = True,
+    a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
     """Codes a [M, K], b [K, N] in e4m3, K contiguous in both, -> (a @ b) * scales[0] [M] * scales[1] [N], on CUDA. By
-    the units' own sums (14 bits and more of each step): what they lose is far below what 3 bits of a code lose. Or,
-    without `fast_sums`, by sums that go to fp32 every so often."""
-    if fast_sums and _tunes_codes(a.device):
+    the units' own sums (14 bits and more of each step): what they lose is far below what 3 bits of a code lose."""
+    if _tunes_codes(a.device):
         from graftune.kernels.matmul import cublaslt
 
         return cublaslt.scaled_mm(a, b, scales, dtype)
     rows, columns = scales
     return torch._scaled_mm(
-        a, b, scale_a=rows.unsqueeze(1), scale_b=columns.unsqueeze(0), out_dtype=dtype, use_fast_accum=fast_sums
+        a, b, scale_a=rows.unsqueeze(1), scale_b=columns.unsqueeze(0), out_dtype=dtype, use_fast_accum=True
     )
-
-
-def add_scaled_mm_(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    """out [M, N] += `scaled_mm` of them."""
-    assert out.is_contiguous(), out.stride()
-    if _tunes_codes(a.device):
-        from graftune.kernels.matmul import cublaslt
-
-        cublaslt.scaled_mm(a, b, scales, out.dtype, onto=out)
-        return
-    for rows, codes, scale in zip(*(x.split(PIECE) for x in (out, a, scales[0])), strict=True):
-        rows += scaled_mm(codes, b, (scale, scales[1]), out.dtype)
 
 
 def _tunes_codes(device: torch.device) -> bool:

@@ -86,13 +86,12 @@ Scales = tuple[torch.Tensor, torch.Tensor]  # of a's rows and of b's columns
 
 
 class Operands(NamedTuple):
-    """Of a @ b -> out, or, `onto`, of out + a @ b -> out. `scales` where a and b are codes."""
+    """Of a @ b -> out. `scales` where a and b are codes."""
 
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor
     scales: Scales | None = None
-    onto: bool = False
 
 
 class Plan(NamedTuple):
@@ -112,15 +111,12 @@ def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> tor
     return _multiply(Operands(a, b, out))
 
 
-def scaled_mm(
-    a: torch.Tensor, b: torch.Tensor, scales: Scales, dtype: torch.dtype, onto: torch.Tensor | None = None
-) -> torch.Tensor:
-    """a [M, K], b [K, N], both in e4m3 with K contiguous, -> (a @ b) * scales[0] [M] * scales[1] [N], fresh or added
-    `onto` what is there."""
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, scales: Scales, dtype: torch.dtype) -> torch.Tensor:
+    """a [M, K], b [K, N], both in e4m3 with K contiguous, -> (a @ b) * scales[0] [M] * scales[1] [N]."""
     assert all(scale.is_contiguous() and scale.dtype == torch.float32 for scale in scales)
     assert scales[0].shape == a.shape[:1] and scales[1].shape == b.shape[1:], [scale.shape for scale in scales]
-    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device) if onto is None else onto
-    return _multiply(Operands(a, b, out, scales, onto is not None))
+    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    return _multiply(Operands(a, b, out, scales))
 
 
 def multiplies_codes(device: torch.device) -> bool:
@@ -133,15 +129,13 @@ def _multiply(operands: Operands) -> torch.Tensor:
     plan = _plans.get((index, shape))
     if plan is None:
         assert not torch.cuda.is_current_stream_capturing(), f"{shape} was not seen before the capture"
-        aside = operands._replace(out=torch.empty_like(operands.out), onto=False) if operands.onto else operands
-        plan = _plans[index, shape] = _fastest(shape, aside)  # timed with results that may be overwritten
-        del aside
+        plan = _plans[index, shape] = _fastest(shape, operands)
     _run(plan, operands)
     return operands.out
 
 
 def _shape(operands: Operands) -> Shape:
-    a, b, out, scales, _ = operands
+    a, b, out, scales = operands
     (m, k), n = a.shape, b.shape[1]
     assert out.shape == (m, n) and out.stride(1) == 1, (out.shape, out.stride())
     assert (out.dtype == a.dtype) == (scales is None), (out.dtype, a.dtype)
@@ -345,7 +339,7 @@ def _layout(kind: int, rows: int, columns: int, apart: int) -> c_void_p:
 
 
 def _run(plan: Plan, operands: Operands) -> None:
-    a, b, out, _, onto = operands
+    a, b, out, _ = operands
     _point(plan.desc, operands)
     stream = torch.cuda.current_stream(a.device).cuda_stream
     space = _workspace(a.device, stream)
@@ -353,7 +347,7 @@ def _run(plan: Plan, operands: Operands) -> None:
     _check(
         _library().cublasLtMatmul(
             _handle(a.device), plan.desc, byref(ONE), c_void_p(b.data_ptr()), first, c_void_p(a.data_ptr()), second,
-            byref(ONE if onto else ZERO), c_void_p(out.data_ptr()), result, c_void_p(out.data_ptr()), result,
+            byref(ZERO), c_void_p(out.data_ptr()), result, c_void_p(out.data_ptr()), result,
             byref(plan.algorithm.algo), c_void_p(space.data_ptr()), c_size_t(WORKSPACE), c_void_p(stream),
         )
     )  # fmt: skip

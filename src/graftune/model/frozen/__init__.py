@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from graftune.model.frozen.fp8 import Fp8, Turned
 from graftune.model.frozen.interface import Frozen, Packed, Roomy, RowSource, apart
-from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces, runs
+from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
 from graftune.model.frozen.packed import BlockSource, FloatRows, GgufRows, Nf4Rows
 from graftune.model.frozen.resident import Dense, Trained
 from graftune.model.frozen.scratch import Scratch, Table, Unpacked
@@ -45,5 +45,4 @@ __all__ = [
     "apart",
     "fill",
     "pieces",
-    "runs",
 ]

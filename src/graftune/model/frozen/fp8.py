@@ -7,10 +7,7 @@ much more than that (weights/placement.py). Scales of the weight's rows serve bo
 adapters lie beside and below the codes as in any other roomy weight, in three columns of codes a rank instead of one of
 bf16: `share` says where, and whoever publishes the adapters calls `fp8.settle` with the shares.
 
-Codes are the nearest while the weight is read, and can be chosen better once it is known what they multiply
-(`calibrate`). What the way forward reads can be two codes a value instead of one (`inputs`): the second product, of
-what the first codes left, is added to the first. Forward products then cost twice, and the input is as good as bf16's;
-the way back keeps to one, since noise in a gradient averages out over steps and noise in the loss does not.
+Weights are rounded to the nearest code once, while they are read.
 
 `matmul_with_room` and `input_grad_with_room` take bf16 buffers, as every kind does, and quantise them in a pass of
 their own. The methods behind them are for callers that know what wrote the buffer: the codes come of that kernel.
@@ -27,9 +24,8 @@ from graftune.kernels import fp8
 from graftune.kernels.fp8 import Rows, Share
 from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
-from graftune.model.frozen import calibrate
 from graftune.model.frozen.interface import Roomy, RowSource
-from graftune.model.frozen.mapped import pieces, rows_of
+from graftune.model.frozen.mapped import pieces
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
 
@@ -91,7 +87,6 @@ class Fp8(Roomy):
         if both:
             self.kept = fp8.buffer(in_features, out_features + codes_room, device, zero=True)
         self.share: Share | None = None
-        self.inputs = 1  # codes a value of what the way forward reads
 
     @staticmethod
     def of(
@@ -120,32 +115,6 @@ class Fp8(Roomy):
         place = slice(start, start + len(values))
         self.scale[place] = fp8.quantise(values.to(self.storage.device), self.weight[place])
 
-    def calibrate(
-        self, sources: Sequence[RowSource], sample: calibrate.Sample, kept: torch.Tensor | None = None
-    ) -> None:
-        """Codes and scales anew, of the same rows: by what they will be multiplied with. The adapters' share lies at
-        the old scales until it is settled again. `kept` [out, in] takes the rows as they were read."""
-        factor = sample.factor()
-        size = max(1, calibrate.ROWS_BYTES // (4 * self.in_features))
-        for first in range(0, self.out_features, size):
-            last = min(first + size, self.out_features)
-            units = torch.empty(self.in_features, last - first, dtype=torch.float32, device=self.scale.device)
-            for at, values in rows_of(sources, first, last):
-                values = values.to(units.device)
-                if kept is not None:
-                    kept[at : at + len(values)] = values
-                rows = values.float().index_select(1, factor.columns)
-                scale = calibrate.scales(rows, fp8.scale_of(rows), factor)
-                self.scale[at : at + len(rows)] = scale
-                units[:, at - first : at - first + len(rows)] = rows.mul_(scale.reciprocal().unsqueeze(1)).t()
-            calibrate.round_(units, factor, self.weight[first:last])
-        self.finish()
-
-    @property
-    def checksum(self) -> torch.Tensor:
-        """[2] int64, of the codes and of the scales: to see whether two weights are the same."""
-        return torch.stack((_checksum(self.weight), _checksum(self.scale.unsqueeze(1))))
-
     def finish(self) -> None:
         """To be called when all rows are there."""
         if not bool(self.scale.isfinite().all()):
@@ -170,11 +139,7 @@ class Fp8(Roomy):
         return []
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        if self.inputs == 1:
-            return self._product(self._rows(x, None, None), self.in_features)
-        rest = fp8.buffer(len(x), self.in_features, x.device)
-        rows = self._rows(x, None, None, rest=rest)
-        return self._add_rest(self._product(rows, self.in_features), rest, rows.scale)
+        return self._product(self._rows(x, None, None), self.in_features)
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return self._way_back(self._rows(grad, self.scale, None), self.out_features)
@@ -182,12 +147,9 @@ class Fp8(Roomy):
     def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] -> x W' + s h B'."""
         width, share = self.in_features, self._share
-        rest = fp8.buffer(len(x), width, x.device) if self.inputs == 2 else None
-        rows = self._rows(x[:, :width], None, share.there.reach, self.slack, rest)
+        rows = self._rows(x[:, :width], None, share.there.reach, self.slack)
         fp8.lay(x[:, width : width + len(share.down)], rows, width, share.there.shift)
         product = self._product(rows)
-        if rest is not None:
-            self._add_rest(product, rest, rows.scale)
         return product if out is None else out.copy_(product)
 
     def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
@@ -299,22 +261,15 @@ class Fp8(Roomy):
         factor: torch.Tensor | None,
         reach: torch.Tensor | None,
         slack: float = 1.0,
-        rest: torch.Tensor | None = None,
     ) -> Rows:
         """x as codes, with room behind them where there is a reach."""
         width = x.shape[1]
         codes = self._buffer(len(x), width) if reach is not None else fp8.buffer(len(x), width, x.device)
-        return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack, rest=rest))
-
-    def _add_rest(self, product: torch.Tensor, rest: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """What the second codes make: a sixteenth of the first's product, so the units' own sums do."""
-        fp8.add_mm_(product, Rows(rest, scale), Rows(self.weight, self.scale))
-        return product
+        return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack))
 
     def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:
-        """Two codes of an input are for nothing if the units' own sums, which cut bits off, are as coarse as one."""
         weight = Rows(self.storage[: self.out_features, :width], self.scale)
-        return fp8.mm(rows, weight, self.compute, fast_sums=self.inputs == 1)
+        return fp8.mm(rows, weight, self.compute)
 
     def _way_back(self, rows: Rows, height: int | None = None) -> torch.Tensor:
         """By the first `height` rows of the storage, or all."""
@@ -327,13 +282,6 @@ class Fp8(Roomy):
             fp8.transpose(codes, turned)
             turned = turned[:, :height]
         return fp8.mm(rows, Rows(turned, self.turned.ones[: self.in_features]), self.compute)
-
-
-def _checksum(matrix: torch.Tensor) -> torch.Tensor:
-    """Of its bits and where they are; sums go round at 2^64."""
-    words = matrix.view(torch.int64) if matrix.dtype == fp8.E4M3 else matrix.view(torch.int32).to(torch.int64)
-    down, along = (torch.arange(n, device=words.device).mul_(2).add_(1) for n in words.shape)
-    return (words * along).sum(1).mul_(down).sum()
 
 
 def _tiled(rows: int) -> int:

@@ -66,21 +66,7 @@ def fill(target: torch.Tensor, source: RowSource) -> None:
         target[start:stop].copy_(source.read(start, stop))
 
 
-def rows_of(sources: Sequence[RowSource], first: int, last: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(place, values) of the rows from `first` to `last` of sources that lie one behind the other, a few at a time."""
-    at = 0
-    for source in sources:
-        begin, end = max(first - at, 0), min(last - at, source.shape[0])
-        for start, stop in pieces(end - begin, source.shape[1]) if begin < end else ():
-            yield at + begin + start, source.read(begin + start, begin + stop)
-        at += source.shape[0]
-
-
 def pieces(rows: int, width: int) -> list[tuple[int, int]]:
     """Runs of rows that take MAPPED_ROWS_BYTES in fp32."""
-    return runs(rows, max(1, MAPPED_ROWS_BYTES // (4 * width)))
-
-
-def runs(rows: int, size: int) -> list[tuple[int, int]]:
-    """(first, one past the last) of every `size` rows."""
+    size = max(1, MAPPED_ROWS_BYTES // (4 * width))
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]

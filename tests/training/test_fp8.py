@@ -1,0 +1,82 @@
+"""Runs over an fp8 base, and stored runs with settings that fp8 once had.
+
+FP8 needs a GPU; here its references compute, by the run's own code."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.api import train
+from graftune.cli.app import main
+from graftune.config import Config
+from graftune.errors import GraftuneError
+from graftune.kernels import fp8
+from graftune.observe.console import Console
+from graftune.observe.events import evals, read_events, steps
+from graftune.weights import checkpoint
+from tests import tiny
+from tests.training.runs import adapter_bytes, write_data
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Widths are multiples of 16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.VARIANT_OPTIONS, "llama-untied", {"intermediate_size": 96})
+        return tiny.make_folder("llama-untied", tmp_path_factory.mktemp("fp8") / "base")
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "require", lambda device, compute: None)
+
+
+def settings(folder: Path, out: Path, **more: Any) -> Config:
+    data = out.parent / "data.jsonl"
+    if not data.exists():
+        write_data(data, rows=40)
+    values = {
+        "base": str(folder), "base_dtype": "fp8", "data": str(data), "out": str(out), "device": "cpu", "rank": 4,
+        "compute_dtype": "fp32", "threads": 1, "lr": 0.01, "epochs": 2, "tokens_per_step": 256, "eval_every": 2,
+        "tokens_per_micro_batch": 128, "save_every": 2, "keep_last": 99, "samples": 0, "score": False, "patience": 0,
+    }  # fmt: skip
+    return Config.of(values | more)
+
+
+def figures(run: Path) -> list[tuple[object, ...]]:
+    events = read_events(run / "metrics.jsonl")
+    return [tuple(e.get(n) for n in ("step", "loss", "grad_norm")) for e in (*steps(events), *evals(events))]
+
+
+def test_resumed_is_straight_and_a_stored_setting_that_went_is_said_once(folder: Path, tmp_path: Path, on_any_device):
+    straight = train(settings(folder, tmp_path / "straight"), console=QUIET).folder
+    resumed = tmp_path / "resumed"
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "adapter")
+    for step, path in checkpoint.steps(resumed / "checkpoints").items():
+        if step > 2:
+            shutil.rmtree(path)
+    stored = resumed / "config.yaml"
+    stored.write_text(stored.read_text().replace("train:\n", "train:\n  calibrate: false\n"))
+    with pytest.warns(UserWarning, match=r"calibrate is not a setting any more.*rounded to nearest") as said:
+        train(Config.of_run(resumed), console=QUIET, resume=str(resumed))
+    assert len([one for one in said if "calibrate" in str(one.message)]) == 1
+    assert figures(resumed) == figures(straight) and adapter_bytes(resumed) == adapter_bytes(straight)
+
+
+@pytest.mark.parametrize("name", ["calibrate", "fp8_inputs"])
+def test_a_setting_that_went_is_an_error_that_names_the_change(tmp_path: Path, capsys, name: str) -> None:
+    said = r"remove it: an fp8 base is rounded to nearest"
+    with pytest.raises(GraftuneError, match=f"{name}.*{said}"):
+        Config.of({name: "auto"})
+    (tmp_path / "run.yaml").write_text(f"train:\n  {name}: true\n")
+    assert main(["train", "-c", str(tmp_path / "run.yaml")]) == 2
+    assert said in capsys.readouterr().err
+    assert main(["train", f"--{name.replace('_', '-')}", "two"]) == 2
+    assert said in capsys.readouterr().err
