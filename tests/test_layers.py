@@ -27,12 +27,12 @@ ROWS = [
     ],
     ["kernels", "observe", "tokenizer"],
     ["model", "data"],
-    ["weights", "dist", "losses"],
+    ["weights", "losses"],
     ["infer", "step"],
     ["session"],
     ["plan", "run_folder"],
     ["exporting", "training"],
-    ["api", "dashboard"],
+    ["api"],
     ["cli"],
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}

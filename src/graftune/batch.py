@@ -99,7 +99,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step reports. `loss` and `perplexity` are per response token of the whole step."""
+    """What one optimizer step reports. `loss` is the mean over the response tokens of the whole step."""
 
     step: int
     loss: float

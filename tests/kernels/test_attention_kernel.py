@@ -157,11 +157,6 @@ def test_the_gradients_are_the_same_bits_every_time(device):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_warm_runs_the_whole_shape(device):
-    attention.warm("triton", torch.device(device), torch.bfloat16, (2, 1, 16), 30, 2, 32, 0.25, room=(16, 8, 8, 16))
-    attention.warm("triton", torch.device(device), torch.bfloat16, (2, 1, 16), 50, 4, 32, 0.25)
-
-
 @pytest.mark.parametrize(
     ("window", "cap", "dtype"), [(0, 1.5, DTYPES[0]), (9, 0.7, DTYPES[0]), (9, 50.0, DTYPES[1]), (0, 0.7, DTYPES[2])]
 )

@@ -2,14 +2,13 @@
 
 stdout carries results (tables, answers, or in json mode the one JSON document); progress, notes and warnings go to
 stderr, so `graftune ... > file` and `graftune ... --json | jq` hold only what was asked for. On a terminal rich draws;
-elsewhere the same content comes as plain lines made here, without rich, so that logs stay greppable and a machine
-without rich still trains. Text from models and data is never read as markup, and its control characters are made
-visible: a data row must not be able to colour, clear or retitle somebody's terminal.
+elsewhere the same content comes as plain lines made here, so that logs stay greppable. Text from models and data is
+never read as markup, and its control characters are made visible: a data row must not be able to colour, clear or
+retitle somebody's terminal.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import textwrap
@@ -53,8 +52,6 @@ class Console:
         self._writing = threading.RLock()  # a beat may speak while the main thread does
         self._active: list[LineProgress] = []  # work under way, the innermost last
         self._wrote = time.monotonic()
-        if not _has_rich() and (self._out.isatty() or self._err.isatty()):
-            self.note("rich is not installed: plain output")
 
     # Narration: stderr.
 
@@ -201,7 +198,7 @@ class Console:
         return self._err if self.json else self._out
 
     def _drawn(self, stream: TextIO) -> bool:
-        return stream.isatty() and _has_rich()
+        return stream.isatty()
 
     def _write(self, stream: TextIO, text: str, style: str = "") -> None:
         if style and self._drawn(stream):
@@ -285,7 +282,3 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return cell in ("", "-")
     return True
-
-
-def _has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None

@@ -153,17 +153,13 @@ def load(path: Path, arena: Arena, identity: Identity | None = None, scaler: Sca
 
 
 def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
-    """Refuse to go on with anything else than the run was started with. Settings are compared by name, so one that a
-    later version adds, or whose default it changes, refuses nobody's run."""
+    """Refuse to go on with anything else than the run was started with. Settings are compared by name, so a setting
+    that a later version adds does not stop a run of this one from being resumed."""
     for key, value in now.items():
         had = stored.get(key)
-        if key == "settings" and isinstance(value, dict):
-            if isinstance(had, dict):
-                _check_settings(value, had, folder)
-            continue  # a run of an earlier version has a digest here, over that version's defaults
-        if key == "base" and isinstance(had, str) and len(had) == 128:
-            had, value = had[:64], value[:64]  # an earlier version's: the second half hung on that version's fields
-        if had != value:
+        if key == "settings" and isinstance(value, dict) and isinstance(had, dict):
+            _check_settings(value, had, folder)
+        elif had != value:
             raise GraftuneError(
                 f"the {key} has changed since the run started", where=str(folder), mend=f"resume with the same {key}"
             )

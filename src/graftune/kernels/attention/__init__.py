@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -191,38 +190,6 @@ def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None
 
         return kernel.grad_buffers(q, k)
     return None
-
-
-def warm(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: tuple[int, int, int],
-    tokens: int,
-    slots: int,
-    longest: int,
-    scale: float,
-    window: int = 0,
-    room: tuple[int, int, int, int] = (0, 0, 0, 0),
-    cap: float = 0.0,
-) -> None:
-    """One forward and backward on zeros of this shape in packed buffers, so that all plans and kernels exist before a
-    capture. `heads` is (N, K, H); at most `slots` documents of at most `longest` tokens each fill `tokens`. `room` says
-    how many more columns the buffers of qkv, of the output and of the gradients of both have than they need."""
-    assert slots * longest >= tokens, (slots, longest, tokens)
-    n, k, h = heads
-    filled = [min(longest * i, tokens) for i in range(slots + 1)]
-    lengths = tuple(b - a for a, b in pairwise(filled))
-    docs = Documents(torch.tensor(filled, dtype=torch.int32, device=device), lengths, longest)
-
-    def zeros(wide: int, more: int) -> torch.Tensor:
-        buffer = torch.zeros(tokens, wide * h + more, dtype=dtype, device=device)
-        return buffer[:, : wide * h].unflatten(1, (wide, h))
-
-    q, keys, values = zeros(n + 2 * k, room[0]).split([n, k, k], 1)
-    out, stats = forward(q, keys, values, docs, scale, window, backend, zeros(n, room[1]), cap)
-    dq, dk, dv = grad_buffers(q, keys, backend) or zeros(n + 2 * k, room[2]).split([n, k, k], 1)
-    backward(zeros(n, room[3]), q, keys, values, out, stats, docs, scale, window, (dq, dk, dv), backend, cap)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
