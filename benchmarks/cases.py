@@ -1,22 +1,35 @@
-"""What is timed: the named cases, as a small grammar, so that a sweep or a test is a case like any other.
+"""What is timed: named cases in a small grammar, and the random base of each.
 
     SHAPE[-OPTION...]-ROWSxLENGTH[xMICRO][-POLICY]
     8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-nf4-4x2048-full    1b-q4_k-4x512
 
 Before the size stands what trains, and on what: qv (adapters on q and v only), full (every parameter), rN (rank N), lN
-(N layers), and the base: nf4, fp8, or a GGUF's blocks (q4_k, q8_0, ...). Behind it what the backward
-computes again: selective (gate and up), full (whole blocks) or offload (the same, from inputs kept in host memory);
-without a word nothing. Everything else is fixed: alpha twice the rank, dropout 0, AdamW, clip 1.0, and the first half
-of each row is prompt, which is masked. MICRO micro-batches of ROWSxLENGTH make one optimizer step.
+(N layers), and the base: nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...); without a word it is bf16. Behind the
+size stands the activation checkpointing: selective (gate and up), full (whole blocks) or offload (whole blocks, from
+inputs kept in host memory); without a word nothing is recomputed. Everything else is fixed: alpha twice the rank,
+dropout 0, AdamW, clip 1.0, and the first half of each row is prompt, which is masked. MICRO micro-batches of
+ROWSxLENGTH make one optimizer step.
+
+Weights are random and made on the device when they are read, so that a 70B becomes NF4 a few rows at a time. Blocks of
+a GGUF are random codes under scales that give the same deviation as the floats (0.02).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
+
+from graftune.config import Config
+from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
+from graftune.model.hf_config import from_config
+from graftune.weights.base import Base
+from graftune.weights.synthetic import STD, random_base
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
@@ -24,7 +37,9 @@ BATCHES = 4  # distinct batches, taken in turn
 POLICIES = ("none", "selective", "full", "offload")
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
 BASES = ("nf4", "fp8", *BLOCKS)
-LARGE = 30e9  # parameters from which nobody else is run: a folder of such weights fits nowhere
+PEERS = ("peft", "peft-fp32", "liger", "liger-bf16", "unsloth", "hf", "hf-compiled")
+LARGE = 30e9  # parameters from which no peer is run: a folder of such weights fits nowhere
+SWEEPS = ("tokens", "rank", "layers", "documents")
 
 
 @dataclass(frozen=True)
@@ -37,9 +52,6 @@ class Shape:
     kv_heads: int
     vocab: int
     tied: bool
-    norm_eps: float = 1e-5
-    rope_theta: float = 500_000.0
-    max_positions: int = 131_072
 
     @property
     def head_width(self) -> int:
@@ -53,6 +65,29 @@ class Shape:
     def parameters(self) -> int:
         block = self.qkv * self.width + self.width * self.width + 3 * self.ffn * self.width
         return self.layers * block + self.vocab * self.width * (1 if self.tied else 2)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys of a Hugging Face config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "vocab_size": self.vocab,
+            "hidden_size": self.width,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_width,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+        }
 
 
 SHAPES = {
@@ -91,6 +126,10 @@ class Case:
         return self.length // 2
 
     @property
+    def supervised(self) -> list[bool]:
+        return [i >= self.prompt for i in range(self.length)]
+
+    @property
     def micro_tokens(self) -> int:
         return self.rows * self.length
 
@@ -104,29 +143,24 @@ class Case:
         """Rows of one micro-batch that reach the head."""
         return self.rows * (self.length - self.prompt)
 
-
-# What the project sets out to reach. `floor`: ours over it, at most; a peer's name: its time over ours, at least, and
-# `best_peer`: that of the fastest; peak_gib, ms, start_s: at most. `ours@CASE`: ours over our own time of that case, at
-# most; `PEER@CASE`: that peer's time there over ours here, at least. Both only where the two cases were measured in one
-# run.
-GOALS: dict[str, dict[str, float]] = {
-    "8b-4x2048": {"floor": 1.12, "unsloth": 1.12, "liger": 1.3, "peak_gib": 43.0},
-    "8b-1x512": {"floor": 1.15, "best_peer": 6.7},
-    "1b-1x512": {"floor": 1.35, "best_peer": 14.0, "start_s": 10.0},
-    "1b-4x2048": {"floor": 1.18, "best_peer": 1.27, "start_s": 10.0},
-    "350m-full-4x512x4": {"hf-compiled": 4.0},
-    "8b-nf4-4x2048": {"ours@8b-4x2048": 1.06},
-    "8b-nf4-4x2048-full": {"peak_gib": 9.5, "ms": 620.0},
-    "8b-nf4-4x2048-offload": {"peak_gib": 8.2, "ms": 650.0},
-    "1.5b-nf4-qv-4x512": {"floor": 1.3, "best_peer": 4.0},
-    "8b-fp8-4x2048": {"floor": 1.25, "unsloth@8b-4x2048": 1.7},
-    "70b-nf4-1x2048-full": {"peak_gib": 139.0},
-}
-HOST_MS, HOST_SYNCS = 2.0, 0  # of every case: what the host may spend on a step, and how often it may wait for the card
-
-DEFAULT = ("1b-1x512", "1b-4x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4")
-PEERS = ("peft", "liger", "liger-bf16", "unsloth", "hf", "hf-compiled")
-SWEEPS = ("tokens", "rank", "layers", "documents")
+    def config(self, device: torch.device, **more: Any) -> Config:
+        """What a user would write for it."""
+        values: dict[str, Any] = {
+            "device": str(device),
+            "compute_dtype": "bf16" if device.type == "cuda" else "auto",
+            "base_dtype": "keep" if self.base in BLOCKS else self.base,
+            "method": self.method,
+            "max_seq_len": self.length,
+            "tokens_per_step": self.tokens,
+            "tokens_per_micro_batch": self.micro_tokens,
+            "recompute": self.recompute,
+        }
+        if self.base == "bf16" and device.type != "cuda":
+            values["base_dtype"] = "auto"
+        if self.method == "lora":
+            targets = "all_linear" if self.targets == SEVEN else self.targets
+            values |= {"rank": self.rank, "alpha": self.alpha, "targets": targets}
+        return Config.of(values | more)
 
 
 def parse(name: str) -> Case:
@@ -159,21 +193,13 @@ def parse(name: str) -> Case:
 
 
 def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
-    """Who runs the case, in this order: the floor first, so that everyone is measured against the same. Those asked
-    for, as far as the case is theirs, or everyone who is usually shown."""
-    peers = ["hf", "hf-compiled"] if case.method == "full" else ["peft", "liger", "liger-bf16", "unsloth"]
+    """Those asked for, as far as the case is theirs; by default the floor and ours. The floor comes first."""
+    peers = ["hf", "hf-compiled"] if case.method == "full" else ["peft", "peft-fp32", "liger", "liger-bf16", "unsloth"]
     if case.base not in ("bf16", "nf4") or case.shape.parameters > LARGE or case.recompute == "selective":
-        peers = []  # nothing of theirs is like it
-    able = ["floor", "ours", *peers]
-    rare = {"liger-bf16"} if case.name != "8b-4x2048" else set()
-    if case.recompute != "none":
-        rare.add("floor")  # what recomputing adds is not in it
-    return [name for name in able if (name in asked if asked else name not in rare)]
-
-
-def usual_peers(name: str) -> list[str]:
-    """Whose times a case has to have before its best peer is known."""
-    return [who for who in participants(parse(name)) if who in PEERS]
+        peers = []  # they have nothing like it
+    floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
+    able = [*floor, "ours", "eager", *peers]
+    return [name for name in able if name in (asked or ("floor", "ours"))]
 
 
 def tokens(case: Case) -> torch.Tensor:
@@ -201,11 +227,96 @@ def sweep(axis: str) -> dict[str, list[tuple[int, str]]]:
         return {"8b's widths, 4x2048": [(n, f"8b-l{n}-4x2048") for n in (4, 8, 16, 32)]}
     if axis == "documents":
         return {"1b, 8192 tokens": [(n, f"1b-{8192 // n}x{n}") for n in (128, 512, 2048, 8192)]}
-    raise ValueError(f"sweep is {axis!r}; use one of {', '.join(SWEEPS)} or all")
+    raise ValueError(f"sweep is {axis!r}; use one of {', '.join(SWEEPS)}")
 
 
 def _tokens_case(shape: str, tokens: int) -> str:
-    """In one micro-batch, but for an 8B's 65,536 tokens, which a card of 139 GiB has to take in two."""
+    """In one micro-batch, except for an 8B's 65,536 tokens, which a card of 139 GiB has to take in two."""
     micro = 2 if (shape, tokens) == ("8b", 65536) else 1
     rows = max(1, tokens // micro // 2048)
     return f"{shape}-{rows}x{tokens // micro // rows}" + (f"x{micro}" if micro > 1 else "")
+
+
+# Random bases
+
+# Bytes of a block where its fp16 scales begin, and what each is of the first for values of mean zero.
+SCALES: dict[str, tuple[tuple[int, float], ...]] = {
+    "Q4_0": ((0, 1.0),),
+    "Q4_1": ((0, 1.0), (2, -7.5)),
+    "Q5_0": ((0, 1.0),),
+    "Q5_1": ((0, 1.0), (2, -15.5)),
+    "Q8_0": ((0, 1.0),),
+    "Q2_K": ((80, 1.0), (82, 1.5)),
+    "Q3_K": ((108, 1.0),),
+    "Q4_K": ((0, 1.0), (2, 7.5)),
+    "Q5_K": ((0, 1.0), (2, 15.5)),
+    "Q6_K": ((208, 1.0),),
+    "IQ4_NL": ((0, 1.0),),
+    "IQ4_XS": ((0, 1.0),),
+}
+
+
+def base_of(case: Case, device: torch.device) -> Base:
+    base = random_base(from_config(case.shape.settings, case.name), device)
+    if case.base not in BLOCKS:
+        return base
+    blocks = {
+        name: RandomBlocks(case.base.upper(), source.shape, device) if len(source.shape) == 2 else source
+        for name, source in base.tensors.items()
+    }
+    return dataclasses.replace(base, kind="gguf", tensors=cast(Any, blocks))
+
+
+@dataclass(frozen=True)
+class RandomBlocks:
+    """Rows of GGUF blocks, drawn when read: every reading gives other values."""
+
+    dtype_name: str
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * row_bytes(self.dtype_name, self.shape[1])
+
+    def raw(self, start: int, stop: int) -> torch.Tensor:
+        return codes(self.dtype_name, stop - start, self.shape[1], self.device)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return values(self.raw(start, stop).cpu(), self.dtype_name)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.read(0, len(ids))
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.shape[0])
+
+
+def codes(kind: str, rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """[rows, bytes of a row], random except for the scales."""
+    size = KINDS[kind].bytes
+    raw = torch.randint(256, (rows, row_bytes(kind, width) // size, size), dtype=torch.uint8, device=device)
+    _scale(raw, kind, STD / _deviation(kind))
+    return raw.view(rows, -1)
+
+
+def values(raw: torch.Tensor, kind: str) -> torch.Tensor:
+    block = KINDS[kind]
+    out = torch.empty(len(raw), raw.shape[1] // block.bytes * block.values)
+    reference.dequantise(raw, kind, out)
+    return out
+
+
+def _scale(raw: torch.Tensor, kind: str, by: float) -> None:
+    for at, share in SCALES[kind]:
+        scale = torch.tensor([by * share], dtype=torch.float16).view(torch.uint8)
+        raw[:, :, at : at + 2] = scale.to(raw.device)
+
+
+@functools.cache
+def _deviation(kind: str) -> float:
+    """Of values under scales of one."""
+    drawn = torch.Generator().manual_seed(0)
+    raw = torch.randint(256, (64, 16, KINDS[kind].bytes), generator=drawn, dtype=torch.uint8)
+    _scale(raw, kind, 1.0)
+    return float(values(raw.view(64, -1), kind).std())

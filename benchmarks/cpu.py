@@ -26,18 +26,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import commit
+from benchmarks.cases import HYPER
 from tests.oracle import peft_name, smollm2_in_transformers
 from tests.tiny import make_tokenizer
 
+from benchmarks import measure
 from graftune.batch import Example
 from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.runtime import has_fast_bf16
 from graftune.session import Engine, open_engine
 from graftune.step.step import Step
-
-HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
 
 
 class OursRunner:
@@ -200,14 +199,12 @@ def report(
         "ratio": round(speeds[ours] / speeds["PEFT bf16"], 2),
         "ratio_best": round(speeds[ours] / peft_best, 2),
         "share_of_floor": round(speeds[ours] / floor, 3),
-        "losses": {n: [round(t[1], 6) for t in rows] for n, rows in times.items()},
-        "grad_norms": {n: [round(t[2], 6) for t in rows] for n, rows in times.items()},
+        "last_loss": {n: round(rows[-1][1], 5) for n, rows in times.items()},
+        "last_grad_norm": {n: round(rows[-1][2], 5) for n, rows in times.items()},
         "note": note,
         "machine": engine.runtime.describe(),
         "cpu": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    } | measure.facts()
     print(f"\n{'':16}{'tok/s':>10}{'last loss':>12}{'last norm':>12}")
     for name, rows in times.items():
         print(f"{name:16}{speeds[name]:10.1f}{rows[-1][1]:12.5f}{rows[-1][2]:12.5f}")
@@ -218,7 +215,7 @@ def report(
     if options.json == "-":
         print(json.dumps(result))
     elif options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+        measure.write(Path(options.json), measure.read(Path(options.json)) | result)
 
 
 if __name__ == "__main__":

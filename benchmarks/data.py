@@ -36,100 +36,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import measure
+
 BATCH = 1024
-WORDS = [
-    "the",
-    "answer",
-    "question",
-    "weather",
-    "model",
-    "value",
-    "number",
-    "table",
-    "river",
-    "mountain",
-    "garden",
-    "window",
-    "paper",
-    "letter",
-    "music",
-    "history",
-    "science",
-    "reason",
-    "method",
-    "result",
-    "example",
-    "because",
-    "although",
-    "however",
-    "without",
-    "between",
-    "another",
-    "several",
-    "important",
-    "possible",
-    "write",
-    "read",
-    "count",
-    "compare",
-    "explain",
-    "describe",
-    "translate",
-    "shorten",
-    "improve",
-    "find",
-    "make",
-    "give",
-    "take",
-    "keep",
-    "show",
-    "tell",
-    "think",
-    "is",
-    "are",
-    "was",
-    "were",
-    "has",
-    "have",
-    "can",
-    "could",
-    "should",
-    "would",
-    "may",
-    "of",
-    "in",
-    "on",
-    "at",
-    "by",
-    "for",
-    "with",
-    "from",
-    "to",
-    "and",
-    "or",
-    "but",
-    "not",
-    "this",
-    "that",
-    "these",
-    "Paris",
-    "London",
-    "Tokyo",
-    "Monday",
-    "January",
-    "2024",
-    "17",
-    "3.5",
-    "100%",
-    "function",
-    "return",
-    "class",
-    "list",
-    "string",
-    "error",
-    "file",
-    "folder",
-]
+TEXT = """
+the answer question weather model value number table river mountain garden window paper letter music history
+science reason method result example because although however without between another several important possible
+write read count compare explain describe translate shorten improve find make give take keep show tell think is
+are was were has have can could should would may of in on at by for with from to and or but not this that these
+Paris London Tokyo Monday January 2024 17 3.5 100% function return class list string error file folder
+"""
+WORDS = TEXT.split()
 
 
 def make(path: Path, rows: int, turns: int, seed: int) -> None:
@@ -253,20 +170,20 @@ def case(path: Path, base: str, cache: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000, help="one-turn rows")
     parser.add_argument("--long", type=int, default=200_000, help="six-turn rows")
     parser.add_argument("--base", default="", help="whose tokenizer and template; empty: the default base's")
-    parser.add_argument("--json", metavar="FILE", help="also as JSON; - for stdout")
+    parser.add_argument("--json", default="", help="a machine's record, or - to print")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--data", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.worker:
         print(json.dumps(worker(args.worker, args.data, args.base)))
-        return
+        return 0
     record: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.processor() or platform.machine()}
-    out = sys.stderr if args.json == "-" else sys.stdout
+    record |= measure.facts()
     for name, rows, turns in (("one-turn", args.rows, 2), ("six-turn", args.long, 6)):
         if not rows:
             continue
@@ -278,13 +195,11 @@ def main() -> None:
             f"{name}: {rows} rows, {found['first']['tokens']} tokens, {found['tokens_per_s']} tokens/s; CPU "
             f"{found['first']['ready_cpu_s']:.1f} s, {found['ratio']:.2f}x rendering once and encoding "
             f"({found['ratio_with_parsing']:.2f}x with parsing); peak {found['first']['peak_mib']} MiB beyond idle; "
-            f"second start {found['second']['ready_s']:.2f} s; cache {found['cache_mib']} MiB",
-            file=out,
+            f"second start {found['second']['ready_s']:.2f} s; cache {found['cache_mib']} MiB"
         )
-    if args.json:
-        text = json.dumps(record, indent=1)
-        print(text) if args.json == "-" else Path(args.json).write_text(text + "\n")
+    measure.keep(args.json, "data", record)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

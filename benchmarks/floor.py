@@ -5,11 +5,10 @@ Nothing else is in it: no norm, no adapter, no update. The card's clocks fall un
 by one are about 5% faster and no honest bound. Every layer has weights of its own, so that caches behave; inputs are
 random and are never overwritten, because zeros and infinities draw less power and run faster.
 
-    floor       every layer in full
-    floor_own   without what our step never computes: the first block's input gradient (nothing below it trains) and the
-                last MLP's prompt rows
+    python benchmarks/floor.py CASE ... [--json FILE]         `step.py --who floor`
 
-Full-parameter cases add the weight gradients (bf16 outputs) and keep the first input gradient: the embedding needs it.
+Every layer is computed in full; our step leaves out the first block's input gradient (nothing below it trains) and the
+prompt rows of the last MLP. Full-parameter cases add the weight gradients (bf16 outputs).
 
 Quantised bases: nf4 and GGUF blocks are brought into one bf16 scratch before every product, once in each pass, and the
 product reads it there. What stands for that is a copy that moves as many bytes, the codes in and the values out, at the
@@ -21,17 +20,21 @@ nobody quantises, stays bf16. Rows of codes and scales are read as they are, not
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from benchmarks.cases import BLOCKS, Case, Shape
-from benchmarks.replay import sustained
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-PEAK_TFLOPS = 989.0  # dense bf16, H100 and H200 SXM
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cases import BLOCKS, Case, Shape
+from benchmarks.measure import sustained
+
 HEAD_ROWS = 2048
 SUSTAIN_S = 2.0
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a value: half a byte, a byte of scale for 64, four of those for 256 of them
@@ -58,7 +61,7 @@ def sizes(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def plan(case: Case, *, own: bool) -> list[Op]:
+def plan(case: Case) -> list[Op]:
     """One micro-batch, in order."""
     full, layers, rows = case.method == "full", case.shape.layers, case.micro_tokens
     packed = packed_bytes(case) > 0
@@ -69,12 +72,8 @@ def plan(case: Case, *, own: bool) -> list[Op]:
             ops.append(Op("unpack", weight, layer))
         ops.append(Op(kind, weight, layer, count, start))
 
-    def mlp_rows(layer: int) -> int:
-        return case.responses if own and layer == layers - 1 else rows
-
-    def backward(weight: str, layer: int, count: int, *, input_grad: bool = True, start: int = 0) -> None:
-        if input_grad:
-            product("input_grad", weight, layer, count, start)
+    def backward(weight: str, layer: int, count: int, start: int = 0) -> None:
+        product("input_grad", weight, layer, count, start)
         if full:
             ops.append(Op("weight_grad", weight, layer, count, start))
 
@@ -83,17 +82,17 @@ def plan(case: Case, *, own: bool) -> list[Op]:
         ops.append(Op("attend", layer=layer))
         product("forward", "o", layer, rows)
         for weight in ("gate_up", "down"):
-            product("forward", weight, layer, mlp_rows(layer))
+            product("forward", weight, layer, rows)
     for start in range(0, case.responses, HEAD_ROWS):
         count = min(HEAD_ROWS, case.responses - start)
         product("forward", "head", -1, count, start)
-        backward("head", -1, count, start=start)
+        backward("head", -1, count, start)
     for layer in reversed(range(layers)):
-        backward("down", layer, mlp_rows(layer))
-        backward("gate_up", layer, mlp_rows(layer))
+        backward("down", layer, rows)
+        backward("gate_up", layer, rows)
         backward("o", layer, rows)
         ops.append(Op("attend_back", layer=layer))
-        backward("qkv", layer, rows, input_grad=full or not own or layer > 0)
+        backward("qkv", layer, rows)
     return ops
 
 
@@ -202,9 +201,6 @@ class Codes:
     """The projections' products in fp8: e4m3 codes, a scale a row of each operand."""
 
     def __init__(self, case: Case, device: torch.device, blocks: tuple[str, ...]):
-        from graftune.kernels import fp8
-
-        self.kernels: Any = fp8
         self.device, size, rows = device, sizes(case.shape), case.micro_tokens
         layers = range(case.shape.layers)
         self.forward = {(i, w): self._rows(*size[w]) for i in layers for w in blocks}
@@ -212,18 +208,22 @@ class Codes:
         self.x = {w: self._rows(rows, size[w][1]) for w in blocks}
         self.grad = {w: self._rows(rows, size[w][0]) for w in blocks}
 
-    def _rows(self, rows: int, width: int) -> Any:
-        codes = self.kernels.buffer(rows, width, self.device)
+    def _rows(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=self.device)
         for part in codes.split(4096):
             part.copy_(torch.randn(part.shape, device=self.device).mul_(100).clamp_(-448, 448))
-        return self.kernels.Rows(codes, torch.rand(rows, device=self.device) * 1e-3)
+        return codes, torch.rand(rows, 1, device=self.device) * 1e-3
 
     def product(self, op: Op) -> None:
-        there = op.kind == "forward"
-        left = (self.x if there else self.grad)[op.weight]
-        right = (self.forward if there else self.back)[op.layer, op.weight]
-        rows = self.kernels.Rows(left.codes[: op.rows], left.scale[: op.rows])
-        self.kernels.mm(rows, right, torch.bfloat16)
+        forward = op.kind == "forward"
+        left, left_scale = (self.x if forward else self.grad)[op.weight]
+        right, right_scale = (self.forward if forward else self.back)[op.layer, op.weight]
+        left, left_scale = left[: op.rows], left_scale[: op.rows]
+        if self.device.type == "cuda":
+            scales = left_scale, right_scale.t()
+            torch._scaled_mm(left, right.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+        else:
+            torch.mm(left.float(), right.float().t())
 
 
 Unpack = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -354,27 +354,25 @@ def _layers(attention: Attention, count: int) -> None:
         attention.backward(attention.forward())
 
 
-def measure_floor(
-    case: Case, device: torch.device, steps: int, sustain: float = SUSTAIN_S, *, own: bool = True
-) -> dict[str, Any]:
-    """Figures of `floor`, and of `floor_own` where asked."""
-    floor = Floor(case, device)
-    found = {}
-    for name in ("floor", "floor_own") if own else ("floor",):
-        ops = plan(case, own=name == "floor_own")
-        ms = sustained(partial(floor.run, ops * case.micro), device, steps, sustain)
-        work, moved = flops(case, ops), unpacked_bytes(case, ops)
-        note = f"attention: {floor.attention.name}"
-        if moved:
-            note += f", {moved / 1e9:.1f} GB of codes and values moved"
-        if case.base == "fp8":
-            note += ", projections in fp8"
-        found[name] = {
-            "ms": round(ms, 3),
-            "tok_s": round(case.tokens / ms * 1e3, 1),
-            "flops": work,
-            "tflops": round(work / ms / 1e9, 1),
-            "share_of_989": round(work / ms / 1e9 / PEAK_TFLOPS, 4),
-            "note": note,
-        }
-    return found
+def measure_floor(case: Case, device: torch.device, steps: int, sustain: float = SUSTAIN_S) -> dict[str, Any]:
+    floor, ops = Floor(case, device), plan(case)
+    ms = sustained(partial(floor.run, ops * case.micro), device, steps, sustain)
+    work, moved = flops(case, ops), unpacked_bytes(case, ops)
+    note = f"attention: {floor.attention.name}"
+    if moved:
+        note += f", {moved / 1e9:.1f} GB of codes and values moved"
+    if case.base == "fp8":
+        note += ", projections in fp8"
+    return {
+        "ms": round(ms, 3),
+        "tok_s": round(case.tokens / ms * 1e3, 1),
+        "flops": work,
+        "tflops": round(work / ms / 1e9, 1),
+        "note": note,
+    }
+
+
+if __name__ == "__main__":
+    from benchmarks.step import main
+
+    sys.exit(main([*sys.argv[1:], "--who", "floor"]))

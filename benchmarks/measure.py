@@ -1,33 +1,43 @@
-"""How a step is timed, the same for everyone, and when a time is refused.
+"""How a step is timed, the same for everyone, when a time is refused, and how a record is kept.
 
 Wall clock with a synchronisation around each step, median of `steps`; the peak is the allocator's over all steps, the
-first included. Then as many steps again without a synchronisation between them, timed by events. Ours is then timed
-once more behind two seconds of steps (`ms_sustained`): the floor is timed so, and in that time the clocks fall. A loss,
-a gradient norm and a proof that every trained tensor moved go with every time: without them there is no time. Losses of
-two participants are to be compared at the same step (`losses`). Where workers run beside each other (turns.py) the
-steps are timed when all others stand still; what the start took is then left out.
+first included. Then as many steps again without a synchronisation between them, timed by events. Ours is timed once
+more after two seconds of steps (`ms_sustained`): the floor is timed so, and in that time the clocks fall. A loss, a
+gradient norm and a proof that every trained tensor moved go with every time: without them there is no time.
+
+All benchmarks of one GPU share a JSON (benchmarks/results/GPU.json): each writes a part of its own, with the commit,
+the date and the versions it was measured with, and leaves the other parts as they are.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
+import platform
+import re
 import statistics
+import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import turns
-
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 WARM_UP, WARM_UP_MOST = 3, 10
 SUSTAIN_S = 2.0
-WARM_AGAIN = 2  # steps between getting a turn and being timed: the card and its caches were somebody else's
 STILL_WARMING = 1.2  # a step this much faster than the one before it: compilers and caches are not done yet
-STARTED = "STEP_STARTED"  # the moment the parent started this process, in the environment
+STARTED = "STEP_STARTED"  # environment variable: the moment at which the parent started this process
+PACKAGES = (
+    "transformers", "peft", "liger-kernel", "unsloth", "unsloth_zoo", "bitsandbytes", "trl", "nvidia-cudnn-frontend"
+)  # fmt: skip
 
 
 @dataclass
@@ -36,21 +46,15 @@ class Runner:
 
     step: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # batch number -> loss, gradient norm; both on the device
     trained: Callable[[], Iterable[torch.Tensor]]
-    note: str = ""
+    note: Callable[[], str] = lambda: ""
 
 
 def measure(
-    runner: Runner,
-    tokens: int,
-    device: torch.device,
-    steps: int,
-    started: float,
-    watch_syncs: bool = False,
-    sustain: float = 0.0,
+    runner: Runner, tokens: int, device: torch.device, steps: int, *, ours: bool = False, sustain: float = SUSTAIN_S
 ) -> dict[str, Any]:
-    """`started` (time.time) is when the participant's process began, or, of several cases in one, its case. With
-    `watch_syncs` the steps without a synchronisation between them are searched for some that they do themselves.
-    `sustain`: seconds of steps before those that are timed, for clocks as low as the floor's (in sweeps)."""
+    """Figures of one participant. Of ours, synchronisations within the steps are counted too, and the time after
+    `sustain` seconds of load is taken."""
+    started = float(os.environ.get(STARTED, 0) or time.time())
     before = fingerprints(runner.trained())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -67,11 +71,6 @@ def measure(
         walls.append(time.perf_counter() - begin)
         return walls[-1]
 
-    def load(seconds: float) -> None:
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            timed()
-
     last = timed()
     start_s = time.time() - started
     for index in range(1, WARM_UP_MOST):
@@ -79,20 +78,18 @@ def measure(
         settled, last = seconds * STILL_WARMING > last, seconds
         if index + 1 >= WARM_UP and settled:
             break
-    with turns.turn() as shared:
-        for _ in range(WARM_AGAIN if shared else 0):
-            timed()
-        load(sustain)
-        warm = len(walls)
-        for _ in range(steps):
-            timed()
-        stop = len(walls)
-        device_ms, syncs = _back_to_back(runner, reports, device, steps, watch_syncs)
-        more = {"sustained_s": sustain} if sustain else {}
-        if watch_syncs and not sustain and device.type == "cuda":
-            load(SUSTAIN_S)
-            more = {"ms_sustained": round(1e3 * statistics.median(timed() for _ in range(steps)), 3)}
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    warm = len(walls)
+    for _ in range(steps):
+        timed()
+    stop, more = len(walls), dict[str, Any]()
+    if device.type == "cuda":
+        more = _back_to_back(runner, reports, steps, ours)
+        if ours:
+            end = time.perf_counter() + sustain
+            while time.perf_counter() < end:
+                timed()
+            more["ms_sustained"] = round(1e3 * statistics.median(timed() for _ in range(steps)), 3)
+        more["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     after = fingerprints(runner.trained())
     losses, norms = ([float(report[i]) for report in reports] for i in (0, 1))
     moved = sum(a != b for a, b in zip(before, after, strict=True)) / max(1, len(before))
@@ -101,17 +98,13 @@ def measure(
         "ms": round(1e3 * seconds, 3),
         "ms_least": round(1e3 * min(walls[warm:stop]), 3),
         "ms_most": round(1e3 * max(walls[warm:stop]), 3),
-        "device_ms": device_ms,
         "host_ms": round(1e3 * statistics.median(hosts[warm:stop]), 3),
-        "syncs": syncs,
         "tok_s": round(tokens / seconds, 1),
-        "peak_gib": None if peak is None else round(peak / 2**30, 2),
-        "start_s": None if shared else round(start_s, 1),
-        "first_step_s": None if shared else round(walls[0], 1),
+        "start_s": round(start_s, 1),
         "steps": steps,
         "losses": {str(step): round(losses[step - 1], 5) for step in (1, 5, 10) if step <= len(losses)},
-    } | more
-    return judged(figures, losses, norms, moved) | ({"note": runner.note} if runner.note else {})
+    }
+    return judged(figures | more, losses, norms, moved) | ({"note": note} if (note := runner.note()) else {})
 
 
 def judged(figures: dict[str, Any], losses: Sequence[float], norms: Sequence[float], moved: float) -> dict[str, Any]:
@@ -119,7 +112,6 @@ def judged(figures: dict[str, Any], losses: Sequence[float], norms: Sequence[flo
     proof: dict[str, float | None] = {
         "loss_first": round(losses[0], 5),
         "loss_last": round(losses[-1], 5),
-        "grad_norm_first": round(norms[0], 6),
         "grad_norm": round(norms[-1], 6),
         "moved": round(moved, 4),
     }
@@ -144,15 +136,9 @@ def fingerprints(tensors: Iterable[torch.Tensor]) -> list[tuple[float, float]]:
 
 
 def _back_to_back(
-    runner: Runner,
-    reports: list[tuple[torch.Tensor, torch.Tensor]],
-    device: torch.device,
-    steps: int,
-    watch_syncs: bool,
-) -> tuple[float | None, int | None]:
-    """(ms per step by the device's clock, synchronisations of all steps where they are watched)"""
-    if device.type != "cuda":
-        return None, None
+    runner: Runner, reports: list[tuple[torch.Tensor, torch.Tensor]], steps: int, watched: bool
+) -> dict[str, Any]:
+    """Milliseconds of a step by the device's clock and, where they are watched, synchronisations of all steps."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def all_steps() -> None:
@@ -161,21 +147,19 @@ def _back_to_back(
             reports.append(runner.step(len(reports)))
         end.record()
 
-    syncs = None
-    if watch_syncs:
-        syncs = counted_syncs(all_steps)
-    else:
+    found: dict[str, Any] = {"syncs": counted_syncs(all_steps)} if watched else {}
+    if not watched:
         all_steps()
     torch.cuda.synchronize()
-    return round(begin.elapsed_time(end) / steps, 3), syncs
+    return found | {"device_ms": round(begin.elapsed_time(end) / steps, 3)}
 
 
 def counted_syncs(call: Callable[[], None]) -> int:
-    """How often torch waits for the device within the call, as far as torch says so: copies to the host, .item() and
-    their like. A wait for an event is not among them."""
+    """How often torch says that it waits for the device within the call: copies to the host, .item() and their like. A
+    wait for an event is not among them."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # or a place is told once
+        warnings.simplefilter("always")  # otherwise each place warns once
         torch.cuda.set_sync_debug_mode("warn")
         try:
             call()
@@ -189,5 +173,130 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def process_start() -> float:
-    return float(os.environ.get(STARTED, 0) or time.time())
+def sustained(work: Callable[[], Any], device: torch.device, steps: int, sustain: float) -> float:
+    """Milliseconds of one replay of the work as a CUDA graph, median, after `sustain` seconds of replays."""
+    if device.type != "cuda":
+        work()
+        return statistics.median(1e3 * seconds(work) for _ in range(steps))
+    graph = captured(work)
+    until = time.perf_counter() + sustain
+    while time.perf_counter() < until:
+        graph.replay()
+        torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * steps + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Run until it is warm, then captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        begin = time.perf_counter()
+        for _ in range(3):
+            work()
+            torch.cuda.synchronize()
+            if time.perf_counter() - begin > 2:
+                break
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+# Records
+
+
+def facts(commit: str = "") -> dict[str, Any]:
+    """What a figure was measured with."""
+    found: dict[str, Any] = {
+        "commit": commit or git_commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": str(torch.backends.cudnn.version())}
+        found |= versions(("triton", "nvidia-cudnn-frontend"))
+    return found
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Of the packages that are installed here."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str:
+    """Of the code that is measured; empty where there is no repository."""
+    try:
+        asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return asked.stdout.strip()
+
+
+def default_record() -> Path:
+    """The JSON of this machine's GPU, or of its processor."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu-{platform.machine()}"
+    return RESULTS / (re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-") + ".json")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def keep(where: str, part: str, found: Mapping[str, Any]) -> None:
+    """Put a part into the record at `where` (`-`: print it), beside what the record holds; entries of a part that
+    holds several (cases, curves) are replaced one by one. Nothing is written where `where` is empty."""
+    if not where:
+        return
+    if where == "-":
+        print(json.dumps({part: found}))
+        return
+    path = Path(where)
+    record = read(path)
+    record[part] = record.get(part, {}) | dict(found)
+    if torch.cuda.is_available():
+        record = {"gpu": torch.cuda.get_device_name()} | record
+    write(path, record)
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    """Aside and renamed: a run that is cut off leaves the last whole record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    text = json.dumps(record, indent=1)
+    flat = re.sub(r"\[[-\d.e,\s]+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)  # numbers in one line
+    part.write_text(flat + "\n")
+    part.replace(path)
+
+
+def goal(what: str, rule: str, bound: float, value: Any) -> dict[str, Any]:
+    """One thing to reach: what, the bound, what it is, and whether that will do (None: not measured)."""
+    met = None if value is None else bool(value <= bound if rule == "at most" else value >= bound)
+    return {"what": what, "rule": rule, "bound": bound, "is": value, "met": met}
+
+
+def said(found: Mapping[str, Any]) -> str:
+    """A goal in one line."""
+    verdict = {True: "reached", False: "NOT reached", None: "not measured"}[found["met"]]
+    shown = "-" if found["is"] is None else f"{found['is']:g}"
+    return f"{found['what']:42}{shown:>9}  {found['rule']} {found['bound']:g}: {verdict}"

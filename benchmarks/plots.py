@@ -1,7 +1,6 @@
-"""Draws a record of step.py: every participant as a multiple of the floor, and the curves of the sweeps.
+"""Draws a GPU's record: every participant of a step as a multiple of the floor, and the curves of the sweeps.
 
-    python benchmarks/plots.py                         the README's images, from benchmarks/results/step-h200.json
-    python benchmarks/plots.py RECORD.json FILE.png    another record (sweeps: FILE-tokens.png and so on)
+    python benchmarks/plots.py [RECORD.json FOLDER]    step-GPU.png and sweeps-GPU.png; default: the documents' images
 
 The bars stand on 1, the floor, on a logarithmic scale: at small batches the peers are twenty times off and at large
 ones less than twice, and both have to be readable. Cases without a floor, where activations are computed again, stand
@@ -21,12 +20,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD, IMAGES = ROOT / "benchmarks" / "results" / "step-h200.json", ROOT / "docs" / "images"
+RECORD, IMAGES = ROOT / "benchmarks" / "results" / "h200.json", ROOT / "docs" / "images"
 BAR, GAP, LEAST, WIDEST = 1.0, 0.9, 2.7, 32.0  # of a bar, between groups, of a group, of a row
 NAMES = {
     "ours": "graftune",
@@ -55,32 +53,22 @@ AXES = {
 }
 
 
-def draw(result: Mapping[str, Any], target: Path) -> list[Path]:
-    """The bars, and a file beside them for each axis."""
-    made = []
-    if result.get("cases") and bars(result, target):
-        made.append(target)
-    for axis, curves in result.get("sweeps", {}).items():
-        path = target.with_name(f"{target.stem}-{axis}{target.suffix}")
-        sweeps({axis: curves}, heading(result), path)
-        made.append(path)
-    return made
-
-
 def images(record: Path, folder: Path) -> list[Path]:
-    """step-MACHINE.png and, where the record has sweeps, sweeps-MACHINE.png, for step-MACHINE.json."""
+    """step-GPU.png and sweeps-GPU.png of GPU.json, as far as it has them."""
     result, made = json.loads(record.read_text()), []
-    if bars(result, target := folder / f"{record.stem}.png"):
+    if bars(result, target := folder / f"step-{record.stem}.png"):
         made.append(target)
-    found = {axis: result["sweeps"][axis] for axis in AXES if result.get("sweeps", {}).get(axis)}
+    found = {axis: result["sweeps"][axis]["curves"] for axis in AXES if axis in result.get("sweeps", {})}
     if found:
-        made.append(folder / f"{record.stem.replace('step', 'sweeps', 1)}.png")
-        sweeps(found, heading(result), made[-1])
+        made.append(folder / f"sweeps-{record.stem}.png")
+        sweeps(found, heading(result["sweeps"], result), made[-1])
     return made
 
 
-def heading(result: Mapping[str, Any]) -> str:
-    parts = [result.get("gpu", ""), f"torch {result.get('torch', '')}", str(result.get("date", ""))[:10]]
+def heading(part: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """The GPU, and of the newest entry the version of torch and the day."""
+    newest = max(part.values(), key=lambda entry: str(entry.get("date", "")))
+    parts = [record.get("gpu", ""), f"torch {newest.get('torch', '')}", str(newest.get("date", ""))[:10]]
     return ", ".join(part for part in parts if part.strip())
 
 
@@ -110,7 +98,7 @@ class Group(NamedTuple):
 def bars(result: Mapping[str, Any], target: Path) -> bool:
     """Whether there was anything to draw."""
     groups = []
-    for name, record in result["cases"].items():
+    for name, record in result.get("steps", {}).items():
         found = record["participants"]
         times = {who: found[who]["ms"] for who in NAMES if found.get(who, {}).get("ms")}
         if times:
@@ -126,7 +114,7 @@ def bars(result: Mapping[str, Any], target: Path) -> bool:
     for axes, row in zip(panels[:, 0], rows, strict=True):
         panel(axes, row)
         axes.set_xlim(-GAP / 2, widest - GAP / 2)  # a bar is as wide in every row
-    title = f"One optimizer step in milliseconds (lower is better)\n{heading(result)}"
+    title = f"One optimizer step in milliseconds (lower is better)\n{heading(result['steps'], result)}"
     panels[0, 0].set_title(title, fontsize=10, loc="left")
     shown = [who for who in NAMES if any(who in group.times for group in groups)]
     handles = [Patch(color=COLOURS[who], label=NAMES[who]) for who in shown]
@@ -208,15 +196,14 @@ def curve(figure: Any, axis: str, curves: Mapping[str, Any], title: str) -> None
     places: set[int] = set()
     for number, (name, points) in enumerate(curves.items()):
         colour = plt.get_cmap("tab10")(number)
-        times = {who: _line(points, who) for who in ("ours", "floor", "floor_own")}
+        times = {who: _line(points, who) for who in ("ours", "floor")}
         for who, style in (("ours", "-o"), ("floor", "--")):
             xs, ys = times[who]
             above.plot(xs, ys, style, color=colour, markersize=4, label=f"{NAMES.get(who, who)}, {name}")
             places.update(xs)
-        for who, style in (("floor", "-o"), ("floor_own", ":")):
-            base = dict(zip(*times[who], strict=True))
-            own = {x: y for x, y in zip(*times["ours"], strict=True) if x in base}
-            below.plot(list(own), [y / base[x] for x, y in own.items()], style, color=colour, markersize=4)
+        base = dict(zip(*times["floor"], strict=True))
+        own = {x: y for x, y in zip(*times["ours"], strict=True) if x in base}
+        below.plot(list(own), [y / base[x] for x, y in own.items()], "-o", color=colour, markersize=4)
     for part in (above, below):
         part.set_xscale("log", base=2)
         part.grid(color="#dddddd", linewidth=0.7)
@@ -238,11 +225,6 @@ def curve(figure: Any, axis: str, curves: Mapping[str, Any], title: str) -> None
     below.set_ylabel("x floor")
     low, high = below.get_ylim()
     below.set_ylim(min(0.95, low), max(1.1, high) + 0.3 * (max(1.1, high) - min(0.95, low)))
-    words = {"-": "over the floor"}
-    if any(_line(points, "floor_own")[0] for points in curves.values()):
-        words[":"] = "over the floor of what our step computes"
-    handles = [Line2D([], [], color="#444444", linestyle=style, label=text) for style, text in words.items()]
-    below.legend(handles=handles, frameon=False, fontsize=8, ncols=2, loc="upper right")
     below.set_xlabel(AXES[axis])
     if places:
         below.set_xticks(sorted(places), [str(x) for x in sorted(places)])
@@ -250,7 +232,7 @@ def curve(figure: Any, axis: str, curves: Mapping[str, Any], title: str) -> None
 
 
 def _line(points: list[dict[str, Any]], who: str) -> tuple[list[int], list[float]]:
-    found = [(p["x"], p["participants"][who]["ms"]) for p in points if p["participants"].get(who, {}).get("ms")]
+    found = [(p["x"], p[who]) for p in points if p.get(who)]
     return [x for x, _ in found], [ms for _, ms in found]
 
 
@@ -260,10 +242,6 @@ def milliseconds(value: float) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) not in (1, 3):
-        sys.exit("usage: python benchmarks/plots.py [RECORD.json FILE.png]")
-    if len(sys.argv) == 1:
-        drawn = images(RECORD, IMAGES)
-    else:
-        drawn = draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
-    for path in drawn:
+        sys.exit("usage: python benchmarks/plots.py [RECORD.json FOLDER]")
+    for path in images(*map(Path, sys.argv[1:])) if len(sys.argv) == 3 else images(RECORD, IMAGES):
         print(path)

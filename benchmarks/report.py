@@ -1,213 +1,237 @@
-"""What the figures come to: ratios of one run, what was to be reached, the table, the record on disk."""
+"""The tables of README.md and docs/benchmarks.md, from the records in benchmarks/results: tools/readme.py puts them
+into the documents."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import GOALS, HOST_MS, HOST_SYNCS, PEERS, usual_peers
+from benchmarks.cases import PEERS, SWEEPS
 
-Figures = Mapping[str, Any]
-FACTS = ("gpu", "driver", "torch", "triton", "cudnn", "python", "peers", "commit", "date", "run", "settings")
-ORDER = ("floor", "floor_own", "ours", *PEERS)  # of a case's participants, whoever ended first
-OWN = {"peak_gib": "peak GiB", "start_s": "seconds to the first step", "ms": "ms per step"}
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import measure
 
-
-def commit() -> str:
-    """Of the code that was measured; empty where there is no repository."""
-    asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return asked.stdout.strip()
-
-
-def time_of(participants: Mapping[str, Figures], name: str) -> float | None:
-    """Milliseconds, or None where the participant did not run, failed or was refused."""
-    value = participants.get(name, {}).get("ms")
-    return float(value) if value else None
-
-
-def ratios(participants: Mapping[str, Figures]) -> dict[str, Any]:
-    """Ours over the floor (lower is better, 1 is the end) and the peers over ours (higher is better for us)."""
-    ours = time_of(participants, "ours")
-    times = {name: ms for name in PEERS if (ms := time_of(participants, name)) is not None}
-    found: dict[str, Any] = {}
-    if times:
-        found["best_peer"] = min(times, key=lambda name: times[name])
-    if ours is None:
-        return found
-    for name in ("floor", "floor_own"):
-        if floor := time_of(participants, name):
-            found[f"ours_over_{name}"] = round(ours / floor, 5)  # goals are judged by it: 1.1203 is not 1.12
-    for name, ms in times.items():
-        found[f"{name}_over_ours"] = round(ms / ours, 5)
-    if times:
-        found["best_peer_over_ours"] = round(min(times.values()) / ours, 5)
-    return found
-
-
-def goals(
-    case: str, participants: Mapping[str, Figures], beside: Mapping[str, Mapping[str, Figures]] | None = None
-) -> list[dict[str, Any]]:
-    """What the case must reach; `beside` are the participants of the other cases of its run."""
-    known, own = ratios(participants), participants.get("ours", {})
-    ours, rows = time_of(participants, "ours"), []
-    for key, bound in GOALS.get(case, {}).items():
-        who, _, other = key.partition("@")
-        if other:
-            theirs = time_of((beside or {}).get(other, {}), who)
-            both = ours is not None and theirs is not None
-            if who == "ours":
-                rows.append(goal(f"ours / {other}", "at most", bound, round(ours / theirs, 5) if both else None))
-            else:
-                what = f"{who}, {other} / ours"
-                rows.append(goal(what, "at least", bound, round(theirs / ours, 5) if both else None))
-        elif key == "floor":
-            rows.append(goal("ours / floor", "at most", bound, known.get("ours_over_floor")))
-        elif key == "best_peer":
-            everyone = set(usual_peers(case)) <= {name for name in PEERS if time_of(participants, name)}
-            rows.append(goal("best peer / ours", "at least", bound, known["best_peer_over_ours"] if everyone else None))
-        elif key in OWN:
-            rows.append(goal(OWN[key], "at most", bound, own.get(key)))
-        else:
-            rows.append(goal(f"{key} / ours", "at least", bound, known.get(f"{key}_over_ours")))
-    if "ours" in participants:
-        rows.append(goal("host ms per step", "at most", HOST_MS, own.get("host_ms")))
-        if "syncs" in own:  # older records do not have them
-            rows.append(goal("host syncs in the steps", "at most", HOST_SYNCS, own["syncs"]))
-    return rows
+IMAGES = measure.ROOT / "docs" / "images"
+ABSENT = "not measured yet"
+# The README's rows: a case, and what it is in words.
+SPEED = {
+    "8b-4x2048": "8B LoRA, bf16, 8,192 tokens per step",
+    "8b-1x512": "8B LoRA, bf16, 512 tokens per step",
+    "8b-nf4-4x2048-offload": "8B QLoRA (NF4), 8,192 tokens, recomputing from host memory",
+    "350m-full-4x512x4": "350M, every weight, 4 x 2,048 tokens",
+}
+PEER_NAMES = {"unsloth": "Unsloth", "peft": "PEFT", "liger": "PEFT + Liger", "hf-compiled": "transformers, compiled"}
+# What the project sets out to reach on an H200. `floor`: ours over it, at most; a peer's name: its time over ours, at
+# least, and `best_peer`: that of the fastest; peak_gib, ms, start_s: at most. `ours@CASE`: ours over our own time of
+# that case, at most; `PEER@CASE`: that peer's time there over ours here, at least. Both only within one run.
+GOALS: dict[str, dict[str, float]] = {
+    "8b-4x2048": {"floor": 1.12, "unsloth": 1.12, "liger": 1.3, "peak_gib": 43.0},
+    "8b-1x512": {"floor": 1.15, "best_peer": 6.7},
+    "1b-1x512": {"floor": 1.35, "best_peer": 14.0, "start_s": 10.0},
+    "1b-4x2048": {"floor": 1.18, "best_peer": 1.27, "start_s": 10.0},
+    "350m-full-4x512x4": {"hf-compiled": 4.0},
+    "8b-nf4-4x2048": {"ours@8b-4x2048": 1.06},
+    "8b-nf4-4x2048-full": {"peak_gib": 9.5, "ms": 620.0},
+    "8b-nf4-4x2048-offload": {"peak_gib": 8.2, "ms": 650.0},
+    "1.5b-nf4-qv-4x512": {"floor": 1.3, "best_peer": 4.0},
+    "8b-fp8-4x2048": {"floor": 1.25, "unsloth@8b-4x2048": 1.7},
+    "70b-nf4-1x2048-full": {"peak_gib": 139.0},
+}
+EVERYWHERE = {"host_ms": 2.0, "syncs": 0}  # what the host may spend on a step, and how often it may wait for the GPU
+OWN = {
+    "peak_gib": "peak GiB",
+    "start_s": "seconds to the first step",
+    "ms": "ms per step",
+    "host_ms": "host ms per step",
+    "syncs": "host syncs in the steps",
+}
+# Other parts of a record with goals: where they are, and what they are in words.
+CHECKS = {
+    ("checks", "graph, 1b-4x512"): "graph against eager, 1b-4x512 (`step.py --who ours,eager`)",
+    ("checks", "graph, 1.5b-4x512"): "graph against eager, 1.5b-4x512 (`step.py --who ours,eager`)",
+    ("checks", "graph, 350m-full-4x512"): "accumulation, 350m-full-4x512 (`step.py 350m-full-4x512 350m-full-4x512x4`)",
+    ("checks", "curves"): "SmolLM2 on GSM8K, 200 steps, against the CPU in fp32 (`curves.py`)",
+    ("checks", "curves, fp8"): "the same over FP8 against bf16, 200 steps (`curves.py`)",
+    ("checks", "curves, quantised"): "over NF4 and the file's blocks against both dequantised, 100 steps",
+    ("kernels",): "dequantisation of every kind, to the bit and near a copy's speed (`kernels.py`)",
+    ("plan",): "memory planned against measured (`plan.py`)",
+    ("checks", "refusal"): "a run that does not fit is refused, and the one suggested instead runs (tests/gpu)",
+}
+Record = Mapping[str, Any]
 
 
-def goal(what: str, rule: str, bound: float, value: Any) -> dict[str, Any]:
-    """One thing to reach: what, the bound, what it is, and whether that will do (None: not measured). Every record of
-    every benchmark lists its own under `goals`."""
-    met = None if value is None else bool(value <= bound if rule == "at most" else value >= bound)
-    return {"what": what, "rule": rule, "bound": bound, "is": value, "met": met}
+def records(kind: str = "") -> list[dict[str, Any]]:
+    """The records that have such a part, by name."""
+    found = [measure.read(path) for path in sorted(measure.RESULTS.glob("*.json"))]
+    return [record for record in found if kind in record]
 
 
-def said(found: Mapping[str, Any]) -> str:
-    """A goal in one line."""
-    verdict = {True: "reached", False: "NOT reached", None: "not measured"}[found["met"]]
-    shown = "-" if found["is"] is None else f"{found['is']:g}"
-    return f"{found['what']:34}{shown:>9}  {found['rule']} {found['bound']:g}: {verdict}"
-
-
-def every_goal(record: Any, where: str = "") -> list[dict[str, Any]]:
-    """All goals of a record, wherever they stand, each with its place."""
-    found: list[dict[str, Any]] = []
-    if isinstance(record, Mapping):
-        for key, value in record.items():
-            if key == "goals" and isinstance(value, list):
-                found += [{"where": where} | one for one in value]
-            else:
-                inside = where if key in ("cases", "kinds", "results") else f"{where} {key}".strip()
-                found += every_goal(value, inside)
-    return found
-
-
-def close(result: dict[str, Any]) -> None:
-    """Bring what follows from the figures up to date, in every case: some look at others of their run."""
-    for name, record in result["cases"].items():
-        if not isinstance(record, dict):
-            continue
-        same = {
-            other: there["participants"]
-            for other, there in result["cases"].items()
-            if record.get("run") and there.get("run") == record["run"]
-        }
-        close_case(record, name, same)
-
-
-def close_case(record: dict[str, Any], name: str, beside: Mapping[str, Mapping[str, Figures]] | None = None) -> None:
-    """Bring what follows from the participants' figures up to date."""
-    places = {who: place for place, who in enumerate(ORDER)}
-    found = dict(sorted(record["participants"].items(), key=lambda item: places.get(item[0], len(places))))
-    record["participants"] = found
-    flops = found.get("floor", {}).get("flops")
-    for figures in found.values():
-        if flops and figures.get("ms"):
-            figures["share_of_989"] = round(flops / figures["ms"] / 1e9 / 989.0, 4)
-    record["ratios"], record["goals"] = ratios(found), goals(name, found, beside)
-
-
-def line(figures: Figures) -> str:
-    """One participant in one line."""
-    if "error" in figures:
-        return f"failed: {figures['error']}"
-    if "refused" in figures:
-        return f"{figures['refused']}: refused"
-    parts = [f"{figures['ms']:9.2f} ms", f"{figures['tok_s'] / 1e3:7.1f}k tok/s"]
-    if figures.get("peak_gib") is not None:
-        parts.append(f"{figures['peak_gib']:6.1f} GiB")
-    if "loss_last" in figures:
-        parts.append(f"loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}, norm {figures['grad_norm']:.3g}")
-        parts.append(f"host {figures['host_ms']:.2f} ms")
-        if figures["moved"] < 1:
-            parts.append(f"only {100 * figures['moved']:.0f}% of the trained tensors moved")
-    if "tflops" in figures:
-        parts.append(f"{figures['tflops']:.0f} TFLOP/s, {100 * figures['share_of_989']:.0f}% of 989")
-    return "  ".join(parts)
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """Short: a line a participant and case, then what was to be reached."""
-    lines = [
-        f"{'case':24}{'who':13}{'ms':>9}{'x floor':>9}{'x ours':>8}{'tok/s':>10}{'GiB':>7}{'host ms':>9}{'loss':>8}"
-    ]
-    for name, record in result["cases"].items():
-        found = record["participants"]
-        floor, ours = time_of(found, "floor"), time_of(found, "ours")
-        for who, figures in found.items():
-            ms = time_of(found, who)
-            if ms is None:
-                lines.append(f"{name:24}{who:13}{line(figures)[:100]}")
-                continue
-            cells = [
-                f"{ms:9.2f}",
-                f"{ms / floor:9.2f}" if floor else f"{'':9}",
-                f"{ms / ours:8.2f}" if ours else f"{'':8}",
-                f"{figures['tok_s'] / 1e3:9.1f}k",
-                _cell(figures.get("peak_gib"), 7, 1),
-                _cell(figures.get("host_ms"), 9, 2),
-                _cell(figures.get("loss_last"), 8, 3),
-            ]
-            lines.append(f"{name:24}{who:13}{''.join(cells)}")
-    for name, record in result["cases"].items():
-        lines += [f"{name:24}{said(found)}" for found in record["goals"]]
+def speed() -> str:
+    """Four rows for the README, each from one run with its fastest peer."""
+    lines = ["| one step | graftune | fastest peer in the same run | ratio |", "|---|---|---|---|"]
+    found = {name: case for record in records("steps") for name, case in record["steps"].items()}
+    for name, words in SPEED.items():
+        who = found[name]["participants"]
+        ours = who["ours"]
+        peers = {peer: figures for peer, figures in who.items() if peer in PEER_NAMES and "ms" in figures}
+        best = min(peers, key=lambda peer: peers[peer]["ms"])
+        columns = [words, _figures(ours), f"{PEER_NAMES[best]}: {_figures(peers[best])}"]
+        lines.append("| " + " | ".join([*columns, f"{peers[best]['ms'] / ours['ms']:.2f}x"]) + " |")
     return "\n".join(lines)
 
 
-def _cell(value: float | None, width: int, digits: int) -> str:
-    return f"{'':{width}}" if value is None else f"{value:{width}.{digits}f}"
+def _figures(found: Record) -> str:
+    return f"{found['tok_s']:,.0f} tokens/s, {found['peak_gib']:.1f} GiB"
 
 
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new record's cases beside the old one's. A case is of one run, or its ratios would compare two: one of the
-    same run gains participants, one of another run is replaced."""
-    parts = ("cases", "sweeps", "swept")
-    whole = (
-        old
-        | {key: value for key, value in new.items() if key not in parts and (value or key not in old)}
-        | {key: old.get(key, {}) | new.get(key, {}) for key in parts if key in old or key in new}
-    )
-    for name, case in new.get("cases", {}).items():
-        there = old.get("cases", {}).get(name)
-        if there and case.get("run") and there.get("run") == case["run"]:
-            found = dict(there["participants"])
-            for who, figures in case["participants"].items():
-                if "ms" in figures or "ms" not in found.get(who, {}):  # a time stays where a second try has none
-                    found[who] = figures
-            whole["cases"][name] = there | case | {"participants": found}
-    if "peers" in old or "peers" in new:
-        whole["peers"] = old.get("peers", {}) | new.get("peers", {})
-    return whole
+def gpu() -> str:
+    return _steps() + "\n\n" + _goals()
 
 
-def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Aside and renamed: a run that is cut off leaves the last whole record."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
+def _steps() -> str:
+    peers = "peers, ms (as multiples of ours)"
+    lines = [f"| GPU, case | ours: ms, tok/s, peak | floor, ms | ours / floor | {peers} | commit |"]
+    lines.append("|---|---|---|---|---|---|")
+    for record in records("steps"):
+        for name, case in record["steps"].items():
+            who = case["participants"]
+            ours, floor = who.get("ours", {}), who.get("floor", {}).get("ms")
+            if "ms" not in ours:
+                continue
+            own = f"{ours['ms']:.1f}, {ours['tok_s'] / 1000:.1f}k, {ours['peak_gib']:.1f} GiB"
+            others = [n for n in PEERS if "ms" in who.get(n, {})]
+            beside = ", ".join(f"{n} {who[n]['ms']:.0f} ({who[n]['ms'] / ours['ms']:.2f}x)" for n in others) or "-"
+            share = [f"{floor:.1f}", f"{ours['ms'] / floor:.2f}"] if floor else ["-", "-"]
+            if floor and "ms_sustained" in ours:
+                share[1] += f" (sustained {ours['ms_sustained'] / floor:.2f})"
+            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", own, *share, beside, case["commit"]]) + " |")
+    return "\n".join(lines)
+
+
+def _goals() -> str:
+    """One row a case or part, measured or not."""
+    lines = ["| to be reached on an H200 | goal | measured |", "|---|---|---|"]
+    record = next((found for found in records("gpu") if "H200" in found["gpu"]), {})
+    for name in GOALS:
+        lines.append(_row(f"`{name}`", goals(name, record.get("steps", {}))))
+    for place, what in CHECKS.items():
+        part: Any = record
+        for key in place:
+            part = part.get(key, {})
+        lines.append(_row(what, part.get("goals", [])))
+    return "\n".join(lines)
+
+
+def goals(name: str, steps: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """What the case has to reach, with what it did."""
+    case = steps.get(name, {})
+    times = {who: figures["ms"] for who, figures in case.get("participants", {}).items() if "ms" in figures}
+    own, ours = case.get("participants", {}).get("ours", {}), times.get("ours")
+    rows = []
+    for key, bound in GOALS[name].items():
+        who, _, other = key.partition("@")
+        if key in OWN:
+            rows.append(measure.goal(OWN[key], "at most", bound, own.get(key)))
+        elif other:
+            there = steps.get(other, {})
+            same = case.get("run") and there.get("run") == case["run"]
+            theirs = there["participants"].get(who, {}).get("ms") if same else None
+            what = f"ours / {other}" if who == "ours" else f"{who}, {other} / ours"
+            rows.append(_ratio(what, *((ours, theirs) if who == "ours" else (theirs, ours)), bound, who == "ours"))
+        elif key == "floor":
+            rows.append(_ratio("ours / floor", ours, times.get("floor"), bound, True))
+        else:
+            peers = {who: ms for who, ms in times.items() if who in PEERS}
+            theirs = min(peers.values(), default=None) if key == "best_peer" else peers.get(key)
+            rows.append(_ratio(f"{key.replace('_', ' ')} / ours", theirs, ours, bound, False))
+    if own:
+        rows += [measure.goal(OWN[key], "at most", bound, own.get(key)) for key, bound in EVERYWHERE.items()]
+    return rows
+
+
+def _ratio(what: str, above: float | None, below: float | None, bound: float, most: bool) -> dict[str, Any]:
+    value = round(above / below, 5) if above and below else None
+    return measure.goal(what, "at most" if most else "at least", bound, value)
+
+
+def _row(what: str, goals: Sequence[Record]) -> str:
+    asked = [f"{goal['what']} {'≤' if goal['rule'] == 'at most' else '≥'} {goal['bound']:g}" for goal in goals]
+    if not goals or all(goal["is"] is None for goal in goals):
+        measured = [ABSENT]
+    elif len(goals) > 6:
+        asked, missed = [f"{len(goals)} of them"], [goal for goal in goals if not goal["met"]]
+        measured = [f"{len(goals) - len(missed)} reached", *(f"{goal['what']}: missed" for goal in missed)]
+    else:
+        words = {True: "reached", False: "missed"}
+        measured = [ABSENT if g["is"] is None else f"{g['is']:.5g} ({words[g['met']]})" for g in goals]
+    return f"| {what} | {', '.join(asked) or '-'} | {', '.join(measured)} |"
+
+
+def cpu() -> str:
+    lines = ["| machine | ours, tok/s | PEFT bf16 | PEFT fp32 | floor | ratio to PEFT bf16 / to the faster PEFT |"]
+    lines.append("|---|---|---|---|---|---|")
+    for result in records("ratio_best"):
+        speed = result["tok_s"]
+        ours = next(n for n in speed if n.startswith("graftune"))
+        ratios = f"{result['ratio']} / {result['ratio_best']}"
+        figures = [speed[name] for name in (ours, "PEFT bf16", "PEFT fp32", "floor")]
+        columns = [f"{result['cpu']} ({ours.split()[-1]})", *figures, ratios]
+        lines.append("| " + " | ".join(map(str, columns)) + " |")
+    return "\n".join(lines)
+
+
+def start() -> str:
+    """From command to adapter, phase by phase."""
+    lines = []
+    for record in records("start"):
+        found = record["start"]["ways"]
+        ways = list(found)
+        phases = list(dict.fromkeys(phase for way in ways for phase in found[way]["phases"]))
+        lines += [f"| {record.get('gpu') or record.get('cpu', 'CPU')}, seconds | " + " | ".join(ways) + " |"]
+        lines += ["|---" * (1 + len(ways)) + "|"]
+        for phase in phases:
+            lines.append(f"| {phase} | " + " | ".join(f"{found[w]['phases'].get(phase, 0):.2f}" for w in ways) + " |")
+        for key, words in (("beyond_torch", "beyond `import torch`"), ("total", "command to adapter")):
+            lines.append(f"| **{words}** | " + " | ".join(f"**{found[way][key]:.2f}**" for way in ways) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() or f"({ABSENT})"
+
+
+def sweeps() -> str:
+    """The images that there are, each with what its record holds."""
+    parts = []
+    for path in sorted(IMAGES.glob("sweeps-*.png")):
+        record = measure.read(measure.RESULTS / path.name.replace("sweeps-", "").replace(".png", ".json"))
+        *most, last = [axis for axis in SWEEPS if axis in record["sweeps"]]
+        said = f"The same step as {', '.join(most)} and {last} grow" if most else f"The same step as {last} grows"
+        said += ", beside the floor of each size."
+        image = f"![Milliseconds of a step and its multiple of the floor as sizes grow](images/{path.name})"
+        parts.append(f"{image}\n\n{said}")
+    return "\n\n".join(parts)
+
+
+def fit() -> str:
+    """For the README: the least memory of each precision, and the quickest way."""
+    lines = ["| model | LoRA, bf16 | QLoRA, NF4 |", "|---|---|---|"]
+    for name, row in _fit().items():
+        bf16 = f"{_gib(row['bf16 full'])} to {_gib(row['bf16 none'])}"
+        lines.append(f"| {name} | {bf16} | {_gib(row['nf4 offload'])} to {_gib(row['nf4 none'])} |")
+    return "\n".join(lines)
+
+
+def fit_by_policy() -> str:
+    """For docs/memory.md: every way that was planned."""
+    ways = list(next(iter(_fit().values())))
+    lines = ["| model | " + " | ".join(f"`{way.replace(' ', '`, `')}`" for way in ways) + " |"]
+    lines.append("|---" * (1 + len(ways)) + "|")
+    for name, row in _fit().items():
+        lines.append("| " + " | ".join([name, *(_gib(row[way]) for way in ways)]) + " |")
+    return "\n".join(lines)
+
+
+def _fit() -> dict[str, dict[str, int]]:
+    return dict(measure.read(Path(measure.RESULTS) / "fit.json")["rows"])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from benchmarks.bases import SCALES
+from benchmarks.cases import SCALES
 
 from graftune.config import LoraConfig
 from graftune.kernels import nf4

@@ -11,11 +11,12 @@ import torch
 from benchmarks.cases import Shape
 from benchmarks.peers import write_folder
 
-from benchmarks import plan, refusal
+from benchmarks import plan
 from graftune.api import train
 from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
+from tests.gpu import full_card
 from tests.training.runs import write_data
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.gpu
 def test_within_three_percent(name: str) -> None:
     found = plan.apart(name)
     assert "error" not in found, found["error"]
-    print(plan.table([found]).splitlines()[-1], json.dumps(found["owners"]))
+    print(plan.line(found), json.dumps(found["owners"]))
     assert found["captures"] == 1 and found["grad_norm"] > 0 and found["moved"]
     assert abs(found["off"]) <= plan.WITHIN, found
     assert plan.holds(found), "what a run is refused by holds what it takes"
@@ -47,8 +48,11 @@ def test_refused_on_a_full_card_and_the_suggestion_runs(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     shape = Shape("small", 256, 1024, 8, 4, 2, 300, tied=True)
     write_folder(shape, tmp_path / "base", device)
-    found = refusal.measure(tmp_path / "base", tmp_path, device, 32768)
+    found = full_card.measure(tmp_path / "base", tmp_path, device, 32768)
     print(json.dumps(found))
-    assert all(goal["met"] for goal in found["goals"]), found
+    refused, ran = found["refused"], found["suggested"]
+    assert refused["exit"] == 2 and "training needs" in refused["said"]
+    assert refused["allocated"] == 0 and not refused["folder"], "nothing is loaded and nothing is left"
+    assert ran["exit"] == 0 and 0 < ran["reserved"] <= ran["free"]
     assert found["suggestion"] == {"--recompute": "selective"}
     assert found["refused"]["taken"] < found["suggested"]["taken"]

@@ -72,7 +72,7 @@ def test_keep_leaves_the_base_in_its_file(smollm2: Path, tiny_folder) -> None:
 LOAD = """
 import json, sys, threading, time
 import torch
-from benchmarks.load import load
+from tests.weights.shards import load
 from graftune.weights.base import open_base
 
 torch.set_num_threads(1)
@@ -104,7 +104,7 @@ print(json.dumps({"grown": highest - before, "after": own() - before,
 def test_shards_are_streamed(tiny_folder, tmp_path: Path) -> None:
     """Memory of the process's own, without pages of files: at no time more than the model and one tensor. Measured: a
     few megabytes above the model."""
-    from benchmarks.load import make_folder
+    from tests.weights.shards import make_folder
 
     if not Path("/proc/self/statm").exists():
         pytest.skip("no /proc here to tell the process's own memory from the files'")

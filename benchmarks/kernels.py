@@ -1,6 +1,6 @@
 """Dequantisation on a GPU: right to the bit, and how near to the memory's speed.
 
-    python -m benchmarks.quant_kernels [--json FILE]
+    python benchmarks/kernels.py [--json FILE]
 
 Every kind is first compared with the CPU's reference, all values of a [1024, 4096] weight, in bf16, fp16 and fp32, flat
 and in rows that lie apart; a kind that differs is reported as such and the exit code is 1. Then it is timed at the
@@ -13,7 +13,6 @@ launch of that size can reach: every kind is to come to 0.8 of it at both shapes
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report
+from benchmarks.measure import goal, said
+
+from benchmarks import measure as record
 from graftune.kernels import gguf_dequant, nf4, room
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
 from graftune.kernels.gguf_dequant import reference as blocks_reference
@@ -149,7 +150,6 @@ def measure(
     kinds: tuple[str, ...] = ("nf4", "nf4-plain", *KINDS),
     shapes: list[Shape] = SHAPES,
     checked: Shape = CHECKED,
-    log: Any = sys.stdout,
 ) -> dict[str, Any]:
     bench = Bench(device)
     copies = {}
@@ -159,10 +159,9 @@ def measure(
         facts = {"apart": bench.scratch(shape).stride(0), "copy_tb_s": round(copies[shape] / 1e6, 3)}
         facts["room_us"] = bench.placed(shape)
         result["shapes"][str(list(shape))] = facts
-        print(f"{list(shape)}, rows {facts['apart']} apart: copy {facts['copy_tb_s']} TB/s, "
-              f"placing adapters {facts['room_us']} us", file=log)  # fmt: skip
+        print(f"{list(shape)}: copy {facts['copy_tb_s']} TB/s, placing adapters {facts['room_us']} us")
     heads = "".join(f"{list(s)!s:>16} us  TB/s  of copy" for s in shapes)
-    print(f"\n{'kind':9} {'differ':>6}{heads}", file=log)
+    print(f"\n{'kind':9} {'differ':>6}{heads}")
     for kind in kinds:
         row: dict[str, Any] = {"differing": bench.differing(kind, checked)}
         line = f"{kind:9} {row['differing']:>6}"
@@ -175,42 +174,33 @@ def measure(
                 "of_copy": round(share, 3),
             }
             line += f"{us:>16.1f} {size / us / 1e6:>8.2f} {share:>8.2f}"
-        row["goals"] = goals(row)
         result["kinds"][kind] = row
-        print(line, file=log, flush=True)
+        print(line, flush=True)
     return result
 
 
-def goals(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Right to the bit, and near the speed of a copy at the shape where it is furthest from it."""
-    least = min((each["of_copy"] for each in row.values() if isinstance(each, Mapping)), default=None)
-    return [
-        report.goal("values that differ", "at most", 0, row["differing"]),
-        report.goal("of a copy's speed, least", "at least", OF_COPY, least),
-    ]
+def goals(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Right to the bit, and near the speed of a copy at the shape where a kind is furthest from it."""
+    found = []
+    for kind, row in rows.items():
+        least = min((each["of_copy"] for each in row.values() if isinstance(each, Mapping)), default=None)
+        found.append(goal(f"{kind}: values that differ", "at most", 0, row["differing"]))
+        found.append(goal(f"{kind}: of a copy's speed, least", "at least", OF_COPY, least))
+    return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", default="", help="write the figures to a file; - for stdout")
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default="", help="a GPU's record, or - to print")
     parser.add_argument("--commit", default="", help="where there is no .git to ask")
-    asked = parser.parse_args()
+    options = parser.parse_args(words)
     if not torch.cuda.is_available():
         raise SystemExit("needs a CUDA device: this measures its memory")
-    facts = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": asked.commit or report.commit(),
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-    }
-    result = facts | measure(torch.device("cuda"), log=sys.stderr if asked.json == "-" else sys.stdout)
-    if asked.json == "-":
-        print(json.dumps(result, indent=1))
-    elif asked.json:
-        report.write(Path(asked.json), result)
-    missed = [f"{one['where']:9} {report.said(one)}" for one in report.every_goal(result) if not one["met"]]
-    print("\n".join(missed or ["every goal is reached"]), file=sys.stderr if asked.json == "-" else sys.stdout)
-    return int(any(row["differing"] for row in result["kinds"].values()))
+    found = measure(torch.device("cuda"))
+    reached = goals(found["kinds"])
+    print("\n".join(map(said, reached)))
+    record.keep(options.json, "kernels", record.facts(options.commit) | found | {"goals": reached})
+    return int(any(row["differing"] for row in found["kinds"].values()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""Every benchmark runs with a tiny case on a CPU and writes a record; a time without a gradient is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.floor import Floor, flops
+from benchmarks.floor import plan as floor_plan
+
+from benchmarks import cases, curves, data, kernels, measure, plan, step
+from tests.training.runs import write_data
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    return tmp_path / "gpu.json"
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Participants of a step run in this process."""
+    monkeypatch.setattr(step, "apart", step.work)
+
+
+def options(record: Path) -> list[str]:
+    return ["--device", "cpu", "--steps", "1", "--sustain", "0", "--json", str(record)]
+
+
+def test_cases_are_what_they_say() -> None:
+    case = cases.parse("8b-nf4-qv-r8-l2-4x2048x3-offload")
+    assert (case.base, case.targets, case.rank, case.shape.layers) == ("nf4", ("q_proj", "v_proj"), 8, 2)
+    assert (case.rows, case.length, case.micro, case.tokens, case.recompute) == (4, 2048, 3, 24576, "offload")
+    assert cases.parse("350m-full-4x512").method == "full" and cases.parse("350m-4x512-full").recompute == "full"
+    assert 8.0e9 < cases.SHAPES["8b"].parameters < 8.1e9
+    for name in ("9b-1x8", "8b", "8b-odd-1x8", "8b-nf4-full-1x8"):
+        with pytest.raises(ValueError, match=name.split("-")[0]):
+            cases.parse(name)
+    every = {*step.DEFAULT, *plan.DEFAULT, *(n for a in cases.SWEEPS for c in cases.sweep(a).values() for _, n in c)}
+    assert all(cases.parse(name).tokens for name in every)
+    assert cases.participants(cases.parse("8b-fp8-4x2048"), ["unsloth", "ours", "floor"]) == ["floor", "ours"]
+
+
+@pytest.mark.parametrize("name", ["tiny-2x16", "tiny-nf4-qv-2x16-full", "tiny-full-2x16x2", "tiny-q8_0-2x16-selective"])
+def test_a_step_of_ours_beside_the_floor(name: str, record: Path, here: None) -> None:
+    record.write_text(json.dumps({"steps": {"8b-4x2048": {"commit": "old"}}}))
+    assert step.main([name, *options(record)]) == 0
+    found = measure.read(record)["steps"]
+    assert found["8b-4x2048"] == {"commit": "old"}, "the record's other cases stay"
+    assert set(found[name]) >= {"commit", "date", "torch", "tokens", "participants"}
+    ours = found[name]["participants"]["ours"]
+    assert ours["ms"] > 0 and ours["grad_norm"] > 0 and ours["moved"] == 1 and "eager" in ours["note"]
+    recomputed = cases.parse(name).recompute != "none"
+    assert ("floor" in found[name]["participants"]) != recomputed
+
+
+def test_a_participant_that_fails_is_told_and_the_others_go_on(record: Path) -> None:
+    """Each in a process of its own; a row of 64 values has no whole block of 256."""
+    assert step.main(["tiny-q4_k-2x16", *options(record)]) == 1
+    found = measure.read(record)["steps"]["tiny-q4_k-2x16"]["participants"]
+    assert found["floor"]["ms"] > 0 and "whole blocks of 256" in found["ours"]["error"]
+
+
+def test_a_sweep(record: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "sweep", lambda axis: {"tiny": [(16, "tiny-1x16"), (32, "tiny-1x32")]})
+    assert step.main(["--sweep", "tokens", *options(record)]) == 0
+    points = measure.read(record)["sweeps"]["tokens"]["curves"]["tiny"]
+    assert [point["x"] for point in points] == [16, 32] and all(p["ours"] > 0 and p["floor"] > 0 for p in points)
+
+
+def test_the_floor_counts_every_product_once() -> None:
+    """Of a case without attention to speak of: 2 products of 2 operations a weight and token, the head's responses."""
+    case = cases.parse("8b-1x2")
+    shape = case.shape
+    weights = shape.parameters - 2 * shape.vocab * shape.width
+    wanted = 4 * weights * case.tokens + 4 * shape.vocab * shape.width * case.responses
+    assert flops(case, floor_plan(case)) == pytest.approx(wanted, rel=1e-3)
+    packed = floor_plan(cases.parse("8b-nf4-1x2"))
+    assert sum(op.kind == "unpack" for op in packed) == 2 * 4 * shape.layers, "once a pass and weight"
+
+
+@pytest.mark.parametrize("name", ["tiny-fp8-2x16", "tiny-nf4-2x16"])
+def test_floors_of_quantised_bases(name: str) -> None:
+    case = cases.parse(name)
+    Floor(case, CPU).run(floor_plan(case))
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "moved", "reason"),
+    [
+        ([1.0, float("nan")], [1.0, 1.0], 1.0, "not finite"),
+        ([1.0, 1.0], [1.0, 0.0], 1.0, "a gradient norm is 0"),
+        ([1.0, 1.0], [1.0, 1.0], 0.0, "did not move"),
+    ],
+)
+def test_without_a_gradient_there_is_no_time(losses, norms, moved, reason) -> None:
+    found = measure.judged({"ms": 1.0}, losses, norms, moved)
+    assert "ms" not in found and reason in found["refused"] and json.dumps(found)
+
+
+def test_random_blocks_have_the_deviation_of_random_floats() -> None:
+    for kind in cases.BLOCKS:
+        made = cases.values(cases.codes(kind.upper(), 64, 2048, CPU), kind.upper())
+        assert made.std() == pytest.approx(0.02, rel=0.1) and abs(made.mean()) < 0.004, kind
+
+
+def test_the_plan_of_a_case_and_its_run() -> None:
+    found = plan.one("tiny-r4-2x64-full", CPU)
+    assert found["moved"] and found["grad_norm"] > 0 and found["measured"] > 0 and "tiny" in plan.line(found)
+    one = {"name": "a", "off": 0.01, "measured": 100 << 30, "needed": 100 << 30, "reserved": 101 << 30}
+    within, furthest, held = plan.goals([one, {"name": "b", "error": "no"}])
+    assert (within["is"], within["met"]) == (1, False) and furthest["met"] and held["met"]
+    assert not plan.good(one | {"reserved": 103 << 30}) and not plan.good({"name": "b", "error": "no"})
+
+
+@pytest.mark.parametrize("name", ["tiny-nf4-r4-2x64", "tiny-q8_0-r4-2x64-full", "tiny-full-2x64"])
+def test_a_card_that_is_not_here_is_planned(name: str) -> None:
+    case = cases.parse(name)
+    found = plan.planned(case, plan.job_of(case, torch.device("cuda", 0), 80 << 30)).bytes
+    assert sum(found.owners.values()) > 0 and found.phases["capture"]["saved activations"] > 0
+
+
+def test_curves_beside_each_other(tiny_folder, tmp_path: Path, record: Path) -> None:
+    rows = write_data(tmp_path / "data.jsonl", rows=40)
+    words = [str(rows), "--base", str(tiny_folder("llama")), "--device", "cpu", "--steps", "3", "--json", str(record)]
+    assert curves.main([*words, "--runs", "fp32,nf4"]) == 0
+    found = measure.read(record)["curves"]
+    assert len(found["fp32"]["losses"]) == 3 and found["nf4"]["beside"] == "fp32" and found["nf4"]["step_apart"] > 1e-4
+    assert curves.main([*words, "--runs", "fp32", "--reference", str(record)]) == 0
+    assert measure.read(record)["curves"]["fp32"]["to_reference"]["most_apart"] == 0
+
+
+def test_kernels_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels.measure(CPU, ("nf4", "Q8_0"), [(64, 256)], (32, 256))["kinds"]
+    assert [row["differing"] for row in found.values()] == [0, 0]
+    exact = kernels.blocks_reference.dequantise
+    monkeypatch.setattr(kernels.gguf_dequant, "dequantise", lambda raw, kind, out: (exact(raw, kind, out), out.neg_()))
+    wrong = kernels.measure(CPU, ("Q8_0",), [(64, 256)], (32, 256))["kinds"]
+    assert wrong["Q8_0"]["differing"] > 0 and kernels.goals(wrong)[0]["met"] is False
+
+
+def test_data_is_encoded_and_found_again(tiny_folder, record: Path) -> None:
+    words = ["--rows", "40", "--long", "0", "--base", str(tiny_folder("llama")), "--json", str(record)]
+    assert data.main(words) == 0
+    found = measure.read(record)["data"]["one-turn"]
+    assert found["first"]["tokens"] == found["second"]["tokens"] > 0 and found["ratio"] > 0
