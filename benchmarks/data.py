@@ -151,14 +151,19 @@ def worker(what: str, path: str, base: str) -> dict[str, Any]:
     return found | (reference if what == "reference" else ours)(path, tokenizer)
 
 
+def apart(what: str, path: str, base: str, cache: str) -> dict[str, Any]:
+    """In a process of its own."""
+    command = [sys.executable, __file__, "--worker", what, "--data", path, "--base", base]
+    done = subprocess.run(command, env={**os.environ, "GRAFTUNE_CACHE": cache}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 def case(path: Path, base: str, cache: str) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes": path.stat().st_size}
     for name in ("reference", "first", "second"):
-        command = [sys.executable, __file__, "--worker", name, "--data", str(path), "--base", base]
-        done = subprocess.run(command, env={**os.environ, "GRAFTUNE_CACHE": cache}, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        found[name] = json.loads(done.stdout.splitlines()[-1])
+        found[name] = apart(name, str(path), base, cache)
     plain, first = found["reference"], found["first"]
     if first["identity"] != found["second"]["identity"]:
         raise SystemExit("the second start found other tokens than the first one made")

@@ -126,13 +126,12 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
 
 def answer(engine: Engine, job: Job, plan: Plan, row: list[int]) -> None:
     """As a run answers its samples."""
-    from graftune.infer.generate import generate, in_groups, reaches_of
+    from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
     from graftune.infer.sample import Sampling
-    from graftune.training.answers import room
 
     new = job.config.run.sample_tokens
     reaches = reaches_of(job.asked, new, job.base.spec.max_positions)
-    for group in in_groups(reaches, room(plan.capacity, plan.recompute)):
+    for group in in_groups(reaches, cache_room(plan.capacity, plan.recompute)):
         prompts = [row[: job.asked[i]] for i in group]
         generate(engine.decoder, prompts, Sampling(max_new_tokens=new), (), backend=engine.eager_attention)
 

@@ -76,6 +76,6 @@ def test_the_sweeps_caption_says_what_was_run(axes, results: Path, monkeypatch: 
     monkeypatch.setattr(report, "IMAGES", results)
     assert report.sweeps() == ""
     (results / "sweeps-h9.png").write_bytes(b"")
-    (results / "h9.json").write_text(json.dumps({"sweeps": dict.fromkeys(axes, {})}))
+    (results / "h9.json").write_text(json.dumps({"sweeps": {axis: {} for axis in axes}}))
     shown = report.sweeps()
     assert ("tokens, rank, layers and documents grow" if len(axes) > 1 else "as rank grows") in shown
