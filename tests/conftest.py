@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import gc
 import importlib
 import os
@@ -11,7 +10,6 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
 
 os.environ["GRAFTUNE_CACHE"] = tempfile.mkdtemp(prefix="graftune-")  # not the user's own
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,25 +34,12 @@ if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels then. Read when a kernel is defined, so before any kernel.py is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-telling, job = (importlib.import_module(f"graftune.{name}") for name in ("training.telling", "plan.job"))
+# After the lines above, whose order is part of what they do.
+rehearsed_once = importlib.import_module("tests.rehearsed_once")
+telling = importlib.import_module("graftune.training.telling")
 
 # Half a second at the end of every run, and hundreds end here. `draws` has it back; tests/observe/test_plot.py draws.
 _loss_plot, telling.loss_plot = telling.loss_plot, lambda *_: None
-_rehearse = job.rehearse
-_rehearsed: dict[str, Any] = {}
-
-
-def _rehearse_once(setup: Any) -> Any:
-    """What the same step would take was told before: rehearsing is the longest part of a run of a few steps. Plans for
-    cards, and all in the tests of plans, are made each time."""
-    if setup.card is not None:
-        return _rehearse(setup)
-    rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name != "base"}
-    tensors = [(name, type(rows), rows.dtype_name, rows.shape) for name, rows in setup.base.tensors.items()]
-    key = repr((setup.base.path, setup.base.kind, setup.base.spec, tensors, rest))
-    if key not in _rehearsed:
-        _rehearsed[key] = _rehearse(setup)
-    return _rehearsed[key]
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +85,7 @@ def set_aside() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _quicker(request: pytest.FixtureRequest) -> None:
     set_aside()
-    job.rehearse = _rehearse if "plan" in request.module.__name__ else _rehearse_once
+    rehearsed_once.install("plan" not in request.module.__name__)
 
 
 def pytest_sessionfinish() -> None:

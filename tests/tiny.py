@@ -77,6 +77,7 @@ LONG = {
     "long_factor": [1.1, 4.0],
 }
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-shallow": {"num_hidden_layers": 1},  # for runs of which only the order of things is asked
     "gemma3-linear": {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},

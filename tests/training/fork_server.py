@@ -1,13 +1,18 @@
-"""Forks a child for each command line read from stdin; see runs.py. Not a test, and not imported by one."""
+"""Forks a child for each command line read from stdin; see runs.py. Not a test, and not imported by one.
+
+A line may be run in the server itself: what that imports and rehearses, every later child has.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -47,36 +52,65 @@ def die_at(place: str, count: int) -> None:
     setattr(owner, name, counted)
 
 
-def child(request: dict[str, Any]) -> None:
+def run(request: dict[str, Any]) -> int:
+    """`graftune ...` with its output in the log; the exit code."""
+    from graftune.cli import main
+
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    code = 99
+    os.close(log)
     try:
-        from graftune.cli import main
-
-        if request["die_at"]:
-            die_at(*request["die_at"])
-        code = main(request["line"])
+        return main(request["line"])
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def child(request: dict[str, Any]) -> None:
+    code = 99
+    try:
+        if request["die_at"]:
+            die_at(*request["die_at"])
+        code = run(request)
     finally:
         os._exit(code)
+
+
+def here(request: dict[str, Any]) -> int:
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        return run(request)
+    finally:
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        gc.collect()
+        gc.freeze()  # a run begins by looking through all that is alive, and children need not look through this
 
 
 def serve() -> None:
     import torch
     import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
 
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from graftune.training import telling
+    from tests import rehearsed_once
 
     importlib.import_module("graftune.api")
+    importlib.import_module("graftune.cli.app")
+    rehearsed_once.install()
     telling.loss_plot = lambda *_: None  # a second of every run, and nothing that these tests look at
     torch.set_num_threads(1)
     for line in sys.stdin:
+        request = json.loads(line)
+        if request["here"]:
+            print(json.dumps({"pid": os.getpid()}), flush=True)
+            print(json.dumps({"code": here(request)}), flush=True)
+            continue
         pid = os.fork()
         if pid == 0:
-            child(json.loads(line))
+            child(request)
         print(json.dumps({"pid": pid}), flush=True)
         _, status = os.waitpid(pid, 0)
         print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)

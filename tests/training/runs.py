@@ -66,9 +66,11 @@ class Processes:
             env=environment,
         )
 
-    def start(self, *line: str, die_at: tuple[str, int] | None = None, log: Path) -> int:
+    def start(self, *line: str, die_at: tuple[str, int] | None = None, log: Path, here: bool = False) -> int:
+        """`here`: in the server itself, so that its children have what it imported and rehearsed."""
         assert self.server.stdin is not None
-        self.server.stdin.write(json.dumps({"line": list(map(str, line)), "die_at": die_at, "log": str(log)}) + "\n")
+        request = {"line": list(map(str, line)), "die_at": die_at, "log": str(log), "here": here}
+        self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         return int(self._answer()["pid"])
 
@@ -76,8 +78,8 @@ class Processes:
         """Exit code, or minus the signal that ended it."""
         return int(self._answer()["code"])
 
-    def run(self, *line: str, die_at: tuple[str, int] | None = None, log: Path) -> int:
-        self.start(*line, die_at=die_at, log=log)
+    def run(self, *line: str, die_at: tuple[str, int] | None = None, log: Path, here: bool = False) -> int:
+        self.start(*line, die_at=die_at, log=log, here=here)
         return self.wait()
 
     def close(self) -> None:

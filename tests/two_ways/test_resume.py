@@ -38,7 +38,7 @@ class Bench:
         self.data = write_data(root / "data.jsonl")
         self.line = ["train", str(base), str(self.data), *SETTINGS]
         self.straight = root / "straight"
-        assert self.start_run(self.straight) == 0, self.said()
+        assert self.start_run(self.straight, here=True) == 0, self.said()
         self.want = adapter_bytes(self.straight)
         events = read_events(self.straight / "metrics.jsonl")
         self.want_steps = figures(steps(events))
@@ -46,8 +46,8 @@ class Bench:
         self.end = next(e for e in events if e["event"] == "run_end")
         self.total = len(self.want_steps)
 
-    def start_run(self, out: Path, die_at: tuple[str, int] | None = None) -> int:
-        return self.processes.run(*self.line, "--out", str(out), die_at=die_at, log=self.root / "log")
+    def start_run(self, out: Path, die_at: tuple[str, int] | None = None, here: bool = False) -> int:
+        return self.processes.run(*self.line, "--out", str(out), die_at=die_at, log=self.root / "log", here=here)
 
     def resume(self, run: Path, *more: str, die_at: tuple[str, int] | None = None) -> int:
         return self.processes.run("train", "--resume", str(run), *more, die_at=die_at, log=self.root / "log")
@@ -72,7 +72,7 @@ def figures(events: list[dict[str, object]]) -> list[tuple[object, ...]]:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("resume"), tiny_folder("llama"))
+    made = Bench(tmp_path_factory.mktemp("resume"), tiny_folder("llama-shallow"))
     yield made
     made.processes.close()
 

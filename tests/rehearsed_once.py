@@ -1,0 +1,29 @@
+"""What the same step would take is rehearsed once a process: rehearsing is the longest part of a run of a few steps.
+
+Plans for cards are made each time; tests of plans take `rehearse` as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from graftune.plan import job
+
+_rehearse = job.rehearse
+_rehearsed: dict[str, Any] = {}
+
+
+def rehearse(setup: Any) -> Any:
+    if setup.card is not None:
+        return _rehearse(setup)
+    rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name != "base"}
+    tensors = [(name, type(rows), rows.dtype_name, rows.shape) for name, rows in setup.base.tensors.items()]
+    key = repr((setup.base.path, setup.base.kind, setup.base.spec, tensors, rest))
+    if key not in _rehearsed:
+        _rehearsed[key] = _rehearse(setup)
+    return _rehearsed[key]
+
+
+def install(once: bool = True) -> None:
+    job.rehearse = rehearse if once else _rehearse
