@@ -1,4 +1,4 @@
-"""Generated text three ways: over the key cache, by the plain forward run again for every token, and by transformers.
+"""Generated text three ways: over the key cache, by the plain forward over the whole text, and by transformers.
 
 The models are tiny and random: their texts mean nothing, but are sure enough to be equal to the token.
 """
@@ -64,12 +64,12 @@ def test_as_many_prompts_together_as_have_room(reaches: list[int], room: int, gr
     assert in_groups(reaches, room) == groups
 
 
-def without_cache(found: oracle.Ours, prompt: list[int], sampling: Sampling, adapted: bool = True) -> list[int]:
-    """What generate should say, from the whole text's forward at every token."""
-    tokens, generator = list(prompt), torch.Generator().manual_seed(sampling.seed)
-    for _ in range(sampling.max_new_tokens):
-        tokens.append(int(choose(found.logits([tokens], adapted=adapted)[-1:], sampling, generator)))
-    return tokens[len(prompt) :]
+def without_cache(
+    found: oracle.Ours, text: list[int], start: int, sampling: Sampling, adapted: bool = True
+) -> list[int]:
+    """What generate should say after each of the text's tokens from `start` on, by one forward over the whole text."""
+    logits, generator = found.logits([text[:-1]], adapted=adapted), torch.Generator().manual_seed(sampling.seed)
+    return [int(choose(logits[at - 1 : at], sampling, generator)) for at in range(start, len(text))]
 
 
 def test_the_cache_changes_nothing(ours: oracle.Ours) -> None:
@@ -78,7 +78,8 @@ def test_the_cache_changes_nothing(ours: oracle.Ours) -> None:
         for temperature in (0.0, 4.0):
             sampling = Sampling(max_new_tokens=8, temperature=temperature, seed=seed)
             (got,) = generate(ours.decoder, [prompt], sampling, (), adapted=adapted)
-            assert got == without_cache(ours, prompt, sampling, adapted)
+            assert got == without_cache(ours, prompt + got, len(prompt), sampling, adapted)
+            assert len(got) == 8
         assert len(set(got)) > 3
 
 
@@ -114,25 +115,25 @@ def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:
 
 def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
     """Some end early, at a stop token, and leave the batch."""
-    alone = [greedy(ours, [p], 24)[0] for p in PROMPTS]
-    assert greedy(ours, PROMPTS, 24) == alone
-    stops = (alone[0][3], alone[2][10])
-    together = greedy(ours, PROMPTS, 24, stops)
-    assert together == [greedy(ours, [p], 24, stops)[0] for p in PROMPTS]
-    cut = [next((i for i, t in enumerate(a) if t in stops), 24) for a in alone]
-    assert together == [a[:n] for a, n in zip(alone, cut, strict=True)] and min(cut) < 24
+    alone = [greedy(ours, [p], 12)[0] for p in PROMPTS]
+    assert greedy(ours, PROMPTS, 12) == alone
+    stops = (alone[0][3], alone[2][7])
+    together = greedy(ours, PROMPTS, 12, stops)
+    assert together == [greedy(ours, [p], 12, stops)[0] for p in PROMPTS]
+    cut = [next((i for i, t in enumerate(a) if t in stops), 12) for a in alone]
+    assert together == [a[:n] for a, n in zip(alone, cut, strict=True)] and min(cut) < 12
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_greedy_text_equals_transformers(variant: str, tiny_folder: Any) -> None:
     model = tiny.hf_model(variant)
-    got = greedy(oracle.ours(tiny_folder(variant), random_b=False), PROMPTS[1:3], 50)
+    got = greedy(oracle.ours(tiny_folder(variant), random_b=False), PROMPTS[1:3], 20)
     for prompt, answer in zip(PROMPTS[1:3], got, strict=True):
         want = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,
-            max_new_tokens=50,
+            max_new_tokens=20,
             eos_token_id=None,
             pad_token_id=0,
             use_cache=True,
@@ -166,7 +167,9 @@ def test_nothing_is_written_past_the_context(llama: oracle.Ours) -> None:
     together = greedy(llama, [long, PROMPTS[0]], 40)
     assert [len(a) for a in together] == [6, 40]
     assert together[1] == greedy(llama, [PROMPTS[0]], 40)[0]
-    assert greedy(llama, [long[:1] * 255], 40) == [without_cache(llama, long[:1] * 255, Sampling(max_new_tokens=1))]
+    full = long[:1] * 255
+    (last,) = greedy(llama, [full], 40)
+    assert len(last) == 1 and last == without_cache(llama, full + last, 255, Sampling())
 
 
 @pytest.mark.parametrize("length", [0, 256, 300])
