@@ -88,10 +88,10 @@ def floor_seconds(engine: Engine, tokens: int, responses: int) -> float:
     """The frozen products of one step and nothing else, in the step's order."""
     decoder, compute = engine.decoder, engine.runtime.compute
     inputs = {w: torch.randn(tokens, w).to(compute) for w in (decoder.spec.width, decoder.spec.ffn)}
-    inputs |= {b.in_features: torch.randn(tokens, b.in_features).to(compute) for b in [decoder.blocks[0].o]}
+    inputs |= {b.in_features: torch.randn(tokens, b.in_features).to(compute) for b in [decoder.blocks[0].mixer.o]}
     started = time.perf_counter()
     for block in decoder.blocks:
-        for weight in (block.qkv, block.o, block.gate_up, block.down):
+        for weight in block.projections:
             out = weight.matmul(inputs[weight.in_features])
             weight.input_grad(out)
     rows = torch.randn(responses, decoder.spec.width).to(compute)

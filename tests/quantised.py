@@ -125,9 +125,9 @@ def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "")
     for name in ("embed_tokens.weight", *(() if shape.tied else ("lm_head.weight",))):
         put(name, shape.vocab, shape.width, table, 0.5 if name.startswith("embed") else std)
     for layer in range(shape.layers):
-        for projection in shape.projections:
+        for projection, sizes in shape.layer(layer).projections.items():
             of = mixed if mixed and projection == "v_proj" else kind
-            put(weight_name(layer, projection), *shape.projections[projection], of, std)
+            put(weight_name(shape, layer, projection), *sizes, of, std)
     for _, name, width in norm_names(shape):
         tensors[name] = Values(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)
     return Base("blocks", Path("blocks"), "gguf", shape, cast(Tokenizer, None), tensors)

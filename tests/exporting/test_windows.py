@@ -72,7 +72,7 @@ def test_a_window_comes_back(variant: str, folder: Any, tmp_path: Path) -> None:
     assert gap(ours(opened(second)), want) < 1e-4
     without = opened(gguf)
     for block in without.engine.decoder.blocks:
-        block.window = 0
+        block.mixer.window = 0
     free = ours(without)
     assert gap(free, want) > 0.05, "a window that changes nothing proves nothing"
     theirs = LlamaCpp(gguf).along(DOCUMENT)

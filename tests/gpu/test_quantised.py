@@ -83,7 +83,8 @@ def test_captured_is_eager_bit_for_bit(kind, table, dropout):
     try:
         for graph in (True, False):
             ours = quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16)
-            assert isinstance(ours.decoder.blocks[0].qkv.frozen, Unpacked) and ours.decoder.blocks[0].qkv.room
+            qkv = ours.decoder.blocks[0].mixer.qkv
+            assert isinstance(qkv.frozen, Unpacked) and qkv.room
             figures, weights, loop = trained(ours, 6, graph=graph, deterministic=True, dropout=dropout)
             assert loop.captures == (1 if graph else 0)
             found.append((figures, weights))
@@ -102,7 +103,7 @@ def test_trains_as_the_dequantised_base_does(kind, table, recompute):
         quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16),
         quantised.placed(dequantised_of(base, base_dtype), LORA, "bf16", "cuda", torch.bfloat16),
     ]
-    assert isinstance(sides[1].decoder.blocks[0].qkv.frozen, Dense)
+    assert isinstance(sides[1].decoder.blocks[0].mixer.qkv.frozen, Dense)
     got, want = (trained(side, 100, graph=True, recompute=recompute)[0] for side in sides)
     assert [f[0] for f in got] == pytest.approx([f[0] for f in want], rel=5e-3)
     assert got[0][1] == pytest.approx(want[0][1], rel=2e-2)
@@ -132,7 +133,7 @@ def test_dequantised_on_the_device_to_the_bit(kind, dtype):
     base, base_dtype = base_of(kind, kind if kind not in ("nf4", "BF16") else "Q8_0", layers=1)
     ours = quantised.placed(base, LORA, base_dtype, "cuda", dtype)
     want = dequantised_of(base, base_dtype)
-    weight = ours.decoder.blocks[0].gate_up.frozen
+    weight = ours.decoder.blocks[0].feed_forward.gate_up.frozen
     if isinstance(weight, Dense):
         return  # floats of the compute dtype
     weight.unpack()

@@ -16,6 +16,7 @@ from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache, Decode, Prefill
 from graftune.infer.generate import generate, in_groups
 from graftune.infer.sample import Sampling, choose
+from graftune.model.mixers.attention import KeyValues
 from tests import oracle, tiny
 
 PROMPTS = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
@@ -90,8 +91,10 @@ def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:
     decoder = ours.decoder
     want = [ours.logits([text]) for text in texts]
     cache = Cache(decoder.spec, starts, 22, decoder.device, decoder.compute)
-    for stored in (*cache.keys, *cache.values):
-        stored.fill_(1e4)  # what was never written must not be seen
+    for layer in cache.layers:
+        assert isinstance(layer, KeyValues)
+        for stored in (layer.keys, layer.values):
+            stored.fill_(1e4)  # what was never written must not be seen
     with torch.no_grad():
         packed = torch.tensor([t for text, n in zip(texts, starts, strict=True) for t in text[:n]])
         positions = torch.cat([torch.arange(n) for n in starts])

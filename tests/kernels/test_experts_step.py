@@ -11,7 +11,8 @@ import torch
 from graftune.config import LoraConfig
 from graftune.kernels import launch
 from graftune.kernels.experts import Starts
-from graftune.model.experts import Stacked
+from graftune.model.feed_forward.expert_projection import Stacked
+from graftune.model.feed_forward.experts import Experts
 from graftune.weights.base import open_base
 from tests import moe, quantised
 from tests.kernels.test_whole_step import batch, stepped
@@ -47,7 +48,7 @@ def test_step_equals_the_references(base_dtype, lora, recompute, folder, device,
     ours.arena.weights.copy_(start)
     ours.arena.publish()
     for block in ours.decoder.blocks:
-        assert block.experts is not None and isinstance(block.experts.down.weights, Stacked)
+        assert isinstance(block.feed_forward, Experts) and isinstance(block.feed_forward.down.weights, Stacked)
     got = stepped(ours, device, "triton", batch(padded=True), 0.0, recompute)
     for (report, grads, weights), (report_, grads_, weights_) in zip(got, wanted, strict=True):
         assert torch.allclose(report, report_, rtol=1e-4), (report, report_)

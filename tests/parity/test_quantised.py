@@ -73,8 +73,8 @@ def way(request, monkeypatch) -> type:
 def test_nf4_trains_as_its_dequantised_values_do(dropout, way, tiny_folder):
     base = open_base(str(tiny_folder("qwen2")))
     ours = quantised.placed(base, LORA, "nf4")
-    assert isinstance(ours.decoder.blocks[0].qkv.frozen, way) and isinstance(ours.decoder.embedding, Dense)
-    assert ours.decoder.blocks[0].qkv.frozen.kind == "nf4"
+    assert isinstance(ours.decoder.blocks[0].mixer.qkv.frozen, way) and isinstance(ours.decoder.embedding, Dense)
+    assert ours.decoder.blocks[0].mixer.qkv.frozen.kind == "nf4"
     same(ours, quantised.placed(quantised.through_nf4(base), LORA, "fp32"), 20, dropout)
     plain = quantised.placed(base, LORA, "fp32")
     assert trained(plain, 1)[0] != pytest.approx(trained(quantised.placed(base, LORA, "nf4"), 1)[0], rel=1e-3)
@@ -85,8 +85,8 @@ def test_gguf_blocks_train_as_their_dequantised_values_do(kind, table, way):
     shape = quantised.spec(256 if kind in ("Q4_K", "IQ4_XS") else 64, tied=kind == "Q8_0")
     base = quantised.gguf_base(kind, shape, table)
     ours = quantised.placed(base, LORA, "keep")
-    assert isinstance(ours.decoder.blocks[0].o.frozen, way)
-    assert ours.decoder.blocks[0].o.frozen.kind == kind
+    assert isinstance(ours.decoder.blocks[0].mixer.o.frozen, way)
+    assert ours.decoder.blocks[0].mixer.o.frozen.kind == kind
     assert ours.decoder.head.frozen.kind == (table if table != "F16" or way is Mapped else "fp16")
     same(ours, quantised.placed(quantised.dequantised(base), LORA, "fp32"), 20)
 

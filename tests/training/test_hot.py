@@ -14,9 +14,9 @@ import torch
 
 from graftune import graph
 from graftune.batch import PLAIN
+from graftune.kernels import attention
 from graftune.losses import CrossEntropy
 from graftune.model import projection
-from graftune.model.decoder import PackedDocuments
 from graftune.model.run import Aside
 from graftune.step.pipeline import DeviceLoop, Flat, Shape
 from graftune.step.step import Step
@@ -121,7 +121,7 @@ def test_sums_made_later_are_the_same_even_after_a_pass_that_failed(
         if aside:
             step.aside = Aside(torch.device("cpu"))
             with monkeypatch.context() as failing, pytest.raises(MemoryError):
-                failing.setattr(PackedDocuments, "backward", fail)
+                failing.setattr(attention, "backward", fail)
                 step.micro_step(batch())
             assert step.aside.held
             step.aside.do(lambda: pytest.fail("the failed pass's"), ours.arena.weights)

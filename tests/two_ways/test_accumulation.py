@@ -248,7 +248,8 @@ def test_dropout_against_autograd(tiny_folder: Folder) -> None:
     for name, module in model.named_modules():
         if name.endswith("lora_dropout.default"):
             layer, projection = int(name.split(".layers.")[1].split(".")[0]), name.split("_proj")[0].split(".")[-1]
-            place = getattr(ours.decoder.blocks[layer], groups[projection]).place
+            block, group = ours.decoder.blocks[layer], groups[projection]
+            place = getattr(block.mixer if group in ("qkv", "o") else block.feed_forward, group).place
             only = batch.rows if layer == 2 and projection in ("gate", "up", "down") else None
             module.forward = _masked(dropout, place, only)
     # One sequence with a block-diagonal mask on their side: positions start anew in each document.

@@ -43,7 +43,7 @@ step(sys.argv[2])
 at_start = resident_bytes()
 run, loss = step(sys.argv[1])
 spec, rank = run.engine.base.spec, run.config.lora.rank
-q = sum(spec.projections[p][0] for p in ("q_proj", "k_proj", "v_proj"))
+q = sum(spec.layer(0).projections[p][0] for p in ("q_proj", "k_proj", "v_proj"))
 saved = tokens * 4 * (2 * spec.width + q + spec.heads * spec.head_width + 2 * spec.ffn + 7 * rank + 64)
 logits = 4 * batch.response_tokens * spec.vocab * 4
 pieces = 5 * MAPPED_ROWS_BYTES

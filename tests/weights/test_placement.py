@@ -106,7 +106,7 @@ def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
         tensors["embed_tokens.weight"] = FirstRows(base.tensors["embed_tokens.weight"], rows)
         base = dataclasses.replace(base, tensors=tensors, spec=dataclasses.replace(base.spec, vocab=rows))
     decoder = quantised.placed(base, LORA, "keep").decoder
-    q, k, v = decoder.blocks[0].qkv.frozen.members
+    q, k, v = decoder.blocks[0].mixer.qkv.frozen.members
     assert torch.equal(q.blocks, base.tensors["layers.0.self_attn.q_proj.weight"].blocks)
     assert isinstance(k, GgufRows) and torch.equal(k.blocks, torch.from_numpy(file.blocks[::-1].copy()))
     assert isinstance(v, FloatRows) and v.tensor.dtype == torch.float16
@@ -143,7 +143,7 @@ def test_floats_of_another_dtype(gpu, tiny_folder, monkeypatch):
     base = open_base(str(tiny_folder("llama")))
     kinds = {}
     for asked in ("fp32", "bf16", "keep"):
-        weight = quantised.placed(base, LORA, asked).decoder.blocks[0].gate_up.frozen
+        weight = quantised.placed(base, LORA, asked).decoder.blocks[0].feed_forward.gate_up.frozen
         kinds[asked] = (type(weight), weight.kind)
     if gpu:
         assert kinds == {"fp32": (Dense, "fp32"), "bf16": (Unpacked, "bf16"), "keep": (Dense, "fp32")}
@@ -157,7 +157,7 @@ def test_what_a_checkpoint_left_unquantised_stays_so(gpu, tiny_folder, tmp_path,
     monkeypatch.setattr(launch, "roomy", lambda device: gpu)
     base = open_base(str(folder))
     ours = quantised.placed(base, LORA, "nf4")
-    weight = ours.decoder.blocks[0].qkv.frozen
+    weight = ours.decoder.blocks[0].mixer.qkv.frozen
     assert weight.kind == ("nf4+fp32" if gpu else "nf4+F32")
     members = weight.members if gpu else weight.sources
     assert isinstance(members[0], Nf4Rows) and not isinstance(members[2], Nf4Rows)

@@ -21,7 +21,7 @@ from graftune import tokenizer as tok
 from graftune.config import TARGETS, LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
-from graftune.model.lora import adapter_name, scaling, targets_of, weight_name
+from graftune.model.lora import scaling, targets_of, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.weights import experts
 from graftune.weights.adapter import Adapter, check_tables, fitted
@@ -119,14 +119,16 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
 
 def _check_whole(changes: Mapping[str, Product], spec: ModelSpec, adapter: Adapter) -> None:
     """An adapter for a shallower model would fit the first layers of this one."""
+    targets = targets_of(spec, adapter.lora)
     for layer in range(spec.layers):
-        for projection in targets_of(spec, adapter.lora) if spec.fused else adapter.lora.targets:
-            weight = weight_name(layer, projection)
+        for projection in (p for p in spec.layer(layer).projections if p in targets):
+            weight = weight_name(spec, layer, projection)
             if spec.experts and ".mlp." in weight:
                 weight = f"layers.{layer}.mlp.experts.{spec.experts - 1}.{projection}.weight"
             if weight not in changes:
+                missing = weight_name(spec, layer, projection, "lora_A.weight")
                 raise GraftuneError(
-                    f"{adapter_name(layer, projection, 'A')} is missing: the adapter was made for another base",
+                    f"{missing} is missing: the adapter was made for another base",
                     where=str(adapter.folder),
                     mend="give its own base",
                 )

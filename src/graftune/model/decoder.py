@@ -1,8 +1,8 @@
 """The whole forward, top to bottom: embed, blocks, final norm, head.
 
-One decoder for every family: they differ by values of the spec (where norms lie, bias, QK norm, window, ropes, scales,
-caps), never by a copy of this file. It works on packed tokens [T] without a batch dimension; who may see whom is the
-business of `Pass.attend`.
+One decoder for every family: they differ by values of the spec (parts of each layer, where norms lie, bias, QK norm,
+window, ropes, scales, caps), never by a copy of this file. It works on packed tokens [T] without a batch dimension;
+which of them belong together is the business of `Pass.sequences`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,13 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
-from graftune.model.block import (
-    Block,
-    NormWeight,
-    attention_half,
-    attention_half_backward,
-    mlp_half,
-    mlp_half_backward,
-)
+from graftune.model.block import Block
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.head import Head, NewRows, Output
+from graftune.model.part import NormWeight
 from graftune.model.projection import with_room
 from graftune.model.rotary import Rope
-from graftune.model.run import Aside, Attend, Dropout, Pass
+from graftune.model.run import Aside, Dropout, Pass, Sequences
 from graftune.model.spec import ModelSpec
 from graftune.model.tape import Tape
 
@@ -54,38 +48,38 @@ class Decoder:
     def begin(
         self,
         positions: torch.Tensor,
-        attend: Attend,
+        sequences: Sequences,
         *,
         adapted: bool = True,
         dropout: Dropout | None = None,
         aside: Aside | None = None,
     ) -> Pass:
-        """What the blocks share in one forward: rotary tables, attention, adapters on or off."""
+        """What the blocks share in one forward: rotary tables, which tokens belong together, adapters on or off."""
         tables = []
         for kind in self.ropes:
             frequencies = kind.frequencies
             if kind.far is not None:
-                is_far = (attend.reach(positions) > kind.limit).unsqueeze(1)
+                is_far = (sequences.reach(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
             tables.append(rope.tables(positions, frequencies, kind.scaling))
-        return Pass(tuple(tables), attend, adapted, dropout, aside)
+        return Pass(tuple(tables), sequences, adapted, dropout, aside)
 
     def forward(
         self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None, tape: Tape | None = None
     ) -> Stream:
         """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D].
 
-        The last MLP sees no other row: its output elsewhere is never used. `tape` keeps what `backward` needs.
+        The last feed-forward sees no other row: its output elsewhere is never used. `tape` keeps what `backward` needs.
         """
         x, y = self.embed(tokens, run.adapted), None
         for block in self.blocks:
-            x, y, attended = attention_half(block, x, y, run)
+            x, y, mixed = block.mixing.forward(x, y, run)
             if rows is not None and block is self.blocks[-1]:
                 x, y = x.index_select(0, rows), y.index_select(0, rows)
-            x, y, mlped = mlp_half(block, x, y, run)
+            x, y, fed = block.feeding.forward(x, y, run)
             if tape is not None:
-                tape.keep(block, attended, mlped)
-            del attended, mlped
+                tape.keep(block, mixed, fed)
+            del mixed, fed
         assert y is not None, "a decoder has at least one block"
         return Stream(x, y)
 
@@ -96,17 +90,20 @@ class Decoder:
         learns_below, codes = self.added is not None or isinstance(self.embedding, Trained), None
         for block in reversed(self.blocks):
             last = block is self.blocks[-1]
-            attended, mlped = tape.take(block, run, rows if last else None)
+            mixed, fed = tape.take(block, run, rows if last else None)
             assert stream is not None
-            stream, codes = mlp_half_backward(block, stream, codes, mlped, run)
-            del mlped
-            if last:  # rows that predict nothing have no gradient from the last MLP
+            stream, codes = block.feeding.backward(stream, codes, fed, run, below=block.mixing)
+            assert stream is not None
+            del fed
+            if last:  # rows that predict nothing have no gradient from the last feed-forward
                 stream = self._stream_buffer(stream, len(tokens)).zero_().index_add_(0, rows, stream)
                 codes = None
-            below = self.blocks[block.index - 1] if block.index else None
+            # In the first block nothing below learns, so the input's gradient is not computed.
+            below = self.blocks[block.index - 1].feeding if block.index else None
             need = learns_below or below is not None
-            stream, codes = attention_half_backward(block, stream, codes, attended, run, need, below)
-            del attended
+            stream, codes = block.mixing.backward(stream, codes, mixed, run, below, need)
+            run.join()
+            del mixed
             if stream is None:
                 break
         run.flush()
@@ -156,8 +153,8 @@ class Decoder:
 
     @property
     def _room(self) -> int:
-        """The stream's gradient is what o and down get, so it has their room."""
-        return max(max(block.o.room, block.down.room if block.down else 0) for block in self.blocks)
+        """The stream's gradient is what the parts' last projections get, so it has their room."""
+        return max(max(block.mixing.room, block.feeding.room) for block in self.blocks)
 
     def read_out(self, stream: Stream, *, adapted: bool = True) -> Output:
         """Final norm and head over the rows of a forward pass: what a loss computes from."""
@@ -172,21 +169,14 @@ class Decoder:
         logits = self.head.of(adapted).matmul(normed).float()
         return linear_cross_entropy.bent(logits, self.spec.logit_scale, self.spec.logit_cap)
 
-    @property
-    def frozen_bytes(self) -> int:
-        weights = [p.frozen for b in self.blocks for p in b.projections]
-        tied = self.head.frozen is self.embedding
-        mixtures = sum(b.experts.nbytes for b in self.blocks if b.experts is not None)
-        tables = self.embedding.nbytes + (0 if tied else self.head.frozen.nbytes)
-        return sum(w.nbytes for w in weights) + mixtures + tables
-
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Attention of a training or evaluation pass: causal inside each document, nothing across."""
+    """The tokens of a training or evaluation pass: each document sees itself, and nothing across its borders."""
 
     documents: attention.Documents
     backend: str = "cpu"
+    past: None = None
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu", backend: str = "cpu") -> PackedDocuments:
@@ -197,36 +187,3 @@ class PackedDocuments:
         starts, tokens = self.documents.cu_seqlens, torch.arange(len(positions), device=positions.device)
         document = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(starts) - 2)
         return starts.diff().index_select(0, document)
-
-    def forward(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        window, backend = self._how(block)
-        return attention.forward(q, k, v, self.documents, block.score_scale, window, backend, out, block.score_cap)[1]
-
-    def grad_buffers(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        return attention.grad_buffers(q, k, self._how(block)[1])
-
-    def backward(
-        self,
-        block: Block,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stats: torch.Tensor,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        window, backend = self._how(block)
-        scale, cap = block.score_scale, block.score_cap
-        attention.backward(grad, q, k, v, out, stats, self.documents, scale, window, grads, backend, cap)
-
-    def _how(self, block: Block) -> tuple[int, str]:
-        """(window, backend) of a layer. A window that no document reaches is none; cuDNN's plans know none and no soft
-        cap, so layers with a real one take our own kernels."""
-        window = block.window if block.window < self.documents.longest else 0
-        ours = (window or block.score_cap) and self.backend != "cpu"
-        return window, "triton" if ours else self.backend

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,15 +24,12 @@ from graftune.errors import GraftuneError
 from graftune.kernels import fp8, lora_linear
 from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
-from graftune.model.experts import ExpertLora
+from graftune.model.feed_forward.expert_projection import ExpertLora
 from graftune.model.frozen import Fp8, Roomy
-from graftune.model.spec import NORMS, ModelSpec
 
-# A mixture's: each of the two stacked weights of the experts has one adapter an expert.
-EXPERT_GROUPS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-HOMES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), "self_attn") | dict.fromkeys(
-    ("gate_proj", "up_proj", "gate_up_proj", "down_proj"), "mlp"
-)
+if TYPE_CHECKING:
+    from graftune.model.part import PartSpec
+    from graftune.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -139,24 +137,17 @@ class Arena:
         return list(runs.values())
 
 
-def adapter_name(layer: int, projection: str, matrix: str) -> str:
-    return f"layers.{layer}.{HOMES[projection]}.{projection}.lora_{matrix}.weight"
-
-
-def expert_adapter_name(layer: int, group: str, matrix: str) -> str:
-    return f"layers.{layer}.mlp.experts.{group}.lora_{matrix}.weight"
-
-
-def weight_name(layer: int, projection: str, kind: str = "weight") -> str:
-    return f"layers.{layer}.{HOMES[projection]}.{projection}.{kind}"
+def weight_name(spec: ModelSpec, layer: int, projection: str, kind: str = "weight") -> str:
+    return f"layers.{layer}.{spec.layer(layer).home(projection)}.{projection}.{kind}"
 
 
 def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
     """(layer, name, width) of every norm weight."""
-    kinds = [(kind, spec.width) for kind in NORMS[spec.norms] if kind is not None]
-    if spec.qk_norm:
-        kinds += zip(("self_attn.q_norm", "self_attn.k_norm"), spec.qk_norm_widths, strict=True)
-    blocks = [(i, f"layers.{i}.{kind}.weight", width) for i in range(spec.layers) for kind, width in kinds]
+    blocks = [
+        (index, f"layers.{index}.{name}.weight", width)
+        for index in range(spec.layers)
+        for name, width in spec.layer(index).norm_widths.items()
+    ]
     return [*blocks, (-1, "norm.weight", spec.width)]
 
 
@@ -185,10 +176,9 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
     return tuple(p for p in spec.projections if p in wanted)
 
 
-def room_of(spec: ModelSpec, config: LoraConfig, group: str) -> int:
+def room_of(members: Sequence[str], targets: Collection[str], rank: int) -> int:
     """Columns and rows that a group's adapters take beside its weight, a multiple of eight for aligned rows."""
-    members = [p for p in spec.groups[group] if p in targets_of(spec, config)]
-    return -(-len(members) * config.rank // 8) * 8
+    return -(-sum(member in targets for member in members) * rank // 8) * 8
 
 
 def build_arena(
@@ -220,18 +210,9 @@ class _Layout:
 def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None:
     targets = targets_of(spec, config)
     for layer in range(spec.layers):
-        for group in spec.groups.values():
-            members = [p for p in group if p in targets]
-            for projection in members:
-                shape = (config.rank, spec.projections[projection][1])
-                place(adapter_name(layer, projection, "A"), shape, layer, True)
-            for projection in members:
-                shape = (spec.projections[projection][0], config.rank)
-                place(adapter_name(layer, projection, "B"), shape, layer, True)
-        for name in adapted_experts(spec, config):
-            out, width = _expert_shape(spec, name)
-            place(expert_adapter_name(layer, name, "A"), (spec.experts * config.rank, width), layer, True)
-            place(expert_adapter_name(layer, name, "B"), (spec.experts, out, config.rank), layer, True)
+        for part in spec.layer(layer).parts:
+            for name, shape in part.adapters(targets, config.rank, config.dropout):
+                place(f"layers.{layer}.{name}", shape, layer, True)
     if config.new_tokens:
         place("embed_tokens.rows", (len(config.new_tokens), spec.width), -1, True)
         if not spec.tied:
@@ -241,38 +222,20 @@ def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None
             place(name, (width,), layer, False)
 
 
-def _expert_shape(spec: ModelSpec, group: str) -> tuple[int, int]:
-    """(out, in) of an expert's share of a stacked weight."""
-    shapes = [spec.projections[p] for p in EXPERT_GROUPS[group]]
-    return sum(out for out, _ in shapes), shapes[0][1]
-
-
-def adapted_experts(spec: ModelSpec, config: LoraConfig) -> list[str]:
-    """Those of EXPERT_GROUPS that the targets are. They hold gate and up as one, and dropout on what an expert reads is
-    nothing PEFT could load."""
-    targets = set(targets_of(spec, config))
-    found = [group for group, members in EXPERT_GROUPS.items() if spec.experts and set(members) & targets]
-    if "gate_up_proj" in found and not set(EXPERT_GROUPS["gate_up_proj"]) <= targets:
-        raise GraftuneError(
-            "the experts hold gate and up as one weight, and only one of the two is a target",
-            mend="target gate_proj and up_proj, or neither",
-        )
-    if found and config.dropout:
-        raise GraftuneError("adapters on experts have no dropout", mend="set dropout to 0, or target attention")
-    return found
-
-
 def _place_everything(place: _Layout, spec: ModelSpec) -> None:
     """By the names the base has. Projections that share an input lie together: one product serves them."""
     place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
-    for layer in range(spec.layers):
-        for projection in spec.projections:
-            place(weight_name(layer, projection), spec.projections[projection], layer, True)
+    weights = {layer: spec.layer(layer).weights for layer in range(spec.layers)}
+    for layer, found in weights.items():
+        for name, shape in found.items():
+            if len(shape) > 1:
+                place(f"layers.{layer}.{name}", shape, layer, True)
     if not spec.tied:
         place("lm_head.weight", (spec.vocab, spec.width), -1, True)
-    for layer in range(spec.layers if spec.qkv_bias else 0):
-        for projection in spec.groups["qkv"]:
-            place(weight_name(layer, projection, "bias"), spec.projections[projection][:1], layer, False)
+    for layer, found in weights.items():
+        for name, shape in found.items():
+            if len(shape) == 1:
+                place(f"layers.{layer}.{name}", shape, layer, False)
     for layer, name, width in norm_names(spec):
         place(name, (width,), layer, False)
 
@@ -309,45 +272,46 @@ def initialise(arena: Arena, config: LoraConfig, seed: int) -> None:
     arena.publish()
 
 
-def lora_groups(arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int) -> dict[str, LoraGroup]:
-    """The layer's adapters as views into the arena."""
-    found: dict[str, LoraGroup] = {}
-    for name, group in spec.groups.items():
-        members = [p for p in group if adapter_name(layer, p, "A") in arena.slots]
-        if not members:
-            continue
-        downs = arena.span(adapter_name(layer, members[0], "A"), adapter_name(layer, members[-1], "A"))
-        ups = arena.span(adapter_name(layer, members[0], "B"), adapter_name(layer, members[-1], "B"))
-        ends = list(itertools.accumulate(spec.projections[p][0] for p in group))
-        columns = tuple((ends[i] - spec.projections[p][0], ends[i]) for i, p in enumerate(group) if p in members)
-        width, rank = spec.projections[members[0]][1], config.rank
-        found[name] = LoraGroup(
-            down=arena.compute[downs].view(-1, width),
-            up=arena.compute[ups].view(-1, rank),
-            grad_down=arena.grads[downs].view(-1, width),
-            grad_up=arena.grads[ups].view(-1, rank),
-            columns=columns,
-            scale=scaling(config),
-            arena=arena,
-            diagonal=_diagonal(arena, ends[-1], columns, ups, rank) if _one_diagonal(arena, group) else None,
-        )
-    return found
+def lora_group(arena: Arena, part: PartSpec, group: str, config: LoraConfig, layer: int) -> LoraGroup | None:
+    """The adapters of a group of projections as views into the arena; None where none of them has any."""
+
+    def name(member: str, matrix: str) -> str:
+        return f"layers.{layer}.{part.home}.{member}.lora_{matrix}.weight"
+
+    members = part.groups[group]
+    adapted = [member for member in members if name(member, "A") in arena.slots]
+    if not adapted:
+        return None
+    downs, ups = (arena.span(name(adapted[0], matrix), name(adapted[-1], matrix)) for matrix in "AB")
+    outs = [part.projections[member][0] for member in members]
+    ends = list(itertools.accumulate(outs))
+    columns = tuple((ends[i] - outs[i], ends[i]) for i, member in enumerate(members) if member in adapted)
+    width, rank = part.projections[adapted[0]][1], config.rank
+    return LoraGroup(
+        down=arena.compute[downs].view(-1, width),
+        up=arena.compute[ups].view(-1, rank),
+        grad_down=arena.grads[downs].view(-1, width),
+        grad_up=arena.grads[ups].view(-1, rank),
+        columns=columns,
+        scale=scaling(config),
+        arena=arena,
+        diagonal=_diagonal(arena, ends[-1], columns, ups, rank) if _one_diagonal(arena, members) else None,
+    )
 
 
-def expert_groups(arena: Arena, spec: ModelSpec, config: LoraConfig, layer: int) -> dict[str, ExpertLora]:
-    """The adapters of a layer's experts as views into the arena."""
-    found = {}
-    for group in adapted_experts(spec, config):
-        a, b = (expert_adapter_name(layer, group, matrix) for matrix in "AB")
-        split = (spec.experts, config.rank)
-        found[group] = ExpertLora(
-            down=arena.view(a, arena.compute).unflatten(0, split),
-            up=arena.view(b, arena.compute),
-            grad_down=arena.view(a, arena.grads).unflatten(0, split),
-            grad_up=arena.view(b, arena.grads),
-            scale=scaling(config),
-        )
-    return found
+def expert_lora(arena: Arena, stem: str, config: LoraConfig) -> ExpertLora | None:
+    """The adapters of one parameter of all experts, named `stem`, as views into the arena."""
+    a, b = (f"{stem}.lora_{matrix}.weight" for matrix in "AB")
+    if a not in arena.slots:
+        return None
+    split = (-1, config.rank)
+    return ExpertLora(
+        down=arena.view(a, arena.compute).unflatten(0, split),
+        up=arena.view(b, arena.compute),
+        grad_down=arena.view(a, arena.grads).unflatten(0, split),
+        grad_up=arena.view(b, arena.grads),
+        scale=scaling(config),
+    )
 
 
 def _one_diagonal(arena: Arena, group: Sequence[str]) -> bool:

@@ -1,51 +1,56 @@
-"""What all blocks of one pass share: rotary tables, attention, adapters on or off, dropout, and the streams aside."""
+"""What all blocks of a pass share: rotary tables, which tokens belong together, adapters on or off, dropout, streams."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from graftune import graph
 from graftune.kernels import dropout as dropouts
-
-if TYPE_CHECKING:
-    from graftune.model.block import Block
+from graftune.kernels.attention import Documents
 
 
-class Attend(Protocol):
-    """Attention as the pass wants it: over packed documents when training, over a cache when generating."""
+class LayerCache(Protocol):
+    """What generation keeps of one layer's past; the layer's mixer makes it, fills it and reads it."""
+
+    def keep(self, sequences: torch.Tensor) -> None:
+        """Drop all sequences but these."""
+        ...
+
+
+class Past(Protocol):
+    """The past of the sequences that are being generated (infer/cache.py)."""
+
+    layers: list[LayerCache]
+    lengths: torch.Tensor  # [S], tokens of each that are in the cache
+    sequences: torch.Tensor  # [S], 0, 1, 2 ...
+    places: torch.Tensor  # likewise, of the tokens that a sequence may come to
+
+
+class Sequences(Protocol):
+    """Which tokens of a pass belong together: documents packed end to end, or one new token of each sequence that is
+    being generated."""
+
+    @property
+    def documents(self) -> Documents | None:
+        """The packed documents; None: one new token a sequence."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """Of attention over packed documents."""
+        ...
+
+    @property
+    def past(self) -> Past | None:
+        """Where generation keeps what it has read; None in training."""
+        ...
 
     def reach(self, positions: torch.Tensor) -> torch.Tensor:
         """How long the document of each token is, or will be: [T]."""
-        ...
-
-    def forward(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Writes out [T, N, H], whose tokens may lie apart; returns statistics for the backward."""
-        ...
-
-    def grad_buffers(
-        self, block: Block, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Where dq, dk and dv have to be left; None: wherever the caller likes."""
-        ...
-
-    def backward(
-        self,
-        block: Block,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stats: torch.Tensor,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Writes dq, dk, dv into `grads`."""
         ...
 
 
@@ -104,7 +109,7 @@ class Aside:
 @dataclass(frozen=True)
 class Pass:
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cos and sin [T, R/2] for each kind of layer
-    attend: Attend
+    sequences: Sequences
     adapted: bool = True
     dropout: Dropout | None = None
     aside: Aside | None = None

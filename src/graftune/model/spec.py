@@ -1,15 +1,25 @@
-"""What a decoder looks like. Families differ by these values alone; hf_config.py and gguf_metadata.py read them."""
+"""What a decoder looks like. Families differ by these values alone; hf_config.py and gguf_metadata.py read them.
+
+A configuration states most values once for all layers, and so does `ModelSpec`; `layer` says what a layer is made of:
+the specs of its mixer and its feed-forward. Whoever asks for tensors, projections or adapters asks those.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from graftune.model.feed_forward.experts import ExpertsSpec
+from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.part import FeedForwardSpec, MixerSpec, PartSpec
 from graftune.model.rotary import Rope, RopeScaling, inverse_frequencies
 
-# The norms of a block by their place: before and behind the attention half, before and behind the MLP half.
+# The norms of a layer by their place: before and behind the mixer, before and behind the feed-forward.
 NORMS = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "around": (
@@ -20,6 +30,44 @@ NORMS = {
     ),
     "behind": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 }
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer is made of. Layers of a kind are equal."""
+
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+    norms: tuple[str | None, ...]  # names, by place as in NORMS
+    width: int
+
+    @property
+    def parts(self) -> tuple[PartSpec, PartSpec]:
+        return self.mixer, self.feed_forward
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of all that adapters may lie on; of a mixture, of one expert."""
+        return {name: shape for part in self.parts for name, shape in part.projections.items()}
+
+    def home(self, projection: str) -> str:
+        """The module that a projection is in."""
+        return next(part.home for part in self.parts if projection in part.projections)
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor but the norms, by its name behind `layers.N.`."""
+        return {name: shape for part in self.parts for name, shape in part.weights.items()}
+
+    @property
+    def norm_widths(self) -> dict[str, int]:
+        """Every norm, by its name behind `layers.N.`."""
+        found = {name: self.width for name in self.norms if name is not None}
+        return found | {f"{part.home}.{name}": width for part in self.parts for name, width in part.norms.items()}
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -52,60 +100,52 @@ class ModelSpec:
     embedding_scale: float = 1.0
     attention_scale: float = 0.0  # of the scores; 0: 1 / sqrt(head width)
     attention_cap: float = 0.0  # scores are bent towards it by a tanh; 0: they are not
-    residual_scale: float = 1.0  # of what a half adds to the stream
+    residual_scale: float = 1.0  # of what a mixer or feed-forward adds to the residual stream
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     experts: int = 0  # of each layer's MLP; 0: it is dense. ffn is then one expert's
     experts_chosen: int = 0  # for each token
     experts_normalised: bool = True  # whether the weights of the chosen sum to one
 
-    @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the projections of a block; of a mixture, gate, up and down are those of one expert."""
-        q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
-        if self.fused:
-            return {
-                "qkv_proj": (q + 2 * kv, self.width),
-                "o_proj": (self.width, q),
-                "gate_up_proj": (2 * self.ffn, self.width),
-                "down_proj": (self.width, self.ffn),
-            }
-        return {
-            "q_proj": (q, self.width),
-            "k_proj": (kv, self.width),
-            "v_proj": (kv, self.width),
-            "o_proj": (self.width, q),
-            "gate_proj": (self.ffn, self.width),
-            "up_proj": (self.ffn, self.width),
-            "down_proj": (self.width, self.ffn),
-        }
+    def layer(self, index: int) -> LayerSpec:
+        return LayerSpec(self._mixer(index), self._feed_forward(index), NORMS[self.norms], self.width)
+
+    def _mixer(self, layer: int) -> MixerSpec:
+        return AttentionSpec(
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_width=self.head_width,
+            norm_eps=self.norm_eps,
+            score_scale=self.score_scale,
+            score_cap=self.attention_cap,
+            window=self.window if layer in self.window_layers else 0,
+            rope=self.rope_of(layer),
+            bias=self.qkv_bias,
+            fused=self.fused,
+            qk_norm=self.qk_norm,
+            wide_qk_norm=self.wide_qk_norm,
+        )
+
+    def _feed_forward(self, layer: int) -> FeedForwardSpec:
+        if self.experts:
+            return ExpertsSpec(self.width, self.ffn, self.experts, self.experts_chosen, self.experts_normalised)
+        return GatedSpec(self.width, self.ffn, self.activation, self.fused)
+
+    @cached_property
+    def kinds(self) -> Counter[LayerSpec]:
+        """How many layers there are of each kind."""
+        return Counter(self.layer(index) for index in range(self.layers))
 
     @property
-    def groups(self) -> dict[str, tuple[str, ...]]:
-        """The projections that share an input, and are one product here; a mixture's experts are apart."""
-        if self.experts:
-            return {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
-        if self.fused:
-            return {"qkv": ("qkv_proj",), "o": ("o_proj",), "gate_up": ("gate_up_proj",), "down": ("down_proj",)}
-        return {
-            "qkv": ("q_proj", "k_proj", "v_proj"),
-            "o": ("o_proj",),
-            "gate_up": ("gate_proj", "up_proj"),
-            "down": ("down_proj",),
-        }
+    def projections(self) -> tuple[str, ...]:
+        """The names of all that adapters may lie on."""
+        return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.projections))
 
     @property
     def parameters(self) -> int:
-        mlp = ("gate_proj", "up_proj", "down_proj") if self.experts else ()
-        times = {p: self.experts if p in mlp else 1 for p in self.projections}
-        block = sum(times[p] * out * into for p, (out, into) in self.projections.items()) + self.experts * self.width
-        return self.layers * block + self.vocab * self.width * (1 if self.tied else 2)
-
-    @property
-    def qk_norm_widths(self) -> tuple[int, int]:
-        if self.wide_qk_norm:
-            return self.heads * self.head_width, self.kv_heads * self.head_width
-        return self.head_width, self.head_width
+        layers = sum(count * kind.parameters for kind, count in self.kinds.items())
+        return layers + self.vocab * self.width * (1 if self.tied else 2)
 
     @property
     def score_scale(self) -> float:

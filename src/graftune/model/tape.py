@@ -1,12 +1,13 @@
 """What the forward keeps for the backward, by policy.
 
-    none        all that a half's backward wants: nothing but norms, rope and SwiGLU is computed twice
-    selective   not the gate_up product, 60% of the whole: one product of eight is computed twice
+    none        all that the parts' backward wants: nothing but norms, rope and gated units is computed twice
+    selective   not what the parts call large and cheap to make again: of attention and a gated MLP the gate_up product,
+                60% of the whole, so that one product of eight is computed twice
     full        only each block's input: the block's forward is computed twice, but for its last product
     offload     as full, and the inputs wait in pinned host memory; copies run on a stream of their own, an input ahead
 
 The tape is explicit instead of autograd's: it says what is kept, lets go of it as soon as it is used, and is the one
-place where a policy lives.
+place where a policy lives. It asks the parts of a block and knows no kind of them.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ from typing import Protocol
 import torch
 
 from graftune import graph
-from graftune.model.block import Attended, Block, Mlped, attention_half, gate_up_again, mlp_half_again
+from graftune.model.block import Block, BranchSaved
 from graftune.model.run import Pass
 
 
 class Tape(Protocol):
-    def keep(self, block: Block, attended: Attended, mlped: Mlped) -> None: ...
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[Attended, Mlped]:
+    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None: ...
+    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         """What was kept of a block, complete again; blocks are taken in reverse order, each once."""
         ...
 
 
 @dataclass
 class Everything:
-    kept: list[tuple[Attended, Mlped]] = field(default_factory=list)
+    kept: list[tuple[BranchSaved, BranchSaved]] = field(default_factory=list)
 
-    def keep(self, block: Block, attended: Attended, mlped: Mlped) -> None:
-        self.kept.append((attended, mlped))
+    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
+        self.kept.append((mixed, fed))
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[Attended, Mlped]:
+    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         return self.kept.pop()
 
 
 class Selective(Everything):
-    def keep(self, block: Block, attended: Attended, mlped: Mlped) -> None:
-        super().keep(block, attended, mlped._replace(gate_up=mlped.x.new_empty(0)))
+    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
+        super().keep(block, block.mixing.light(mixed), block.feeding.light(fed))
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[Attended, Mlped]:
-        attended, mlped = self.kept.pop()
-        return attended, gate_up_again(block, mlped, run)
+    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+        mixed, fed = self.kept.pop()
+        return block.mixing.complete(mixed, run), block.feeding.complete(fed, run)
 
 
 @dataclass
@@ -54,18 +55,11 @@ class Inputs:
 
     kept: list[torch.Tensor] = field(default_factory=list)
 
-    def keep(self, block: Block, attended: Attended, mlped: Mlped) -> None:
-        self.kept.append(attended.x)
+    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
+        self.kept.append(mixed.x)
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[Attended, Mlped]:
-        return again(block, self.kept.pop(), run, rows)
-
-
-def again(block: Block, x: torch.Tensor, run: Pass, rows: torch.Tensor | None) -> tuple[Attended, Mlped]:
-    x, y, attended = attention_half(block, x, None, run)
-    if rows is not None:
-        x, y = x.index_select(0, rows), y.index_select(0, rows)
-    return attended, mlp_half_again(block, x, y, run)
+    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+        return block.again(self.kept.pop(), run, rows)
 
 
 class Offloaded:
@@ -80,17 +74,17 @@ class Offloaded:
         self.leaving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self.coming: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
 
-    def keep(self, block: Block, attended: Attended, mlped: Mlped) -> None:
+    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
         main = torch.cuda.current_stream()
         self._let_go(1)
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
-            self.homes[block.index].copy_(attended.x, non_blocking=True)
+            self.homes[block.index].copy_(mixed.x, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self.side)
-        self.leaving.append((attended.x, done))
+        self.leaving.append((mixed.x, done))
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[Attended, Mlped]:
+    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         self._let_go(0)
         if block.index not in self.coming:
             self._fetch(block.index, run)
@@ -98,7 +92,7 @@ class Offloaded:
         torch.cuda.current_stream().wait_event(arrived)
         if block.index:
             self._fetch(block.index - 1, run)
-        return again(block, x, run, rows)
+        return block.again(x, run, rows)
 
     def _fetch(self, index: int, run: Pass) -> None:
         x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=run.tables[0][0].device)

@@ -25,6 +25,7 @@ from graftune.losses import CrossEntropy, Loss, base_log_probs
 from graftune.model.decoder import Decoder, PackedDocuments, Stream
 from graftune.model.frozen import apart
 from graftune.model.lora import Arena
+from graftune.model.mixers.attention import Attention
 from graftune.model.run import Aside, Dropout
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
@@ -128,9 +129,10 @@ class Step:
         """Timed with a block's own scale and distances of rows: the plans that are built for it are the step's."""
         from graftune.kernels.attention import timing
 
-        block, names = self.decoder.blocks[0], (self.backend, *self.other_backends)
-        rows = apart(block.o.width_in, block.o.room), apart(block.qkv.width_out, block.qkv.room)
-        case = timing.Case(tokens, block.heads, self.decoder.compute, block.score_scale, *rows)
+        names = (self.backend, *self.other_backends)
+        one = next(block.mixer for block in self.decoder.blocks if isinstance(block.mixer, Attention))
+        rows = apart(one.o.width_in, one.o.room), apart(one.qkv.width_out, one.qkv.room)
+        case = timing.Case(tokens, one.heads, self.decoder.compute, one.score_scale, *rows)
         self.backend = timing.fastest(names, documents, case)
         self.other_backends = ()
 

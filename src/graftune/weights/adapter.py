@@ -26,7 +26,7 @@ from graftune.config import TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.files import new_folder
 from graftune.model.frozen import RowSource
-from graftune.model.lora import HOMES, Arena, targets_of
+from graftune.model.lora import Arena, targets_of
 from graftune.model.spec import NORMS, ModelSpec
 from graftune.weights import experts, names, patterns, rows, safetensors_io
 from graftune.weights.base import Base
@@ -136,7 +136,7 @@ def write_adapter(
 
 
 def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules_to_save: list[str]) -> dict[str, Any]:
-    targets = targets_of(base.spec, lora) if base.spec.fused else expand_targets(lora.targets)
+    targets = targets_of(base.spec, lora)
     of_experts = experts.target_parameters(targets) if base.spec.experts else []
     return {
         "peft_type": "LORA",
@@ -147,7 +147,7 @@ def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules
         "lora_alpha": lora.resolved().alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": [t for t in targets if not base.spec.experts or HOMES[t] == "self_attn"],
+        "target_modules": [t for t in targets if not base.spec.experts or t not in experts.PROJECTIONS],
         "target_parameters": of_experts or None,
         "modules_to_save": modules_to_save or None,
         "ensure_weight_tying": base.spec.tied and bool(lora.new_tokens),

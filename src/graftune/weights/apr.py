@@ -19,9 +19,8 @@ import torch
 
 from graftune.config import TARGETS, LoraConfig
 from graftune.errors import GraftuneError
-from graftune.model.lora import HOMES
 from graftune.model.spec import ModelSpec
-from graftune.weights import apr_io, experts
+from graftune.weights import apr_io, experts, names
 from graftune.weights.adapter import Adapter
 from graftune.weights.apr_io import AprFile, AprTensor
 
@@ -103,7 +102,7 @@ def load_apr(path: Path) -> Adapter:
 def _ours(stored: str, path: Path) -> str:
     match = _STORED.fullmatch(stored)
     if match and match[2] in TARGETS:
-        return f"layers.{match[1]}.{HOMES[match[2]]}.{match[2]}.lora_{match[3].upper()}.weight"
+        return f"layers.{match[1]}.{names.HOMES[match[2]][0]}.{match[2]}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored
     raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")

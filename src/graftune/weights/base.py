@@ -24,7 +24,7 @@ from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
-from graftune.model.lora import HOMES, norm_names
+from graftune.model.lora import norm_names
 from graftune.model.spec import ModelSpec
 from graftune.recognise import default_base
 from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
@@ -176,14 +176,8 @@ def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab, spec.width)
     for index in range(min(spec.layers, count + 1)):  # more layers than tensors: the first that lacks is named
-        if spec.experts:
-            yield from experts.expected(spec, index)
-        for projection, shape in spec.projections.items():
-            if spec.experts and HOMES[projection] == "mlp":
-                continue
-            yield f"layers.{index}.{HOMES[projection]}.{projection}.weight", shape
-            if spec.qkv_bias and projection in ("q_proj", "k_proj", "v_proj"):
-                yield f"layers.{index}.self_attn.{projection}.bias", shape[:1]
+        for name, shape in spec.layer(index).weights.items():
+            yield f"layers.{index}.{name}", shape
     for _, name, width in norm_names(spec):
         yield name, (width,)
 

@@ -18,9 +18,9 @@ import torch
 
 from graftune.config import TARGETS
 from graftune.errors import GraftuneError
-from graftune.model.lora import HOMES, adapter_name, targets_of
+from graftune.model.lora import targets_of, weight_name
 from graftune.model.spec import ModelSpec
-from graftune.weights import patterns
+from graftune.weights import names, patterns
 
 MOST_PATTERNS = 4000  # one for each module of a model, and more
 
@@ -42,7 +42,7 @@ def evened(
         first, _, rest = module.partition(".")
         number, _, inner = rest.partition(".")
         home, _, target = inner.rpartition(".")
-        if first != "layers" or not number.isdecimal() or HOMES.get(target) != home or target not in TARGETS:
+        if first != "layers" or not number.isdecimal() or home not in names.HOMES.get(target, ()):
             raise refuse(f"adapters on {module}")
     if not downs:
         raise GraftuneError("holds no A and B of any module", where=where, mend="copy the adapter again")
@@ -86,12 +86,11 @@ def evened(
 
 def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> dict[str, torch.Tensor]:
     """With zeros where an adapter leaves a module of its targets out."""
-    made = dict(tensors)
+    made, targets = dict(tensors), targets_of(spec, lora)
     for layer in range(spec.layers):
-        for target in targets_of(spec, lora):
-            out, into = spec.projections[target]
-            for matrix, size in (("A", (lora.rank, into)), ("B", (out, lora.rank))):
-                made.setdefault(adapter_name(layer, target, matrix), torch.zeros(size))
+        for target, (out, into) in spec.layer(layer).projections.items():
+            for matrix, size in (("A", (lora.rank, into)), ("B", (out, lora.rank))) if target in targets else ():
+                made.setdefault(weight_name(spec, layer, target, f"lora_{matrix}.weight"), torch.zeros(size))
     return made
 
 

@@ -13,13 +13,14 @@ parameter was wrapped last and not which it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.model.feed_forward.experts import PARAMETERS
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
 from graftune.weights.rows import Over
@@ -27,8 +28,8 @@ from graftune.weights.rows import Over
 if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
 
-PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # transformers', and what is in it
 _GGUF = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+PROJECTIONS = tuple(_GGUF)
 _GGUF_BACK = {gguf: ours for ours, gguf in _GGUF.items()}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MIXTRAL_BACK = {ours: theirs for theirs, ours in _MIXTRAL.items()}
@@ -83,19 +84,6 @@ class Stack:
 
     def values(self) -> torch.Tensor:
         return self.read(0, len(self.experts))
-
-
-def weight_names(layer: int, expert: int, parameter: str) -> list[str]:
-    """Ours, of what one of transformers' parameters holds of an expert."""
-    return [f"layers.{layer}.mlp.experts.{expert}.{p}.weight" for p in PARAMETERS[parameter]]
-
-
-def expected(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"layers.{layer}.mlp.gate.weight", (spec.experts, spec.width)
-    for parameter, projections in PARAMETERS.items():
-        for expert in range(spec.experts):
-            for name, projection in zip(weight_names(layer, expert, parameter), projections, strict=True):
-                yield name, spec.projections[projection]
 
 
 def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:

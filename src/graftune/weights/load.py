@@ -6,7 +6,7 @@ its rows exist at any time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -15,9 +15,10 @@ import torch
 from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
-from graftune.model.block import Bias, Block, NormWeight
+from graftune.model.block import Block, Branch, FeedForwardBranch
 from graftune.model.decoder import Decoder
-from graftune.model.experts import ExpertProjection, Experts, ExpertWeights, Several, Stacked
+from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
+from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
 from graftune.model.frozen import (
     BlockSource,
     Dense,
@@ -38,11 +39,11 @@ from graftune.model.frozen import (
 )
 from graftune.model.frozen.fp8 import MOST_RANK
 from graftune.model.head import Head, NewRows
-from graftune.model.lora import Arena, expert_groups, lora_groups, room_of, weight_name
+from graftune.model.lora import Arena, expert_lora, lora_group, room_of, targets_of
+from graftune.model.part import Bias, NormWeight, PartSpec
 from graftune.model.projection import Projection
-from graftune.model.spec import NORMS, ModelSpec
+from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, Runtime
-from graftune.weights import experts as mixtures
 from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 from graftune.weights.placement import Placement
@@ -53,13 +54,16 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  #
 
 def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:
     """How large the scratch is: the largest projection and its room, or what is dequantised of a table at once."""
-    largest = 0
-    for group, members in spec.groups.items():
-        shapes, room = [spec.projections[p] for p in members], room_of(spec, lora, group)
-        largest = max(largest, Scratch.size(sum(out for out, _ in shapes), shapes[0][1], room))
-    if spec.experts:
-        largest = max(largest, Scratch.size(2 * spec.experts * spec.ffn, spec.width))
+    largest = max(Scratch.size(*product) for product in _products(spec, lora))
     return max(largest, min(spec.vocab * spec.width, TABLE_VALUES)) if tables else largest
+
+
+def _products(spec: ModelSpec, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
+    """(out, in, room) of the products of all kinds of layers."""
+    targets = targets_of(spec, lora)
+    for part in (part for kind in spec.kinds for part in kind.parts):
+        for name, (out, width) in part.products.items():
+            yield out, width, room_of(part.groups.get(name, ()), targets, lora.rank)
 
 
 def build_decoder(base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement) -> Decoder:
@@ -99,70 +103,20 @@ class _Placer:
         )
 
     def block(self, index: int) -> Block:
-        spec, prefix = self.spec, f"layers.{index}."
-
-        adapters = lora_groups(self.arena, spec, self.lora, index)
-
-        def fused(group: str, number: int) -> Projection:
-            members, adapter = spec.groups[group], adapters.get(group)
-            room = room_of(spec, self.lora, group) if adapter is not None and self.on_gpu else 0
-            names = [weight_name(index, p) for p in members]
-            weight = self.projection(names, [spec.projections[p] for p in members], room)
-            return Projection(weight, adapter, index * 8 + number)
-
-        kinds = NORMS[spec.norms]
-        norms = [None if kind is None else self.norm(f"{prefix}{kind}.weight", spec.width) for kind in kinds]
-        q_width, k_width = spec.qk_norm_widths
+        spec, layer = self.spec, self.spec.layer(index)
+        before_mixer, behind_mixer, before, behind = (
+            None if name is None else self.norm(f"layers.{index}.{name}.weight", spec.width) for name in layer.norms
+        )
+        mixer = layer.mixer.build(_PartMaker(self, layer.mixer, index, 0))
+        feed_forward = layer.feed_forward.build(
+            _PartMaker(self, layer.feed_forward, index, len(layer.mixer.groups)),
+        )
+        eps, scale = spec.norm_eps, spec.residual_scale
         return Block(
-            index=index,
-            window=spec.window if index in spec.window_layers else 0,
-            norm_eps=spec.norm_eps,
-            heads=(spec.heads, spec.kv_heads, spec.head_width),
-            attention_norm=norms[0],
-            mlp_norm=norms[2],
-            qkv=fused("qkv", 0),
-            o=fused("o", 1),
-            gate_up=None if spec.experts else fused("gate_up", 2),
-            down=None if spec.experts else fused("down", 3),
-            qkv_bias=self.bias(index) if spec.qkv_bias else None,
-            q_norm=self.norm(f"{prefix}self_attn.q_norm.weight", q_width) if spec.qk_norm else None,
-            k_norm=self.norm(f"{prefix}self_attn.k_norm.weight", k_width) if spec.qk_norm else None,
-            attention_out_norm=norms[1],
-            mlp_out_norm=norms[3],
-            rope=spec.rope_of(index),
-            score_scale=spec.score_scale,
-            score_cap=spec.attention_cap,
-            residual_scale=spec.residual_scale,
-            activation=spec.activation,
-            experts=self.experts(index) if spec.experts else None,
+            index,
+            Branch(mixer, before_mixer, behind_mixer, eps, scale),
+            FeedForwardBranch(feed_forward, before, behind, eps, scale),
         )
-
-    def experts(self, index: int) -> Experts:
-        spec, adapters = self.spec, expert_groups(self.arena, self.spec, self.lora, index)
-
-        def group(name: str) -> ExpertProjection:
-            return ExpertProjection(self.expert_weights(index, name), adapters.get(name))
-
-        router = self.source(f"layers.{index}.mlp.gate.weight", (spec.experts, spec.width)).values()
-        return Experts(
-            router=router.float().to(self.device),
-            chosen=spec.experts_chosen,
-            normalised=spec.experts_normalised,
-            gate_up=group("gate_up_proj"),
-            down=group("down_proj"),
-        )
-
-    def expert_weights(self, index: int, group: str) -> ExpertWeights:
-        """On a GPU one weight, all experts' rows one behind the other; on a CPU each by itself."""
-        if self.placement.base_dtype == "fp8":
-            raise GraftuneError("experts are not held in fp8 here", where=self.base.name, mend="use bf16, nf4 or keep")
-        shapes = [self.spec.projections[p] for p in mixtures.PARAMETERS[group]]
-        names = [mixtures.weight_names(index, expert, group) for expert in range(self.spec.experts)]
-        if not self.on_gpu:
-            return Several([self.projection(one, shapes, 0) for one in names])
-        weight = self.projection([n for one in names for n in one], shapes * self.spec.experts, 0)
-        assert isinstance(weight, Dense | Unpacked)
-        return Stacked(weight, self.spec.experts)
 
     def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
         found = self.base.tensors.get(name)
@@ -194,11 +148,9 @@ class _Placer:
     @cached_property
     def turned(self) -> Turned:
         """Made for the first weight in fp8, and shared by all; where all are kept both ways, nothing is turned."""
-        size, spec = 0, self.spec
-        for group, members in spec.groups.items() if not self.placement.both else ():
-            out, width = sum(spec.projections[p][0] for p in members), spec.projections[members[0]][1]
-            size = max(size, Turned.size(out, width, room_of(spec, self.lora, group)))
-        return Turned(size, max(width for _, width in spec.projections.values()), self.device)
+        products = list(_products(self.spec, self.lora))
+        size = 0 if self.placement.both else max(Turned.size(*product) for product in products)
+        return Turned(size, max(width for _, width, _ in products), self.device)
 
     def table(self, name: str) -> Frozen:
         """An embedding or head. NF4 and FP8 have it in the compute dtype, unless the checkpoint's own is quantised."""
@@ -274,8 +226,7 @@ class _Placer:
         else:
             fill(value, source)
 
-    def bias(self, layer: int) -> Bias:
-        names = {weight_name(layer, p, "bias"): self.spec.projections[p][0] for p in self.spec.groups["qkv"]}
+    def bias(self, names: dict[str, int]) -> Bias:
         first, *_, last = names
         if first not in self.arena.slots:
             return Bias(torch.cat([self.vector(n, width) for n, width in names.items()]).to(self.compute))
@@ -308,3 +259,52 @@ class _Placer:
         value = self.arena.view(name, self.arena.weights).copy_((total / table.out_features).float())
         before = value.to(self.compute).clone()
         return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads), before)
+
+
+class _PartMaker:
+    """Makes what one part of a layer is built of (model/part.py's Maker)."""
+
+    def __init__(self, placer: _Placer, part: PartSpec, layer: int, first: int):
+        self.placer, self.part, self.layer, self.first = placer, part, layer, first
+        self.stem = f"layers.{layer}.{part.home}"
+
+    def projection(self, group: str) -> Projection:
+        placer, members = self.placer, self.part.groups[group]
+        adapter = lora_group(placer.arena, self.part, group, placer.lora, self.layer)
+        adapted = targets_of(placer.spec, placer.lora) if adapter is not None and placer.on_gpu else ()
+        room = room_of(members, adapted, placer.lora.rank)
+        names = [f"{self.stem}.{member}.weight" for member in members]
+        weight = placer.projection(names, [self.part.projections[member] for member in members], room)
+        number = self.first + list(self.part.groups).index(group)
+        return Projection(weight, adapter, self.layer * 8 + number)
+
+    def experts(self, group: str) -> ExpertProjection:
+        adapter = expert_lora(self.placer.arena, f"{self.stem}.experts.{group}", self.placer.lora)
+        return ExpertProjection(self._expert_weights(group), adapter)
+
+    def _expert_weights(self, group: str) -> ExpertWeights:
+        """On a GPU one weight, all experts' rows one behind the other; on a CPU each by itself."""
+        placer, part = self.placer, self.part
+        assert isinstance(part, ExpertsSpec)
+        if placer.placement.base_dtype == "fp8":
+            raise GraftuneError(
+                "experts are not held in fp8 here", where=placer.base.name, mend="use bf16, nf4 or keep"
+            )
+        shapes = [part.projections[member] for member in PARAMETERS[group]]
+        names = [[f"layers.{self.layer}.{n}" for n in part.names_of(e, group)] for e in range(part.experts)]
+        if not placer.on_gpu:
+            return Several([placer.projection(one, shapes, 0) for one in names])
+        weight = placer.projection([n for one in names for n in one], shapes * part.experts, 0)
+        assert isinstance(weight, Dense | Unpacked)
+        return Stacked(weight, part.experts)
+
+    def bias(self, group: str) -> Bias:
+        members = self.part.groups[group]
+        return self.placer.bias({f"{self.stem}.{member}.bias": self.part.projections[member][0] for member in members})
+
+    def norm(self, name: str) -> NormWeight:
+        return self.placer.norm(f"{self.stem}.{name}.weight", self.part.norms[name])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        source = self.placer.source(f"{self.stem}.{name}.weight", self.part.tensors[name])
+        return source.values().float().to(self.placer.device)

@@ -8,6 +8,11 @@ from __future__ import annotations
 import re
 
 PEFT_PREFIX = "base_model.model."
+# The modules that a projection may be in, over all kinds of layers.
+HOMES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), ("self_attn",)),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), ("mlp",)),
+}
 _BLOCK = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

@@ -8,10 +8,9 @@ from typing import cast
 
 import torch
 
-from graftune.model.lora import norm_names, weight_name
+from graftune.model.lora import norm_names
 from graftune.model.spec import ModelSpec
 from graftune.tokenizer import Tokenizer
-from graftune.weights import experts
 from graftune.weights.base import Base
 
 STD = 0.02
@@ -45,10 +44,7 @@ def random_base(spec: ModelSpec, device: torch.device) -> Base:
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.width)
     for layer in range(spec.layers):
-        shapes |= {weight_name(layer, p): spec.projections[p] for group in spec.groups.values() for p in group}
-        shapes |= dict(experts.expected(spec, layer)) if spec.experts else {}
-        if spec.qkv_bias:
-            shapes |= {weight_name(layer, p, "bias"): spec.projections[p][:1] for p in spec.groups["qkv"]}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in spec.layer(layer).weights.items()}
     shapes |= {name: (width,) for _, name, width in norm_names(spec)}
     tensors = {name: RandomRows(shape, device) for name, shape in shapes.items()}
     return Base("random", Path("random"), "random", spec, cast(Tokenizer, None), tensors)

@@ -1,0 +1,241 @@
+"""A mixture of experts: a router picks k of E small MLPs for each token and weighs what they say.
+
+    p = softmax(n R')         chosen, v = the k largest of p        w = v, or v / sum(v)
+    out[t] = sum over j of w[t, j] * expert[chosen[t, j]](n[t])     n: the normed stream
+
+Every choice becomes a row; rows are sorted by expert, so that each expert's lie together and its product is one over
+neighbouring rows (kernels/experts). S = T k rows there always are, whatever the router says: shapes never depend on
+data, on a GPU no count goes to the host, and the step is captured like any other. (The usual loop over the experts that
+were hit asks the device how many rows each has: a wait a layer. Giving every expert a fixed capacity avoids the wait
+and drops tokens.)
+
+The experts' gate and up are one product with one adapter, as transformers holds them and PEFT adapts them: A [E, R, D]
+and B [E, 2F, R]. The router is frozen; its gradient goes on to the stream. What an expert said is not kept for it,
+since <dy, act W'> = <dy W, act>: the way back through `down` is taken before the row is weighed, and its product with
+the activation is the weight's gradient.
+
+Legend: T tokens, D width, E experts, k chosen a token, S = T k rows, F an expert's feed-forward width, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.kernels import launch, swiglu
+from graftune.kernels.experts import Starts
+from graftune.kernels.fp8 import Rows
+from graftune.model.feed_forward.expert_projection import ExpertProjection
+from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
+from graftune.model.projection import Projection
+from graftune.model.run import Pass
+
+# transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
+PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+ROUTER = "gate"
+
+
+@dataclass(frozen=True)
+class ExpertsSpec(FeedForwardSpec):
+    width: int
+    ffn: int  # of one expert
+    experts: int
+    chosen: int  # for each token
+    normalised: bool = True  # whether the weights of the chosen sum to one
+    home: str = "mlp"
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Of one expert."""
+        inner = (self.ffn, self.width)
+        return {"gate_proj": inner, "up_proj": inner, "down_proj": (self.width, self.ffn)}
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {ROUTER: (self.experts, self.width)}
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        found = {f"{self.home}.{name}.weight": shape for name, shape in self.tensors.items()}
+        for parameter, members in PARAMETERS.items():
+            for expert in range(self.experts):
+                names = self.names_of(expert, parameter)
+                found |= {name: self.projections[member] for name, member in zip(names, members, strict=True)}
+        return found
+
+    @property
+    def parameters(self) -> int:
+        return self.experts * (self.width + sum(out * into for out, into in self.projections.values()))
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        shapes = {parameter: self.shape_of(parameter) for parameter in PARAMETERS}
+        return {parameter: (self.experts * out, width) for parameter, (out, width) in shapes.items()}
+
+    def shape_of(self, parameter: str) -> tuple[int, int]:
+        """(out, in) of one expert's share of a parameter."""
+        shapes = [self.projections[member] for member in PARAMETERS[parameter]]
+        return sum(out for out, _ in shapes), shapes[0][1]
+
+    def names_of(self, expert: int, parameter: str) -> list[str]:
+        """Of what a parameter holds of one expert."""
+        return [f"{self.home}.experts.{expert}.{member}.weight" for member in PARAMETERS[parameter]]
+
+    def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Gate and up are one here, and dropout on what an expert reads is nothing PEFT could load."""
+        found = [parameter for parameter, members in PARAMETERS.items() if set(members) & set(targets)]
+        if "gate_up_proj" in found and not set(PARAMETERS["gate_up_proj"]) <= set(targets):
+            raise GraftuneError(
+                "the experts hold gate and up as one weight, and only one of the two is a target",
+                mend="target gate_proj and up_proj, or neither",
+            )
+        if found and dropout:
+            raise GraftuneError("adapters on experts have no dropout", mend="set dropout to 0, or target attention")
+        for parameter in found:
+            out, width = self.shape_of(parameter)
+            yield f"{self.home}.experts.{parameter}.lora_A.weight", (self.experts * rank, width)
+            yield f"{self.home}.experts.{parameter}.lora_B.weight", (self.experts, out, rank)
+
+    def build(self, make: Maker) -> Experts:
+        return Experts(
+            router=make.tensor(ROUTER),
+            chosen=self.chosen,
+            normalised=self.normalised,
+            gate_up=make.experts("gate_up_proj"),
+            down=make.experts("down_proj"),
+        )
+
+
+class Routed(NamedTuple):
+    """Which experts the tokens go to."""
+
+    probs: torch.Tensor  # [T, E] fp32
+    chosen: torch.Tensor  # [T, k]
+    weights: torch.Tensor  # [T, k] fp32
+    tokens: torch.Tensor  # [S] the token of each row
+    places: torch.Tensor  # [T, k] the row of each choice
+    starts: Starts
+
+
+class ExpertsSaved(NamedTuple):
+    gate_up: torch.Tensor  # [S, 2F]; its gradient may take its place
+    h_gate_up: torch.Tensor | None
+    h_down: torch.Tensor | None
+    routed: Routed
+
+
+@dataclass
+class Experts:
+    router: torch.Tensor  # [E, D] fp32
+    chosen: int  # k
+    normalised: bool  # whether the weights of a token's experts sum to one
+    gate_up: ExpertProjection
+    down: ExpertProjection
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return ()
+
+    @property
+    def last(self) -> None:
+        return None
+
+    def route(self, normed: torch.Tensor) -> Routed:
+        """In fp32, so that the choice does not hang on how logits were rounded."""
+        probs = torch.softmax(normed.float() @ self.router.t(), 1)
+        weights, chosen = probs.topk(self.chosen, 1)
+        if self.normalised:
+            weights = weights / weights.sum(1, keepdim=True)
+        ordered, rows = chosen.flatten().sort(stable=True)
+        places = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
+        numbers = torch.arange(len(self.router) + 1, device=rows.device)
+        at = torch.searchsorted(ordered, numbers, out_int32=True)
+        host = tuple(int(n) for n in at) if at.device.type == "cpu" else None
+        tokens = rows.div(self.chosen, rounding_mode="floor")
+        return Routed(probs, chosen, weights, tokens, places.view_as(chosen), Starts(at, host))
+
+    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, ExpertsSaved]:
+        normed = entry.tensor()
+        routed = self.route(normed)
+        gate_up, h_gate_up = self._first(normed, routed, run)
+        said, h_down = self.down.forward(self._act(gate_up), routed.starts, run.adapted)
+        return _weighed(said, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
+
+    def again(self, entry: Entry, run: Pass) -> ExpertsSaved:
+        normed = entry.tensor()
+        routed = self.route(normed)
+        gate_up, h_gate_up = self._first(normed, routed, run)
+        adapts = self.down.lora is not None and run.adapted
+        h_down = self.down.low(self._act(gate_up), routed.starts, run.adapted) if adapts else None
+        return ExpertsSaved(gate_up, h_gate_up, h_down, routed)
+
+    def light(self, saved: ExpertsSaved) -> ExpertsSaved:
+        return saved._replace(gate_up=saved.gate_up.new_empty(0))
+
+    def complete(self, saved: ExpertsSaved, read: Input, run: Pass) -> ExpertsSaved:
+        return saved._replace(gate_up=self._first(read.tensor(), saved.routed, run)[0])
+
+    def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
+        act = gate_up.new_empty(len(gate_up), self.down.weights.in_features)
+        swiglu.forward(gate_up, act)
+        return act
+
+    def _first(self, normed: torch.Tensor, routed: Routed, run: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """gate_up [S, 2F] and its h."""
+        return self.gate_up.forward(normed.index_select(0, routed.tokens), routed.starts, run.adapted)
+
+    def backward(
+        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: ExpertsSaved, run: Pass, need_input: bool
+    ) -> torch.Tensor:
+        gate_up, h_gate_up, h_down, routed = saved
+        grad, normed = grad[:, : read.x.shape[1]], read.tensor()
+        starts, tokens = routed.starts, routed.tokens
+        weights = _by_row(routed.weights, routed).to(grad.dtype).unsqueeze(1)
+        rows = grad.index_select(0, tokens)
+        grad_act, g = self.down.backward(rows, h_down, starts)
+        heard = grad_act.mul(weights)
+        in_place = launch.fused(heard)  # the kernel goes value by value
+        grad_gate_up, act = (gate_up, heard) if in_place else (torch.empty_like(gate_up), torch.empty_like(heard))
+        swiglu.backward(heard, gate_up, grad_gate_up, act)
+        del heard
+        grad_weights = (grad_act * act).sum(1, dtype=torch.float32)
+        del grad_act
+        if h_down is not None and g is not None:
+            self.down.learn(rows, h_down * weights, g * weights, act, starts)
+        del rows, act, g
+
+        grad_rows, g = self.gate_up.backward(grad_gate_up, h_gate_up, starts)
+        if h_gate_up is not None and g is not None:
+            self.gate_up.learn(grad_gate_up, h_gate_up, g, normed.index_select(0, tokens), starts)
+        del grad_gate_up
+        grad_normed = grad_rows.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1).sum(1)
+        return grad_normed.add_(self._through_router(grad_weights[routed.places], routed).to(grad.dtype))
+
+    def _through_router(self, grad_weights: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """d weights [T, k] -> d normed [T, D], fp32."""
+        chosen = routed.probs.gather(1, routed.chosen)
+        if self.normalised:
+            mean = (grad_weights * routed.weights).sum(1, keepdim=True)
+            grad_weights = (grad_weights - mean) / chosen.sum(1, keepdim=True)
+        inner = (grad_weights * chosen).sum(1, keepdim=True)
+        grad_logits = torch.zeros_like(routed.probs).scatter_(1, routed.chosen, grad_weights).sub_(inner)
+        return grad_logits.mul_(routed.probs) @ self.router
+
+
+def _by_row(values: torch.Tensor, routed: Routed) -> torch.Tensor:
+    """[T, k] -> [S], in the rows' order."""
+    return torch.empty_like(values).view(-1).scatter_(0, routed.places.flatten(), values.flatten())
+
+
+def _weighed(said: torch.Tensor, routed: Routed) -> torch.Tensor:
+    """[S, D] -> [T, D]: each token's rows, weighed and added in the order of its choices."""
+    mine = said.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1)
+    return torch.einsum("tk,tkd->td", routed.weights.to(said.dtype), mine)

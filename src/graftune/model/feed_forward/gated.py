@@ -1,0 +1,94 @@
+"""The gated MLP: down(act(gate(x)) * up(x)), gate and up as one product.
+
+The backward keeps that product, the largest of all that is saved, and makes the activation again. Its gradient takes
+its place. Under `selective` the product itself is made again.
+
+Legend: T tokens, D width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from graftune.kernels.fp8 import Rows
+from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
+from graftune.model.projection import Projection
+from graftune.model.run import Pass
+
+
+@dataclass(frozen=True)
+class GatedSpec(FeedForwardSpec):
+    width: int
+    ffn: int
+    activation: str = "silu"  # silu | gelu
+    fused: bool = False  # checkpoints hold gate and up as one projection
+    home: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        gate, up, down = self.names
+        first = {"gate_up_proj": 2 * self.ffn} if self.fused else {gate: self.ffn, up: self.ffn}
+        return {name: (out, self.width) for name, out in first.items()} | {down: (self.width, self.ffn)}
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        gate, up, down = self.names
+        return {"gate_up": ("gate_up_proj",) if self.fused else (gate, up), "down": (down,)}
+
+    def build(self, make: Maker) -> GatedMlp:
+        return GatedMlp(make.projection("gate_up"), make.projection("down"), self.activation)
+
+
+class GatedSaved(NamedTuple):
+    gate_up: torch.Tensor  # [T, 2F + room]; its gradient may take its place
+    h_gate_up: torch.Tensor | None
+    h_down: torch.Tensor | None
+
+
+@dataclass
+class GatedMlp:
+    gate_up: Projection
+    down: Projection
+    activation: str
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.gate_up, self.down
+
+    @property
+    def last(self) -> Projection:
+        return self.down
+
+    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, GatedSaved]:
+        gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
+        out, h_down = self.down.after_act(gate_up[:, : self.gate_up.width_out], run, self.activation)
+        return out, GatedSaved(gate_up, h_gate_up, h_down)
+
+    def again(self, entry: Entry, run: Pass) -> GatedSaved:
+        gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
+        h_down = self.down.low_after_act(gate_up[:, : self.gate_up.width_out], run, self.activation)
+        return GatedSaved(gate_up, h_gate_up, h_down)
+
+    def light(self, saved: GatedSaved) -> GatedSaved:
+        return saved._replace(gate_up=saved.gate_up.new_empty(0))
+
+    def complete(self, saved: GatedSaved, read: Input, run: Pass) -> GatedSaved:
+        return saved._replace(gate_up=read.entry(run).product(self.gate_up, wide=True, h=saved.h_gate_up)[0])
+
+    def backward(
+        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: GatedSaved, run: Pass, need_input: bool
+    ) -> torch.Tensor | None:
+        gate_up, h_gate_up, h_down = saved
+        grad_act, g = self.down.backward(grad, h_down, run, rows=codes)
+        assert grad_act is not None
+        grad_gate_up, act, rows = self.gate_up.act_backward(grad_act, gate_up, run, self.activation)
+        del grad_act
+        self.down.learn(grad, g, act, run)
+        del act
+        grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, run, need_input, rows)
+        self.gate_up.learn(grad_gate_up, g, read.x, run, read.normed)
+        return grad_read

@@ -1,0 +1,250 @@
+"""Causal attention over the documents of a pass: qkv as one product, bias, q and k norms and rope in one kernel, o.
+
+The backward keeps qkv as rotated in place and attention's output; the rotation is undone without its input. Gradients
+of weights that nothing waits for run beside attention's backward, whose kernels leave much of the chip idle.
+
+Legend: T tokens, D width, N heads, K key heads, H head width, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from graftune.kernels import attention, rope
+from graftune.kernels.fp8 import Rows
+from graftune.model.part import Bias, Entry, Input, Maker, MixerSpec, NormWeight
+from graftune.model.projection import Projection
+from graftune.model.run import Pass, Past, Sequences
+
+
+@dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    norm_eps: float
+    score_scale: float
+    score_cap: float = 0.0  # soft cap of the scores; 0: none
+    window: int = 0  # sliding window; 0: none
+    rope: int = 0  # which of the pass's rotary tables
+    bias: bool = False  # of q, k and v
+    fused: bool = False  # checkpoints hold q, k and v as one projection
+    qk_norm: bool = False
+    wide_qk_norm: bool = False  # over all heads of q, and of k, together
+    home: str = "self_attn"
+    out: str = "o_proj"
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
+        qkv = {"qkv_proj": q + 2 * kv} if self.fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        return {name: (out, self.width) for name, out in qkv.items()} | {self.out: (self.width, q)}
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return {"qkv": ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj"), "o": (self.out,)}
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        return self.groups["qkv"] if self.bias else ()
+
+    @property
+    def norms(self) -> dict[str, int]:
+        if not self.qk_norm:
+            return {}
+        heads = (self.heads, self.kv_heads) if self.wide_qk_norm else (1, 1)
+        return {name: count * self.head_width for name, count in zip(self.qk_norms, heads, strict=True)}
+
+    def build(self, make: Maker) -> Attention:
+        q_norm, k_norm = (make.norm(name) for name in self.qk_norms) if self.qk_norm else (None, None)
+        return Attention(
+            layer=make.layer,
+            heads=(self.heads, self.kv_heads, self.head_width),
+            qkv=make.projection("qkv"),
+            o=make.projection("o"),
+            bias=make.bias("qkv") if self.bias else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=self.norm_eps,
+            rope=self.rope,
+            window=self.window,
+            score_scale=self.score_scale,
+            score_cap=self.score_cap,
+        )
+
+    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> KeyValues:
+        return KeyValues((sequences, self.kv_heads, capacity, self.head_width), device, dtype)
+
+
+class AttentionSaved(NamedTuple):
+    qkv: torch.Tensor  # [T, (N + 2K) H], rotated
+    raw: torch.Tensor  # [T, N + K, H] before q's and k's norm; empty without one
+    mixed: torch.Tensor  # [T, N H + room], attention's output
+    stats: torch.Tensor  # of the softmax
+    h_qkv: torch.Tensor | None
+    h_o: torch.Tensor | None
+
+
+@dataclass
+class Attention:
+    layer: int
+    heads: tuple[int, int, int]  # N, K, H
+    qkv: Projection
+    o: Projection
+    bias: Bias | None
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
+    norm_eps: float
+    rope: int
+    window: int
+    score_scale: float
+    score_cap: float
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.o
+
+    @property
+    def last(self) -> Projection:
+        return self.o
+
+    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, AttentionSaved]:
+        qkv, h_qkv = entry.product(self.qkv)
+        raw = rope.finish_(
+            qkv, *run.tables[self.rope], self.heads, bias=self.bias.value if self.bias else None,
+            q_norm=_weight(self.q_norm, run), k_norm=_weight(self.k_norm, run), eps=self.norm_eps,
+        )  # fmt: skip
+        mixed = self.o.input_buffer(entry.x, len(entry.x))
+        stats = self._attend(*self._split(qkv), self._by_head(mixed), run.sequences)
+        out, h_o = self.o.forward(mixed, run)
+        return out, AttentionSaved(qkv, raw, mixed, stats, h_qkv, h_o)
+
+    def backward(
+        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: AttentionSaved, run: Pass, need_input: bool
+    ) -> torch.Tensor | None:
+        qkv, raw, mixed, stats, h_qkv, h_o = saved
+        grad_mixed, g = self.o.backward(grad, h_o, run, rows=codes)
+        assert grad_mixed is not None
+        self.o.learn(grad, g, mixed[:, : self.o.width_in], run)
+
+        documents = run.sequences.documents
+        assert documents is not None, "generation has no backward"
+        window, backend = self._how(run.sequences, documents)
+        q, k, v = self._split(qkv)
+        grads, grad_qkv = attention.grad_buffers(q, k, backend), None
+        if grads is None:
+            grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
+            grads = self._split(grad_qkv)
+        run.flush()
+        attention.backward(
+            self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.score_scale, window, grads,
+            backend, self.score_cap,
+        )  # fmt: skip
+        del grad_mixed
+        if grad_qkv is None:  # only now: it need not lie beside attention's own memory
+            grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
+        rows, tables = None, run.tables[self.rope]
+        if need_input and self.q_norm is None:
+            rows = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, run)
+        else:
+            rope.finish_backward(
+                grads, grad_qkv[:, : self.qkv.width_out], *tables, self.heads, raw,
+                q_norm=_weight(self.q_norm, run), k_norm=_weight(self.k_norm, run), eps=self.norm_eps,
+                grad_q_norm=self.q_norm.grad if self.q_norm else None,
+                grad_k_norm=self.k_norm.grad if self.k_norm else None,
+            )  # fmt: skip
+        del grads
+        if self.bias is not None and self.bias.grad is not None:
+            self.bias.grad.add_(grad_qkv[:, : self.qkv.width_out].sum(0, dtype=torch.float32))
+
+        grad_read, g = self.qkv.backward(grad_qkv, h_qkv, run, need_input, rows)
+        self.qkv.learn(grad_qkv, g, read.x, run, read.normed)
+        return grad_read
+
+    def light(self, saved: AttentionSaved) -> AttentionSaved:
+        return saved
+
+    def complete(self, saved: AttentionSaved, read: Input, run: Pass) -> AttentionSaved:
+        return saved
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
+        """Writes out [T, N, H], whose tokens may have a row stride; returns statistics for the backward."""
+        past, documents = sequences.past, sequences.documents
+        if past is not None:
+            cache = past.layers[self.layer]
+            assert isinstance(cache, KeyValues)
+            if documents is None:
+                cache.attend(self, q, k, v, out, past)
+                return out.new_empty(0)
+            assert documents.lengths is not None
+            cache.fill(k, v, documents.lengths)
+        assert documents is not None
+        window, backend = self._how(sequences, documents)
+        return attention.forward(q, k, v, documents, self.score_scale, window, backend, out, self.score_cap)[1]
+
+    def _how(self, sequences: Sequences, documents: attention.Documents) -> tuple[int, str]:
+        """(window, backend). A window that no document reaches is none; cuDNN's plans know none and no soft cap, so
+        layers with a real one take our own kernels."""
+        window = self.window if self.window < documents.longest else 0
+        ours = (window or self.score_cap) and sequences.backend != "cpu"
+        return window, "triton" if ours else sequences.backend
+
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, (N + 2K) H (+ room)] -> q [T, N, H], k and v [T, K, H], all views."""
+        heads, key_heads, width = self.heads
+        parts = qkv[:, : self.qkv.width_out].unflatten(1, (-1, width))
+        q, k, v = parts.split([heads, key_heads, key_heads], 1)
+        return q, k, v
+
+    def _by_head(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[T, N H (+ room)] -> [T, N, H], a view."""
+        return mixed[:, : self.o.width_in].unflatten(1, (-1, self.heads[2]))
+
+
+class KeyValues:
+    """Keys and values of one layer while text is generated: [S, K, capacity, H], each sequence filled up to its own
+    length."""
+
+    def __init__(self, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype):
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+    def keep(self, sequences: torch.Tensor) -> None:
+        self.keys = self.keys.index_select(0, sequences)
+        self.values = self.values.index_select(0, sequences)
+
+    def fill(self, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        """The packed prompts' [T, K, H]."""
+        start = 0
+        for sequence, length in enumerate(lengths):
+            for stored, fresh in ((self.keys, k), (self.values, v)):
+                stored[sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
+            start += length
+
+    def attend(
+        self, of: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, past: Past
+    ) -> None:
+        """One new token a sequence, each seeing its own past."""
+        (heads, key_heads, width), lengths = of.heads, past.lengths
+        self.keys[past.sequences, :, lengths] = k
+        self.values[past.sequences, :, lengths] = v
+        grouped = q.reshape(-1, key_heads, heads // key_heads, width)
+        scores = (grouped @ self.keys.transpose(2, 3)).float() * of.score_scale
+        if of.score_cap:
+            scores = torch.tanh(scores / of.score_cap) * of.score_cap
+        hidden = past.places > lengths[:, None]
+        if of.window:
+            hidden |= past.places <= lengths[:, None] - of.window
+        scores.masked_fill_(hidden[:, None, None], float("-inf"))
+        out.copy_((torch.softmax(scores, -1).to(v.dtype) @ self.values).reshape(-1, heads, width))
+
+
+def _weight(norm: NormWeight | None, run: Pass) -> torch.Tensor | None:
+    return None if norm is None else norm.of(run.adapted)

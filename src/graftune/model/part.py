@@ -1,0 +1,255 @@
+"""What a layer is made of: a mixer (attention and its kin) and a feed-forward, each described here as a part.
+
+A part comes in two objects. Its spec says which tensors it has, by name and shape, and which of them are projections
+that adapters may lie on: the arena, the loader, exports and the plan ask it, and know no kind of layer themselves. The
+part itself computes: forward, backward, what it saves, and what recomputation makes again. block.py adds what every
+part has in common: norms before and behind it and the residual stream.
+
+To add a kind of layer, write both in one file of mixers/ or feed_forward/ and name it in spec.py (docs/extending.md).
+
+Legend: T tokens, D width of the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from graftune.kernels import rms_norm
+from graftune.kernels.fp8 import Rows
+from graftune.model.projection import Normed, Projection
+from graftune.model.run import LayerCache, Pass
+
+if TYPE_CHECKING:
+    from graftune.model.feed_forward.expert_projection import ExpertProjection
+
+Saved = TypeVar("Saved")
+
+
+@dataclass
+class NormWeight:
+    """A norm's weight, fp32. When it trains, `value` is a view into the arena and `frozen` what the base had."""
+
+    value: torch.Tensor
+    frozen: torch.Tensor
+    grad: torch.Tensor | None = None
+
+    def of(self, adapted: bool) -> torch.Tensor:
+        return self.value if adapted else self.frozen
+
+
+@dataclass
+class Bias:
+    """The bias of a group of projections, in the compute dtype."""
+
+    value: torch.Tensor
+    grad: torch.Tensor | None = None
+
+
+class PartSpec:
+    """The tensors of a part. Names are Hugging Face's, behind `layers.N.` and the part's own module, `home`."""
+
+    home: str
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of everything that adapters may lie on."""
+        raise NotImplementedError
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """The projections that share an input, and are one product here."""
+        raise NotImplementedError
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The projections that have a bias."""
+        return ()
+
+    @property
+    def norms(self) -> dict[str, int]:
+        """Norms inside the part, and their widths."""
+        return {}
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """What else there is, always frozen."""
+        return {}
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the base, norms apart, by its name behind `layers.N.`."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.projections.items():
+            found[f"{self.home}.{name}.weight"] = shape
+            if name in self.biased:
+                found[f"{self.home}.{name}.bias"] = shape[:1]
+        return found | {f"{self.home}.{name}.weight": shape for name, shape in self.tensors.items()}
+
+    @property
+    def parameters(self) -> int:
+        """Of the matrices."""
+        return sum(math.prod(shape) for shape in self.weights.values() if len(shape) > 1)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it can train: what is always frozen has no gradient."""
+        return not self.tensors
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of each product: what has to fit the scratch of a base that is dequantised for it."""
+        shapes = {name: [self.projections[member] for member in members] for name, members in self.groups.items()}
+        return {name: (sum(out for out, _ in found), found[0][1]) for name, found in shapes.items()}
+
+    def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name, behind `layers.N.`, and shape of every A and B, in the arena's order: the A's of a group together, so
+        that the stacked A is a view."""
+        for members in self.groups.values():
+            adapted = [member for member in members if member in targets]
+            for member in adapted:
+                yield f"{self.home}.{member}.lora_A.weight", (rank, self.projections[member][1])
+            for member in adapted:
+                yield f"{self.home}.{member}.lora_B.weight", (self.projections[member][0], rank)
+
+
+class MixerSpec(PartSpec):
+    def build(self, make: Maker) -> Mixer[Any]:
+        raise NotImplementedError
+
+    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
+        """What generation keeps of a layer's past, for so many sequences of at most `capacity` tokens."""
+        raise NotImplementedError
+
+
+class FeedForwardSpec(PartSpec):
+    def build(self, make: Maker) -> FeedForward[Any]:
+        raise NotImplementedError
+
+
+class Maker(Protocol):
+    """Places the tensors of one part on the device (weights/load.py)."""
+
+    layer: int
+
+    def projection(self, group: str) -> Projection:
+        """A group's weight and the adapters on it."""
+        ...
+
+    def experts(self, group: str) -> ExpertProjection:
+        """The same weight of every expert, and the adapters on it."""
+        ...
+
+    def bias(self, group: str) -> Bias: ...
+
+    def norm(self, name: str) -> NormWeight: ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of the spec's `tensors`, in fp32."""
+        ...
+
+
+class Input(NamedTuple):
+    """A part's input as its backward finds it: the residual stream behind the add, and the norm before the part."""
+
+    x: torch.Tensor  # [T, D]
+    rstd: torch.Tensor  # [T] fp32, empty without a norm
+    weight: torch.Tensor | None  # the norm's
+    eps: float
+
+    @property
+    def normed(self) -> Normed | None:
+        return None if self.weight is None else Normed(self.rstd, self.weight)
+
+    def entry(self, run: Pass) -> Entry:
+        """The input once more, for what is made again."""
+        return Entry(self.x, None, self.weight, self.eps, run)
+
+    def tensor(self) -> torch.Tensor:
+        """What the part read, [T, D]."""
+        return self.x if self.normed is None else self.normed.of(self.x)
+
+
+class Entry:
+    """The input of a part as it computes: norm(x + y), or the plain sum where the family has no norm there. The part
+    says in which form it wants that, once; `x` then is the sum, in the memory of y, and `rstd` what the norm found."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor | None, eps: float, run: Pass):
+        self.x, self.y, self.weight, self.eps, self.run = x, y, weight, eps, run
+        self.rstd = x.new_empty(0, dtype=torch.float32)
+
+    def product(
+        self, projection: Projection, *, wide: bool = False, h: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The projection of the input, and h for the backward. `wide` and a known `h`: see Projection.forward."""
+        if self.weight is not None:
+            self.x, self.rstd, product, h = projection.after_norm(
+                self.x, self.y, self.weight, self.eps, self.run, wide=wide, h=h
+            )
+            return product, h
+        self._add()
+        read = self.x
+        if projection.room:
+            read = projection.input_buffer(self.x, len(self.x))
+            read[:, : projection.width_in].copy_(self.x)
+        return projection.forward(read, self.run, wide=wide, h=h)
+
+    def tensor(self) -> torch.Tensor:
+        """The input itself, [T, D]."""
+        if self.weight is None:
+            self._add()
+            return self.x
+        normed = torch.empty_like(self.x)
+        self.x, self.rstd = rms_norm.add_forward(self.x, self.y, self.weight, self.eps, normed)
+        return normed
+
+    def _add(self) -> None:
+        self.x = self.x if self.y is None else self.y.add_(self.x)
+
+
+class Part(Protocol[Saved]):
+    """A mixer or a feed-forward. `Saved` is a NamedTuple of tensors: what its backward needs beside its input."""
+
+    @property
+    def projections(self) -> tuple[Projection, ...]: ...
+
+    @property
+    def last(self) -> Projection | None:
+        """The projection whose product the part returns; None where several together make it."""
+        ...
+
+    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, Saved]:
+        """The part's output [T, D], and what to save."""
+        ...
+
+    def backward(
+        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: Saved, run: Pass, need_input: bool
+    ) -> torch.Tensor | None:
+        """The gradient of the output, in a gradient buffer of `last` (and its codes, if `last` reads such) -> that of
+        the input, if needed. Gradients of adapters are added to the arena's."""
+        ...
+
+    def light(self, saved: Saved) -> Saved:
+        """What the policy `selective` saves: without what is large and cheap to make again."""
+        ...
+
+    def complete(self, saved: Saved, read: Input, run: Pass) -> Saved:
+        """`light` undone: what was left out, made again."""
+        ...
+
+
+class Mixer(Part[Saved], Protocol[Saved]):
+    """Moves information between the tokens of a document; `run.sequences` says which those are. Its `forward` also
+    serves generation: where there is a cache, it reads and writes its layer's."""
+
+
+class FeedForward(Part[Saved], Protocol[Saved]):
+    """Works on every token by itself."""
+
+    def again(self, entry: Entry, run: Pass) -> Saved:
+        """What `forward` saves, without the product that `forward` returns."""
+        ...
