@@ -1,4 +1,4 @@
-"""What all blocks of a pass share: rotary tables, which tokens belong together, adapters on or off, dropout, streams."""
+"""What all blocks of a pass share: rotary tables, which tokens belong together, adapters on or off, dropout."""
 
 from __future__ import annotations
 
