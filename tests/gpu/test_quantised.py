@@ -168,9 +168,9 @@ def test_nothing_else_stays_on_the_device(kind, bits):
     torch.cuda.reset_peak_memory_stats()
     ours = quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16)
     grown, most = asked_for() - before, asked_for("peak") - before
-    one = max(*(a * b for a, b in shape.projections.values()), shape.vocab * shape.width)
+    one = max(*(a * b for a, b in shape.layer(0).projections.values()), shape.vocab * shape.width)
     assert most - grown <= 4 * one * (1 + 1 / 64), (most, grown, one)
-    projections = shape.layers * sum(a * b for a, b in shape.projections.values())
+    projections = shape.layers * sum(a * b for a, b in shape.layer(0).projections.values())
     tables = 2 * shape.vocab * shape.width * (2.0 if kind == "nf4" else bits / 8)
     scratch = 2 * scratch_values(shape, LORA, kind != "nf4")
     planned = projections * bits / 8 + tables + scratch + ours.arena.nbytes
