@@ -35,12 +35,12 @@ from graftune.batch import Example
 from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.runtime import has_fast_bf16
-from graftune.session import Engine, open_engine
+from graftune.session import Session, open_session
 from graftune.step.step import Step
 
 
 class OursRunner:
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Session):
         self.step = Step(engine.decoder, engine.arena)
         self.name = f"graftune {engine.runtime.compute_name}"
 
@@ -55,7 +55,7 @@ class OursRunner:
 
 
 class PeftRunner:
-    def __init__(self, engine: Engine, start: dict[str, torch.Tensor], dtype: torch.dtype):
+    def __init__(self, engine: Session, start: dict[str, torch.Tensor], dtype: torch.dtype):
         import peft
 
         model = smollm2_in_transformers(engine.base).to(dtype)
@@ -84,7 +84,7 @@ class PeftRunner:
         return float(loss.detach()), float(norm)
 
 
-def floor_seconds(engine: Engine, tokens: int, responses: int) -> float:
+def floor_seconds(engine: Session, tokens: int, responses: int) -> float:
     """The frozen products of one step and nothing else, in the step's order."""
     decoder, compute = engine.decoder, engine.runtime.compute
     inputs = {w: torch.randn(tokens, w).to(compute) for w in (decoder.spec.width, decoder.spec.ffn)}
@@ -116,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = random_base(Path(folder)) if options.random else ""
-        engine = open_engine(Config.of({"base": base, "device": "cpu", "rank": 16, "alpha": 32.0}))
+        engine = open_session(Config.of({"base": base, "device": "cpu", "rank": 16, "alpha": 32.0}))
         compare(options, engine)
 
 
@@ -141,7 +141,7 @@ def random_base(folder: Path) -> str:
     return str(folder)
 
 
-def compare(options: argparse.Namespace, engine: Engine) -> None:
+def compare(options: argparse.Namespace, engine: Session) -> None:
     generator = torch.Generator().manual_seed(0)
     for name in engine.arena.slots:  # B not zero, so that every gradient is there from the first step
         if name.endswith("lora_B.weight"):
@@ -182,7 +182,7 @@ def compare(options: argparse.Namespace, engine: Engine) -> None:
 
 def report(
     options: argparse.Namespace,
-    engine: Engine,
+    engine: Session,
     speeds: dict[str, float],
     times: dict[str, list[tuple[float, float, float]]],
     floor: float,

@@ -34,7 +34,7 @@ from graftune.observe.memory import peak_resident_bytes
 
 if TYPE_CHECKING:
     from graftune.plan import Job, Plan
-    from graftune.session import Engine
+    from graftune.session import Session
 
 WITHIN, AT_LEAST = 0.03, 12
 HOLDS, SLACK = 1.02, 256 << 20  # of what is needed, and beside it: the margin of a plan on CUDA
@@ -124,7 +124,7 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     }
 
 
-def answer(engine: Engine, job: Job, plan: Plan, row: list[int]) -> None:
+def answer(engine: Session, job: Job, plan: Plan, row: list[int]) -> None:
     """As a run answers its samples."""
     from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
     from graftune.infer.sample import Sampling

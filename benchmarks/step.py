@@ -35,16 +35,16 @@ from benchmarks.cases import BATCHES, HYPER, Case
 from benchmarks import cases, measure
 
 if TYPE_CHECKING:
-    from graftune.session import Engine
+    from graftune.session import Session
 
 DEFAULT = ("1b-1x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4")
 Found = dict[str, dict[str, Any]]
 
 
-def opened(case: Case, device: torch.device, **more: Any) -> Engine:
+def opened(case: Case, device: torch.device, **more: Any) -> Session:
     """The case's random base with its adapters, placed as a run places it."""
     from graftune.runtime import resolve
-    from graftune.session import open_engine
+    from graftune.session import open_session
     from graftune.weights.placement import choose_placement
 
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def opened(case: Case, device: torch.device, **more: Any) -> Engine:
         placement = choose_placement(base, config.base.base_dtype, runtime, torch.cuda.mem_get_info(device)[0])
     with tempfile.TemporaryDirectory() as folder:  # a run that trains every weight looks for a config.json to save
         (Path(folder) / "config.json").write_text(json.dumps(case.shape.settings))
-        return open_engine(config, base=dataclasses.replace(base, path=Path(folder)), placement=placement)
+        return open_session(config, base=dataclasses.replace(base, path=Path(folder)), placement=placement)
 
 
 def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Runner:

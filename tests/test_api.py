@@ -46,8 +46,8 @@ def test_loss_falls_and_the_adapter_comes_back(tiny_folder, data, tmp_path):
     losses = []
     for epoch in range(8):
         for batch in run.batches(examples, epoch):
-            run.micro_step(batch)
-        stats = run.update_step()
+            run.forward_backward(batch)
+        stats = run.optim_step()
         losses.append(stats.loss)
     assert losses[-1] < losses[0] * 0.9 and stats.grad_norm > 0 and stats.response_tokens == before.response_tokens
     tuned = run.evaluate(examples)
@@ -60,8 +60,8 @@ def test_loss_falls_and_the_adapter_comes_back(tiny_folder, data, tmp_path):
 
 def test_mistakes(tiny_folder):
     run = graftune.open(str(tiny_folder("llama")), rank=2)
-    with pytest.raises(GraftuneError, match="micro_step first"):
-        run.update_step()
+    with pytest.raises(GraftuneError, match="forward_backward first"):
+        run.optim_step()
     with pytest.raises(GraftuneError, match="unknown key"):
         graftune.open(str(tiny_folder("llama")), rnak=2)
     with pytest.raises(GraftuneError, match="max_new_tokens"):

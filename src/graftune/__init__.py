@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Accumulator", "LossScaler", "Run", "TrainResult", "open"]
+__all__ = ["Accumulator", "LossScaler", "Session", "TrainResult", "open"]
 
 if TYPE_CHECKING:
-    from graftune.api import Accumulator, LossScaler, Run, TrainResult, open
+    from graftune.api import Accumulator, LossScaler, Session, TrainResult, open
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
-"""What travels from the data to the step: one example, one packed micro-batch, one step's figures; and what a loss asks
-of the batches, as a type of its own (`BatchLayout`), so that the data can pack for a loss without knowing it."""
+"""What travels from the data to the step: one example, one packed micro-batch; and what a loss asks of the batches, as
+a type of its own (`BatchLayout`), so that the data can pack for a loss without knowing it."""
 
 from __future__ import annotations
 
@@ -95,17 +95,3 @@ class PackedBatch:
         return PackedBatch(
             **moved, lengths=self.lengths, response_tokens=self.response_tokens, divisor=self.divisor, extra=extra
         )
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one optimizer step reports. `loss` is the mean over the response tokens of the whole step."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    response_tokens: int
-    skipped: bool
-    tok_s: float

@@ -1,4 +1,6 @@
-"""A state of a run by name: RUN@step-200, RUN@best, RUN@last, and plain RUN while it has left no adapter yet.
+"""Folders that training leaves: runs, their adapters, models and checkpoints, each as something a session opens.
+
+A state of a run by name: RUN@step-200, RUN@best, RUN@last, and plain RUN while it has left no adapter yet.
 
 A checkpoint holds the flat arena. Laid out by the run's own settings it is the adapter, or the whole model, of that
 step; nothing is written for it. The run may go on meanwhile and delete what is being read: a checkpoint is opened
@@ -17,18 +19,105 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from graftune.config import Config
+from graftune.config import Config, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
+from graftune.files import whole
 from graftune.model.lora import Arena, build_arena, targets_of
 from graftune.observe.events import read_events
-from graftune.session import Engine, is_run, open_engine, with_template
+from graftune.session import Session, open_session, with_template
 from graftune.weights import checkpoint
 from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter
-from graftune.weights.base import Base, open_base, with_new_tokens
+from graftune.weights.base import Base, default_base, open_base, with_new_tokens
 from graftune.weights.model import is_model
 
 TRIES = 20  # listings; the run deletes a checkpoint every few seconds at most
 _HERE = ("device", "compute_dtype", "base_dtype", "threads")  # of the machine the run was on
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def trains_all(folder: Path) -> bool:
+    """Whether a run's folder is that of one without an adapter."""
+    return Config.of_run(folder).train.method != "lora"
+
+
+def whole_run(folder: Path) -> dict[str, Any]:
+    """Settings that open the whole model a run left, for data as the run took it. A template lies with the model."""
+    if not is_model(folder / "model"):
+        raise GraftuneError(
+            "this run has no model yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
+        )
+    data = Config.of_run(folder).nested()["data"]
+    template = "none" if data["template"] == "none" else "auto"
+    return data | {"template": template, "base": str(folder / "model")}
+
+
+def adapter_folder(folder: Path) -> Path:
+    """An adapter's folder, given that or the run that made it."""
+    run = Path(str(folder).rpartition("@")[0] or ".")
+    if "@" in folder.name and not folder.exists() and is_run(run):
+        raise GraftuneError(
+            "names a checkpoint, and training continues from an adapter",
+            where=str(folder),
+            mend=f"write it out with `graftune export {folder} --to peft` and give that folder",
+        )
+    if not is_run(folder):
+        return folder
+    if trains_all(folder):
+        raise GraftuneError(
+            "this run trained the whole model, not an adapter",
+            where=str(folder),
+            mend=f"give {folder / 'model'} as the base",
+        )
+    place = whole(folder / "adapter")
+    if not is_adapter(place):
+        raise GraftuneError(
+            "this run has no adapter yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
+        )
+    return place
+
+
+def with_adapter(config: Config, adapter: Adapter) -> Config:
+    """The configuration of a run that starts from an adapter: rank, targets and the rest are the adapter's (asking for
+    others is a contradiction), and so are its base and template where none is asked for."""
+    default = LoraConfig()
+    settled = {}
+    for name in ("rank", "alpha", "targets", "rslora", "train_norms", "new_tokens"):
+        asked, has = getattr(config.lora, name), getattr(adapter.lora, name)
+        same = expand_targets(asked) == has if name == "targets" else asked == has
+        if not same and asked != getattr(default, name):
+            raise GraftuneError(
+                f"{name} is {asked!r} and the adapter's is {has!r}", where=str(adapter.folder), mend=f"leave {name} out"
+            )
+        settled[name] = has
+    data = config.data
+    return config.replace(
+        **settled,
+        adapter=str(adapter.folder),
+        base=config.base.base or find_base(adapter),
+        revision=config.base.revision or adapter.revision,
+        template=adapter.template if data.template == "auto" else data.template,
+        append_eos=data.append_eos or adapter.append_eos,
+    )
+
+
+def find_base(adapter: Adapter) -> str:
+    """The base an adapter says it belongs to, as something open_base takes."""
+    name = adapter.base_name
+    if name and (Path(name).exists() or not name.startswith("/")):
+        return name
+    # A path from another machine or environment: the bundled base may be the same file elsewhere.
+    try:
+        fallback = open_base(str(default_base()))
+    except GraftuneError:
+        fallback = None
+    if fallback is not None and fallback.sha256 == adapter.base_sha256:
+        return str(fallback.path)
+    raise GraftuneError(
+        f"its base {name or '(none named)'} is not here", where=str(adapter.folder), mend="say where it is with --base"
+    )
 
 
 @dataclass(frozen=True)
@@ -130,19 +219,19 @@ def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
     return weights, checkpoint.read_state(path)[1]
 
 
-def open_state(state: State, settings: dict[str, Any]) -> Engine:
+def open_state(state: State, settings: dict[str, Any]) -> Session:
     """The model at that step. `settings` go before the run's own, which say nothing of this machine."""
     stored = state.config.nested()
     base = {name: value for name, value in stored["base"].items() if name not in _HERE}
     train = {name: stored["train"][name] for name in ("method", "seed")}
     config = Config.of({**base, **stored["lora"], **stored["data"], **train, **settings}, where="settings")
-    engine = open_engine(config)
-    _check(state, engine.base, engine.arena, config.base.any_base)
-    engine.arena.weights.copy_(state.weights)
-    engine.arena.publish()
+    session = open_session(config)
+    _check(state, session.base, session.arena, config.base.any_base)
+    session.arena.weights.copy_(state.weights)
+    session.arena.publish()
     if not state.trains_all:
-        engine.config = engine.config.replace(adapter=str(state.path))
-    return engine
+        session.config = session.config.replace(adapter=str(state.path))
+    return session
 
 
 def state_base(state: State, base: str = "", revision: str = "") -> Base:
@@ -153,7 +242,7 @@ def state_base(state: State, base: str = "", revision: str = "") -> Base:
 
 
 def state_adapter(state: State, base: Base, any_base: bool = False) -> Adapter:
-    """The adapter at that step, as the engine has it, with no weight of the base loaded but the table that new tokens
+    """The adapter at that step, as a session has it, with no weight of the base loaded but the table that new tokens
     follow."""
     if state.trains_all:
         raise GraftuneError(

@@ -69,7 +69,7 @@ def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
     got = LlamaCpp(gguf, context=512).after(document)
     run = opened(gguf)
     assert gap(got, ours(run, document)[-1]) < 1e-4
-    decoder = run.engine.decoder
+    decoder = run.decoder
     decoder.ropes = (decoder.ropes[0]._replace(limit=1000),)
     assert gap(got, ours(run, document)[-1]) > 1e-2, "the factors make a difference"
 
@@ -109,7 +109,7 @@ def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
     """Trained norms lie less one in the adapter's folder, and come back as they were."""
     folder = models.make_folder("gemma3-short", tmp_path / "model")
     run = opened(folder, rank=2, train_norms=True)
-    arena = run.engine.arena
+    arena = run.arena
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(1)), alpha=0.1)
     arena.publish()
     adapter = run.save(tmp_path / "adapter")
@@ -118,7 +118,7 @@ def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
     want = arena.view(name, arena.weights) - 1
     assert torch.allclose(stored[f"base_model.model.model.{name}"], want, atol=1e-6)
     back = opened(folder, adapter)
-    assert (back.engine.arena.weights - arena.weights).abs().max() < 1e-6
+    assert (back.arena.weights - arena.weights).abs().max() < 1e-6
 
 
 def test_phi3s_adapter_names_pefts_modules(tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def test_phi3s_adapter_names_pefts_modules(tmp_path: Path) -> None:
     config = json.loads((opened(folder, rank=2).save(tmp_path / "a") / "adapter_config.json").read_text())
     assert config["target_modules"] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     again: Any = opened(folder, tmp_path / "a")
-    assert "layers.0.self_attn.qkv_proj.lora_A.weight" in again.engine.arena.slots
+    assert "layers.0.self_attn.qkv_proj.lora_A.weight" in again.arena.slots

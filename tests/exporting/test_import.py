@@ -77,7 +77,7 @@ def test_modules_that_differ_are_evened(kind: str, base: Path, tmp_path: Path) -
     want = by_peft(base, tmp_path / "a", **({"target_modules": ["q_proj", "v_proj"]} | UNEVEN[kind]))
     model = opened(base, tmp_path / "a")
     assert gap(ours(model), want) < EXACT
-    arena = model.engine.arena
+    arena = model.arena
     before = {name: arena.view(name, arena.weights).clone() for name in arena.slots}
     for to in ("merged", "peft", "gguf-lora", "apr"):
         out = tmp_path / ("x.gguf" if to == "gguf-lora" else "x.apr" if to == "apr" else to)
@@ -91,8 +91,8 @@ def test_modules_that_differ_are_evened(kind: str, base: Path, tmp_path: Path) -
     data = model.prepare(str(write_data(tmp_path / "data.jsonl", rows=12)))
     for step in range(3):
         for batch in model.batches(data, step):
-            model.micro_step(batch)
-        model.update_step(lr=1e-2)
+            model.forward_backward(batch)
+        model.optim_step(lr=1e-2)
     for name, old in before.items():
         new = arena.view(name, arena.weights)
         across = 0 if "lora_A" in name else 1  # the ranks that no module of PEFT's had

@@ -66,7 +66,7 @@ def test_gguf(variant, folder, tmp_path):
     assert judges.gap(judges.ours(judges.opened(plain, beside, any_base=True)), want) < 1e-4
     prompt = judges.DOCUMENT[:9]
     told = judges.LlamaCpp(plain, [beside]).ask(prompt, n_predict=50, return_tokens=True, top_k=1)["tokens"]
-    (said,) = generate(run.engine.decoder, [prompt], Sampling(max_new_tokens=50, temperature=0.0), ())
+    (said,) = generate(run.decoder, [prompt], Sampling(max_new_tokens=50, temperature=0.0), ())
     assert len(told) == 50 and told == said
     back = export(str(whole), "merged", kind="F32", out=str(tmp_path / "back"))
     assert judges.gap(judges.in_transformers(back.path), want) < 1e-4
@@ -78,7 +78,7 @@ def test_quantised_gguf(kind, folder, tmp_path):
     path = tmp_path / "small.gguf"
     export(str(folder("qwen3_moe-wide")), "gguf", kind=kind, out=str(path))
     run = judges.opened(path, base_dtype="keep")
-    kinds = {name.split(".")[-2]: t.dtype_name for name, t in run.engine.base.tensors.items() if ".mlp." in name}
+    kinds = {name.split(".")[-2]: t.dtype_name for name, t in run.base.tensors.items() if ".mlp." in name}
     assert kinds["gate"] == "F32" and kinds["gate_proj"] == kind.removesuffix("_M")
     theirs, ours = judges.LlamaCpp(path).along(judges.DOCUMENT), judges.ours(run)
     assert float((theirs - ours).abs().mean()) < 0.05

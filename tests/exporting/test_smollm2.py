@@ -53,7 +53,7 @@ def texts(tuned: Run) -> Texts:
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
     template = tuned.tokenizer.template
     prompts = [tuned.tokenizer.encode(template.render(turn, add_generation_prompt=True)) for turn in asked]
-    answers = generate(tuned.engine.decoder, prompts, Sampling(max_new_tokens=ANSWER), ())
+    answers = generate(tuned.decoder, prompts, Sampling(max_new_tokens=ANSWER), ())
     return list(zip(prompts, answers, strict=True))
 
 
@@ -65,7 +65,7 @@ def chosen(table: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.T
 def by_us(run: Run, texts: Texts, adapted: bool) -> torch.Tensor:
     """All texts as one pack."""
     lengths = tuple(len(prompt) + len(answer) for prompt, answer in texts)
-    decoder = run.engine.decoder
+    decoder = run.decoder
     positions = torch.cat([torch.arange(length) for length in lengths])
     state = decoder.begin(positions, PackedDocuments.of(lengths), adapted=adapted)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_four_ways(run: Path, tuned: Run, texts: Texts, smollm2: Path, tmp_path:
     plain = by_us(tuned, texts[:1], adapted=False)
     moved = (own[: len(plain)] - plain).abs()
     model = peft.PeftModel.from_pretrained(
-        oracle.smollm2_in_transformers(tuned.engine.base), str(export(str(run), "peft", out=str(tmp_path / "p")).path)
+        oracle.smollm2_in_transformers(tuned.base), str(export(str(run), "peft", out=str(tmp_path / "p")).path)
     ).eval()
 
     lora = export(str(run), "gguf-lora", out=str(tmp_path / "l.gguf")).path

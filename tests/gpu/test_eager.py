@@ -51,8 +51,8 @@ def test_training_lowers_the_loss_and_saves(compute, base_dtype, tiny_folder, tm
     before = run.evaluate(examples).loss
     for epoch in range(10):
         for micro in run.batches(examples, epoch):
-            run.micro_step(micro)
-        stats = run.update_step()
+            run.forward_backward(micro)
+        stats = run.optim_step()
         assert not stats.skipped and stats.grad_norm > 0
     assert run.evaluate(examples).loss < before * 0.9
     run.save(tmp_path / "adapter")

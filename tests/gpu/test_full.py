@@ -13,7 +13,7 @@ from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.session import open_engine
+from graftune.session import open_session
 from graftune.step.step import Step
 from tests import tiny
 
@@ -24,7 +24,7 @@ def gradients(folder, device: str, compute: str, recompute: str = "none"):
     tokens = torch.randint(3, tiny.VOCAB, (3, 40), generator=torch.Generator().manual_seed(3)).tolist()
     batch = pack([Example(t[: 40 - 7 * i], [j > 9 for j in range(40 - 7 * i)]) for i, t in enumerate(tokens)])
     settings = {"base": str(folder), "method": "full", "device": device, "compute_dtype": compute}
-    engine = open_engine(Config.of(settings))
+    engine = open_session(Config.of(settings))
     step = Step(engine.decoder, engine.arena, recompute=recompute, attention_backend=engine.eager_attention)
     for _ in range(2):
         step.micro_step(batch.to(engine.runtime.device))

@@ -189,8 +189,8 @@ def test_the_api_with_and_without_the_adapter(tiny_folder: Any, tmp_path: Path) 
     base = str(tiny_folder("llama"))
     run = graftune.open(base, compute_dtype="fp32", device="cpu")
     plain = run.generate("hello", max_new_tokens=20)
-    run.engine.arena.weights.add_(torch.randn(len(run.engine.arena.weights)), alpha=0.1)
-    run.engine.arena.publish()
+    run.arena.weights.add_(torch.randn(len(run.arena.weights)), alpha=0.1)
+    run.arena.publish()
     assert run.generate("hello", max_new_tokens=20) != plain
     assert run.generate("hello", max_new_tokens=20, adapted=False) == plain
     answer = run.chat([{"role": "user", "content": "hello"}], max_new_tokens=20)
@@ -199,6 +199,6 @@ def test_the_api_with_and_without_the_adapter(tiny_folder: Any, tmp_path: Path) 
     assert run.chat(turn, max_new_tokens=20, on_text=pieces.append) == answer
     assert answer.startswith("".join(pieces)) and answer.removeprefix("".join(pieces)).strip("\ufffd") == ""
     assert run.prompt_tokens([*turn, {"role": "assistant", "content": answer}, *turn]) > run.prompt_tokens(turn) > 5
-    assert run.context == run.engine.base.spec.max_positions
+    assert run.context == run.base.spec.max_positions
     with pytest.raises(GraftuneError, match="a prompt has 300 tokens"):
         run.generate("x" * 300)

@@ -25,7 +25,7 @@ from graftune.model.lora import build_arena
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.runtime import resolve
-from graftune.session import open_engine
+from graftune.session import open_session
 from graftune.step.step import Step
 from graftune.weights import checkpoint, names
 from graftune.weights.base import open_base
@@ -174,7 +174,7 @@ def test_bf16_weight_gradients_are_close(tiny_folder: Folder) -> None:
     batch, found = pack(examples(40, 30)), []
     for compute in ("fp32", "bf16"):
         with pytest.warns() if compute == "bf16" and resolve("cpu").compute_name != "bf16" else _nothing():
-            engine = open_engine(config.replace(compute_dtype=compute))
+            engine = open_session(config.replace(compute_dtype=compute))
         step = Step(engine.decoder, engine.arena)
         step.micro_step(batch)
         found.append((float(step.loss_sum), {n: engine.arena.view(n, engine.arena.grads) for n in engine.arena.slots}))
@@ -246,7 +246,7 @@ def test_a_gguf_whose_rope_has_no_name_is_refused_before_it_trains(tmp_path: Pat
     assert base.rope_factors is not None
     odd = dataclasses.replace(base, rope_factors=base.rope_factors * torch.tensor([1.0, 1.3, 1.0, 1.1]))
     with pytest.raises(GraftuneError, match="rope frequencies have no name"):
-        open_engine(Config.of({"method": "full", "device": "cpu"}), base=odd)
+        open_session(Config.of({"method": "full", "device": "cpu"}), base=odd)
 
 
 # Whole runs
@@ -397,7 +397,7 @@ def test_descriptions_of_models_that_cannot_start(tiny_folder: Folder, tmp_path:
     def refused(**changed: Any) -> str:
         (shape / "config.json").write_text(json.dumps({k: v for k, v in (config | changed).items() if v != "gone"}))
         with pytest.raises(GraftuneError) as error:
-            open_engine(Config.of({"base": str(shape), "method": "scratch", "device": "cpu"}))
+            open_session(Config.of({"base": str(shape), "method": "scratch", "device": "cpu"}))
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -423,9 +423,9 @@ def test_from_scratch_takes_a_config_file_a_folder_or_a_gguf(tiny_folder: Folder
         opened = open_base(str(base), weights=False)
         assert not opened.tensors and re.fullmatch("[0-9a-f]{64}", opened.sha256)
         settings = {"base": str(base), "method": "scratch", "device": "cpu", "seed": 4}
-        starts.append(open_engine(Config.of(settings)).arena.weights.clone())
+        starts.append(open_session(Config.of(settings)).arena.weights.clone())
     assert torch.equal(starts[0], starts[1]) and torch.equal(starts[0], starts[2])
-    other = open_engine(Config.of(settings | {"seed": 5})).arena.weights
+    other = open_session(Config.of(settings | {"seed": 5})).arena.weights
     assert not torch.equal(other, starts[0])
     before = open_base(str(folder), weights=False).sha256
     shutil.copytree(folder, tmp_path / "copy")

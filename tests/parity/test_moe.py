@@ -183,7 +183,7 @@ def test_trained_adapter_loads_in_peft(targets, folder, tmp_path):
     }  # fmt: skip
     train(Config.of(settings), console=Console(quiet=True))
     run = graftune.open(str(base), adapter=str(out / "adapter"), device="cpu", compute_dtype="fp32")
-    engine = run.engine
+    engine = run
     ours = oracle.Ours(engine.base, engine.decoder, engine.arena, engine.lora)
     docs = documents(30, 7)
     got = ours.logits(docs)
@@ -196,7 +196,7 @@ def test_trained_adapter_loads_in_peft(targets, folder, tmp_path):
     config = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
     assert set(config["target_parameters"] or []) == set(experts.target_parameters(expand_targets(targets)))
     again = graftune.open(str(base), adapter=str(tmp_path / "again"), device="cpu", compute_dtype="fp32")
-    assert torch.equal(again.engine.arena.weights, engine.arena.weights)
+    assert torch.equal(again.arena.weights, engine.arena.weights)
 
 
 @pytest.mark.parametrize(

@@ -253,12 +253,12 @@ def test_the_api_opens_it_and_its_adapter(bnb, tmp_path: Path):
     folder = tmp_path / "base"
     shutil.copytree(bnb["nf4"], folder)
     run = api.open(str(folder), device="cpu", compute_dtype="fp32", lr=1e-2)
-    assert run.engine.placement.base_dtype == "nf4"
+    assert run.placement.base_dtype == "nf4"
     packed = pack(examples(20, 30))
     losses = []
     for _ in range(4):
-        run.micro_step(packed)
-        losses.append(run.update_step().loss)
+        run.forward_backward(packed)
+        losses.append(run.optim_step().loss)
     assert losses[-1] < losses[0]
     run.save(tmp_path / "adapter")
     again = api.open(str(tmp_path / "adapter"), device="cpu", compute_dtype="fp32")

@@ -99,7 +99,7 @@ def test_a_run_that_does_not_fit_is_refused_before_loading_and_the_suggestion_ru
     monkeypatch.setattr(job, "free_bytes", lambda device: free)
 
     with monkeypatch.context() as loading:
-        loading.setattr(prepare, "open_engine", lambda *_, **__: pytest.fail("the model was loaded"))
+        loading.setattr(prepare, "open_session", lambda *_, **__: pytest.fail("the model was loaded"))
         assert main([*line, "--out", str(tmp_path / "refused")]) == 2
     said = capsys.readouterr().err
     assert not (tmp_path / "refused").exists()

@@ -92,10 +92,10 @@ def test_the_resolved_alpha_is_what_is_stored_everywhere(tiny_folder, data, tmp_
         path = export(str(first.folder), to, out=str(tmp_path / name)).path
         assert load_adapter(path).lora.alpha == 16
     other = graftune.open(str(tiny_folder("llama")), rank=8, alpha=32)
-    assert (other.engine.lora.alpha, other.config.lora.alpha) == (32, 32)
+    assert (other.lora.alpha, other.config.lora.alpha) == (32, 32)
     other.save(tmp_path / "other")
     again = graftune.open(str(tiny_folder("llama")), adapter=str(tmp_path / "other"), rank=8)  # asks for no alpha
-    assert (again.engine.lora.alpha, again.config.lora.alpha) == (32, 32)
+    assert (again.lora.alpha, again.config.lora.alpha) == (32, 32)
     with pytest.raises(GraftuneError, match=r"alpha is 16\.0 and the adapter's is 32\.0"):
         graftune.open(str(tiny_folder("llama")), adapter=str(tmp_path / "other"), alpha=16)
 
@@ -144,7 +144,7 @@ def test_base_answers_do_not_see_trained_rows(tiny_folder):
     text = "ab<z>c"
     before = opened.generate(text, max_new_tokens=5, adapted=False)
     tuned = opened.generate(text, max_new_tokens=5)
-    arena = opened.engine.arena
+    arena = opened.arena
     for name in ("embed_tokens.rows", "lm_head.rows"):
         arena.view(name, arena.weights).fill_(9.0)
     arena.publish()

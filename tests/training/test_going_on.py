@@ -21,6 +21,7 @@ from graftune.errors import GraftuneError
 from graftune.files import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
+from graftune.session import parts
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
@@ -126,7 +127,7 @@ def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.Monkey
             super().step(*args, **named)
             minutes += 5
 
-    monkeypatch.setattr(loop, "hot_loop", lambda step, graph: Slow(step))
+    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Slow(step))
     monkeypatch.setattr(loop, "_minutes", lambda: minutes)
     more = {"val_split": 0.0, "save_every": 0, "tokens_per_step": 64, "epochs": 1}
     config = settings(tiny_folder("llama"), tmp_path / "run", **more)
@@ -170,7 +171,7 @@ def test_a_closed_terminal_saves(tiny_folder, tmp_path: Path, monkeypatch: pytes
             super().step(*args, **named)
             console.closed = self.sent >= 2
 
-    monkeypatch.setattr(loop, "hot_loop", lambda step, graph: Closing(step))
+    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Closing(step))
     config = settings(tiny_folder("llama"), tmp_path / "run", save_every=0, eval_every=0)
     result = train(config, console=console)
     assert (result.stopped, result.signal) == ("interrupted", signal.SIGHUP)
@@ -180,7 +181,7 @@ def test_a_closed_terminal_saves(tiny_folder, tmp_path: Path, monkeypatch: pytes
 
 
 def test_nohup_is_respected(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "hot_loop", lambda step, graph: Hangs(step))
+    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Hangs(step))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=4)
@@ -194,13 +195,13 @@ def test_a_signal_before_the_first_step(
     number: signal.Signals, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     data = write_data(tmp_path / "data.jsonl")
-    open_engine = prepare.open_engine
+    open_session = prepare.open_session
 
     def interrupted(*args: Any, **named: Any) -> Any:
         os.kill(os.getpid(), number)
-        return open_engine(*args, **named)
+        return open_session(*args, **named)
 
-    monkeypatch.setattr(prepare, "open_engine", interrupted)
+    monkeypatch.setattr(prepare, "open_session", interrupted)
     out = tmp_path / "deep" / "run"
     line = ["train", str(tiny_folder("llama")), str(data), "--device", "cpu", "--out", str(out)]
     assert main(line) == 128 + number

@@ -32,14 +32,14 @@ def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> 
 
 def shaken(run: Run, seed: int = 3) -> Run:
     """Every trainable value moved off where it started, as training would."""
-    arena = run.engine.arena
+    arena = run.arena
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(seed)), alpha=0.1)
     arena.publish()
     return run
 
 
 def logits(run: Run, tokens: list[int], adapted: bool = True) -> torch.Tensor:
-    decoder = run.engine.decoder
+    decoder = run.decoder
     state = decoder.begin(torch.arange(len(tokens)), PackedDocuments.of((len(tokens),)), adapted=adapted)
     with torch.no_grad():
         return decoder.logits(decoder.hidden(torch.tensor(tokens), state), adapted=adapted)
@@ -128,8 +128,8 @@ def test_training_goes_on_from_an_adapter(tiny_folder: Any, tmp_path: Path) -> N
     def train(run: Run, steps: int) -> Run:
         for step in range(steps):
             for batch in run.batches(run.prepare(str(data)), step):
-                run.micro_step(batch)
-            run.update_step(lr=5e-3)
+                run.forward_backward(batch)
+            run.optim_step(lr=5e-3)
         return run
 
     first = train(opened(base, rank=4, alpha=9.0, targets=["qv"], train_norms=True), 3)
@@ -137,7 +137,7 @@ def test_training_goes_on_from_an_adapter(tiny_folder: Any, tmp_path: Path) -> N
     folder = first.save(tmp_path / "first")
     second = opened(base, folder)
     assert second.evaluate(str(data)).loss == before
-    assert second.engine.lora.rank == 4 and second.engine.lora.targets == ("q_proj", "v_proj")
+    assert second.lora.rank == 4 and second.lora.targets == ("q_proj", "v_proj")
     saved = train(second, 3).save(tmp_path / "second")
     assert second.evaluate(str(data)).loss < before - 0.01
     assert close(logits(second, DOCUMENT), peft_logits(loaded_by_peft(base, saved), DOCUMENT))

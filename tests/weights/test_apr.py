@@ -210,7 +210,7 @@ def test_a_full_disk_leaves_what_was_there(small: Path, tmp_path: Path, monkeypa
 def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_folder: Any, tmp_path: Path) -> None:
     base = tiny_folder(variant)
     run = shaken(opened(base, rank=3, alpha=7.0, dropout=0.25, **settings))
-    adapter, spec = load_adapter(run.save(tmp_path / "adapter")), run.engine.base.spec
+    adapter, spec = load_adapter(run.save(tmp_path / "adapter")), run.base.spec
     facts = {"epoch": 2, "val_loss": 1.25, "data_hash": "abc", "started_at": "2026-01-02T03:04:05Z"}
     path = tmp_path / "x.apr"
     save_apr(path, adapter, spec, facts)
@@ -221,7 +221,7 @@ def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_
     for given in ({"base": base, "adapter": path}, {"base": path}):
         assert torch.equal(logits(opened(**given), DOCUMENT), logits(run, DOCUMENT))
     stored = apr_io.read(path)
-    metadata, scale = stored.metadata, run.engine.lora.alpha / (3**0.5 if settings.get("rslora") else 3)
+    metadata, scale = stored.metadata, run.lora.alpha / (3**0.5 if settings.get("rslora") else 3)
     assert metadata["lora_alpha"] / metadata["lora_rank"] == pytest.approx(scale)
     assert metadata["__checkpoint__.schema_version"] == "1.3.0" and metadata["model_type"] == "adapter"
     assert metadata["epoch"] == 2 and metadata["val_loss"] == 1.25 and metadata["hidden_size"] == 48
@@ -272,7 +272,7 @@ def test_chat(tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     base = tiny_folder("llama")
     run = shaken(opened(base, rank=3, alpha=32.0))
     folder = run.save(tmp_path / "adapter")
-    save_apr(tmp_path / "x.apr", load_adapter(folder), run.engine.base.spec)
+    save_apr(tmp_path / "x.apr", load_adapter(folder), run.base.spec)
     ask = ["--base", str(base), "--prompt", "hello", "--json", "--max-new-tokens", "12", "--compare", "--device", "cpu"]
     answers = []
     for target in (folder, tmp_path / "x.apr"):

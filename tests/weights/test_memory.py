@@ -36,19 +36,19 @@ batch = pack([Example(list(range(100, 100 + tokens)), [i > 15 for i in range(tok
 
 def step(base):
     run = graftune.api.open(base, base_dtype="keep", device="cpu", compute_dtype="fp32")
-    run.micro_step(batch)
-    return run, run.update_step().loss
+    run.forward_backward(batch)
+    return run, run.optim_step().loss
 
 step(sys.argv[2])
 at_start = resident_bytes()
 run, loss = step(sys.argv[1])
-spec, rank = run.engine.base.spec, run.config.lora.rank
+spec, rank = run.base.spec, run.config.lora.rank
 q = sum(spec.layer(0).projections[p][0] for p in ("q_proj", "k_proj", "v_proj"))
 saved = tokens * 4 * (2 * spec.width + q + spec.heads * spec.head_width + 2 * spec.ffn + 7 * rank + 64)
 logits = 4 * batch.response_tokens * spec.vocab * 4
 pieces = 5 * MAPPED_ROWS_BYTES
 print(json.dumps({"at_start": at_start, "peak": peak_resident_bytes(), "loss": loss,
-    "arena": run.engine.arena.nbytes, "activations": (spec.layers + 4) * saved + logits + pieces}))
+    "arena": run.arena.nbytes, "activations": (spec.layers + 4) * saved + logits + pieces}))
 """
 
 

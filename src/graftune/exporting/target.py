@@ -13,8 +13,18 @@ from graftune.data.template import ChatFormat, chat_format
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Weighted
 from graftune.observe.events import read_events
-from graftune.run_folder import State, find_state, state_adapter, state_base
-from graftune.session import adapter_folder, check_base, find_base, is_run, trains_all, whole_run, with_template
+from graftune.run_folder import (
+    State,
+    adapter_folder,
+    find_base,
+    find_state,
+    is_run,
+    state_adapter,
+    state_base,
+    trains_all,
+    whole_run,
+)
+from graftune.session import check_base, with_template
 from graftune.weights.adapter import Adapter, fitted, is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 

@@ -1,11 +1,13 @@
 """The loop around the step that never waits for it.
 
 Batches are packed by the loader's thread, which also puts them into pinned memory and sends them over on a stream of
-its own (`stage`). `step` copies them into the captured step's inputs, replays, uploads the live row of hyperparameters
-and sends the figures back; it reads nothing. `finished` gives the figures of steps that are done, as a rule a step
-late; the host is at most `AHEAD` steps ahead of the device, so that a signal is noticed soon.
+its own (`stage`). `micro` copies one of them into the captured step's inputs and replays; `update` uploads the live row
+of hyperparameters, replays the update and sends the figures back; `step` is all of one optimizer step. Nothing here
+reads a device value. `finished` gives the figures of steps that are done, as a rule a step late; the host is at most
+`AHEAD` steps ahead of the device, so that a signal is noticed soon.
 
-On a CPU, and with `graph` off, the same callables run eagerly and in order.
+A batch of another shape than those that are captured runs eagerly (`eager`), between replays if need be. On a CPU, and
+with `graph` off, the same callables run eagerly and in order.
 """
 
 from __future__ import annotations
@@ -50,7 +52,11 @@ class Loop(Protocol):
     @property
     def captures(self) -> int: ...
 
+    def hold(self, longest: int) -> None: ...
     def stage(self, batch: PackedBatch) -> Any: ...
+    def micro(self, staged: Any, draw: int) -> None: ...
+    def eager(self, batch: PackedBatch, draw: int) -> None: ...
+    def update(self, hyper: Mapping[str, float], tag: Any = None) -> None: ...
     def step(
         self,
         staged: Sequence[Any],
@@ -60,13 +66,37 @@ class Loop(Protocol):
         between: Callable[[], None] = lambda: None,
     ) -> None: ...
     def finished(self, wait: bool = False) -> list[Figures]: ...
+    def next(self) -> Figures: ...
 
 
 def hot_loop(step: Step, *, graph: bool = True) -> Loop:
     return DeviceLoop(step, graph) if step.arena.device.type == "cuda" else HostLoop(step)
 
 
-class HostLoop:
+class Steps:
+    """One optimizer step out of its parts, the same on every device."""
+
+    def micro(self, staged: Any, draw: int) -> None:
+        raise NotImplementedError
+
+    def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
+        raise NotImplementedError
+
+    def step(
+        self,
+        staged: Sequence[Any],
+        hyper: Mapping[str, float],
+        draws: Sequence[int],
+        tag: Any = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        for batch, draw in zip(staged, draws, strict=True):
+            between()
+            self.micro(batch, draw)
+        self.update(hyper, tag)
+
+
+class HostLoop(Steps):
     """Everything at once, in order."""
 
     captures = 0
@@ -75,28 +105,30 @@ class HostLoop:
     def __init__(self, step: Step):
         self.work, self.done = step, list[Figures]()
 
+    def hold(self, longest: int) -> None:
+        """Nothing is captured, so nothing has to be bounded."""
+
     def stage(self, batch: PackedBatch) -> PackedBatch:
         return batch.to(self.work.arena.device)
 
-    def step(
-        self,
-        staged: Sequence[PackedBatch],
-        hyper: Mapping[str, float],
-        draws: Sequence[int],
-        tag: Any = None,
-        between: Callable[[], None] = lambda: None,
-    ) -> None:
+    def micro(self, staged: PackedBatch, draw: int) -> None:
+        self.work.set_draw(draw)
+        self.work.micro_step(staged)
+
+    def eager(self, batch: PackedBatch, draw: int) -> None:
+        self.micro(self.stage(batch), draw)
+
+    def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
         self.work.set_hyper(hyper)
-        for batch, draw in zip(staged, draws, strict=True):
-            between()
-            self.work.set_draw(draw)
-            self.work.micro_step(batch)
         report = self.work.update_step().tolist()
         self.done.append(Figures.of(tag, self.work.loss.figures, report))
 
     def finished(self, wait: bool = False) -> list[Figures]:
         done, self.done = self.done, []
         return done
+
+    def next(self) -> Figures:
+        return self.done.pop(0)
 
 
 class Shape(NamedTuple):
@@ -161,15 +193,14 @@ class Inputs:
         self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
 
 
-class DeviceLoop:
+class DeviceLoop(Steps):
     def __init__(self, step: Step, graph: bool):
-        assert step.longest is not None, "a captured step needs a bound on document lengths"
         self.work, self.graph = step, graph
         self.device = step.arena.device
         self.pool = torch.cuda.graph_pool_handle() if graph else None
         self.copies = stream("copies", self.device)
         self.inputs: dict[Shape, Inputs] = {}
-        self.update = Captured(self._update, enabled=graph, pool=self.pool)
+        self.update_step = Captured(self._update, enabled=graph, pool=self.pool)
         self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         width = len(Hyper._fields)
         self.rows = torch.empty(AHEAD + 2, width, pin_memory=True)
@@ -177,6 +208,7 @@ class DeviceLoop:
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
         self.ready: list[Figures] = []
         self.count = 0
+        self.begun = False  # a micro-batch of the next update was sent
         self.waited = 0.0  # seconds, for the device to come near: the host is AHEAD steps ahead of it and no more
 
     @property
@@ -196,38 +228,53 @@ class DeviceLoop:
             slot.arrived.record(self.copies)
         return slot
 
-    def step(
-        self,
-        staged: Sequence[Slot],
-        hyper: Mapping[str, float],
-        draws: Sequence[int],
-        tag: Any = None,
-        between: Callable[[], None] = lambda: None,
-    ) -> None:
+    def hold(self, longest: int) -> None:
+        """Micro-batches of a fixed shape, whose documents have at most so many tokens, are about to come. A captured
+        step has the bound built in: a larger one captures again."""
+        if self.work.longest is None or self.work.longest < longest:
+            self.work.longest = longest
+            self.inputs.clear()
+
+    def micro(self, staged: Slot, draw: int) -> None:
+        self._begin()
+        main, inputs = torch.cuda.current_stream(), self._inputs(staged.shape)
+        main.wait_event(staged.arrived)
+        inputs.flat.copy_(staged.device)
+        staged.taken.record(main)
+        self.free.put(staged)
+        if self.work.dropout:
+            self.work.set_draw(draw)
+        inputs.run()
+
+    def eager(self, batch: PackedBatch, draw: int) -> None:
+        """A batch of a shape of its own: its kernels are launched one by one."""
+        self._begin()
+        if self.work.dropout:
+            self.work.set_draw(draw)
+        self.work.micro_step(batch.to(self.device), any_shape=True)
+
+    def _begin(self) -> None:
+        """Before the first micro-batch of a step: the host keeps at most `AHEAD` steps ahead of the device."""
+        if self.begun:
+            return
         while len(self.under_way) >= AHEAD:
             began = time.perf_counter()
             with marked("wait for the device"):
                 self._fetch_oldest()
             self.waited += time.perf_counter() - began
-        main, place = torch.cuda.current_stream(), self.count % len(self.rows)
+        self.begun = True
+
+    def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
+        place = self.count % len(self.rows)
         self.rows[place] = torch.tensor(self.work.row_of(hyper))
         self.work.row.copy_(self.rows[place], non_blocking=True)
-        for slot, draw in zip(staged, draws, strict=True):
-            between()
-            inputs = self._inputs(slot.shape)
-            main.wait_event(slot.arrived)
-            inputs.flat.copy_(slot.device)
-            slot.taken.record(main)
-            self.free.put(slot)
-            if self.work.dropout:
-                self.work.set_draw(draw)
-            inputs.run()
-        self.update()
+        self.update_step()
         self.reports[place].copy_(self.work.report, non_blocking=True)
         done = torch.cuda.Event()
-        done.record(main)
+        done.record(torch.cuda.current_stream())
         self.under_way.append((place, tag, done))
         self.count += 1
+        self.begun = False
 
     def finished(self, wait: bool = False) -> list[Figures]:
         """Figures of the steps that are done; `wait`: of all."""
@@ -236,10 +283,17 @@ class DeviceLoop:
         done, self.ready = self.ready, []
         return done
 
+    def next(self) -> Figures:
+        """The figures of the oldest step that was not asked for yet, waited for."""
+        if not self.ready:
+            self._fetch_oldest()
+        return self.ready.pop(0)
+
     def _update(self) -> None:
         self.work.update_step()
 
     def _inputs(self, shape: Shape) -> Inputs:
+        assert self.work.longest is not None, "a captured step needs a bound on document lengths: call hold first"
         if shape not in self.inputs:
             self.inputs[shape] = Inputs(self.work, shape, self.graph, self.pool)
         return self.inputs[shape]

@@ -50,14 +50,16 @@ class Step:
         tuned: bool = False,
         other_backends: tuple[str, ...] = (),
         loss: Loss | None = None,
+        eager_backend: str = "",
     ):
-        """`longest` bounds the documents of every batch to come; a captured step needs it, an eager one can look.
-        `tuned` times cuBLAS's algorithms at the first batch of a shape, and attention's backends at the first batch:
-        for shapes that will be used often."""
+        """`longest` bounds the documents of every batch of a fixed shape to come; a captured step needs it, an eager
+        one can look. `eager_backend` is the attention for batches of any shape. `tuned` times cuBLAS's algorithms at
+        the first batch of a shape, and attention's backends at the first batch: for shapes that will be used often."""
         self.decoder, self.arena, self.loss = decoder, arena, loss or CrossEntropy()
         self.dropout, self.tapes = dropout, Tapes(recompute)
         self.backend, self.longest, self.tuned = attention_backend, longest, tuned
         self.other_backends = other_backends if tuned else ()
+        self.eager_backend = eager_backend or attention_backend
         device = arena.device
         segments = arena.segments(clip_mode)
         self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
@@ -89,20 +91,22 @@ class Step:
         """Number the next dropout mask, within 63 bits: a seed may be as large as that itself."""
         self.draw.fill_((self.seed * 1_000_003 + draw) & (2**63 - 1))
 
-    def micro_step(self, batch: PackedBatch) -> None:
-        """Adds the batch's loss and gradients to what is there."""
+    def micro_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
+        """Adds the batch's loss and gradients to what is there. `any_shape`: its shape will hardly come again, so
+        nothing is planned or timed for it."""
         decoder = self.decoder
         if self.aside is not None:
             self.aside.forget()
         dropout = Dropout(self.dropout, self.draw) if self.dropout else None
-        documents = attention.Documents(batch.cu_seqlens, batch.lengths, self.longest or max(batch.lengths))
-        if self.other_backends:
+        longest = max(batch.lengths) if any_shape or self.longest is None else self.longest
+        documents = attention.Documents(batch.cu_seqlens, batch.lengths, longest)
+        if self.other_backends and not any_shape:
             self._choose_attention(documents, len(batch.tokens))
-        attend = PackedDocuments(documents, self.backend)
+        attend = PackedDocuments(documents, self.eager_backend if any_shape else self.backend)
         run = decoder.begin(batch.positions, attend, dropout=dropout, aside=self.aside)
         tape = self.tapes.new(len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute)
 
-        with matmul.tuned(self.tuned):
+        with matmul.tuned(self.tuned and not any_shape):
             base = base_log_probs(decoder, batch, run) if self.loss.needs_base else None
             # Handed on, not named: a name here would hold the stream, then its gradient, through the whole backward.
             decoder.backward(

@@ -15,10 +15,10 @@ from graftune.config import Config, RunConfig
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import stop_ids, usable_format
-from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
+from graftune.infer.generate import cache_room, in_groups, reaches_of
 from graftune.infer.sample import Sampling
 from graftune.observe.console import Answer, Console
-from graftune.session import Engine
+from graftune.session import Session
 from graftune.tokenizer import Tokenizer
 
 SCORED = 24  # records, unless the settings say how many
@@ -64,19 +64,17 @@ class Answers:
         """Of the prompts and of how long an answer may be: what was answered to others is no answer to these."""
         return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
 
-    def ask(self, engine: Engine, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
+    def ask(self, session: Session, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
         """Greedily, as many questions at once as there is room for. `between` gets the count of those answered."""
-        tokenizer, settings = engine.tokenizer, engine.config.train
+        tokenizer, settings = session.tokenizer, session.config.train
         reaches = reaches_of(self.lengths, self.length, self.positions)
         found: list[str] = []
         for group in in_groups(reaches, cache_room(settings.tokens_per_micro_batch, settings.recompute)):
-            answers = generate(
-                engine.decoder,
+            answers = session.continued(
                 [self.questions[i].prompt for i in group],
                 Sampling(max_new_tokens=self.length),
                 self.stops,
                 adapted=adapted,
-                backend=engine.eager_attention,
                 on_tokens=partial(_count, between, len(found) + len(group)),
             )
             found += [tokenizer.decode(answer, skip_special=True) for answer in answers]

@@ -25,7 +25,6 @@ import torch
 
 from graftune import __version__
 from graftune.config import Config
-from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
@@ -33,10 +32,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import EventLog, read_events
 from graftune.observe.marks import Profile, marked
 from graftune.observe.memory import peak_resident_bytes
-from graftune.step.evaluate import evaluate
-from graftune.step.pipeline import hot_loop
 from graftune.step.schedule import learning_rate
-from graftune.step.step import Step
 from graftune.training.prepare import (
     Prepared,
     tell_start,
@@ -74,36 +70,16 @@ class Run:
     """One training run in its folder."""
 
     def __init__(self, prepared: Prepared, console: Console):
-        self.folder, self.engine, self.console = prepared.folder, prepared.engine, console
+        self.folder, self.session, self.console = prepared.folder, prepared.session, console
         self.training, self.validation = prepared.training, prepared.validation
         self.plan, self.answers = prepared.plan, prepared.answers
-        engine = prepared.engine
-        self.config = config = engine.config
+        session = prepared.session
+        self.config = config = session.config
         self.progress = Progress()
-        captured = engine.runtime.device.type == "cuda"
-        self.loader = Loader(
-            self.training.examples,
-            tokens_per_step=config.train.tokens_per_step,
-            micro_capacity=config.train.tokens_per_micro_batch,
-            seed=config.train.seed,
-            fixed=captured,
-        )
-        self.shape = self.loader.capacities(math.ceil(config.train.epochs)) if captured else None
-        self.step = Step(
-            engine.decoder,
-            engine.arena,
-            clip_mode=config.optim.clip_mode,
-            dropout=engine.lora.dropout,
-            seed=config.train.seed,
-            recompute=config.train.recompute,
-            attention_backend=engine.attention.backend,
-            other_backends=engine.attention.others,
-            longest=self.shape.longest if self.shape else None,
-            tuned=captured and not config.train.deterministic,  # no choice may hang on a clock then
-        )
-        self.attention, self.captures = engine.attention.backend, 0  # as far as they were told
-        self.graph = config.train.graph
-        self.hot = hot_loop(self.step, graph=self.graph)
+        self.loader = session.loader(self.training.examples)
+        self.shape = session.fix_shape(self.loader, config.train.epochs)
+        self.step, self.hot, self.graph = session.step, session.pipeline, config.train.graph
+        self.attention, self.captures = session.attention.backend, 0  # as far as they were told
         length = run_length(self.loader, config.train)
         self.before = run_length(self.loader, prepared.before.train) if prepared.before else length
         self.total, self.epoch_steps = length.total, max(length.epoch_steps, self.before.epoch_steps, key=len)
@@ -121,14 +97,14 @@ class Run:
     def start(self) -> None:
         """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
         self._open_log()
-        engine = self.engine
+        session = self.session
         facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
-        facts |= {"device": engine.runtime.describe(), "attention": engine.attention.backend}
-        self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(engine.arena.weights))
+        facts |= {"device": session.runtime.describe(), "attention": session.attention.backend}
+        self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(session.arena.weights))
         if self.plan is not None:
             write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
         self.config.save(self.folder / "config.yaml")  # last: what has one can be resumed
-        tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
+        tell_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
 
     def take_up(self) -> None:
         """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
@@ -138,7 +114,7 @@ class Run:
             checkpoint.check_identity(self.identity(), stored, self.folder)
             checkpoint.check_place(found, place, self.before.epoch_steps)
             check_longer(self.folder, place.step, self.total, self.config.train)
-            self.progress = checkpoint.load(found, self.engine.arena, self.identity(), self.step.scaler)
+            self.progress = checkpoint.load(found, self.session.arena, self.identity(), self.step.scaler)
             self.step.count.fill_(self.progress.updates)
         self._open_log()
         events = read_events(self.folder / "metrics.jsonl")
@@ -149,7 +125,7 @@ class Run:
             if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
                 self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
         self.log.emit("resume", step=self.progress.step)
-        tell_start(self.console, self.engine, self.folder, self.total, self.shape, self.graph)
+        tell_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
         self._keep_changes()
@@ -169,12 +145,12 @@ class Run:
 
     def _open_log(self) -> None:
         self.log = EventLog(self.folder / "metrics.jsonl")
-        self.telling = Telling(self.console, self.log, self.total, self.engine.runtime.device, self.plan)
+        self.telling = Telling(self.console, self.log, self.total, self.session.runtime.device, self.plan)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to fit."""
         data = self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else "")
-        return identity(self.config, self.engine.base, data, self.examples_sha256)
+        return identity(self.config, self.session.base, data, self.examples_sha256)
 
     # The run itself
 
@@ -211,7 +187,7 @@ class Run:
         full = self.config.train.method == "full"
         if full and self.answers.questions and not self.base_answers and not self.progress.step:
             self._ask_base()
-        trace, device = self.folder / "profile.json.gz", self.engine.runtime.device
+        trace, device = self.folder / "profile.json.gz", self.session.runtime.device
         profile = Profile(self.config.run.profile, trace, device, self.console.note)
         with self.telling.steps(self.progress.step), profile:
             while True:
@@ -293,13 +269,7 @@ class Run:
         p = self.progress
         examples = self.validation.examples
         with marked("evaluate"), self.telling.counted("validating", len(examples), "examples", self._between) as count:
-            result = evaluate(
-                self.engine.decoder,
-                examples,
-                capacity=self.config.train.tokens_per_micro_batch,
-                backend=self.engine.attention.backend,
-                between=count,
-            )
+            result = self.session.evaluated(examples, on_progress=count)
         self.telling.evaluation(result, p.step, p.epoch)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
         p.last_eval = p.step
@@ -320,7 +290,7 @@ class Run:
         p = self.progress
         with marked("checkpoint"):
             p.updates = int(self.step.count)
-            checkpoint.save(self.checkpoints, self.engine.arena, p, self.identity(), self.step.scaler)
+            checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
         self.saved_at = _minutes()
         self.telling.picture.redraw()
@@ -340,7 +310,7 @@ class Run:
                     where=str(self.checkpoints),
                     mend="restore it, or start a new run",
                 )
-            checkpoint.read_weights(best, self.engine.arena)
+            checkpoint.read_weights(best, self.session.arena)
             console.note(f"keeping step {p.best_step}, the best on validation")
         if p.step and not p.updates:
             console.warn("every update was skipped, because no gradient was finite: nothing was trained")
@@ -348,8 +318,8 @@ class Run:
             console.warn("validation loss did not fall below where it started: training does not help on this data")
         if self.hot.captures > 1:
             console.warn(f"the step was captured {self.hot.captures} times, for batches of as many shapes")
-        with console.working(f"writing the {self.engine.product}"):
-            self.engine.save(self.folder / self.engine.product)
+        with console.working(f"writing the {self.session.product}"):
+            self.session.write(self.folder / self.session.product)
         summary: dict[str, Any] = {
             "best_step": p.best_step,
             "validation_loss": {"start": p.first_loss, "best": p.best_loss},
@@ -384,7 +354,7 @@ class Run:
         """Answers to the run's questions, by the base or by what was trained."""
         label, count = f"asking {whom} about unseen prompts", len(self.answers.questions)
         with marked("samples"), self.telling.counted(label, count, "answers", self._between) as between:
-            return self.answers.ask(self.engine, adapted=adapted, between=between)
+            return self.answers.ask(self.session, adapted=adapted, between=between)
 
     # Signals
 

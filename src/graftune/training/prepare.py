@@ -1,4 +1,4 @@
-"""Before the first step: the data, the folder and the engine of a run, each mistake found as early as it can be.
+"""Before the first step: the data, the folder and the session of a run, each mistake found as early as it can be.
 
 Data comes first, because its mistakes are the common ones; then the folder, so that a read-only disk shows before the
 model is loaded. What was made for a run that does not come to its start is taken away again.
@@ -19,7 +19,6 @@ from typing import NamedTuple
 from graftune.config import Config
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.encoded import distinct_tokens
-from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
@@ -29,16 +28,10 @@ from graftune.mixture import DataValue, label, slug
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.plan import CardModel, Job, Plan, any_data, is_absent, runtime_for, settle
+from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import device_of
-from graftune.session import (
-    Engine,
-    adapter_folder,
-    check_method,
-    open_engine,
-    resolved_recompute,
-    with_adapter,
-    with_template,
-)
+from graftune.session import Session, check_method, check_recompute, loader_of, open_session, with_template
+from graftune.session.parts import UNPLANNED
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
 from graftune.training.answers import Answers
@@ -46,13 +39,11 @@ from graftune.training.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 
-UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
-
 
 @dataclass(frozen=True)
 class Prepared:
     folder: Path
-    engine: Engine
+    session: Session
     training: Dataset
     validation: Dataset
     examples_sha256: str
@@ -86,7 +77,7 @@ def _prepare(
     with console.working("reading the data"):
         data = _read(config, base, adapter, path, console)
     if before is not None and config.train.max_steps != before.train.max_steps:
-        loader = _loader(config, data.training, max(config.train.tokens_per_micro_batch, data.longest))
+        loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.longest))
         config = config.replace(epochs=stretched(config.train, loader))
     with console.working("planning memory"):
         job = plan_job(config, base, data, resuming=before is not None)
@@ -96,24 +87,14 @@ def _prepare(
     else:
         console.note(f"memory is planned on CUDA and on CPUs, not on {config.base.device}")
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
+        config = config.replace(recompute="none" if config.train.recompute == "auto" else config.train.recompute)
     folder = folder_for(config, path)
     forget_peak()
     with console.working("loading the base"):
-        engine = open_engine(config, base=base, placement=job.placement if job else None)
-    engine.config = engine.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
+        session = open_session(config, base=base, placement=job.placement if job else None)
+    session.config = session.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
     read = data.training, data.validation, data.examples_sha256, data.answers
-    return Prepared(folder, engine, *read, plan, before)
-
-
-def _loader(config: Config, training: Dataset, capacity: int) -> Loader:
-    settings = config.train
-    return Loader(
-        training.examples,
-        tokens_per_step=settings.tokens_per_step,
-        micro_capacity=capacity,
-        seed=settings.seed,
-        fixed=True,
-    )
+    return Prepared(folder, session, *read, plan, before)
 
 
 def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
@@ -189,7 +170,7 @@ def plan_job(
 ) -> Job | None:
     """The run as something to plan, in the shapes that its data comes to; None on devices that are not planned for."""
     runtime, card = runtime_for(config, memory, model)
-    resolved_recompute(config.train.recompute, runtime.device)
+    check_recompute(config.train.recompute, runtime.device)
     if runtime.device.type not in ("cuda", "cpu"):
         return None
 
@@ -197,7 +178,7 @@ def plan_job(
 
     @functools.cache
     def shapes(capacity: int) -> Capacities:
-        return _loader(config, data.training, capacity).capacities(math.ceil(config.train.epochs))
+        return loader_of(config, data.training.examples, capacity).capacities(math.ceil(config.train.epochs))
 
     return Job(
         config,
@@ -249,14 +230,14 @@ def tell_refused(console: Console, summary: Summary, prefix: str = "") -> None:
 
 
 def tell_start(
-    console: Console, engine: Engine, folder: Path, steps: int, shape: Capacities | None, graph: bool
+    console: Console, session: Session, folder: Path, steps: int, shape: Capacities | None, graph: bool
 ) -> None:
     """What was found and chosen, before the first step. `shape`: of every micro-batch, where it is fixed."""
-    spec, arena, settings = engine.base.spec, engine.arena, engine.config.train
-    console.note(f"base: {engine.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
-    console.note(f"device: {engine.runtime.describe()}")
-    console.note(f"attention: {engine.attention.backend} ({engine.attention.why})")
-    console.note(f"frozen weights: {engine.placement.base_dtype} ({engine.placement.why})")
+    spec, arena, settings = session.base.spec, session.arena, session.config.train
+    console.note(f"base: {session.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
+    console.note(f"device: {session.runtime.describe()}")
+    console.note(f"attention: {session.attention.backend} ({session.attention.why})")
+    console.note(f"frozen weights: {session.placement.base_dtype} ({session.placement.why})")
     console.note(
         f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
     )

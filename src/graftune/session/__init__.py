@@ -1,0 +1,33 @@
+"""A base with adapters, ready to step, evaluate and sample: the one place where these parts are wired.
+
+opening.py   a Session from a configuration
+parts.py     what it is made of: decoder, step, pipeline, loader
+session.py   the verbs of a training loop
+stepping.py  what they take and give: batches and figures
+"""
+
+from graftune.session.opening import (
+    attention_for,
+    check_base,
+    check_method,
+    check_recompute,
+    open_session,
+    with_template,
+)
+from graftune.session.parts import Parts, loader_of
+from graftune.session.session import Session
+from graftune.session.stepping import Batch, StepStats
+
+__all__ = [
+    "Batch",
+    "Parts",
+    "Session",
+    "StepStats",
+    "attention_for",
+    "check_base",
+    "check_method",
+    "check_recompute",
+    "loader_of",
+    "open_session",
+    "with_template",
+]

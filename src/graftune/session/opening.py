@@ -1,0 +1,135 @@
+"""A configuration -> a Session: the base opened, the adapters laid out, the weights placed, the decoder built.
+
+Training, evaluation, answers, the Python API and the benchmarks all start here, so an adapter means the same in each of
+them. What `auto` means for device and dtypes is read off the machine; what it means for memory (recompute and the size
+of a micro-batch) is the plan's to say, which lies above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+
+import torch
+
+from graftune.config import Config, LoraConfig
+from graftune.data.template import template_from_file
+from graftune.errors import GraftuneError
+from graftune.kernels import attention
+from graftune.model.lora import build_arena, initialise, start_from_scratch
+from graftune.runtime import Runtime, resolve
+from graftune.session.session import Session
+from graftune.weights.adapter import Adapter, load_adapter, place_adapter
+from graftune.weights.base import Base, open_base, with_new_tokens
+from graftune.weights.load import build_decoder
+from graftune.weights.model import hf_config
+from graftune.weights.placement import Placement, choose_placement, nothing_frozen
+
+# Written into the config.yaml of runs before these became twice the rank and PEFT's start: nobody asked for them.
+_EARLIER_DEFAULTS = {"alpha": 32.0, "init": "gaussian"}
+
+
+def open_session(config: Config, *, base: Base | None = None, placement: Placement | None = None) -> Session:
+    """Open the base unless it is given, resolve what is `auto`, lay out the adapters and place the weights (as was
+    planned, or as fits now)."""
+    runtime = resolve(
+        config.base.device,
+        config.base.compute_dtype,
+        threads=config.base.threads,
+        deterministic=config.train.deterministic,
+    )
+    check_recompute(config.train.recompute, runtime.device)
+    check_method(config)
+    method = config.train.method
+    base = base or open_base(config.base.base, config.base.revision, weights=method != "scratch")
+    adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
+    lora = _settings(config.lora, adapter)
+    if adapter is not None:
+        check_base(adapter, base, config.base.any_base)
+    if lora.new_tokens:
+        base = with_new_tokens(base, lora.new_tokens)
+    base = with_template(base, config, adapter)
+    config = config.replace(max_seq_len=config.data.longest(base.spec.max_positions))
+    attend = attention_for(base, runtime, config.data.max_seq_len)
+    whole = hf_config(base) if method != "lora" else None
+    place = choose_placement if method == "lora" else nothing_frozen
+    placement = placement or place(base, config.base.base_dtype, runtime)
+    arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=method != "lora")
+    decoder = build_decoder(base, arena, lora, runtime, placement)
+    if method == "scratch":
+        start_from_scratch(arena, base.spec, config.train.seed)
+    elif method == "full":
+        arena.publish()
+    elif adapter is None:
+        initialise(arena, lora, config.train.seed)
+    else:
+        place_adapter(adapter, arena, base)
+    resolved = config.replace(
+        device=str(runtime.device),
+        compute_dtype=runtime.compute_name,
+        base_dtype=placement.base_dtype,
+        alpha=lora.alpha if method == "lora" else config.lora.alpha,
+    )
+    return Session(resolved, base, runtime, placement, lora, arena, decoder, attend, whole=whole)
+
+
+def check_method(config: Config) -> None:
+    """Settings of adapters where none are trained are a mistake: they would be read by nobody."""
+    method, default = config.train.method, LoraConfig()
+    for name, value in vars(config.lora).items() if method != "lora" else ():
+        if value not in (getattr(default, name), _EARLIER_DEFAULTS.get(name)):
+            raise GraftuneError(
+                f"{name} is set and method is {method}, which trains no adapter",
+                mend=f"leave {name} out, or set method to lora",
+            )
+
+
+def check_recompute(asked: str, device: torch.device) -> None:
+    if asked == "offload" and device.type != "cuda":
+        raise GraftuneError(
+            f"recompute is offload, which needs a CUDA device, and this is {device}", mend="use none, selective or full"
+        )
+
+
+def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choice:
+    """Chosen once. Where only some layers have a window that documents reach, those take our own kernels and the others
+    the fastest."""
+    spec = base.spec
+    windowed = len(spec.window_layers) == spec.layers and spec.window < longest
+    how = runtime.device, runtime.compute, spec.head_width, runtime.deterministic
+    return attention.choose(*how, windowed, capped=spec.attention_cap > 0)
+
+
+def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
+    """The base with the chat template the run uses: a file of the user's, or the one saved with the adapter. It then
+    travels with the tokenizer into the next adapter that is saved. Where it prints a date, that is the run's."""
+    file, date = config.data.template, config.data.date
+    saved = adapter.folder / "chat_template.jinja" if adapter else None
+    if file == "auto" and saved is not None and saved.is_file():
+        file = str(saved)
+    if file in ("auto", "none") and not date:
+        return base
+    template = base.tokenizer.template if file in ("auto", "none") else template_from_file(file, base.tokenizer)
+    if date and template is not None:
+        template = template.dated(datetime.datetime.fromisoformat(date))
+    if template is base.tokenizer.template:
+        return base
+    return dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, template=template))
+
+
+def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:
+    """An adapter brings its own rank, alpha, targets; only dropout is the run's."""
+    if adapter is None:
+        return asked.resolved()
+    return dataclasses.replace(adapter.lora, dropout=asked.dropout, adapter=asked.adapter)
+
+
+def check_base(adapter: Adapter, base: Base, any_base: bool) -> None:
+    """Beside other weights an adapter means nothing, and where the shapes are equal nothing else would show it."""
+    if not any_base and adapter.base_sha256 and adapter.base_sha256 != base.sha256:
+        raise GraftuneError(
+            f"was trained on another base than {base.path}",
+            where=str(adapter.folder),
+            mend="give its own with --base, or say --any-base if this is the same model in another file",
+        )

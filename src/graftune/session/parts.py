@@ -1,0 +1,180 @@
+"""The parts of a session: base, adapters, decoder, step, graphs and loader, made here and nowhere else.
+
+The step and its pipeline are made when they are first asked for: whoever only evaluates or samples needs neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune.batch import PLAIN, BatchLayout, Example
+from graftune.config import Config, LoraConfig
+from graftune.data.loader import Loader
+from graftune.data.pack import Capacities
+from graftune.infer.generate import generate
+from graftune.infer.sample import Sampling
+from graftune.kernels import attention
+from graftune.losses import CrossEntropy, Loss
+from graftune.model.decoder import Decoder
+from graftune.model.lora import Arena
+from graftune.runtime import Runtime
+from graftune.step.evaluate import EvalResult, evaluate
+from graftune.step.pipeline import Loop, hot_loop
+from graftune.step.step import Step
+from graftune.tokenizer import Tokenizer
+from graftune.weights.adapter import save_adapter
+from graftune.weights.base import Base
+from graftune.weights.model import save_model
+from graftune.weights.placement import Placement
+
+UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
+
+
+def loader_of(
+    config: Config, examples: Sequence[Example], capacity: int, *, fixed: bool = True, layout: BatchLayout = PLAIN
+) -> Loader:
+    """The data in the steps and micro-batches that the settings make of it; a micro-batch has `capacity` tokens."""
+    settings = config.train
+    return Loader(
+        examples,
+        tokens_per_step=settings.tokens_per_step,
+        micro_capacity=capacity,
+        seed=settings.seed,
+        fixed=fixed,
+        layout=layout,
+    )
+
+
+@dataclass(eq=False, repr=False)
+class Parts:
+    config: Config  # as asked for, with what `auto` came to filled in
+    base: Base
+    runtime: Runtime
+    placement: Placement
+    lora: LoraConfig  # of the adapter where one was loaded
+    arena: Arena
+    decoder: Decoder
+    attention: attention.Choice
+    loss: Loss = field(default_factory=CrossEntropy)
+    whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.base.tokenizer
+
+    @property
+    def captured(self) -> bool:
+        """Whether micro-batches have a fixed shape, so that their steps can be replayed from graphs."""
+        return self.runtime.device.type == "cuda"
+
+    @property
+    def eager_attention(self) -> str:
+        """The backend where shapes change from batch to batch."""
+        runtime, width = self.runtime, self.base.spec.head_width
+        return attention.for_any_shape(self.attention.backend, runtime.device, runtime.compute, width)
+
+    @cached_property
+    def step(self) -> Step:
+        config = self.config
+        assert config.train.recompute != "auto", "the plan resolves recompute before there is a step"
+        return Step(
+            self.decoder,
+            self.arena,
+            clip_mode=config.optim.clip_mode,
+            dropout=self.lora.dropout,
+            seed=config.train.seed,
+            recompute=config.train.recompute,
+            attention_backend=self.attention.backend,
+            other_backends=self.attention.others,
+            eager_backend=self.eager_attention,
+            loss=self.loss,
+            tuned=self.captured and not config.train.deterministic,  # no choice may hang on a clock then
+        )
+
+    @cached_property
+    def pipeline(self) -> Loop:
+        return hot_loop(self.step, graph=self.config.train.graph)
+
+    def loader(self, examples: Sequence[Example]) -> Loader:
+        capacity = self.config.train.tokens_per_micro_batch
+        return loader_of(self.config, examples, capacity, fixed=self.captured, layout=self.loss.layout)
+
+    def fix_shape(self, loader: Loader, epochs: float) -> Capacities | None:
+        """The one shape of every micro-batch of so many epochs; None where shapes are exact."""
+        if not loader.fixed:
+            return None
+        shape = loader.capacities(math.ceil(epochs))
+        self.pipeline.hold(shape.longest)
+        return shape
+
+    def evaluated(
+        self,
+        examples: Sequence[Example],
+        *,
+        adapted: bool = True,
+        on_progress: Callable[[int], None] = lambda done: None,
+    ) -> EvalResult:
+        return evaluate(
+            self.decoder,
+            examples,
+            capacity=self.config.train.tokens_per_micro_batch or UNPLANNED,
+            loss=self.loss,
+            adapted=adapted,
+            backend=self.attention.backend,
+            between=on_progress,
+        )
+
+    def continued(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        *,
+        adapted: bool = True,
+        on_tokens: Callable[[dict[int, int]], None] = lambda new: None,
+    ) -> list[list[int]]:
+        """Prompts as tokens -> the tokens that follow each, without the one that stops it."""
+        return generate(
+            self.decoder,
+            prompts,
+            sampling,
+            stop_ids,
+            adapted=adapted,
+            backend=self.eager_attention,
+            on_tokens=on_tokens,
+        )
+
+    # Saving
+
+    @property
+    def product(self) -> str:
+        """What a run leaves, and the name of its folder there."""
+        return "adapter" if self.whole is None else "model"
+
+    def write(self, folder: Path) -> None:
+        """The adapter, or the whole model where that was trained."""
+        if self.whole is None:
+            self._write_adapter(folder)
+        else:
+            save_model(folder, self.arena, self.base, self.whole, self.runtime.compute)
+
+    def _write_adapter(self, folder: Path) -> None:
+        tables = {}
+        for name, table in (("embed_tokens", self.decoder.embedding), ("lm_head", self.decoder.head.frozen)):
+            if f"{name}.rows" in self.arena.slots:
+                ids = torch.arange(table.out_features, device=self.runtime.device)
+                tables[name] = table.rows(ids)
+        data = self.config.data
+        facts = {
+            "template": "none" if data.template == "none" else "auto",
+            "append_eos": data.append_eos,
+            "revision": self.config.base.revision,
+        }
+        save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
