@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import graftune
-from graftune.api import Run
+from graftune.api import Session
 from graftune.model.decoder import PackedDocuments
 from tests import tiny
 
@@ -21,11 +21,11 @@ DOCUMENT = [5, 90, 3, 200, 131, 7, 7, 64, 250, 17, 99, 2, 41, 1, 77]
 LETTER = 70  # a token of one ASCII letter, in the tiny vocabulary and in SmolLM2's
 
 
-def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> Run:
+def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> Session:
     return graftune.open(str(base), adapter=str(adapter), device="cpu", compute_dtype="fp32", **settings)
 
 
-def shaken(run: Run, seed: int = 3, by: float = 0.1) -> Run:
+def shaken(run: Session, seed: int = 3, by: float = 0.1) -> Session:
     """Every trainable value moved off where it started, as training would."""
     arena = run.arena
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(seed)), alpha=by)
@@ -33,7 +33,7 @@ def shaken(run: Run, seed: int = 3, by: float = 0.1) -> Run:
     return run
 
 
-def ours(run: Run, tokens: list[int] = DOCUMENT, adapted: bool = True) -> torch.Tensor:
+def ours(run: Session, tokens: list[int] = DOCUMENT, adapted: bool = True) -> torch.Tensor:
     """Log-probabilities [T, V]."""
     decoder = run.decoder
     state = decoder.begin(torch.arange(len(tokens)), PackedDocuments.of((len(tokens),)), adapted=adapted)

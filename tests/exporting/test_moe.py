@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graftune.api import Run
+from graftune.api import Session
 from graftune.errors import GraftuneError
 from graftune.exporting.write import export
 from graftune.infer.generate import generate
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-def tuned(base: Path, out: Path) -> tuple[Run, Path]:
+def tuned(base: Path, out: Path) -> tuple[Session, Path]:
     """A run with an adapter on everything, and where it is saved."""
     run = judges.shaken(judges.opened(base, rank=3, alpha=6.0, targets=("all_linear",)), by=0.05)
     run.save(str(out))

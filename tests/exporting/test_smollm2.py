@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.api import Run, export, train
+from graftune.api import Session, export, train
 from graftune.config import Config
 from graftune.data import sample
 from graftune.infer.generate import generate
@@ -44,12 +44,12 @@ def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(run: Path) -> Run:
+def tuned(run: Path) -> Session:
     return opened(run)
 
 
 @pytest.fixture(scope="module")
-def texts(tuned: Run) -> Texts:
+def texts(tuned: Session) -> Texts:
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
     template = tuned.tokenizer.template
     prompts = [tuned.tokenizer.encode(template.render(turn, add_generation_prompt=True)) for turn in asked]
@@ -62,7 +62,7 @@ def chosen(table: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.T
     return table[len(prompt) - 1 : len(prompt) + len(answer) - 1].gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
-def by_us(run: Run, texts: Texts, adapted: bool) -> torch.Tensor:
+def by_us(run: Session, texts: Texts, adapted: bool) -> torch.Tensor:
     """All texts as one pack."""
     lengths = tuple(len(prompt) + len(answer) for prompt, answer in texts)
     decoder = run.decoder
@@ -100,7 +100,7 @@ def by_llama_cpp(server: LlamaCpp, texts: Texts) -> torch.Tensor:
     return torch.tensor(found)
 
 
-def test_four_ways(run: Path, tuned: Run, texts: Texts, smollm2: Path, tmp_path: Path) -> None:
+def test_four_ways(run: Path, tuned: Session, texts: Texts, smollm2: Path, tmp_path: Path) -> None:
     import peft
 
     own = by_us(tuned, texts, adapted=True)

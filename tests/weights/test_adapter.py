@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graftune
-from graftune.api import Run
+from graftune.api import Session
 from graftune.errors import GraftuneError
 from graftune.model.decoder import PackedDocuments
 from graftune.weights.adapter import CONFIG, TENSORS
@@ -26,11 +26,11 @@ DOCUMENT = [5, 90, 3, 200, 131, 7, 7, 64, 250, 17, 99, 2, 41]
 NEW = ("<call>", "<result>")
 
 
-def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> Run:
+def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> Session:
     return graftune.open(str(base), adapter=str(adapter), device="cpu", compute_dtype="fp32", **settings)
 
 
-def shaken(run: Run, seed: int = 3) -> Run:
+def shaken(run: Session, seed: int = 3) -> Session:
     """Every trainable value moved off where it started, as training would."""
     arena = run.arena
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(seed)), alpha=0.1)
@@ -38,7 +38,7 @@ def shaken(run: Run, seed: int = 3) -> Run:
     return run
 
 
-def logits(run: Run, tokens: list[int], adapted: bool = True) -> torch.Tensor:
+def logits(run: Session, tokens: list[int], adapted: bool = True) -> torch.Tensor:
     decoder = run.decoder
     state = decoder.begin(torch.arange(len(tokens)), PackedDocuments.of((len(tokens),)), adapted=adapted)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_training_goes_on_from_an_adapter(tiny_folder: Any, tmp_path: Path) -> N
     rows = [{"prompt": f"say {w}", "response": w.upper()} for w in ("yes", "no", "stop", "go")]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def train(run: Run, steps: int) -> Run:
+    def train(run: Session, steps: int) -> Session:
         for step in range(steps):
             for batch in run.batches(run.prepare(str(data)), step):
                 run.forward_backward(batch)
