@@ -13,8 +13,8 @@ from graftune.api import train
 from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
+from graftune.session import parts
 from graftune.step.pipeline import DeviceLoop
-from graftune.training import loop
 from graftune.weights import checkpoint
 from tests.training.runs import adapter_bytes, write_data
 
@@ -109,7 +109,7 @@ def test_steps_follow_each_other_without_a_wait(tiny_folder, tmp_path, monkeypat
 
 def test_every_batch_has_the_shape_that_was_captured(tiny_folder, tmp_path, monkeypatch):
     made = []
-    real = loop.hot_loop
-    monkeypatch.setattr(loop, "hot_loop", lambda *args, **named: made.append(real(*args, **named)) or made[-1])
+    real = parts.hot_loop
+    monkeypatch.setattr(parts, "hot_loop", lambda *args, **named: made.append(real(*args, **named)) or made[-1])
     train(settings(tiny_folder("llama"), tmp_path / "run"), console=QUIET)
     assert len(made[0].inputs) == 1 and made[0].captures == 1

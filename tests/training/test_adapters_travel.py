@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import graftune
-from graftune.api import export, train
+from graftune.api import TrainResult, export, train
 from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.observe.console import Console
-from graftune.session import check_method
-from graftune.training import loop
+from graftune.session import check_method, parts
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
 from tests import tiny
@@ -35,7 +34,7 @@ def data(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(folder: Path, data: str, out: Path, **more: object) -> loop.TrainResult:
+def run(folder: Path, data: str, out: Path, **more: object) -> TrainResult:
     settings = {"base": str(folder), "data": data, "out": str(out), "rank": 2, "max_steps": 1, "sample_tokens": 4}
     return train(Config.of(settings | {"compute_dtype": "fp32", "tokens_per_step": 200} | more), console=QUIET)
 
@@ -117,13 +116,13 @@ def test_examples_beyond_the_context_are_refused_before_anything_is_made(tiny_fo
 
 def test_a_nan_is_never_the_best(tiny_folder, data, tmp_path, monkeypatch):
     losses = iter([5.0, math.nan, 3.0, 4.0])
-    real = loop.evaluate
+    real = parts.evaluate
 
     def poisoned(*args, **kwargs):
         result = real(*args, **kwargs)
         return type(result)(next(losses), 1.0, result.response_tokens, result.examples)
 
-    monkeypatch.setattr(loop, "evaluate", poisoned)
+    monkeypatch.setattr(parts, "evaluate", poisoned)
     result = run(tiny_folder("llama"), data, tmp_path / "run", max_steps=3, eval_every=1, tokens_per_step=60)
     assert result.best_eval == 3.0 and result.summary["best_step"] == 2
 
