@@ -4,14 +4,18 @@ The first call is the work itself, run eagerly on the stream that captures: it c
 caches, libraries get to know the stream (cuDNN keeps streams of its own for every priority), and it counts. Then the
 callable is captured, which runs nothing, and every later call replays. So capturing neither loses a call's effect nor
 makes it twice. What the callable reads and writes beyond its own temporaries must stay where it is.
+
+Streams and events are asked for here, by device: for meta tensors, on which a step is rehearsed, they are objects that
+do nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
-from contextlib import suppress
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -72,9 +76,39 @@ def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, on: torch.cud
             gc.enable()
 
 
-def stream(name: str, device: torch.device | None = None, priority: int = 0) -> torch.cuda.Stream:
+class NullStream:
+    """A stream of meta tensors: it has an identity, and nothing runs on it."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.cuda_stream = next(self._numbers)
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class NullEvent:
+    def record(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+class _Null:
+    """Which stream is current for meta tensors, and whether it captures."""
+
+    current = NullStream()
+    capturing = False
+
+
+def stream(name: str, device: torch.device | None = None, priority: int = 0) -> Any:
     """The process's stream of this name. Every run has the same ones: libraries keep memory for every stream they have
-    seen, and of torch's, which are 32 in turn, two that are meant to be apart may be one."""
+    seen, and of torch's, which are 32 in turn, two that are meant to be apart may be one. For meta tensors it is
+    a new one."""
+    if _is_meta(device):
+        return NullStream()
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     return _stream(index, name, priority)
 
@@ -82,3 +116,44 @@ def stream(name: str, device: torch.device | None = None, priority: int = 0) -> 
 @functools.cache
 def _stream(device: int, name: str, priority: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=priority)
+
+
+def current_stream(device: torch.device | None = None) -> Any:
+    return _Null.current if _is_meta(device) else torch.cuda.current_stream(device)
+
+
+def event(device: torch.device | None = None) -> Any:
+    return NullEvent() if _is_meta(device) else torch.cuda.Event()
+
+
+@contextmanager
+def on(side: Any) -> Iterator[None]:
+    """Work inside goes to this stream."""
+    if not isinstance(side, NullStream):
+        with torch.cuda.stream(side):
+            yield
+        return
+    before, _Null.current = _Null.current, side
+    try:
+        yield
+    finally:
+        _Null.current = before
+
+
+def is_capturing(device: torch.device | None = None) -> bool:
+    return _Null.capturing if _is_meta(device) else torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def null_capture(side: NullStream) -> Iterator[None]:
+    """What a capture is for meta tensors."""
+    _Null.capturing = True
+    try:
+        with on(side):
+            yield
+    finally:
+        _Null.capturing = False
+
+
+def _is_meta(device: torch.device | None) -> bool:
+    return device is not None and device.type == "meta"

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
-from graftune.plan import Setup, rehearse, standins
+from graftune.plan import Setup, rehearse
 from tests import quantised
 from tests.plan.test_plan import gpu, spec
 
@@ -68,7 +66,8 @@ class Launches:
         self.seen: set[str] = set()
         self.failed: list[str] = []
 
-    def run(self, fn: Any, *args: Any, grid: Any = None, warmup: bool = False, **given: Any) -> None:
+    def run(self, fn: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        given = dict(given)
         options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
         values = dict(zip(fn.arg_names, args, strict=False)) | given
         signature: dict[str, Any] = {}
@@ -105,26 +104,10 @@ class Launches:
             self.failed.append(f"{fn.__module__}.{fn.__name__}: {str(error)[-600:]}")
 
 
-@contextmanager
-def recorded(launches: Launches) -> Any:
-    plain = standins._launch_nothing
-
-    def launch(put: Any) -> None:
-        plain(put)
-        put(JITFunction, "run", lambda fn, *args, **given: launches.run(fn, *args, **given))
-
-    standins._launch_nothing = launch
-    try:
-        yield
-    finally:
-        standins._launch_nothing = plain
-
-
 def main(names: list[str]) -> int:
     launches = Launches()
-    with recorded(launches):
-        for name in names or SETTINGS:
-            rehearse(SETTINGS[name]())
+    for name in names or SETTINGS:
+        rehearse(SETTINGS[name](), launched=launches.run)
     print(*launches.failed, f"{len(launches.seen)} compiled, {len(launches.failed)} failed", sep="\n")
     return int(bool(launches.failed) or not launches.seen)
 

@@ -70,14 +70,14 @@ from graftune.data.pack import Capacities
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.runtime import Runtime
-from graftune.plan import Setup, rehearse, standins
+from graftune.plan import Setup, libraries, rehearse
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
 
 cpu = torch.device("cpu")
 spec = ModelSpec(family="llama", layers=6, width=512, ffn=1536, heads=8, kv_heads=4, head_width=64, vocab=8000,
                  norm_eps=1e-5, rope_theta=1e4, max_positions=512, tied=False)
-copies = standins.copies_operand(torch.float32)
+copies = libraries.copies_operand(torch.float32)
 setup = Setup(random_base(spec, cpu), LoraConfig(), Runtime(cpu, torch.float32, ""), Placement("fp32", ""),
               Capacities(512, 4, 256, 128), copies=copies)
 planned = rehearse(setup).peak + resident_bytes()

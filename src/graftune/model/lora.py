@@ -21,7 +21,7 @@ import torch
 
 from graftune.config import FUSED, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
-from graftune.kernels import fp8, lora_linear
+from graftune.kernels import fp8, launch, lora_linear
 from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
 from graftune.model.feed_forward.expert_projection import ExpertLora
@@ -316,7 +316,7 @@ def expert_lora(arena: Arena, stem: str, config: LoraConfig) -> ExpertLora | Non
 
 def _one_diagonal(arena: Arena, group: Sequence[str]) -> bool:
     """A CPU prefers one product with zeros beside the diagonal to several without; a GPU has better ways."""
-    return len(group) > 1 and arena.device.type != "cuda"
+    return len(group) > 1 and not launch.on_gpu(arena.device)
 
 
 def _diagonal(arena: Arena, out: int, columns: Sequence[tuple[int, int]], ups: slice, rank: int) -> torch.Tensor:

@@ -76,6 +76,7 @@ class Aside:
     a few hundred tokens do not fill the chip either: they run side by side. Products have a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.streams = [graph.stream(f"aside {number}", device) for number in range(4)]
         self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...], bool]] = []
         self.held: list[tuple[torch.Tensor, ...]] = []
@@ -87,9 +88,9 @@ class Aside:
         if not self.queued:
             return
         for stream in self.streams:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(graph.current_stream(self.device))
         for number, (work, reads, product) in enumerate(self.queued):
-            with torch.cuda.stream(self.streams[0 if product else number % len(self.streams)]):
+            with graph.on(self.streams[0 if product else number % len(self.streams)]):
                 work()
             self.held.append(reads)
         self.queued.clear()
@@ -97,7 +98,7 @@ class Aside:
     def join(self) -> None:
         if self.held:
             for stream in self.streams:
-                torch.cuda.current_stream().wait_stream(stream)
+                graph.current_stream(self.device).wait_stream(stream)
             self.held.clear()
 
     def forget(self) -> None:

@@ -13,11 +13,13 @@ place where a policy lives. It asks the parts of a block and knows no kind of th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from graftune import graph
+from graftune.kernels import rehearsal
+from graftune.kernels.rehearsal import SAVED
 from graftune.model.block import Block, BranchSaved
 from graftune.model.run import Pass
 
@@ -35,6 +37,7 @@ class Everything:
 
     def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
         self.kept.append((mixed, fed))
+        rehearsal.give(SAVED, mixed, fed)
 
     def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         return self.kept.pop()
@@ -57,6 +60,7 @@ class Inputs:
 
     def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
         self.kept.append(mixed.x)
+        rehearsal.give(SAVED, mixed.x)
 
     def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         return block.again(self.kept.pop(), run, rows)
@@ -68,45 +72,45 @@ class Offloaded:
     A tensor that a copy still reads is held until the main stream has waited for that copy: the allocator may then
     hand its memory to anybody."""
 
-    def __init__(self, homes: list[torch.Tensor]):
-        self.homes = homes  # pinned, one a block
-        self.side = graph.stream("offload")
-        self.leaving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        self.coming: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
+    def __init__(self, homes: list[torch.Tensor], device: torch.device):
+        self.homes, self.device = homes, device  # the homes are pinned, one a block
+        self.side = graph.stream("offload", device)
+        self.leaving: list[tuple[torch.Tensor, Any]] = []
+        self.coming: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
-        main = torch.cuda.current_stream()
+        main = graph.current_stream(self.device)
         self._let_go(1)
         self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
+        with graph.on(self.side):
             self.homes[block.index].copy_(mixed.x, non_blocking=True)
-            done = torch.cuda.Event()
+            done = graph.event(self.device)
             done.record(self.side)
         self.leaving.append((mixed.x, done))
 
     def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         self._let_go(0)
         if block.index not in self.coming:
-            self._fetch(block.index, run)
+            self._fetch(block.index)
         x, arrived = self.coming.pop(block.index)
-        torch.cuda.current_stream().wait_event(arrived)
+        graph.current_stream(self.device).wait_event(arrived)
         if block.index:
-            self._fetch(block.index - 1, run)
+            self._fetch(block.index - 1)
         return block.again(x, run, rows)
 
-    def _fetch(self, index: int, run: Pass) -> None:
-        x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=run.tables[0][0].device)
-        self.side.wait_stream(torch.cuda.current_stream())  # x's memory may still be read by what came before
-        with torch.cuda.stream(self.side):
+    def _fetch(self, index: int) -> None:
+        x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=self.device)
+        self.side.wait_stream(graph.current_stream(self.device))  # x's memory may still be read by what came before
+        with graph.on(self.side):
             x.copy_(self.homes[index], non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = graph.event(self.device)
             arrived.record(self.side)
         self.coming[index] = (x, arrived)
 
     def _let_go(self, left: int) -> None:
         while len(self.leaving) > left:
             _, done = self.leaving[0]
-            torch.cuda.current_stream().wait_event(done)
+            graph.current_stream(self.device).wait_event(done)
             self.leaving.pop(0)
 
 
@@ -117,7 +121,7 @@ class Tapes:
     policy: str = "none"
     homes: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def new(self, blocks: int, tokens: int, width: int, dtype: torch.dtype) -> Tape:
+    def new(self, blocks: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Tape:
         if self.policy == "none":
             return Everything()
         if self.policy == "selective":
@@ -128,4 +132,4 @@ class Tapes:
         if (tokens, width) not in self.homes:
             pinned = [torch.empty(tokens, width, dtype=dtype, pin_memory=True) for _ in range(blocks)]
             self.homes[tokens, width] = pinned
-        return Offloaded(self.homes[tokens, width])
+        return Offloaded(self.homes[tokens, width], device)

@@ -1,8 +1,8 @@
 """How many bytes a run will take, by owner, before anything of it is loaded.
 
 ledger.py    live bytes by owner, and their peak
-pretend.py   tensors without memory
-standins.py  what takes the place of the GPU, its libraries and the files' contents
+counting.py  what operations on tensors without memory would allocate
+unread.py    a base's tensors without their contents
 libraries.py what libraries allocate by themselves
 rehearse.py  the real step, run on them
 job.py       a run's settings as such a step, and the plan that comes of it
@@ -11,11 +11,11 @@ choose.py    what `auto` comes to; the refusal, with the nearest setting that fi
 
 from __future__ import annotations
 
+from graftune.plan.cards import Card
 from graftune.plan.cards import Model as CardModel
 from graftune.plan.choose import best, furthest, largest, nearest, policies_of, refusal, settle
 from graftune.plan.job import Job, Plan, any_data, card_here, is_absent, runtime_for
 from graftune.plan.rehearse import Bytes, Setup, rehearse
-from graftune.plan.standins import Card
 
 __all__ = [
     "Bytes",

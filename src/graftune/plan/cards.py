@@ -8,9 +8,29 @@ is asked instead; --memory overrides the table.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from graftune.errors import GraftuneError
+from graftune.kernels.rehearsal import Device
+from graftune.plan.ledger import MIB
+
+
+@dataclass(frozen=True)
+class Card:
+    """The GPU that is planned for, here or elsewhere."""
+
+    name: str
+    free: int
+    total: int
+    capability: tuple[int, int] = (9, 0)
+    processors: int = 132  # some kernels divide their work, and allocate, by these
+    cache: int = 60 * MIB  # emptied where algorithms are timed
+    here: bool = False
+
+    @property
+    def device(self) -> Device:
+        return Device("cuda", self.name, self.capability, self.processors, self.cache, self.here)
 
 
 class Model(NamedTuple):

@@ -7,7 +7,9 @@ what nobody can foretell: code that CUDA loads as it goes, rounding and gaps in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,10 @@ from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_room
+from graftune.kernels.rehearsal import META, Rehearsal, rehearsing
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
-from graftune.plan import cards, standins
+from graftune.plan import cards, libraries
+from graftune.plan.cards import Card
 from graftune.plan.ledger import MIB
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
 from graftune.runtime import DTYPES, Runtime, resolve
@@ -103,7 +107,7 @@ class Job:
     runtime: Runtime
     longest: int
     shapes: Callable[[int], Capacities]
-    card: standins.Card | None = None
+    card: Card | None = None
     memory: int = 0  # a limit that is asked for instead of what is free here
     evaluates: bool = True
     evaluated: Callable[[int], Capacities] | None = None  # likewise, of the validation data; None: as those that train
@@ -117,22 +121,19 @@ class Job:
         if lora.new_tokens and self.config.train.method == "lora":
             self.base = with_new_tokens(self.base, lora.new_tokens)
         self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
-        with self._as_there():
-            self.placement = self.place(self.config.base.base_dtype)
-            self.attention = attention_for(
-                self.base, self.runtime, self.config.data.longest(self.base.spec.max_positions)
-            )
+        self.placement = self.place(self.config.base.base_dtype)
+        with self._as_there() as runtime:
+            self.attention = attention_for(self.base, runtime, self.config.data.longest(self.base.spec.max_positions))
         self.host_free = available_bytes() if self.card is not None and self.card.here else None
 
     def place(self, asked: str) -> Placement:
-        if self.config.train.method != "lora":
-            return nothing_frozen(self.base, asked, self.runtime)
-        return choose_placement(self.base, asked, self.runtime, self.free)
+        place = choose_placement if self.config.train.method == "lora" else nothing_frozen
+        with self._as_there() as runtime:
+            return place(self.base, asked, runtime, self.free)
 
     def can_place(self, asked: str) -> bool:
         try:
-            with self._as_there():
-                self.place(asked)
+            self.place(asked)
         except GraftuneError:
             return False
         return True
@@ -141,8 +142,7 @@ class Job:
         """By what a few layers take and one more adds, which all others add too; `whole`: with all of them."""
         placement = self.placement
         if base_dtype and base_dtype != placement.base_dtype:
-            with self._as_there():
-                placement = self.place(base_dtype)
+            placement = self.place(base_dtype)
         setup = self.setup(recompute, capacity, placement)
         layers = self.base.spec.layers
         if not whole and layers > MORE_LAYERS:
@@ -182,7 +182,7 @@ class Job:
             asked=self.asked,
             new_tokens=config.run.sample_tokens,
             room=cache_room(max(capacity, self.longest), recompute),
-            copies=kind == "cpu" and standins.copies_operand(self.runtime.compute),
+            copies=kind == "cpu" and libraries.copies_operand(self.runtime.compute),
             card=self.card,
         )
 
@@ -214,11 +214,14 @@ class Job:
             return pages
         return pages - max(0, table.nbytes - self.tokens * FAULT_BYTES)
 
-    def _as_there(self) -> Any:
-        """As if the card were here: what asks it, is answered."""
-        if self.card is None or self.card.here:
-            return standins.nothing()
-        return standins.asked(self.card)
+    @contextmanager
+    def _as_there(self) -> Iterator[Runtime]:
+        """The runtime whose device answers as the card that is planned for."""
+        if self.card is None:
+            yield self.runtime
+            return
+        with rehearsing(Rehearsal(self.card.device)):
+            yield dataclasses.replace(self.runtime, device=META)
 
 
 def is_absent(config: Config) -> bool:
@@ -226,7 +229,7 @@ def is_absent(config: Config) -> bool:
     return config.base.device.startswith("cuda") and not torch.cuda.is_available()
 
 
-def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -> tuple[Runtime, standins.Card | None]:
+def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -> tuple[Runtime, Card | None]:
     """Where the run computes. A GPU that is not here is planned for as well, given its name or its memory."""
     asked = config.base.device
     if model is None and not (memory and is_absent(config)):
@@ -239,22 +242,20 @@ def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -
     runtime = Runtime(torch.device("cuda", 0), dtype, "planned for", config.train.deterministic)
     if model is None:
         name = f"a GPU of {human_bytes(memory)} (not here; its kernels are assumed to be an H100's: name it with --gpu)"
-        return runtime, standins.Card(name, max(0, memory - CONTEXT_BYTES), memory)
+        return runtime, Card(name, max(0, memory - CONTEXT_BYTES), memory)
     total = memory or int(model.gib * 1024 * MIB)
     about = model.capability, model.processors, model.cache_mib * MIB
-    return runtime, standins.Card(f"{model.name} (not here)", max(0, total - CONTEXT_BYTES), total, *about)
+    return runtime, Card(f"{model.name} (not here)", max(0, total - CONTEXT_BYTES), total, *about)
 
 
-def card_here(device: torch.device, memory: int = 0) -> standins.Card:
+def card_here(device: torch.device, memory: int = 0) -> Card:
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     taken = total - free
     if memory:
         free, total = max(0, memory - taken), memory
     about = torch.cuda.get_device_properties(device)
     capability = (about.major, about.minor)
-    return standins.Card(
-        about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True
-    )
+    return Card(about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True)
 
 
 def any_data(longest: int) -> Callable[[int], Capacities]:

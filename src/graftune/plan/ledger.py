@@ -79,6 +79,11 @@ class Ledger:
             self.known[key] = (gone, kind, owner, size)
             holder.add(owner, size)
 
+    def kind_of(self, tensor: torch.Tensor) -> str | None:
+        """The kind of device that a tensor's storage was entered for; None if it was not."""
+        known = self.known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
     def give(self, owner: str, *tensors: torch.Tensor | None) -> None:
         """These belong to somebody else from now on; what was not made here stays nobody's."""
         for tensor in tensors:

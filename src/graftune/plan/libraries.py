@@ -1,15 +1,25 @@
 """What libraries allocate for a moment, or for good, where no code of ours is to be rehearsed: formulas, held against
-what they took on a GPU (benchmarks/plan.py)."""
+what they took on a GPU (benchmarks/plan.py). `TAKEN` is by the name of a call that our code makes; torch's own
+operations are looked at before they run."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from graftune.plan.ledger import MIB
+from graftune import graph
+from graftune.kernels.rehearsal import META, WORKSPACES
+from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
+from graftune.plan.ledger import MIB, Ledger
 
+aten = torch.ops.aten
 CUBLAS = 32 * MIB  # by torch, for each stream that ever multiplied
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmm_}
+GPU_PRODUCTS = {*PRODUCTS, aten._scaled_mm}
+ENOUGH_ROWS = 16  # of x, from which on the copy of a weight pays
 
 
 def workspace_bytes(shape: Any) -> int:
@@ -38,3 +48,62 @@ def index_bytes(args: tuple[Any, ...]) -> int:
     indices = [index for index in args[1] if index is not None]
     many = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
     return 8 * many * len(indices) if len({index.shape for index in indices}) > 1 else 0
+
+
+TAKEN: dict[str, Callable[..., int]] = {"cudnn attention": workspace_bytes}
+
+
+class OnGpu:
+    """Before an operation of torch's own: cuBLAS's memory for the stream, once; or what the operation takes for a
+    moment, to be held until it is made."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.spaces: dict[Any, torch.Tensor] = {}
+
+    def before(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+        if func is aten._flash_attention_backward.default:
+            return self._hold(flash_bytes(args))
+        if func is aten.index.Tensor and (size := index_bytes(args)):
+            return self._hold(size)
+        if func.overloadpacket in GPU_PRODUCTS and self.ledger.kind_of(args[0]) == "cuda":
+            stream = graph.current_stream(META)
+            if stream not in self.spaces:
+                with self.ledger.owner(WORKSPACES):
+                    self.spaces[stream] = self._hold(CUBLAS)
+        return None
+
+    def _hold(self, size: int) -> torch.Tensor:
+        return _entered(size, torch.uint8, "cuda", self.ledger)
+
+
+class OnCpu:
+    """Some of the CPU's libraries copy a weight that is read across its rows (x W') whole before they multiply."""
+
+    def __init__(self, ledger: Ledger, copies: bool):
+        self.ledger, self.copies = ledger, copies
+
+    def before(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+        if not self.copies or func.overloadpacket not in PRODUCTS:
+            return None
+        a, b = [value for value in args if isinstance(value, torch.Tensor)][-2:]
+        across = b.stride(0) == 1 and b.stride(-1) > 1
+        if b.dim() != 2 or not across or len(a) < ENOUGH_ROWS:
+            return None
+        return _entered(b.numel(), b.dtype, "cpu", self.ledger)
+
+
+def _entered(count: int, dtype: torch.dtype, kind: str, ledger: Ledger) -> torch.Tensor:
+    made = torch.empty(count, dtype=dtype, device=META)
+    ledger.see(made, kind)
+    return made
+
+
+@functools.cache
+def copies_operand(dtype: torch.dtype) -> bool:
+    """Whether they do so on this machine: looked at, since it is in no manual (oneDNN on Arm does in fp32)."""
+    weight, x = torch.ones(4096, 1024, dtype=dtype), torch.ones(128, 1024, dtype=dtype)
+    forget_peak()
+    before = max(resident_bytes(), peak_resident_bytes())
+    y = x @ weight.t()
+    return peak_resident_bytes() - before - y.nbytes > weight.nbytes // 2

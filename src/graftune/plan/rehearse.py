@@ -12,26 +12,31 @@ so what is eager after that needs memory beside it.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from graftune import graph
 from graftune.batch import PackedBatch
 from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
+from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache
 from graftune.infer.generate import go_on, in_groups, reaches_of, read
-from graftune.kernels import attention
+from graftune.kernels import attention, launch, rehearsal
+from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy
 from graftune.model.decoder import Decoder
 from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
-from graftune.plan import standins
+from graftune.plan.cards import Card
+from graftune.plan.counting import Counting
 from graftune.plan.ledger import SCRATCH, Follow, Holder, Ledger
-from graftune.plan.pretend import Pretend, without_compiler
+from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
+from graftune.plan.unread import unread
 from graftune.runtime import Runtime
 from graftune.step.evaluate import evaluate_batch
 from graftune.step.step import Step
@@ -39,8 +44,8 @@ from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
 
-SAVED, LOGITS, POOLS = "saved activations", "logits", "graph pools"
-OWNERS = ("base", "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, standins.WORKSPACES)
+POOLS = "graph pools"
+OWNERS = ("base", "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, WORKSPACES)
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ class Setup:
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     new_tokens: int = 0  # of an answer
     room: int = 0  # tokens of the cache that they are answered in
-    copies: bool = False  # whether the CPU's products copy weights (standins.copies_operand)
-    card: standins.Card | None = None
+    copies: bool = False  # whether the CPU's products copy weights (libraries.copies_operand)
+    card: Card | None = None
 
     def with_layers(self, layers: int) -> Setup:
         base = dataclasses.replace(self.base, spec=dataclasses.replace(self.base.spec, layers=layers))
@@ -111,28 +116,67 @@ class Bytes:
         return Bytes(phases, **{name: far(getattr(self, name), getattr(more, name)) for name in rest})
 
 
-def rehearse(setup: Setup, *, real: bool = False) -> Bytes:
-    """`real`: on real tensors, on a CPU: the judge of the other way."""
-    ledger, device = Ledger(), setup.runtime.device
+def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = None) -> Bytes:
+    """`real`: on real tensors, on a CPU: the judge of the other way. `launched` is told every Triton kernel that would
+    have been launched."""
+    ledger, kind = Ledger(), setup.runtime.device.type
     if real:
-        with Follow(ledger) as follow, standins.own_caches(follow.paused):
-            return _run(setup, ledger, None)
-    if device.type != "cuda":
-        pretend = Pretend(ledger, standins.Host(ledger, setup.copies).inside)
-        with without_compiler(), pretend, standins.own_caches(pretend.paused):
-            return _run(setup, ledger, None)
+        follow = Follow(ledger)
+        with rehearsing(Recorder(Device(kind), ledger, follow)), follow:
+            return _run(setup, ledger)
+    if kind != "cuda":
+        mode = Counting(ledger, kind, OnCpu(ledger, setup.copies).before)
+        with rehearsing(Recorder(Device(kind), ledger, mode)), mode:
+            return _run(setup, ledger)
     assert setup.card is not None, "a plan for CUDA wants a card"
-    gpu = standins.Device(setup.card, device, ledger)
-    pretend = Pretend(ledger, gpu.inside)
-    with without_compiler(), standins.on(gpu), pretend, standins.own_caches(pretend.paused):
-        return _run(setup, ledger, gpu)
+    if importlib.util.find_spec("triton") is None:
+        raise GraftuneError(
+            "a plan for a GPU runs the code of its kernels, and the package triton is not installed",
+            mend="pip install triton, or plan with --device cpu",
+        )
+    mode = Counting(ledger, kind, OnGpu(ledger).before)
+    with rehearsing(Recorder(setup.card.device, ledger, mode, launched)), mode:
+        return _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), ledger)
 
 
-def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
-    holder, phases = ledger.of(setup.runtime.device.type), _Phases(ledger.of(setup.runtime.device.type))
-    aside = gpu.stream if gpu else nullcontext
-    stream: Any = standins.Stream() if gpu else None  # on which the step first runs, and is captured
-    with phases.phase("load"), standins.fewer_pieces(whole=True):
+class Recorder(Rehearsal):
+    """Tells the code that is rehearsed what it asks, and enters in the ledger what it is told."""
+
+    def __init__(self, device: Device, ledger: Ledger, mode: Counting | Follow, launched: Launched | None = None):
+        super().__init__(device, TAKEN, launched)
+        self.ledger, self.mode = ledger, mode
+
+    def owned(self, owner: str) -> AbstractContextManager[None]:
+        return self.ledger.owner(owner)
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        return self.mode.paused()
+
+    def kind_of(self, tensor: torch.Tensor) -> str:
+        return self.ledger.kind_of(tensor) or self.device.kind
+
+    def give(self, owner: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.ledger.give(owner, *tensors)
+
+
+@contextmanager
+def _reading_all() -> Iterator[None]:
+    """While a base is loaded every row is read: a quantiser counts them."""
+    now = rehearsal.current()
+    assert now is not None
+    now.reads_all = True
+    try:
+        yield
+    finally:
+        now.reads_all = False
+
+
+def _run(setup: Setup, ledger: Ledger) -> Bytes:
+    device, on_gpu = setup.runtime.device, launch.on_gpu(setup.runtime.device)
+    holder = ledger.of("cuda" if on_gpu else device.type)
+    phases = _Phases(holder)
+    stream = graph.stream("capture", device) if on_gpu else None  # on which the step first runs, and is captured
+    with phases.phase("load"), _reading_all():
         arena, decoder = _load(setup, ledger)
     step = Step(
         decoder,
@@ -142,31 +186,29 @@ def _run(setup: Setup, ledger: Ledger, gpu: standins.Device | None) -> Bytes:
         recompute=setup.recompute,
         attention_backend=setup.backend,
         longest=setup.shape.longest,
-        tuned=gpu is not None and not setup.runtime.deterministic,
+        tuned=on_gpu and not setup.runtime.deterministic,
         other_backends=setup.others,
     )
-    _tell_owners(step, ledger)
-    batch = _batch(setup.shape, setup.runtime.device)
+    batch = _batch(setup.shape, device)
     kept, captured = holder.total, 0
-    with standins.fewer_pieces(whole=False):
-        evaluated = setup.evaluated or setup.shape
-        larger = any(mine > theirs for mine, theirs in zip(evaluated, setup.shape, strict=True))
-        if setup.evaluates and (gpu is not None or larger):  # else it takes what a step takes, from the same memory
-            with phases.phase("evaluate"):
-                _evaluate(decoder, _batch(evaluated, setup.runtime.device), setup)
-        if setup.asked:
-            with phases.phase("answer"):
-                _answer(decoder, setup)
-        eager = max(phases.peak(name, kept) for name in ("evaluate", "answer")) - kept
-        with phases.phase("step"), aside(stream):
+    evaluated = setup.evaluated or setup.shape
+    larger = any(mine > theirs for mine, theirs in zip(evaluated, setup.shape, strict=True))
+    if setup.evaluates and (on_gpu or larger):  # else it takes what a step takes, from the same memory
+        with phases.phase("evaluate"):
+            _evaluate(decoder, _batch(evaluated, device), setup)
+    if setup.asked:
+        with phases.phase("answer"):
+            _answer(decoder, setup)
+    eager = max(phases.peak(name, kept) for name in ("evaluate", "answer")) - kept
+    with phases.phase("step"), nullcontext() if stream is None else graph.on(stream):
+        step.micro_step(batch)
+        step.update_step()
+    if stream is not None and setup.graph:
+        before = holder.total
+        with phases.phase("capture"), graph.null_capture(stream):
             step.micro_step(batch)
-            step.update_step()
-        if gpu is not None and setup.graph:
-            before = holder.total
-            with phases.phase("capture"), gpu.capture(stream):
-                step.micro_step(batch)
-            captured = phases.peak("capture") - before
-    return Bytes(phases.owners, holder.total, captured, eager, 0 if gpu is None else ledger.of("cpu").peak)
+        captured = phases.peak("capture") - before
+    return Bytes(phases.owners, holder.total, captured, eager, ledger.of("cpu").peak if on_gpu else 0)
 
 
 def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
@@ -175,11 +217,7 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
         arena = build_arena(spec, lora, runtime.device, runtime.compute, full=setup.method != "lora")
     ledger.give("gradients", arena.grads)
     ledger.give("moments", arena.m, arena.v)
-    tensors = {
-        name: source if source.dtype_name == "random" else standins.unread(source, ledger)
-        for name, source in setup.base.tensors.items()
-    }
-    base = dataclasses.replace(setup.base, tensors=tensors)
+    base = dataclasses.replace(setup.base, tensors=unread(setup.base.tensors, runtime.device, ledger))
     with ledger.owner("base"):
         decoder = build_decoder(base, arena, lora, runtime, setup.placement)
     weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
@@ -230,37 +268,6 @@ def _answer(decoder: Decoder, setup: Setup) -> None:
             decoder.logits(read(decoder, tokens, lengths, cache, backend))
             decoder.logits(go_on(decoder, tokens[: len(lengths)], cache))
         del cache, tokens
-
-
-def _tell_owners(step: Step, ledger: Ledger) -> None:
-    """What the tape keeps is saved activations, and what the loss makes is logits."""
-    compute, new = step.grad_of_loss, step.tapes.new
-
-    def logits(*args: Any) -> Any:
-        with ledger.owner(LOGITS):
-            return compute(*args)
-
-    def told(*args: Any, **how: Any) -> Any:
-        tape: Any = new(*args, **how)
-        keep = tape.keep
-
-        def kept(*args: Any) -> None:
-            keep(*args)
-            ledger.give(SAVED, *_tensors(getattr(tape, "kept", [])[-1:]))
-
-        tape.keep = kept
-        return tape
-
-    step.grad_of_loss = logits  # type: ignore[assignment, method-assign]
-    step.tapes.new = told  # type: ignore[method-assign]
-
-
-def _tensors(kept: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for one in kept:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, Sequence):
-            yield from _tensors(one)
 
 
 class _Phases:

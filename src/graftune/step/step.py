@@ -19,8 +19,9 @@ from collections.abc import Mapping
 import torch
 
 from graftune.batch import PackedBatch
-from graftune.kernels import adamw, attention, grad_norm, matmul
+from graftune.kernels import adamw, attention, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
+from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, base_log_probs
 from graftune.model.decoder import Decoder, PackedDocuments, Stream
 from graftune.model.frozen import apart
@@ -74,7 +75,7 @@ class Step:
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # What is queued for other streams stays in memory until it has run: not where memory is what counts.
-        self.aside = Aside(device) if device.type == "cuda" and recompute in ("none", "selective") else None
+        self.aside = Aside(device) if launch.on_gpu(device) and recompute in ("none", "selective") else None
         self.partials = torch.empty(len(self.table), device=device)
         self.scaler = LossScaler(device) if arena.compute_dtype == torch.float16 else None
         self.unit = FP16_UNIT if self.scaler else 1.0
@@ -104,7 +105,9 @@ class Step:
             self._choose_attention(documents, len(batch.tokens))
         attend = PackedDocuments(documents, self.eager_backend if any_shape else self.backend)
         run = decoder.begin(batch.positions, attend, dropout=dropout, aside=self.aside)
-        tape = self.tapes.new(len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute)
+        tape = self.tapes.new(
+            len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute, decoder.device
+        )
 
         with matmul.tuned(self.tuned and not any_shape):
             base = base_log_probs(decoder, batch, run) if self.loss.needs_base else None
@@ -120,10 +123,11 @@ class Step:
     def grad_of_loss(self, stream: Stream, batch: PackedBatch, base: torch.Tensor | None) -> torch.Tensor:
         """Adds the loss and its figures to their sums; returns the gradient of the stream's rows."""
         scale = self.scaler.scale * self.unit if self.scaler else None
-        output = self.decoder.read_out(stream)
-        total, grad, figures = self.loss(output, batch, base, scale=scale)
-        assert grad is not None
-        grad = output.backward(grad)
+        with rehearsal.owned(LOGITS):
+            output = self.decoder.read_out(stream)
+            total, grad, figures = self.loss(output, batch, base, scale=scale)
+            assert grad is not None
+            grad = output.backward(grad)
         self.loss_sum.add_(total, alpha=self.unit)
         if figures is not None:
             self.figure_sums.add_(figures, alpha=self.unit)

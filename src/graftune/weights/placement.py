@@ -43,14 +43,14 @@ class Placement:
         return replace(self, both=False, why=self.why.removesuffix(BOTH_SAID))
 
 
-def choose_placement(base: Base, asked: str, runtime: Runtime, free: int = 0) -> Placement:
+def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
     """`free`: the device's bytes, where something is to be trained there; else they are asked for."""
     chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime, free)
     if chosen.base_dtype == "keep" and launch.roomy(runtime.device):
         _check_blocks(base)
     if chosen.base_dtype == "fp8":
         fp8.require(runtime.device, runtime.compute)
-        both = both_ways(base.spec, free)
+        both = both_ways(base.spec, free or 0)
         return replace(chosen, both=both, why=chosen.why + (BOTH_SAID if both else ""))
     return chosen
 
@@ -61,10 +61,11 @@ def both_ways(spec: ModelSpec, free: int) -> bool:
     return 2 * spec.parameters <= BOTH_WAYS * free
 
 
-def _automatic(base: Base, runtime: Runtime, free: int) -> Placement:
+def _automatic(base: Base, runtime: Runtime, free: int | None) -> Placement:
     if is_quantised(base.tensors):
         return Placement("nf4", "as the checkpoint has it")
-    need, free = base.spec.parameters * runtime.compute.itemsize, free or free_bytes(runtime.device)
+    need = base.spec.parameters * runtime.compute.itemsize
+    free = free_bytes(runtime.device) if free is None else free
     figures = f"{human_bytes(need)} of {human_bytes(free)} free"
     if need <= COMFORTABLE * free:
         return Placement(runtime.compute_name, f"resident: {figures}")
@@ -96,10 +97,11 @@ def _without_kernel(base: Base) -> str:
     return next(unknown, "")
 
 
-def nothing_frozen(base: Base, asked: str, runtime: Runtime) -> Placement:
+def nothing_frozen(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
     """Of a run that trains every weight: there is nothing to place, but the arena has to fit."""
     wide, narrow = 4 * 4, 0 if runtime.compute == torch.float32 else runtime.compute.itemsize
-    need, free = base.spec.parameters * (wide + narrow), free_bytes(runtime.device)
+    need = base.spec.parameters * (wide + narrow)
+    free = free_bytes(runtime.device) if free is None else free
     if need > free:
         raise GraftuneError(
             f"training every weight takes {human_bytes(need)} and {human_bytes(free)} are free",

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.blocks import BlockTable
 
 TILE = 1024  # with 8 warps: four elements a thread
@@ -51,7 +52,7 @@ def _advance(
     tl.store(grads + at, tl.zeros_like(g), mask=inside)
 
 
-@triton.jit
+@launch.kernel
 def _adamw(
     weights,
     grads,
@@ -124,7 +125,7 @@ def step(
         count,
         ok.view(torch.int8),
         factors,
-        COPY=compute.data_ptr() != weights.data_ptr(),
+        COPY=launch.address(compute) != launch.address(weights),
         BLOCK=table.block,
         TILE=tile,
         num_warps=8,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from graftune.kernels import launch
 from graftune.kernels.blocks import BlockTable
 
 
@@ -68,6 +69,6 @@ def step(
     for start, stop, segment, decay in table.pieces():
         w, g, copy = weights[start:stop], grads[start:stop], compute[start:stop]
         update(w, g, m[start:stop], v[start:stop], factors[segment], hyper, count, ok, decay)
-        if compute.data_ptr() != weights.data_ptr():
+        if launch.address(compute) != launch.address(weights):
             copy.copy_(torch.where(ok, w, copy))
         g.zero_()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftune.kernels import launch
 from graftune.kernels.attention import flash_cpu, reference
 
 SHORT = 128  # tokens of an average document below which the fused CPU backward loses in bf16
@@ -53,7 +54,7 @@ def choose(
 ) -> Choice:
     """The backend for such heads on this device, and the reason; to be called once, and printed."""
     device = torch.device(device)
-    if device.type != "cuda":
+    if not launch.on_gpu(device):
         return Choice("cpu", f"on {device.type} torch's fused kernel or the textbook formula")
     from graftune.kernels.attention import cudnn_frontend, flash
 
@@ -206,4 +207,4 @@ def _lengths(docs: Documents, q: torch.Tensor) -> tuple[int, ...]:
 
 
 def _fused(q: torch.Tensor, window: int, cap: float) -> bool:
-    return q.device.type == "cpu" and not window and not cap
+    return launch.kind_of(q) == "cpu" and not window and not cap

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.graph import is_capturing
+from graftune.kernels import launch, rehearsal
+from graftune.kernels.rehearsal import WORKSPACES
 
 if TYPE_CHECKING:
     from graftune.kernels.attention import Documents
@@ -63,7 +66,7 @@ class Plan:
 
 
 _handles: dict[int, Any] = {}
-_plans: dict[tuple[int, Shape], Plan] = {}
+_plans: dict[tuple[torch.device, Shape], Plan] = rehearsal.kept()
 
 
 def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
@@ -72,8 +75,10 @@ def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
         return "cuDNN's packed attention takes bf16 and fp16"
     if width % 16 or width > 128:
         return f"cuDNN's packed attention takes heads of up to 128 values, in sixteens; these have {width}"
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+    if launch.capability(device)[0] not in (9, 10):
         return "cuDNN's packed attention wants a Hopper or Blackwell data centre GPU"
+    if launch.is_elsewhere(device):
+        return None
     try:
         version = importlib.import_module("cudnn").backend_version()
     except ImportError:
@@ -211,14 +216,15 @@ def _shape(
 
 
 def _plan(device: torch.device, shape: Shape) -> Plan:
-    index = _index(device)
-    if (index, shape) not in _plans:
-        assert not torch.cuda.is_current_stream_capturing(), "this shape was not seen before the capture"
-        _plans[index, shape] = _build(device, shape)
-    return _plans[index, shape]
+    if (device, shape) not in _plans:
+        assert not is_capturing(device), "this shape was not seen before the capture"
+        _plans[device, shape] = _build(device, shape)
+    return _plans[device, shape]
 
 
 def _build(device: torch.device, shape: Shape) -> Plan:
+    if device.type == "meta":
+        return Plan(None, rehearsal.library_bytes("cudnn attention", shape))
     cudnn = importlib.import_module("cudnn")
     try:
         with torch.cuda.device(device):
@@ -242,13 +248,17 @@ def _build(device: torch.device, shape: Shape) -> Plan:
 
 
 def _run(plan: Plan, device: torch.device, tensors: dict[str, torch.Tensor], docs: Documents) -> None:
-    cudnn = importlib.import_module("cudnn")
     lengths = _lengths(docs)
+    with rehearsal.owned(WORKSPACES):
+        workspace = _workspace(device, plan.workspace)
+    if device.type == "meta":
+        return
+    cudnn = importlib.import_module("cudnn")
     handle = _handle(cudnn, device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     pointers = {UID[name]: tensor.data_ptr() for name, tensor in tensors.items()}
     pointers[UID["q_lengths"]] = pointers[UID["k_lengths"]] = lengths.data_ptr()
-    plan.graph.execute(pointers, _workspace(device, plan.workspace).data_ptr(), handle=handle)
+    plan.graph.execute(pointers, workspace.data_ptr(), handle=handle)
 
 
 def _offsets(docs: Documents, strides: tuple[int, ...]) -> list[torch.Tensor]:
@@ -271,7 +281,7 @@ def _prepared(docs: Documents) -> dict[tuple[str, int], torch.Tensor]:
     """What was computed from these cu_seqlens, shared by all layers of a pass. Forgotten when they were written to,
     and at the border of a capture: a captured graph has to compute its own, or its replays would not follow."""
     version = 0 if docs.cu_seqlens.is_inference() else docs.cu_seqlens._version
-    now = (version, torch.cuda.is_current_stream_capturing())
+    now = (version, is_capturing(docs.cu_seqlens.device))
     if docs.prepared.get("now") != now:
         docs.prepared.clear()
         docs.prepared.update(now=now, tensors={})

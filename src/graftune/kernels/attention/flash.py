@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graftune.kernels import launch
+
 if TYPE_CHECKING:
     from graftune.kernels.attention import Documents
 
@@ -25,9 +27,9 @@ def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
         return "torch's flash kernels take bf16 and fp16"
     if width % 8 or width > 256:
         return f"torch's flash kernels take heads of up to 256 values, in eights; these have {width}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if launch.capability(device) < (8, 0):
         return "torch's flash kernels want compute capability 8.0"
-    if not torch.backends.cuda.is_flash_attention_available():
+    if not launch.is_elsewhere(device) and not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without its flash kernels"
     return None
 

@@ -57,7 +57,7 @@ def backward_tile(width: int, dtype: torch.dtype) -> Tile:
 
 def programs_wanted(device: torch.device) -> int:
     """Two for every multiprocessor."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return 2 * launch.processors(device) if launch.on_gpu(device) else 0
 
 
 def forward(
@@ -179,7 +179,7 @@ def _through_cap(grad, scores, CAP: tl.constexpr):
     return grad
 
 
-@triton.jit
+@launch.kernel
 def _forward(
     q, k, v, out, stats, cu_seqlens, scale, tokens, q_stride, k_stride, v_stride, out_stride,
     GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
@@ -220,7 +220,7 @@ def _forward(
     tl.store(lse, tl.where(real, highest, 0.0) + tl.log2(total), mask=real)
 
 
-@triton.jit
+@launch.kernel
 def _delta(
     grad_out, out, delta, theirs, stats, tokens, grad_stride, out_stride, N: tl.constexpr, H: tl.constexpr,
     BH: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
@@ -237,7 +237,7 @@ def _delta(
         tl.store(stats + line, natural * 1.4426950408889634, mask=real)
 
 
-@triton.jit
+@launch.kernel
 def _grads(
     q, k, v, grad_out, stats, delta, grad_q, grad_k, grad_v, cu_seqlens, scale2, scale, tokens,
     q_stride, k_stride, v_stride, out_stride, grad_q_stride, grad_k_stride, grad_v_stride,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.dropout.reference import keep_from, scaling
 
 BLOCK = 2048
@@ -19,7 +20,7 @@ def _mix(x):
     return x ^ (x >> 16)
 
 
-@triton.jit(do_not_specialize=["place", "threshold"])
+@launch.kernel(do_not_specialize=["place", "threshold"])
 def _apply(x_ptr, out_ptr, seed_ptr, place, threshold, scale, count, BLOCK: tl.constexpr):
     seed = tl.load(seed_ptr)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)

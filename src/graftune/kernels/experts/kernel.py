@@ -40,7 +40,7 @@ def add_products_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, starts:
     )  # fmt: skip
 
 
-@triton.jit
+@launch.kernel
 def _multiply(
     x_ptr, w_ptr, starts_ptr, out_ptr, scale, N, K, x_row, x_col, w_expert, w_row, w_col, out_row,
     E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr,
@@ -75,7 +75,7 @@ def _multiply(
         tl.store(places, sums.to(out_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@launch.kernel
 def _add_products(
     total_ptr, a_ptr, b_ptr, starts_ptr, scale, M, N, total_expert, total_row, total_col, a_row, b_row,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

@@ -31,13 +31,13 @@ LINE = 128
 
 def refusal(device: torch.device) -> str | None:
     """Why this device cannot multiply in fp8, or nothing."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not launch.on_gpu(device) or torch.version.hip is not None:
         return f"fp8 products need an NVIDIA GPU of compute capability 8.9 or later, and the device is {device.type}"
     if not hasattr(torch, "_scaled_mm"):
         return f"this torch ({torch.__version__}) has no scaled fp8 product"
-    found = torch.cuda.get_device_capability(device)
+    found = launch.capability(device)
     if found < LEAST:
-        card = f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+        card = f"{launch.device_name(device)} has {found[0]}.{found[1]}"
         return f"fp8 products need a GPU of compute capability 8.9 or later, and {card}"
     return None
 
@@ -101,7 +101,7 @@ def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
 def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
     """a [M, K], b [N, K] -> a b' [M, N], a fresh tensor. Where there are no fp8 units the same values, dequantised."""
     assert a.codes.shape[1] == b.codes.shape[1] and a.codes.shape[1] % 16 == 0 and len(b.codes) % 16 == 0
-    if not a.codes.is_cuda:
+    if not launch.on_gpu(a.codes):
         return reference.mm(a, b, dtype)
     return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype)
 

@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.fp8.kernel import encode_row, scale_of, warps
 from graftune.kernels.fp8.reference import LARGEST, SMALLEST
-from graftune.kernels.launch import power_of_two
 from graftune.kernels.swiglu.kernel import _act as unit
 
 ONE_ACT = 1 << 14  # values of a SwiGLU row that one program holds
@@ -44,7 +44,7 @@ def _silu_up(gate_ptr, up_ptr, cols, F):
     return silu * up
 
 
-@triton.jit
+@launch.kernel
 def _act(
     gate_up_ptr, reach_ptr, codes_ptr, scale_ptr, F, codes_stride,
     REACH: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
@@ -71,7 +71,7 @@ def _act(
             tl.store(codes_ptr + start + cols, (act * inverse).to(codes_ptr.dtype.element_ty), start + cols < F)
 
 
-@triton.jit
+@launch.kernel
 def _act_backward(
     grad_ptr, gate_up_ptr, factor_ptr, reach_ptr, out_ptr, act_ptr, codes_ptr, scale_ptr, F, grad_stride, out_stride,
     act_stride, codes_stride, REACH: tl.constexpr, B: tl.constexpr, EACH: tl.constexpr, LARGEST: tl.constexpr,
@@ -117,7 +117,7 @@ def _act_backward(
 def act(gate_up: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
     tokens, width = codes.shape
     scale = torch.empty(tokens, dtype=torch.float32, device=codes.device)
-    block = min(ONE_ACT, power_of_two(width))
+    block = min(ONE_ACT, launch.power_of_two(width))
     _act[(tokens,)](
         gate_up, reach, codes, scale, width, codes.stride(0), REACH=reach is not None, WHOLE=width <= block, B=block,
         LARGEST=LARGEST, SMALLEST=SMALLEST, num_warps=min(16, warps(block)),
@@ -136,7 +136,7 @@ def act_backward(
 ) -> torch.Tensor:
     tokens, width = grad.shape
     scale = torch.empty(tokens, dtype=torch.float32, device=grad.device)
-    block = min(ACT_BLOCK, power_of_two(width, EACH))
+    block = min(ACT_BLOCK, launch.power_of_two(width, EACH))
     _act_backward[(tokens,)](
         grad, gate_up, factor, reach, out, act, codes, scale, width, grad.stride(0), out.stride(0), act.stride(0),
         codes.stride(0), REACH=reach is not None, B=block, EACH=EACH, LARGEST=LARGEST, SMALLEST=SMALLEST,

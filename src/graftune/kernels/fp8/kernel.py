@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.fp8.reference import LARGEST, PIECES, SMALLEST
-from graftune.kernels.launch import power_of_two
 from graftune.kernels.lora_linear.kernel import lay_pieces
 
 ONE = 1 << 15  # values of a row that one program holds
@@ -47,7 +47,7 @@ def _load(x_ptr, factor_ptr, cols, K, FACTOR: tl.constexpr):
     return x
 
 
-@triton.jit
+@launch.kernel
 def _quantise(
     x_ptr, factor_ptr, reach_ptr, codes_ptr, scale_ptr, K, x_stride, codes_stride, slack,
     FACTOR: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr,
@@ -75,7 +75,7 @@ def _quantise(
             tl.store(codes_ptr + start + cols, units.to(codes_ptr.dtype.element_ty), start + cols < K)
 
 
-@triton.jit
+@launch.kernel
 def _lay(h_ptr, scale_ptr, shift_ptr, tail_ptr, count, N, h_stride, tail_stride, B: tl.constexpr):
     at = tl.program_id(0) * B + tl.arange(0, B)
     row, col = at // N, at % N
@@ -85,7 +85,7 @@ def _lay(h_ptr, scale_ptr, shift_ptr, tail_ptr, count, N, h_stride, tail_stride,
     lay_pieces(value * inverse, place, N, at < count, tail_ptr.dtype.element_ty)
 
 
-@triton.jit
+@launch.kernel
 def _transpose(codes_ptr, out_ptr, fours, words, stride, out_stride, BF: tl.constexpr, BW: tl.constexpr):
     """Words [4 fours, words] -> words [4 words, fours]; strides count words."""
     four = tl.program_id(0) * BF + tl.arange(0, BF)
@@ -104,7 +104,7 @@ def _transpose(codes_ptr, out_ptr, fours, words, stride, out_stride, BF: tl.cons
 
 def warps(width: int) -> int:
     """Of a program that holds a row."""
-    return min(32, max(1, power_of_two(width) // 1024))
+    return min(32, max(1, launch.power_of_two(width) // 1024))
 
 
 def quantise(
@@ -116,7 +116,7 @@ def quantise(
 ) -> torch.Tensor:
     tokens, width = x.shape
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block = min(ONE, power_of_two(width))
+    block = min(ONE, launch.power_of_two(width))
     if tokens:
         _quantise[(tokens,)](
             x, factor, reach, codes, scale, width, x.stride(0), codes.stride(0), slack, FACTOR=factor is not None,

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.fp8.kernel import scale_of
 from graftune.kernels.fp8.reference import LARGEST, SMALLEST
-from graftune.kernels.launch import power_of_two
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _stored(out_ptr, codes_ptr, a, b, z_a, z_b, inverse, at, inside, HALF: tl.co
     tl.store(codes_ptr + HALF + at, (z_b * inverse).to(code), inside)
 
 
-@triton.jit
+@launch.kernel
 def _rope_backward(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, factor_ptr, reach_ptr, out_ptr, codes_ptr, scale_ptr,
     dq_stride, dk_stride, dv_stride, out_stride, codes_stride, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
@@ -102,8 +102,8 @@ def rope_backward(
 ) -> torch.Tensor:
     scale = torch.empty(len(out), dtype=torch.float32, device=out.device)
     half = cos.shape[1]
-    of_q, of_k, of_half = (power_of_two(n) for n in (heads[0], heads[1], half))
-    warps = min(16, power_of_two(triton.cdiv((of_q + 2 * of_k) * of_half, 512)))  # at most 16 pairs a thread
+    of_q, of_k, of_half = (launch.power_of_two(n) for n in (heads[0], heads[1], half))
+    warps = min(16, launch.power_of_two(triton.cdiv((of_q + 2 * of_k) * of_half, 512)))  # at most 16 pairs a thread
     _rope_backward[(len(out),)](
         *grads, cos, sin, factor, reach, out, codes, scale, *(g.stride(0) for g in grads), out.stride(0),
         codes.stride(0), N=heads[0], K=heads[1], HALF=half, REACH=reach is not None, BN=of_q, BK=of_k, BC=of_half,

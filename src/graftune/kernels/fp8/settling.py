@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.fp8.reference import HEADROOM, LARGEST, MOST_Q, Share
 from graftune.kernels.lora_linear.kernel import beyond_code
 from graftune.kernels.lora_linear.reference import members
@@ -21,7 +22,7 @@ from graftune.kernels.lora_linear.reference import members
 PIECE = 2048  # values that one program lays
 
 
-@triton.jit
+@launch.kernel
 def _measure(a_type_ptr, table_ptr, alpha_ptr, stats_ptr, B: tl.constexpr):
     """Of one rank of one share: |A_r|^2, max |A_r|, and the same of the column of u = s B / scale.
     Table: [A_r's address, its width, the address of B's first value, rows, distance, the scales' address]."""
@@ -56,7 +57,7 @@ def _power(x, MOST_Q: tl.constexpr):
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@launch.kernel
 def _figures(
     stats_ptr, table_ptr, B: tl.constexpr, LARGEST: tl.constexpr, HEADROOM: tl.constexpr, MOST_Q: tl.constexpr
 ):
@@ -83,7 +84,7 @@ def _figures(
     tl.store(target + 3, 1.0 / p)
 
 
-@triton.jit
+@launch.kernel
 def _settle(a_type_ptr, code_type_ptr, table_ptr, alpha_ptr, B: tl.constexpr):
     """One piece of a matrix [rows, width] as codes: hi, lo and hi, a distance apart. Table: [source's address, values,
     width, target's address, distance of rows, of columns, of codes, the scales' address or 0, the shift's, first]."""

@@ -19,15 +19,14 @@ launches forbid them: equality to the bit should not hang on a proof.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch, rehearsal
 from graftune.kernels.gguf_dequant.reference import CURVE, KINDS
-from graftune.kernels.launch import power_of_two
 
 TILE, WARPS = 4096, 4  # a tile's values: 32 for every thread
 
@@ -111,7 +110,7 @@ def _store(out, at, values, inside):
     tl.store(to, values.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit
+@launch.kernel
 def _legacy(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -138,7 +137,7 @@ def _legacy(
         _store(out, 4 * lane + 16 * half, values + least if MINIMUM else values, inside)
 
 
-@triton.jit
+@launch.kernel
 def _q8_0(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -149,7 +148,7 @@ def _q8_0(
     _store(out, 4 * lane, _bytes(codes, 128) * scale, inside)
 
 
-@triton.jit
+@launch.kernel
 def _q2_k(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -171,7 +170,7 @@ def _q2_k(
         _store(out, 128 * run + 32 * field + 4 * part, values, inside)
 
 
-@triton.jit
+@launch.kernel
 def _q3_k(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -192,7 +191,7 @@ def _q3_k(
         _store(out, 128 * run + 32 * field + 4 * part, _bytes(code, 4) * by, inside)
 
 
-@triton.jit
+@launch.kernel
 def _q4_k(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -220,7 +219,7 @@ def _q4_k(
         _store(out, 64 * run + 32 * half + 4 * part, values, inside)
 
 
-@triton.jit
+@launch.kernel
 def _q6_k(
     src_ptr, ids_ptr, out_ptr, count, out_steps,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -240,7 +239,7 @@ def _q6_k(
         _store(out, 128 * run + 64 * half + 4 * part, _bytes(code, 32) * by, inside)
 
 
-@triton.jit
+@launch.kernel
 def _iq4_nl(
     src_ptr, ids_ptr, out_ptr, count, out_steps, curve_ptr,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -253,7 +252,7 @@ def _iq4_nl(
         _store(out, 4 * lane + 16 * half, _curved(curve_ptr, codes >> (4 * half)) * scale, inside)
 
 
-@triton.jit
+@launch.kernel
 def _iq4_xs(
     src_ptr, ids_ptr, out_ptr, count, out_steps, curve_ptr,
     PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
@@ -269,7 +268,7 @@ def _iq4_xs(
         _store(out, 32 * run + 16 * half + 4 * part, _curved(curve_ptr, codes >> (4 * half)) * by, inside)
 
 
-@triton.jit
+@launch.kernel
 def _floats(
     src_ptr, ids_ptr, out_ptr, width, out_steps, PICK: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
@@ -298,7 +297,7 @@ LAUNCHES: dict[str, tuple[Any, dict[str, bool]]] = {
 }
 
 
-@functools.cache
+@rehearsal.cached
 def _curve(device: torch.device) -> torch.Tensor:
     return torch.tensor(CURVE, dtype=torch.float32, device=device)
 
@@ -313,7 +312,7 @@ def cast(values: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> 
     if not len(out):
         return
     step, width = alignment(out.stride(0)), out.shape[1]
-    block = min(TILE, power_of_two(width))
+    block = min(TILE, launch.power_of_two(width))
     _floats[(len(out), triton.cdiv(width, block))](
         values, rows, out, width, out.stride(0) // step, PICK=rows is not None, STEP=step, B=block,
         num_warps=max(1, block * WARPS // TILE),

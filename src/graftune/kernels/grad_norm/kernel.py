@@ -8,7 +8,6 @@ torch operations would be a dozen launches.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from graftune.kernels import launch
@@ -19,7 +18,7 @@ TILE = 4096
 SUMS = 8192  # partial sums the deciding program takes at a time
 
 
-@triton.jit
+@launch.kernel
 def _square_sums(grads, starts, stops, partials, BLOCK: tl.constexpr, TILE: tl.constexpr):
     block = tl.program_id(0)
     start, stop = tl.load(starts + block), tl.load(stops + block)
@@ -37,7 +36,7 @@ def _square_sums(grads, starts, stops, partials, BLOCK: tl.constexpr, TILE: tl.c
     tl.store(partials + block, tl.sum(total, 0))
 
 
-@triton.jit
+@launch.kernel
 def _decide(
     partials,
     first,

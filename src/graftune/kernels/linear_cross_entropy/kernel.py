@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graftune.kernels.launch import power_of_two
+from graftune.kernels import launch
 from graftune.kernels.linear_cross_entropy.reference import Product
 
 CHUNK_BYTES = 512 << 20  # logits alive at once, in their own dtype: few and large products
@@ -27,7 +27,7 @@ def _bent(x, factor, FACTOR: tl.constexpr, CAP: tl.constexpr):
     return x
 
 
-@triton.jit
+@launch.kernel
 def _rows(
     logits_ptr, labels_ptr, losses_ptr, scale_ptr, weights_ptr, stride, width, factor,
     NEED_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, FACTOR: tl.constexpr,
@@ -142,7 +142,7 @@ def to_gradient_(
     assert logits.stride(1) == 1 and labels.is_contiguous() and losses.is_contiguous()
     assert weights is None or weights.is_contiguous()
     rows, width = logits.shape
-    block = min(LONGEST_BLOCK, power_of_two(width))
+    block = min(LONGEST_BLOCK, launch.power_of_two(width))
     _rows[(rows,)](
         logits, labels, losses, scale, weights, logits.stride(0), width, factor, NEED_GRAD=need_grad,
         HAS_SCALE=scale is not None, HAS_WEIGHTS=weights is not None, FACTOR=factor != 1.0, CAP=float(cap), BLOCK=block,

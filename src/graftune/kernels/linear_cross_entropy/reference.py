@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from graftune.kernels import launch, rehearsal
+
 CHUNK_BYTES = 64 << 20  # logits alive at once, counted in fp32; products of this size already run at full speed
 CACHE_BYTES = 2 << 20  # of them, the rows a CPU turns into their gradient together: the passes stay in its cache
 
@@ -44,11 +46,11 @@ def forward(
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     grad = torch.empty_like(x) if need_grad else None
     size = chunk_rows(head.out_features, CHUNK_BYTES)
-    step = chunk_rows(head.out_features, CACHE_BYTES) if x.device.type == "cpu" else size
+    step = chunk_rows(head.out_features, CACHE_BYTES) if launch.kind_of(x) == "cpu" else size
     for start in range(0, len(x), size):
         part, wanted = x[start : start + size], labels[start : start + size]
         logits = head.matmul(part)
-        for at in range(0, len(logits), step):
+        for at in rehearsal.few(list(range(0, len(logits), step))):
             piece, ids = logits[at : at + step], wanted[at : at + step]
             own = None if weights is None else weights[start + at : start + at + len(piece)]
             if need_grad:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.lora_linear.reference import Copy
 
 
-@triton.jit
+@launch.kernel
 def _spread(source_ptr, table_ptr, scale_ptr, B: tl.constexpr):
     """One piece of one copy: [offset in the source, target's address, width, distance of rows, first, size]."""
     row = table_ptr + tl.program_id(0) * 6

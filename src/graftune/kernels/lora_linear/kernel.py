@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graftune.kernels.launch import power_of_two
+from graftune.kernels import launch
 
 PIECES = 3  # columns of codes that one of a thin product takes
 MOST = 2**31 - 1024  # values of a thin product: its last block counts beyond them
@@ -67,7 +67,7 @@ def of_member(member, values):
     return found
 
 
-@triton.jit
+@launch.kernel
 def _rows(
     y_ptr, w_ptr, out_ptr, tail_ptr, row_scale_ptr, code_scale_ptr, shift_ptr,
     tokens, per_split, y_stride, w_c, w_r, split_stride, out_stride, tail_stride, scale,
@@ -114,7 +114,7 @@ def _rows(
         lay_pieces(share, place, out_stride, mask, tail_ptr.dtype.element_ty)
 
 
-@triton.jit
+@launch.kernel
 def _add(
     parts_ptr, out_ptr, tail_ptr, code_scale_ptr, shift_ptr, n, width, rank, counts, tail_stride,
     ADD: tl.constexpr, TAIL: tl.constexpr, LAY: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
@@ -163,7 +163,7 @@ def rows(
     Where y are codes, `row_scale` [T] says of what."""
     assert tail is None or codes is None
     tokens = len(y)
-    rp = power_of_two(rank, 16)
+    rp = launch.power_of_two(rank, 16)
     bt, bc, warps, stages, wanted = _rows_tile(tokens, row_scale is not None)
     starts, stops, offsets, _ = places(columns, bc)
     widest = max(stop - start for start, stop in columns)
@@ -201,9 +201,9 @@ def add_up(
     """out (contiguous) (+)= the sum over the first dimension of `parts`; written to `tail`'s columns as well. `counts`:
     members, whose columns lie side by side, have that many parts and the rest of theirs was never written. A last
     program of the product itself doing this was tried: no launch more, but slower (6.8 against 5.6 microseconds)."""
-    n, many, width = out.numel(), power_of_two(parts.shape[0]), out.shape[-1]
+    n, many, width = out.numel(), launch.power_of_two(parts.shape[0]), out.shape[-1]
     assert n <= MOST, "the kernel counts in 32 bits"
-    block = min(1024, max(32, 4096 // many), max(32, power_of_two(n // 256)))  # enough programs for the chip
+    block = min(1024, max(32, 4096 // many), max(32, launch.power_of_two(n // 256)))  # enough programs for the chip
     differ = counts is not None and len(set(counts)) > 1
     each = counts if counts is not None and differ else (len(parts),)
     scale, shift = given(codes)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from graftune.kernels import launch
+
 
 class Low(NamedTuple):
     """A group's low-rank product that is not yet in y."""
@@ -97,7 +99,7 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: f
     """total (fp32) += scale * a b, whatever the dtype of a and b: no sum of it is ever narrower than fp32 on a GPU."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=scale)
-    elif a.is_cuda:
+    elif launch.on_gpu(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, alpha=scale, out=total)
     else:
         total.add_(a @ b, alpha=scale)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graftune.kernels.launch import power_of_two
+from graftune.kernels import launch
 from graftune.kernels.lora_linear import kernel
 from graftune.kernels.lora_linear.kernel import of_member
 
@@ -29,7 +29,7 @@ def _member(pid, counts):
     return member, block
 
 
-@triton.jit
+@launch.kernel
 def _columns(
     y_ptr, h_ptr, row_scale_ptr, col_scale_ptr, out_ptr,
     tokens, per_split, y_stride, h_stride, split_stride, out_c, out_r, scale,
@@ -75,7 +75,7 @@ def _columns(
     tl.store(where, acc, mask)
 
 
-@triton.jit
+@launch.kernel
 def _both(
     y_ptr, h_ptr, w_ptr, g_ptr, out_ptr, tokens, per_split, y_stride, h_stride, w_stride, g_stride, split_stride, scale,
     starts, stops, offsets, counts, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
@@ -133,7 +133,7 @@ def sum_columns_(
     """Contiguous total [sum of widths, rank] (or, transposed, [rank, width] of a lone member) += scale * y' h, fp32."""
     assert total.is_contiguous()
     tokens = len(y)
-    rp = power_of_two(rank, 16)
+    rp = launch.power_of_two(rank, 16)
     bc, bt, warps, stages, programs = _columns_tile(rp, tokens)
     starts, stops, offsets, counts = kernel.places(columns, bc)
     blocks = sum(counts)
@@ -166,7 +166,7 @@ def both(
 ) -> torch.Tensor:
     """`sum_columns_` into total and `rows` of the same y, read once."""
     assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or codes is None)
-    tokens, rp = len(y), power_of_two(rank, 16)
+    tokens, rp = len(y), launch.power_of_two(rank, 16)
     bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], y.element_size())
     starts, stops, offsets, counts = kernel.places(columns, bc)
     blocks = sum(counts)

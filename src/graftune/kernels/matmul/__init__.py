@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from graftune.kernels import launch
+
 __all__ = ["mm", "scaled_mm", "tuned"]
 
 _tuning = False
@@ -29,7 +31,7 @@ def tuned(on: bool = True) -> Iterator[None]:
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """a [M, K], b [K, N] -> [M, N], fresh or `out`; rows (or, of a and b transposed, columns) may lie apart."""
-    if _tuning and a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+    if _tuning and launch.on_gpu(a) and a.dtype in (torch.bfloat16, torch.float16):
         from graftune.kernels.matmul import cublaslt
 
         return cublaslt.mm(a, b, out)

@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graftune import remembered
+from graftune import graph, remembered
 from graftune.errors import GraftuneError
+from graftune.kernels import launch, rehearsal
+from graftune.kernels.rehearsal import WORKSPACES
 
 CANDIDATES, ROUNDS = 16, 7
 WORKSPACE = 32 << 20
@@ -100,10 +102,11 @@ class Plan(NamedTuple):
     algorithm: _Result
 
 
-_plans: dict[tuple[int, Shape], Plan] = {}
+_plans: dict[tuple[torch.device, Shape], Plan] = rehearsal.kept()
 _handles: dict[int, c_void_p] = {}
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}
+_workspaces: dict[tuple[torch.device, int], torch.Tensor] = rehearsal.kept()
 ONE, ZERO = c_float(1.0), c_float(0.0)
+NOTHING = Plan(c_void_p(), (c_void_p(), c_void_p(), c_void_p()), _Result())  # of meta tensors: no library is called
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -121,15 +124,17 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, scales: Scales, dtype: torch.dty
 
 def multiplies_codes(device: torch.device) -> bool:
     """Whether the library has products with scales for this card."""
-    return torch.cuda.get_device_capability(device)[0] == 9 and _library().cublasLtGetVersion() >= SCALES_SINCE
+    if launch.capability(device)[0] != 9:
+        return False
+    return device.type == "meta" or _library().cublasLtGetVersion() >= SCALES_SINCE
 
 
 def _multiply(operands: Operands) -> torch.Tensor:
-    shape, index = _shape(operands), operands.a.device.index or 0
-    plan = _plans.get((index, shape))
+    shape, device = _shape(operands), operands.a.device
+    plan = _plans.get((device, shape))
     if plan is None:
-        assert not torch.cuda.is_current_stream_capturing(), f"{shape} was not seen before the capture"
-        plan = _plans[index, shape] = _fastest(shape, operands)
+        assert not graph.is_capturing(device), f"{shape} was not seen before the capture"
+        plan = _plans[device, shape] = _fastest(shape, operands)
     _run(plan, operands)
     return operands.out
 
@@ -141,7 +146,7 @@ def _shape(operands: Operands) -> Shape:
     assert (out.dtype == a.dtype) == (scales is None), (out.dtype, a.dtype)
     a_across, b_across = a.stride(1) != 1, b.stride(1) != 1
     assert a.stride(0 if a_across else 1) == 1 and b.stride(0 if b_across else 1) == 1, (a.stride(), b.stride())
-    aligned = min(256, *(1 << ((x.data_ptr() & -x.data_ptr()).bit_length() - 1) for x in (a, b, out)))
+    aligned = min(256, *(1 << ((at & -at).bit_length() - 1) for at in map(launch.address, (a, b, out))))
     a_apart, b_apart = a.stride(1 if a_across else 0), b.stride(1 if b_across else 0)
     return Shape(a.dtype, out.dtype, m, n, k, a_across, b_across, a_apart, b_apart, out.stride(0), aligned)
 
@@ -149,10 +154,14 @@ def _shape(operands: Operands) -> Shape:
 def _fastest(shape: Shape, operands: Operands) -> Plan:
     """Remembered, or asked for, timed and chosen. It waits for the device: this is for the first call of a shape."""
     device = operands.a.device
+    # Also where nothing is timed: a run takes the memory that its plan says, the first time and every other.
+    with rehearsal.owned(WORKSPACES):
+        flush = torch.empty(flush_bytes(device), dtype=torch.uint8, device=device)
+    if device.type == "meta":
+        _workspace(device, graph.current_stream(device).cuda_stream)
+        return NOTHING
     desc, layouts = _problem(shape)
     _point(desc, operands)
-    # Also where nothing is timed: a run takes the memory that its plan says, the first time and every other.
-    flush = torch.empty(flush_bytes(device), dtype=torch.uint8, device=device)
     card = torch.cuda.get_device_name(device), _library().cublasLtGetVersion()
     key = "|".join(map(str, (FORMAT, *card, *shape)))
     known = _recalled(key, desc, layouts, device)
@@ -262,7 +271,7 @@ def _under_load(plans: list[Plan], operands: Operands, about: float) -> list[flo
 
 def flush_bytes(device: torch.device) -> int:
     """What has to be written to empty the cache. It lies beside all that the first step has saved, so not more."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return launch.cache_bytes(device)
 
 
 def _time(plan: Plan, operands: Operands, flush: torch.Tensor, many: int) -> float:
@@ -340,9 +349,11 @@ def _layout(kind: int, rows: int, columns: int, apart: int) -> c_void_p:
 
 def _run(plan: Plan, operands: Operands) -> None:
     a, b, out, _ = operands
-    _point(plan.desc, operands)
-    stream = torch.cuda.current_stream(a.device).cuda_stream
+    stream = graph.current_stream(a.device).cuda_stream
     space = _workspace(a.device, stream)
+    if plan is NOTHING:
+        return
+    _point(plan.desc, operands)
     first, second, result = plan.layouts
     _check(
         _library().cublasLtMatmul(
@@ -355,12 +366,12 @@ def _run(plan: Plan, operands: Operands) -> None:
 
 def _workspace(device: torch.device, stream: int) -> torch.Tensor:
     """One a stream; kept for good, since captured graphs go on using it. Inside a capture it must already be there."""
-    key = (device.index or 0, stream)
-    if key not in _workspaces:
-        if torch.cuda.is_current_stream_capturing():  # a capture has a stream of its own: products there run in order
-            return next(space for (index, _), space in _workspaces.items() if index == key[0])
-        _workspaces[key] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-    return _workspaces[key]
+    if (device, stream) not in _workspaces:
+        if graph.is_capturing(device):  # a capture has a stream of its own: products there run in order
+            return next(space for (where, _), space in _workspaces.items() if where == device)
+        with rehearsal.owned(WORKSPACES):
+            _workspaces[device, stream] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    return _workspaces[device, stream]
 
 
 def _handle(device: torch.device) -> c_void_p:

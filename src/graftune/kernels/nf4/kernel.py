@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
 from graftune.kernels.nf4 import reference
 from graftune.kernels.nf4.reference import Nf4
 
@@ -47,7 +48,7 @@ def _store(out, table, word, scale, at, inside, row_stride, ROW_WORDS: tl.conste
     tl.store(out + (place[:, None] + j[None, :]), value.to(out.dtype.element_ty), inside[:, None])
 
 
-@triton.jit(do_not_specialize=["first_block"])
+@launch.kernel(do_not_specialize=["first_block"])
 def _dequantise(
     codes,
     absmax,
@@ -75,7 +76,7 @@ def _dequantise(
     _store(out, table, word1, scale1, at1, in1, row_stride, ROW_WORDS)
 
 
-@triton.jit(do_not_specialize=["first"])
+@launch.kernel(do_not_specialize=["first"])
 def _dequantise_odd(
     codes,
     absmax,
@@ -103,7 +104,7 @@ def _dequantise_odd(
     tl.store(out + (row * row_stride + (at - row * width)), value.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@launch.kernel
 def _encode(values, borders, codes, absmax, count, LEAST: tl.constexpr, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * 64 + tl.arange(0, 64)[None, :]

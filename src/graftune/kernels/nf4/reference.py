@@ -21,11 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.kernels import launch
+from graftune.kernels.rehearsal import cached
 
 BLOCK, GROUP = 64, 256  # values a scale; scales a second scale
 PIECE = 1 << 18  # values at a time, a multiple of BLOCK: they fit a core's cache
@@ -138,19 +139,19 @@ def _cell(scaled: torch.Tensor) -> torch.Tensor:
     return scaled.add(1.0).mul_(32.0).to(torch.int32)  # never falls as the value grows: all that `nearest` asks of it
 
 
-@cache
+@cached
 def table_on(device: torch.device) -> torch.Tensor:
     """The first call for a device copies it there: not while capturing."""
     return torch.tensor(TABLE, device=device)
 
 
-@cache
+@cached
 def borders(device: torch.device) -> torch.Tensor:
     table = table_on(device)
     return (table[:-1] + table[1:]) / 2
 
 
-@cache
+@cached
 def cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For each cell: the number of borders in earlier cells, and its own border (infinite where it has none)."""
     edges = borders(torch.device("cpu"))
@@ -176,7 +177,7 @@ def nest(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return codes[: len(absmax)].clone(), scales, offset
 
 
-@cache
+@cached
 def dynamic_map() -> torch.Tensor:
     """Seven decades, each with twice the steps of the one below, either sign; zero; one. The roundings are torch's."""
     entries = [0.0, 1.0]
@@ -187,7 +188,7 @@ def dynamic_map() -> torch.Tensor:
     return torch.tensor(sorted(entries), dtype=torch.float32)
 
 
-@cache
+@cached
 def bins() -> torch.Tensor:
     """The map's entry for each of the 65,536 places between -1 and 1."""
     entries = dynamic_map()
@@ -202,9 +203,10 @@ def finish(shape: tuple[int, ...], dtype: torch.dtype, codes: torch.Tensor, absm
     if not bool(scales.isfinite().all()):
         raise GraftuneError("a weight to be quantised holds NaN or infinity", mend="check the checkpoint")
     if not double:
-        return Nf4(shape, dtype, codes, absmax.to(codes.device))
+        return Nf4(shape, dtype, codes, absmax.to(launch.device_of(codes)))
     numbers, groups, offset = nest(scales)
-    rest = (x.to(codes.device) for x in (numbers, groups, dynamic_map(), offset))
+    home = launch.device_of(codes)
+    rest = (x.to(home) for x in (numbers, groups, dynamic_map(), offset))
     return Nf4(shape, dtype, codes, *rest)
 
 
@@ -227,7 +229,7 @@ def whole_blocks(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield left
 
 
-@cache
+@cached
 def pairs(device: torch.device) -> torch.Tensor:
     """Both values of each byte as one 8-byte word: one lookup for two values."""
     table, byte = torch.tensor(TABLE), torch.arange(256)

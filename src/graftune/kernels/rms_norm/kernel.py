@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graftune.kernels.launch import power_of_two
+from graftune.kernels import launch
 from graftune.kernels.lora_linear.kernel import add_up
 
 PROGRAMS = 512  # that share the rows where a weight's gradient is summed: four to a multiprocessor, nearly
@@ -38,7 +38,7 @@ def through_norm(grad, n, w, rstd, D: tl.constexpr):
     return (grad - n * (tl.sum(grad * n, 0) / D)) * rstd
 
 
-@triton.jit
+@launch.kernel
 def _forward(
     x_ptr, y_ptr, w_ptr, sum_ptr, out_ptr, rstd_ptr, eps, x_stride, out_stride,
     D: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr,
@@ -50,7 +50,7 @@ def _forward(
     tl.store(out_ptr + row * out_stride + cols, n.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@launch.kernel
 def _apply(x_ptr, rstd_ptr, w_ptr, out_ptr, D: tl.constexpr, B: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, B)
@@ -60,7 +60,7 @@ def _apply(x_ptr, rstd_ptr, w_ptr, out_ptr, D: tl.constexpr, B: tl.constexpr):
     tl.store(out_ptr + row * D + cols, n.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@launch.kernel
 def _backward(
     grad_ptr, x_ptr, rstd_ptr, w_ptr, residual_ptr, out_ptr, parts_ptr, tokens, per_program, grad_stride, x_stride,
     residual_stride, out_stride, D: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, B: tl.constexpr,
@@ -87,7 +87,7 @@ def _backward(
 
 
 def _warps(width: int) -> int:
-    return min(16, max(1, power_of_two(width) // 1024))
+    return min(16, max(1, launch.power_of_two(width) // 1024))
 
 
 def add_forward(
@@ -98,7 +98,7 @@ def add_forward(
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(tokens,)](
         x, y, weight, total, out, rstd, eps, x.stride(0), out.stride(0), D=width, ADD=y is not None,
-        B=power_of_two(width), num_warps=_warps(width),
+        B=launch.power_of_two(width), num_warps=_warps(width),
     )  # fmt: skip
     return total, rstd
 
@@ -106,7 +106,7 @@ def add_forward(
 def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tokens, width = x.shape
     out = torch.empty_like(x)
-    _apply[(tokens,)](x, rstd, weight, out, D=width, B=power_of_two(width), num_warps=_warps(width))
+    _apply[(tokens,)](x, rstd, weight, out, D=width, B=launch.power_of_two(width), num_warps=_warps(width))
     return out
 
 
@@ -129,7 +129,8 @@ def add_backward(
     _backward[(programs,)](
         grad_y, x, rstd, weight, residual, out, parts, tokens, per_program, grad_y.stride(0), x.stride(0),
         residual.stride(0) if residual is not None else 0, out.stride(0), D=width,
-        RESIDUAL=residual is not None, WEIGHT=grad_weight is not None, B=power_of_two(width), num_warps=_warps(width),
+        RESIDUAL=residual is not None, WEIGHT=grad_weight is not None, B=launch.power_of_two(width),
+        num_warps=_warps(width),
     )  # fmt: skip
     if grad_weight is not None and parts is not None:
         add_up(parts, grad_weight, add=True)

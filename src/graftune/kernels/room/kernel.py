@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from graftune.kernels.launch import power_of_two
+from graftune.kernels import launch
 from graftune.kernels.lora_linear.kernel import of_member, places
 from graftune.kernels.room.reference import Adapters
 
 TILE, WIDEST = 4096, 128  # values of a tile, and its columns at most beside the weight
 
 
-@triton.jit
+@launch.kernel
 def _beside(
     up_ptr, out_ptr, rows, room, stride, scale, starts, stops, offsets,
     R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -30,7 +30,7 @@ def _beside(
     tl.store(to, value.to(out_ptr.dtype.element_ty), (row < rows) & (column < room))
 
 
-@triton.jit
+@launch.kernel
 def _below(down_ptr, out_ptr, filled, width, stride, B: tl.constexpr):
     row = tl.program_id(0)
     at = tl.program_id(1) * B + tl.arange(0, B)
@@ -42,7 +42,7 @@ def _below(down_ptr, out_ptr, filled, width, stride, B: tl.constexpr):
 def beside(target: torch.Tensor, adapters: Adapters) -> None:
     (rows, room), up = target.shape, adapters.up
     assert up.is_contiguous()
-    across = min(WIDEST, power_of_two(room))
+    across = min(WIDEST, launch.power_of_two(room))
     down = TILE // across
     starts, stops, offsets, _ = places(adapters.columns, down)
     _beside[(triton.cdiv(rows, down), triton.cdiv(room, across))](
@@ -54,7 +54,7 @@ def beside(target: torch.Tensor, adapters: Adapters) -> None:
 def below(target: torch.Tensor, adapters: Adapters) -> None:
     assert adapters.down.is_contiguous()
     room, width = target.shape
-    block = min(TILE, power_of_two(width))
+    block = min(TILE, launch.power_of_two(width))
     _below[(room, triton.cdiv(width, block))](
         adapters.down, target, len(adapters.down), width, target.stride(0), B=block, num_warps=4
     )

@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from graftune.kernels.launch import power_of_two
+from graftune.kernels import launch
 
 
-@triton.jit
+@launch.kernel
 def _finish(
     qkv_ptr, cos_ptr, sin_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, raw_ptr, tokens, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, WORK: tl.constexpr,
@@ -48,7 +48,7 @@ def _finish(
     tl.store(place + HALF, b.to(qkv_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@launch.kernel
 def _finish_backward(
     dq_ptr, dk_ptr, dv_ptr, grad_ptr, cos_ptr, sin_ptr, raw_ptr, q_norm_ptr, k_norm_ptr, parts_ptr, tokens,
     dq_stride, dk_stride, dv_stride, grad_stride, eps, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
@@ -184,14 +184,14 @@ def finish_backward(
     parts, dv = None, grads[2]
     # v's gradient is only moved; where it lies there already, nobody touches it.
     work = queries + keys
-    if dv.data_ptr() != grad_qkv[:, work * width :].data_ptr():
+    if launch.address(dv) != launch.address(grad_qkv[:, work * width :]):
         work += keys
     if q_norm is not None and (grad_q_norm is not None or grad_k_norm is not None):
         parts = torch.empty(blocks, work, width, dtype=torch.float32, device=grad_qkv.device)
     _finish_backward[(blocks * work,)](
         *grads, grad_qkv, cos, sin, raw, q_norm, k_norm, parts, tokens, *(g.stride(0) for g in grads),
         grad_qkv.stride(0), eps, N=queries, K=keys, H=width, GROUP=dv.shape[1] // keys, HALF=cos.shape[1],
-        REST=power_of_two(max(1, width - 2 * cos.shape[1])), WORK=work, HAS_NORM=q_norm is not None,
+        REST=launch.power_of_two(max(1, width - 2 * cos.shape[1])), WORK=work, HAS_NORM=q_norm is not None,
         HAS_PARTS=parts is not None, BT=bt, BC=bc, num_warps=warps,
     )  # fmt: skip
     if parts is not None and grad_q_norm is not None:
@@ -203,5 +203,5 @@ def finish_backward(
 def _blocks(tokens: int, width: int) -> tuple[int, int, int]:
     """Tokens of a tile, padded columns of half of what turns, warps: eight values a thread and tile. (With 32 the way
     back takes 66 microseconds instead of 53 at 8B and 8192 tokens, and 6.4 instead of 5.7 at 512.)"""
-    columns = power_of_two(width // 2, 16)
-    return min(max(4, 1024 // columns), power_of_two(tokens)), columns, 4
+    columns = launch.power_of_two(width // 2, 16)
+    return min(max(4, 1024 // columns), launch.power_of_two(tokens)), columns, 4

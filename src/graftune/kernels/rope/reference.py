@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from graftune.kernels import launch
 from graftune.kernels.rms_norm import reference as rms_norm
 
 
@@ -79,7 +80,7 @@ def finish_backward(
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
 ) -> None:
-    if grads[0].data_ptr() != grad_qkv.data_ptr():
+    if launch.address(grads[0]) != launch.address(grad_qkv):
         counts = (heads[0], heads[1], heads[1])
         added = [added_up(grad, n).to(grad_qkv.dtype) for grad, n in zip(grads, counts, strict=True)]
         torch.cat([grad.flatten(1) for grad in added], 1, out=grad_qkv)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from graftune.kernels import launch
+from graftune.kernels.launch import address
 from graftune.kernels.swiglu import reference
 
 __all__ = ["KINDS", "backward", "forward"]
@@ -39,5 +40,5 @@ def backward(
 
         kernel.backward(grad, gate_up, out, act, kind)
     else:
-        assert not grad.numel() or (out.data_ptr() != gate_up.data_ptr() and act.data_ptr() != grad.data_ptr())
+        assert not grad.numel() or (address(out) != address(gate_up) and address(act) != address(grad))
         reference.backward(grad, gate_up, out, act, kind)

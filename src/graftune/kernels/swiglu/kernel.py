@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
+
 COLUMNS, WARPS = 4096, 8  # of a program
 
 
@@ -30,7 +32,7 @@ def _act(x, GELU: tl.constexpr):
     return value, slope
 
 
-@triton.jit
+@launch.kernel
 def _forward(gate_up_ptr, act_ptr, F, gate_up_stride, act_stride, GELU: tl.constexpr, BF: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BF + tl.arange(0, BF)
@@ -41,7 +43,7 @@ def _forward(gate_up_ptr, act_ptr, F, gate_up_stride, act_stride, GELU: tl.const
     tl.store(act_ptr + row * act_stride + cols, (value * up).to(act_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@launch.kernel
 def _backward(
     grad_ptr, gate_up_ptr, out_ptr, act_ptr, F, grad_stride, gate_up_stride, out_stride, act_stride,
     GELU: tl.constexpr, BF: tl.constexpr,

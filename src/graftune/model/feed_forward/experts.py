@@ -158,7 +158,7 @@ class Experts:
         places = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
         numbers = torch.arange(len(self.router) + 1, device=rows.device)
         at = torch.searchsorted(ordered, numbers, out_int32=True)
-        host = tuple(int(n) for n in at) if at.device.type == "cpu" else None
+        host = tuple(int(n) for n in at) if launch.kind_of(at) == "cpu" else None
         tokens = rows.div(self.chosen, rounding_mode="floor")
         return Routed(probs, chosen, weights, tokens, places.view_as(chosen), Starts(at, host))
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.kernels import fp8
+from graftune.kernels import fp8, launch
 from graftune.kernels.fp8 import Rows, Share
 from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
@@ -113,7 +113,7 @@ class Fp8(Roomy):
     def fill(self, start: int, values: torch.Tensor) -> None:
         """Rows from `start` on."""
         place = slice(start, start + len(values))
-        self.scale[place] = fp8.quantise(values.to(self.storage.device), self.weight[place])
+        self.scale[place] = fp8.quantise(values.to(launch.device_of(self.storage)), self.weight[place])
 
     def finish(self) -> None:
         """To be called when all rows are there."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from graftune.kernels import rehearsal
 from graftune.kernels.lora_linear import add_product_
 from graftune.model.frozen.interface import RowSource
 
@@ -69,4 +70,4 @@ def fill(target: torch.Tensor, source: RowSource) -> None:
 def pieces(rows: int, width: int) -> list[tuple[int, int]]:
     """Runs of rows that take MAPPED_ROWS_BYTES in fp32."""
     size = max(1, MAPPED_ROWS_BYTES // (4 * width))
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+    return rehearsal.few_runs([(start, min(start + size, rows)) for start in range(0, rows, size)])

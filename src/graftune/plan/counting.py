@@ -1,0 +1,127 @@
+"""Counts what operations on meta tensors would allocate.
+
+torch's meta tensors have a shape, a dtype and strides, and no memory. The rehearsed device is `meta:0`; host memory is
+the CPU, whose tensors are made as meta tensors too. Which of the two a meta tensor stands for, the ledger knows by its
+storage, since every storage is entered in it when it is made. A dispatch mode sees every operation of torch: it runs on
+the meta tensors as they are, and what comes out with a storage of its own is entered.
+
+Small tables that are made from Python's numbers on the host are real tensors: shapes may follow from them. (A tensor
+subclass that says it lies on the GPU was the way before; it needed torch.cuda's functions replaced. torch's FakeTensor
+is its compiler's: it imports that, and its CUDA tensors cannot be sliced by a torch built without CUDA.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graftune.plan.ledger import Ledger, bare
+
+aten = torch.ops.aten
+META = torch.device("meta")
+TABLES = {aten.arange, aten.linspace}
+RESHAPING = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
+
+
+@bare
+class Counting(TorchDispatchMode):
+    """While it is on, nothing has memory. `kind` is what the rehearsed device is, cuda or cpu. `before` is called with
+    every operation, and may hold memory for it: what libraries take inside it."""
+
+    def __init__(self, ledger: Ledger, kind: str, before: Callable[[Any, Any], object] = lambda func, args: None):
+        super().__init__()
+        self.ledger, self.kind, self.before, self.off = ledger, kind, before, False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what has to be computed after all."""
+        before, self.off = self.off, True
+        try:
+            yield
+        finally:
+            self.off = before
+
+    def kind_of(self, tensor: torch.Tensor) -> str:
+        return (self.ledger.kind_of(tensor) or self.kind) if tensor.is_meta else "cpu"
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if self.off:
+            return func(*args, **named)
+        tensors = [*_tensors(args), *_tensors(named.values())] if named else list(_tensors(args))
+        asked = named.get("device")
+        all_real = not any(x.is_meta for x in tensors)
+        if asked is None or asked.type == "cpu":
+            if (all_real and tensors) or func.overloadpacket in TABLES:
+                return self._entered(func(*args, **named), "cpu")
+            wanted = None if asked is None else "cpu"
+        else:
+            wanted = self.kind
+        if func is aten._local_scalar_dense.default:
+            return self._value(args[0])
+        held = self.before(func, args)
+        if func is aten._to_copy.default and self._unchanged(args[0], named, wanted):
+            return args[0]
+        written = _written(func, args, named)
+        if written is not None:
+            return written
+        if wanted is None:  # with the tensors; scalars on the CPU go along with the rest
+            on_device = self.kind != "cpu" and any(self.kind_of(x) == self.kind for x in tensors)
+            wanted = self.kind if on_device else "cpu"
+        if asked is not None or not tensors:
+            named = {name: value for name, value in named.items() if name != "pin_memory"} | {"device": META}
+        if any(not x.is_meta for x in tensors):
+            args, named = _plain(args), {name: _plain(value) for name, value in named.items()}
+        made = self._entered(func(*args, **named), wanted)
+        del held
+        return made
+
+    def _entered(self, made: Any, kind: str) -> Any:
+        for tensor in _tensors(made if isinstance(made, (list, tuple)) else (made,)):
+            self.ledger.see(tensor, kind)
+        return made
+
+    def _unchanged(self, tensor: torch.Tensor, named: dict[str, Any], wanted: str | None) -> bool:
+        """Whether a copy to a device is none, since the tensor lies there already."""
+        same = named.get("dtype") in (None, tensor.dtype) and named.get("memory_format") is None
+        return same and tensor.is_meta and self.kind_of(tensor) == wanted
+
+    def _value(self, tensor: torch.Tensor) -> bool | int:
+        """A check of values that are not there passes; a number from the host (a seed) is zero; one from a GPU is never
+        asked for in a step, which would have to wait for it."""
+        if tensor.dtype == torch.bool:
+            return True
+        assert self.kind_of(tensor) == "cpu", "a step reads no value of the device"
+        return 0
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _plain(value: Any) -> Any:
+    """With real tensors (from numpy, from a file's map, tables) without their memory."""
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return value
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(one) for one in value)
+    return value
+
+
+def _written(func: Any, args: Any, named: Any) -> Any:
+    """Where an operation writes to what it is given, that is its result: nothing is allocated and no shape changes."""
+    out = named.get("out")
+    if out is not None and out.is_meta:
+        return out
+    name = func.overloadpacket.__name__
+    return args[0] if name[-1] == "_" and name not in RESHAPING and args[0].is_meta else None
