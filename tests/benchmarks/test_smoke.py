@@ -10,7 +10,7 @@ import torch
 from benchmarks.floor import Floor, flops
 from benchmarks.floor import plan as floor_plan
 
-from benchmarks import cases, curves, data, kernels, measure, plan, step
+from benchmarks import cases, curves, data, kernels, measure, plan, start, step
 from tests.training.runs import write_data
 
 CPU = torch.device("cpu")
@@ -153,3 +153,12 @@ def test_data_is_encoded_and_found_again(tiny_folder, record: Path, monkeypatch:
     assert data.main(words) == 0
     found = measure.read(record)["data"]["one-turn"]
     assert found["first"]["tokens"] == found["second"]["tokens"] > 0 and found["ratio"] > 0
+
+
+def test_a_start_is_timed_phase_by_phase(tiny_folder, record: Path) -> None:
+    words = ["--base", str(tiny_folder("llama")), "--rows", "30", "--max-steps", "1", "--device", "cpu"]
+    assert start.main([*words, "--ways", "warm", "--json", str(record)]) == 0
+    found = measure.read(record)["start"]["ways"]["warm"]
+    assert {"import torch", "reading the data", "planning memory", "first step"} <= set(found["phases"])
+    assert found["total"] == pytest.approx(sum(found["phases"].values()), abs=0.05) and found["steps"] == 1
+    assert found["beyond_torch"] == pytest.approx(found["total"] - found["phases"]["import torch"], abs=0.05)
