@@ -27,7 +27,7 @@ def settings(folder: Path, out: Path, **more: Any) -> Config:
     values = {
         "base": str(folder), "data": str(data), "out": str(out), "device": "cuda", "compute_dtype": "bf16", "rank": 8,
         "dropout": 0.1, "lr": 0.01, "epochs": 4, "tokens_per_step": 256, "tokens_per_micro_batch": 128, "eval_every": 3,
-        "save_every": 2, "keep_last": 99, "samples": 0, "schedule": "constant",
+        "save_every": 2, "keep_last": 99, "samples": 0, "schedule": "constant", "patience": 0,
     }  # fmt: skip
     return Config.of(values | more)
 
