@@ -14,7 +14,7 @@ from graftune.kernels import fp8, lora_linear, matmul
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.lora_linear import Low
 from graftune.kernels.room import Adapters
-from graftune.model.frozen.fp8 import Fp8, Turned
+from graftune.model.frozen.fp8 import Fp8, Workspace
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from tests import oracle, quantised, tiny
@@ -38,8 +38,8 @@ def random(*size: int, scale: float = 1.0) -> torch.Tensor:
 def weight_of(out: int, into: int, columns, rank: int = 16, *, both: bool = False) -> tuple[Fp8, Adapters]:
     torch.manual_seed(out)
     ranks = rank * len(columns)
-    turned = Turned(Turned.size(out, into, ranks), into, GPU)
-    weight = Fp8(out, into, GPU, torch.bfloat16, turned, room=ranks, both=both)
+    workspace = Workspace(Workspace.size(out, into, ranks), into, GPU)
+    weight = Fp8(out, into, GPU, torch.bfloat16, workspace, room=ranks, both=both)
     weight.fill(0, random(out, into, scale=0.02))
     weight.finish()
     given = Adapters(random(ranks, into, scale=1 / rank), random(out, rank, scale=0.01), columns, 2.0)

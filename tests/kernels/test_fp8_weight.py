@@ -10,7 +10,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch, lora_linear, rms_norm, swiglu
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.room import Adapters
-from graftune.model.frozen.fp8 import Fp8, Turned
+from graftune.model.frozen.fp8 import Fp8, Workspace
 from graftune.step.step import Step
 from graftune.weights.placement import Placement
 from tests import oracle
@@ -24,8 +24,8 @@ def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: s
     torch.manual_seed(out * into)
     values = torch.randn(out, into) * 0.02 * torch.exp(torch.randn(out, 1) * 0.3)
     room = -(-rank * len(columns) // 8) * 8
-    turned = Turned(Turned.size(out, into, room), into, torch.device(device))
-    weight = Fp8(out, into, torch.device(device), torch.float32, turned, room=room, both=both)
+    workspace = Workspace(Workspace.size(out, into, room), into, torch.device(device))
+    weight = Fp8(out, into, torch.device(device), torch.float32, workspace, room=room, both=both)
     for start in range(0, out, 24):
         weight.fill(start, values[start : start + 24])
     weight.finish()
@@ -185,8 +185,8 @@ def test_streamed(monkeypatch):
 
     monkeypatch.setattr(mapped, "MAPPED_ROWS_BYTES", 4 * 48 * 5)
     parts = [Source(rows_of(n, 48, seed=n)) for n in (32, 16)]
-    turned = Turned(Turned.size(48, 48, 0), 48, torch.device("cpu"))
-    made = Fp8.of(parts, torch.device("cpu"), torch.bfloat16, turned)
+    workspace = Workspace(Workspace.size(48, 48, 0), 48, torch.device("cpu"))
+    made = Fp8.of(parts, torch.device("cpu"), torch.bfloat16, workspace)
     assert max(p.most for p in parts) == 5
     values = torch.cat([p.tensor for p in parts])
     want = torch.empty(48, 48, dtype=E4M3)
@@ -215,10 +215,10 @@ def test_refused(monkeypatch):
     monkeypatch.delattr(torch, "_scaled_mm")
     with pytest.raises(GraftuneError, match="no scaled fp8 product"):
         fp8.require(gpu, torch.bfloat16)
-    turned = Turned(16, 16, cpu)
+    workspace = Workspace(16, 16, cpu)
     with pytest.raises(GraftuneError, match="multiples of 16"):
-        Fp8(24, 16, cpu, torch.bfloat16, turned)
-    bad = Fp8(16, 16, cpu, torch.bfloat16, turned)
+        Fp8(24, 16, cpu, torch.bfloat16, workspace)
+    bad = Fp8(16, 16, cpu, torch.bfloat16, workspace)
     bad.fill(0, torch.full((16, 16), NAN))
     with pytest.raises(GraftuneError, match="NaN or infinity"):
         bad.finish()

@@ -247,10 +247,10 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
     where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
     for free, expected in ((least, True), (least - 1, False), (0, False)):
         placed = placement.choose_placement(base, "fp8", where, free)
-        assert placed.both is expected and ("both ways" in placed.why) is expected
-    assert prepare.job_of(config, QUIET, memory=8 << 30).placement.both
-    assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.both
-    monkeypatch.setattr(placement, "BOTH_WAYS", 1e9)  # given up where a step would otherwise not fit as it is asked for
+        assert placed.generous is expected and ("codes kept" in placed.why) is expected
+    assert prepare.job_of(config, QUIET, memory=8 << 30).placement.generous
+    assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.generous
+    monkeypatch.setattr(placement, "SPARE", 1e9)  # given up where a step would otherwise not fit as it is asked for
     wide = spec(width=256, ffn=1024, vocab=4000)
 
     def asked(free: int) -> job.Job:
@@ -258,16 +258,16 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
         return job.Job(config, random_base(wide, where.device), where, 64, shapes, card)
 
     one, roomy = asked(8 << 30), asked(8 << 30)
-    one.placement = one.placement.one_way
+    one.placement = one.placement.frugal
     (policy, capacity), *_ = choose.choices(roomy)
     needs = [each.plan(policy, capacity).needed for each in (one, roomy)]
     assert needs[0] < needs[1]
     for needed, both in zip(needs, (False, True), strict=True):
         tight = asked(needed)
-        assert choose.best(tight).settings["recompute"] == policy and tight.placement.both is both
-        assert ("both ways" in tight.placement.why) is both
+        assert choose.best(tight).settings["recompute"] == policy and tight.placement.generous is both
+        assert ("codes kept" in tight.placement.why) is both
     once = gpu(kind="fp8", spec=wide)
-    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", both=True))
+    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", generous=True))
     codes = sum(out * into for out, into in wide.layer(0).projections.values()) * wide.layers
     first, second = (rehearse(each).phases["step"]["base"] for each in (once, twice))
     largest = 2 * 1024 * 256

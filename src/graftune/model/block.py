@@ -16,9 +16,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from graftune.kernels import rms_norm
-from graftune.kernels.fp8 import Rows
 from graftune.model.part import Entry, FeedForward, Input, Mixer, NormWeight, Part
-from graftune.model.projection import Normed, Projection, with_room
+from graftune.model.projection import Normed, Projection, ReadyGrad, with_room
 from graftune.model.run import Pass
 
 SomePart = TypeVar("SomePart", bound=Part[Any])
@@ -56,16 +55,16 @@ class Branch(Generic[SomePart]):
         return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, out, out_rstd)
 
     def backward(
-        self, grad: torch.Tensor, codes: Rows | None, saved: BranchSaved, run: Pass, below: Branch[Any] | None,
+        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, run: Pass, below: Branch[Any] | None,
         need_input: bool = True,
-    ) -> tuple[torch.Tensor | None, Rows | None]:  # fmt: skip
-        """The stream's gradient in a buffer with room, and its codes if the part's last projection reads such -> both
+    ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
+        """The stream's gradient in a buffer with room, perhaps also `ready` for the part's last projection -> both
         ahead of the branch. `below` is the branch that wrote the stream before; without one the gradient may be
         needed by nobody."""
         read = self._read(saved, run)
         need_input = need_input or (self.norm is not None and self.norm.grad is not None)
         grad_out = self._grad_out(grad, saved, run)
-        grad_read = self.part.backward(grad_out, codes, read, saved.part, run, need_input)
+        grad_read = self.part.backward(grad_out, ready, read, saved.part, run, need_input)
         if grad_read is None:
             return None, None
         return self._to_stream(grad_read, read, grad, run, below.wrote if below is not None else None)
@@ -111,10 +110,10 @@ class Branch(Generic[SomePart]):
 
     def _to_stream(
         self, grad_read: torch.Tensor, read: Input, grad: torch.Tensor, run: Pass, wrote: Projection | None
-    ) -> tuple[torch.Tensor, Rows | None]:
+    ) -> tuple[torch.Tensor, ReadyGrad | None]:
         """The stream's gradient with what came through the part: in place, or elsewhere while sums on other streams
-        still read it. It is dY of the projection that `wrote` the stream before; if that reads codes, they come
-        along."""
+        still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
+        multiply."""
         width = read.x.shape[1]
         after = grad if run.aside is None else with_room(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:

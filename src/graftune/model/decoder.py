@@ -87,21 +87,21 @@ class Decoder:
         """The gradient that `Output.backward` gave of the rows -> everything that learns has its gradient added."""
         stream: torch.Tensor | None = grad
         del grad
-        learns_below, codes = self.added is not None or isinstance(self.embedding, Trained), None
+        learns_below, ready = self.added is not None or isinstance(self.embedding, Trained), None
         for block in reversed(self.blocks):
             last = block is self.blocks[-1]
             mixed, fed = tape.take(block, run, rows if last else None)
             assert stream is not None
-            stream, codes = block.feeding.backward(stream, codes, fed, run, below=block.mixing)
+            stream, ready = block.feeding.backward(stream, ready, fed, run, below=block.mixing)
             assert stream is not None
             del fed
             if last:  # rows that predict nothing have no gradient from the last feed-forward
                 stream = self._stream_buffer(stream, len(tokens)).zero_().index_add_(0, rows, stream)
-                codes = None
+                ready = None
             # In the first block nothing below learns, so the input's gradient is not computed.
             below = self.blocks[block.index - 1].feeding if block.index else None
             need = learns_below or below is not None
-            stream, codes = block.mixing.backward(stream, codes, mixed, run, below, need)
+            stream, ready = block.mixing.backward(stream, ready, mixed, run, below, need)
             run.join()
             del mixed
             if stream is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,11 @@ import torch
 
 from graftune.config import FUSED, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
-from graftune.kernels import fp8, launch, lora_linear
+from graftune.kernels import launch, lora_linear
 from graftune.kernels.lora_linear import Copy, Low
 from graftune.kernels.room import Adapters
 from graftune.model.feed_forward.expert_projection import ExpertLora
-from graftune.model.frozen import Fp8, Roomy
+from graftune.model.frozen import Roomy
 
 if TYPE_CHECKING:
     from graftune.model.part import PartSpec
@@ -66,8 +66,6 @@ class LoraGroup:
     def settle(self, weight: Roomy) -> None:
         """Have A lie in the rows below the weight and s B in the columns beside it, whenever a product reads them."""
         self.arena.copies += weight.settle(Adapters(self.down, self.up, self.columns, self.scale))
-        if isinstance(weight, Fp8) and weight.share is not None:
-            self.arena.shares.append(weight.share)
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Arena:
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
     copies: list[Copy] = field(default_factory=list)
-    shares: list[fp8.Share] = field(default_factory=list)
+    followers: list[Callable[[], None]] = field(default_factory=list)  # called when `publish` has copied
     own_bytes: int = 0  # of what is kept beside the flat buffers
 
     def __post_init__(self) -> None:
@@ -116,7 +114,8 @@ class Arena:
         if cast and self.compute is not self.weights:
             self.compute.copy_(self.weights)
         lora_linear.spread(self.copies, self._tables)
-        fp8.settle(self.shares, self._tables)
+        for follow in self.followers:
+            follow()
 
     @property
     def decayed(self) -> int:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from graftune.kernels import rms_norm
-from graftune.kernels.fp8 import Rows
-from graftune.model.projection import Normed, Projection
+from graftune.model.projection import Normed, Projection, ReadyGrad
 from graftune.model.run import LayerCache, Pass
 
 if TYPE_CHECKING:
@@ -227,10 +226,10 @@ class Part(Protocol[Saved]):
         ...
 
     def backward(
-        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: Saved, run: Pass, need_input: bool
+        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: Saved, run: Pass, need_input: bool
     ) -> torch.Tensor | None:
-        """The gradient of the output, in a gradient buffer of `last` (and its codes, if `last` reads such) -> that of
-        the input, if needed. Gradients of adapters are added to the arena's."""
+        """The gradient of the output, in a gradient buffer of `last` (`ready`: also in the form that `last` multiplies)
+        -> that of the input, if needed. Gradients of adapters are added to the arena's."""
         ...
 
     def light(self, saved: Saved) -> Saved:

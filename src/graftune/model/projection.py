@@ -14,9 +14,8 @@ way back) the share is added apart, and buffers are exact.
 
 Full-parameter training is the same class over a weight that trains: `learn` then adds dW instead of dA.
 
-A weight in fp8 reads codes, not these buffers: where it can, the kernel that writes x or dY writes its codes
-(`after_norm`, `after_act`, `act_backward`, `norm_backward`, `rope_backward`), and the thin products of the adapters
-write theirs (frozen/fp8.py).
+What writes x or dY is a method here where a kind of projection can do it in one kernel with what its product reads
+(`after_norm`, `after_act`, `act_backward`, `norm_backward`, `rope_backward`): fp8_projection.py is such a kind.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
-from graftune.kernels.fp8 import Rows
-from graftune.model.frozen import Fp8, Frozen, Roomy, Trained, apart
+from graftune.kernels.lora_linear import Low
+from graftune.model.frozen import Frozen, Roomy, Trained, apart
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
 
@@ -44,6 +43,11 @@ class Normed(NamedTuple):
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm.apply(x, self.rstd, self.weight)
+
+
+class ReadyGrad:
+    """A gradient in the form that its projection multiplies, left by the kernel that wrote the gradient buffer: only
+    the projection that made it, and gets it back in `backward`, knows what it is."""
 
 
 def with_room(like: torch.Tensor, rows: int, width: int, room: int) -> torch.Tensor:
@@ -73,11 +77,6 @@ class Projection:
         """[rows, out + room] to write dY into."""
         return with_room(like, rows, self.width_out, self.room)
 
-    def _in_codes(self, run: Pass) -> Fp8 | None:
-        """The weight, if it is in fp8 and nothing but the product reads x or dY as the adapters do."""
-        fits = isinstance(self.frozen, Fp8) and self.room and run.adapted and run.dropout is None
-        return self.frozen if fits and isinstance(self.frozen, Fp8) else None
-
     def after_norm(
         self,
         x: torch.Tensor,
@@ -90,9 +89,6 @@ class Projection:
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum. See `forward`."""
-        codes = self._in_codes(run)
-        if codes is not None:
-            return codes.after_norm(x, y, weight, eps)
         normed = self.input_buffer(x, len(x))
         x, rstd = rms_norm.add_forward(x, y, weight, eps, normed[:, : self.width_in])
         return x, rstd, *self.forward(normed, run, wide=wide, h=h)
@@ -100,10 +96,7 @@ class Projection:
     def after_act(
         self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The product of the gated unit of gate_up, and h. Only silu's is in one kernel with fp8's codes."""
-        codes = self._in_codes(run)
-        if codes is not None and kind == "silu":
-            return codes.after_act(gate_up)
+        """The product of the gated unit of gate_up, and h."""
         act = self.input_buffer(gate_up, len(gate_up))
         swiglu.forward(gate_up, act[:, : self.width_in], kind)
         return self.forward(act, run)
@@ -112,27 +105,24 @@ class Projection:
         """The h of `after_act` without its product."""
         if self.lora is None or not run.adapted:
             return None
-        codes = self._in_codes(run)
-        if codes is not None and kind == "silu":
-            return codes.low_after_act(gate_up)
         act = with_room(gate_up, len(gate_up), self.width_in, 0)
         swiglu.forward(gate_up, act, kind)
         return lora_linear.down(self._dropped(act, run), self.lora.down)
 
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
-    ) -> tuple[torch.Tensor, torch.Tensor, Rows | None]:
-        """swiglu.backward -> (our gradient buffer, the activation, `rows` for `backward`). The kernels go value by
-        value, so with them these lie where gate_up, a wide product of ours, and grad_act did."""
-        if launch.fused(gate_up):
-            grad, act = gate_up, grad_act
-        else:
-            grad, act = self.grad_buffer(gate_up, len(gate_up)), torch.empty_like(grad_act)
-        codes, read, out = self._in_codes(run), gate_up[:, : self.width_out], grad[:, : self.width_out]
-        if codes is not None and kind == "silu":
-            return grad, act, codes.act_backward(grad_act, read, out, act)
-        swiglu.backward(grad_act, read, out, act, kind)
+    ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
+        """swiglu.backward -> (our gradient buffer, the activation, what `backward` is given as `ready`)."""
+        grad, act = self._act_buffers(grad_act, gate_up)
+        swiglu.backward(grad_act, gate_up[:, : self.width_out], grad[:, : self.width_out], act, kind)
         return grad, act, None
+
+    def _act_buffers(self, grad_act: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For `act_backward`'s results. The kernels go value by value, so with them these lie where gate_up, a wide
+        product of ours, and grad_act did."""
+        if launch.fused(gate_up):
+            return gate_up, grad_act
+        return self.grad_buffer(gate_up, len(gate_up)), torch.empty_like(grad_act)
 
     def norm_backward(
         self,
@@ -142,13 +132,10 @@ class Projection:
         residual: torch.Tensor,
         out: torch.Tensor,
         run: Pass,
-    ) -> Rows | None:
+    ) -> ReadyGrad | None:
         """rms_norm.add_backward into `out`, our gradient buffer, for a norm that does not learn; what it returns is for
         `backward`."""
-        codes, out = self._in_codes(run), out[:, : self.width_out]
-        if codes is not None:
-            return codes.norm_backward(grad_y, x, *normed, residual, out)
-        rms_norm.add_backward(grad_y, x, *normed, residual, None, out)
+        rms_norm.add_backward(grad_y, x, *normed, residual, None, out[:, : self.width_out])
         return None
 
     def rope_backward(
@@ -158,13 +145,10 @@ class Projection:
         tables: tuple[torch.Tensor, torch.Tensor],
         heads: tuple[int, int, int],
         run: Pass,
-    ) -> Rows | None:
+    ) -> ReadyGrad | None:
         """rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; what it returns is for
         `backward`."""
-        codes, out = self._in_codes(run), out[:, : self.width_out]
-        if codes is not None:
-            return codes.rope_backward(grads, out, *tables, heads)
-        rope.finish_backward(grads, out, *tables, heads, out.new_empty(0))
+        rope.finish_backward(grads, out[:, : self.width_out], *tables, heads, out.new_empty(0))
         return None
 
     def forward(
@@ -172,9 +156,7 @@ class Projection:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward). A `wide` y comes with the room that its gradient will need; an
         `h` from an earlier forward is not made again."""
-        plain, codes = x[:, : self.width_in], self._in_codes(run)
-        if codes is not None:
-            return codes.forward(plain)
+        plain = x[:, : self.width_in]
         if self.lora is None or not run.adapted:
             return self.frozen.matmul(plain), None
         tail = x[:, self.width_in :] if self.room else None
@@ -186,7 +168,7 @@ class Projection:
         if not self.room:
             return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
         assert isinstance(self.frozen, Roomy)
-        if not wide or isinstance(self.frozen, Fp8):  # whose gradient needs none: its room is that of the codes
+        if not wide:
             return self.frozen.matmul_with_room(x), h
         y = self.grad_buffer(x, len(x))
         self.frozen.matmul_with_room(x, y[:, : self.width_out])
@@ -202,22 +184,20 @@ class Projection:
         h: torch.Tensor | None,
         run: Pass,
         need_input: bool = True,
-        rows: Rows | None = None,
+        ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `rows`: what `act_backward`, `norm_backward`
+        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `ready`: what `act_backward`, `norm_backward`
         or `rope_backward` left."""
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
         low, inside = lora.low(h), bool(self.room) and run.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
-        codes, long = self._in_codes(run), len(grad) >= LONG or grad_y.numel() >= WIDE
-        if not long:
-            product = low.rank > lora_linear.THIN
-            run.do_aside(lambda: lora_linear.up_grad(grad_y, low, lora.grad_up), grad_y, h, product=product)
-        if codes is not None and need_input:
-            return codes.backward(grad_y, low, rows=rows, grad_up=lora.grad_up if long else None)
-        g = lora_linear.up_both(grad_y, low, lora.grad_up, tail) if long else lora_linear.up_backward(grad_y, low, tail)
+        grad_up = self._grad_up_with_g(grad_y, low, run)
+        if grad_up is None:
+            g = lora_linear.up_backward(grad_y, low, tail)
+        else:
+            g = lora_linear.up_both(grad_y, low, grad_up, tail)
         if not need_input:
             return None, g
         if inside:
@@ -227,6 +207,16 @@ class Projection:
         if run.dropout is None:
             return grad_x.addmm_(g, lora.down), g
         return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
+
+    def _grad_up_with_g(self, grad_y: torch.Tensor, low: Low, run: Pass) -> torch.Tensor | None:
+        """Where dB is to be added in the pass over dY that makes g. None: it is queued, to run beside attention."""
+        assert self.lora is not None
+        grad_up = self.lora.grad_up
+        if len(grad_y) >= LONG or grad_y.numel() >= WIDE:
+            return grad_up
+        product = low.rank > lora_linear.THIN
+        run.do_aside(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)
+        return None
 
     def learn(
         self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None = None

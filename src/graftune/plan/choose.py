@@ -42,8 +42,8 @@ def best(job: Job) -> Plan:
     first: Plan | None = None
     for policy, capacity in choices(job):
         plan = job.plan(policy, capacity)
-        if not plan.fits and job.placement.both:  # worth 1% of a step: the first thing that is given up
-            job.placement = job.placement.one_way
+        if not plan.fits and job.placement.generous:  # worth 1% of a step: the first thing that is given up
+            job.placement = job.placement.frugal
             plan = job.plan(policy, capacity)
         if plan.fits:
             return plan

@@ -193,7 +193,7 @@ class Job:
         return str(self.runtime.device)
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
-        held = f"{setup.placement.base_dtype}{' both ways' * setup.placement.both}"
+        held = f"{setup.placement.base_dtype}{' generous' * setup.placement.generous}"
         key = (setup.recompute, capacity, held, setup.base.spec.layers)
         if key not in self._made:
             self._made[key] = rehearse(setup)

@@ -19,11 +19,11 @@ from graftune.model.block import Block, Branch, FeedForwardBranch
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
+from graftune.model.fp8_projection import Fp8Projections
 from graftune.model.frozen import (
     BlockSource,
     Dense,
     FloatRows,
-    Fp8,
     Frozen,
     GgufRows,
     Mapped,
@@ -33,11 +33,9 @@ from graftune.model.frozen import (
     Scratch,
     Table,
     Trained,
-    Turned,
     Unpacked,
     fill,
 )
-from graftune.model.frozen.fp8 import MOST_RANK
 from graftune.model.head import Head, NewRows
 from graftune.model.lora import Arena, expert_lora, lora_group, room_of, targets_of
 from graftune.model.part import Bias, NormWeight, PartSpec
@@ -49,6 +47,7 @@ from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 from graftune.weights.placement import Placement
 
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
+OWN_PROJECTIONS = {"fp8": Fp8Projections}  # ways to hold a weight that are multiplied by a projection of their own
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
 
 
@@ -138,26 +137,24 @@ class _Placer:
         if self.placement.base_dtype == "nf4" and not self.quantised:
             quantised = [Nf4Rows.quantised(source, self.device) for source in sources]
             return self.unpacked(quantised, room) if self.on_gpu else Mapped(quantised, self.device, self.compute)
-        if self.placement.base_dtype == "fp8":
-            read = [_in_memory(source) for source in sources]
-            room, slack = room if self.lora.rank <= MOST_RANK else 0, 1 / (1 - self.lora.dropout)
-            both = self.placement.both
-            return Fp8.of(read, self.device, self.compute, self.turned, room=room, slack=slack, both=both)
         return self.frozen(sources, room)
 
     @cached_property
-    def turned(self) -> Turned:
-        """Made for the first weight in fp8, and shared by all; where all are kept both ways, nothing is turned."""
-        products = list(_products(self.spec, self.lora))
-        size = 0 if self.placement.both else max(Turned.size(*product) for product in products)
-        return Turned(size, max(width for _, width, _ in products), self.device)
+    def own(self) -> Fp8Projections | None:
+        """Makes the projections, where the base is held in a way that has its own."""
+        kind = OWN_PROJECTIONS.get(self.placement.base_dtype)
+        if kind is None or self.arena.full:
+            return None
+        products, generous = _products(self.spec, self.lora), self.placement.generous
+        return kind(products, self.device, self.compute, dropout=self.lora.dropout, generous=generous)
 
     def table(self, name: str) -> Frozen:
-        """An embedding or head. NF4 and FP8 have it in the compute dtype, unless the checkpoint's own is quantised."""
+        """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the
+        checkpoint's own is quantised."""
         if name in self.arena.slots:
             return self.trained([name], self.spec.width)
         source = self.source(name, (self.spec.vocab, self.spec.width))
-        if self.placement.base_dtype in ("nf4", "fp8") and not isinstance(source, Nf4Tensor):
+        if (self.own or self.placement.base_dtype == "nf4") and not isinstance(source, Nf4Tensor):
             return self.resident([source], self.compute, 0)
         return self.frozen([source], 0)
 
@@ -274,9 +271,12 @@ class _PartMaker:
         adapted = targets_of(placer.spec, placer.lora) if adapter is not None and placer.on_gpu else ()
         room = room_of(members, adapted, placer.lora.rank)
         names = [f"{self.stem}.{member}.weight" for member in members]
-        weight = placer.projection(names, [self.part.projections[member] for member in members], room)
-        number = self.first + list(self.part.groups).index(group)
-        return Projection(weight, adapter, self.layer * 8 + number)
+        shapes = [self.part.projections[member] for member in members]
+        place = self.layer * 8 + self.first + list(self.part.groups).index(group)
+        if placer.own:
+            sources = [_in_memory(placer.source(name, shape)) for name, shape in zip(names, shapes, strict=True)]
+            return placer.own.make(sources, room, adapter, place)
+        return Projection(placer.projection(names, shapes, room), adapter, place)
 
     def experts(self, group: str) -> ExpertProjection:
         adapter = expert_lora(self.placer.arena, f"{self.stem}.experts.{group}", self.placer.lora)
@@ -286,9 +286,10 @@ class _PartMaker:
         """On a GPU one weight, all experts' rows one behind the other; on a CPU each by itself."""
         placer, part = self.placer, self.part
         assert isinstance(part, ExpertsSpec)
-        if placer.placement.base_dtype == "fp8":
+        if placer.own:
+            held = placer.placement.base_dtype
             raise GraftuneError(
-                "experts are not held in fp8 here", where=placer.base.name, mend="use bf16, nf4 or keep"
+                f"experts are not held in {held} here", where=placer.base.name, mend="use bf16, nf4 or keep"
             )
         shapes = [part.projections[member] for member in PARAMETERS[group]]
         names = [[f"layers.{self.layer}.{n}" for n in part.names_of(e, group)] for e in range(part.experts)]

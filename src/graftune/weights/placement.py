@@ -26,8 +26,8 @@ from graftune.weights.base import Base
 from graftune.weights.bnb_io import is_quantised
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
-BOTH_WAYS = 1 / 8  # share of the free memory that fp8 codes may take to lie ready for both ways
-BOTH_SAID = ", its codes ready for both ways"
+SPARE = 1 / 8  # share of the free memory that fp8 codes may take if they are kept transposed too
+GENEROUS = ", its codes kept for forward and backward"
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Placement:
 
     base_dtype: str  # keep | bf16 | fp16 | fp32 | nf4 | fp8
     why: str
-    both: bool = False  # of fp8: the codes are there transposed too, for the way back
+    generous: bool = False  # it takes memory that it could do without, to save time: of fp8, codes transposed too
 
     @property
-    def one_way(self) -> Placement:
-        return replace(self, both=False, why=self.why.removesuffix(BOTH_SAID))
+    def frugal(self) -> Placement:
+        return replace(self, generous=False, why=self.why.removesuffix(GENEROUS))
 
 
 def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
@@ -50,15 +50,15 @@ def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None 
         _check_blocks(base)
     if chosen.base_dtype == "fp8":
         fp8.require(runtime.device, runtime.compute)
-        both = both_ways(base.spec, free or 0)
-        return replace(chosen, both=both, why=chosen.why + (BOTH_SAID if both else ""))
+        generous = has_to_spare(base.spec, free or 0)
+        return replace(chosen, generous=generous, why=chosen.why + (GENEROUS if generous else ""))
     return chosen
 
 
-def both_ways(spec: ModelSpec, free: int) -> bool:
+def has_to_spare(spec: ModelSpec, free: int) -> bool:
     """Whether transposed codes are kept instead of made in every step: 1% of a step's time at 8B, at the memory of a
     bf16 base. The bits are the same either way."""
-    return 2 * spec.parameters <= BOTH_WAYS * free
+    return 2 * spec.parameters <= SPARE * free
 
 
 def _automatic(base: Base, runtime: Runtime, free: int | None) -> Placement:

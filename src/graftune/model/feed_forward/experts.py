@@ -28,10 +28,9 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, swiglu
 from graftune.kernels.experts import Starts
-from graftune.kernels.fp8 import Rows
 from graftune.model.feed_forward.expert_projection import ExpertProjection
 from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
-from graftune.model.projection import Projection
+from graftune.model.projection import Projection, ReadyGrad
 from graftune.model.run import Pass
 
 # transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
@@ -193,7 +192,7 @@ class Experts:
         return self.gate_up.forward(normed.index_select(0, routed.tokens), routed.starts, run.adapted)
 
     def backward(
-        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: ExpertsSaved, run: Pass, need_input: bool
+        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: ExpertsSaved, run: Pass, need_input: bool
     ) -> torch.Tensor:
         gate_up, h_gate_up, h_down, routed = saved
         grad, normed = grad[:, : read.x.shape[1]], read.tensor()

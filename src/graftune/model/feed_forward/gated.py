@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from graftune.kernels.fp8 import Rows
 from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
-from graftune.model.projection import Projection
+from graftune.model.projection import Projection, ReadyGrad
 from graftune.model.run import Pass
 
 
@@ -80,15 +79,15 @@ class GatedMlp:
         return saved._replace(gate_up=read.entry(run).product(self.gate_up, wide=True, h=saved.h_gate_up)[0])
 
     def backward(
-        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: GatedSaved, run: Pass, need_input: bool
+        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: GatedSaved, run: Pass, need_input: bool
     ) -> torch.Tensor | None:
         gate_up, h_gate_up, h_down = saved
-        grad_act, g = self.down.backward(grad, h_down, run, rows=codes)
+        grad_act, g = self.down.backward(grad, h_down, run, ready=ready)
         assert grad_act is not None
-        grad_gate_up, act, rows = self.gate_up.act_backward(grad_act, gate_up, run, self.activation)
+        grad_gate_up, act, ready = self.gate_up.act_backward(grad_act, gate_up, run, self.activation)
         del grad_act
         self.down.learn(grad, g, act, run)
         del act
-        grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, run, need_input, rows)
+        grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, run, need_input, ready)
         self.gate_up.learn(grad_gate_up, g, read.x, run, read.normed)
         return grad_read

@@ -1,7 +1,7 @@
 """The frozen weight: one matmul interface, whatever the weight is made of.
 
-The step never asks which kind it holds: that is a property of the weight, not a mode of the trainer. But for one: norm,
-SwiGLU and rope write the codes that an Fp8 reads, so a projection looks whether it has such a weight.
+The step never asks which kind it holds: that is a property of the weight, not a mode of the trainer. One kind has a
+projection of its own, fp8_projection.py, since norm, SwiGLU and rope write the codes that it reads; nobody else knows.
 
     Dense      resident in a float dtype, as a rule the compute dtype, with room for adapters beside it where asked
     Fp8        on a GPU as 8-bit codes with a scale a row, and multiplied as such
@@ -17,7 +17,6 @@ each is by itself, as in its file. resident.py, fp8.py, scratch.py and mapped.py
 
 from __future__ import annotations
 
-from graftune.model.frozen.fp8 import Fp8, Turned
 from graftune.model.frozen.interface import Frozen, Packed, Roomy, RowSource, apart
 from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
 from graftune.model.frozen.packed import BlockSource, FloatRows, GgufRows, Nf4Rows
@@ -29,7 +28,6 @@ __all__ = [
     "BlockSource",
     "Dense",
     "FloatRows",
-    "Fp8",
     "Frozen",
     "GgufRows",
     "Mapped",
@@ -40,7 +38,6 @@ __all__ = [
     "Scratch",
     "Table",
     "Trained",
-    "Turned",
     "Unpacked",
     "apart",
     "fill",

@@ -5,12 +5,13 @@ not (the sum runs over `out`), so the codes are transposed into a buffer that al
 value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base: where a card has
 much more than that (weights/placement.py). Scales of the weight's rows serve both ways (kernels/fp8/reference.py), and
 adapters lie beside and below the codes as in any other roomy weight, in three columns of codes a rank instead of one of
-bf16: `share` says where, and whoever publishes the adapters calls `fp8.settle` with the shares.
+bf16: `share` says where, and `Workspace.publish` writes them there.
 
 Weights are rounded to the nearest code once, while they are read.
 
 `matmul_with_room` and `input_grad_with_room` take bf16 buffers, as every kind does, and quantise them in a pass of
-their own. The methods behind them are for callers that know what wrote the buffer: the codes come of that kernel.
+their own. The methods behind them are for fp8_projection.py, which knows what wrote the buffer: the codes come of that
+kernel.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ from graftune.model.frozen.mapped import pieces
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
 
 
-class Turned:
-    """Where weights are transposed. Only the stream of the products may use it, one product after the other; doing it
-    ahead, beside attention's way back, was tried: cuDNN's kernel leaves no room for another on the chip."""
+class Workspace:
+    """What the FP8 weights of a model share: the scratch that codes are transposed into, and the list of adapters that
+    lie as codes beside them. Only the stream of the products may use the scratch, one product after the other;
+    transposing ahead, beside attention's backward, was tried: cuDNN's kernel leaves no room for another on the chip."""
 
     def __init__(self, size: int, widest: int, device: torch.device):
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.ones = torch.ones(widest, dtype=torch.float32, device=device)
+        self.shares: list[Share] = []
+        self._tables: dict[str, torch.Tensor] = {}
 
     @staticmethod
     def size(out: int, width: int, ranks: int) -> int:
-        """Bytes that a weight takes."""
+        """Bytes of the scratch that a weight takes."""
         return width * fp8.aligned(_tiled(out + fp8.room_of(ranks)))
 
     @property
@@ -50,6 +54,10 @@ class Turned:
     def matrix(self, rows: int, width: int) -> torch.Tensor:
         lines = fp8.aligned(width)
         return self.flat[: rows * lines].view(rows, lines).view(fp8.E4M3)[:, :width]
+
+    def publish(self) -> None:
+        """Turns the adapters into codes again, after they have changed."""
+        fp8.settle(self.shares, self._tables)
 
 
 class Fp8(Roomy):
@@ -64,7 +72,7 @@ class Fp8(Roomy):
         in_features: int,
         device: torch.device,
         compute: torch.dtype,
-        turned: Turned,
+        workspace: Workspace,
         *,
         room: int = 0,
         slack: float = 1.0,
@@ -82,7 +90,7 @@ class Fp8(Roomy):
         self.whole = fp8.buffer(_tiled(rows), in_features + codes_room, device, zero=True)
         self.storage = self.whole[:rows]
         self.scale = torch.ones(out_features, dtype=torch.float32, device=device)
-        self.turned = turned
+        self.workspace = workspace
         self.kept: torch.Tensor | None = None  # [in, out + room of codes]
         if both:
             self.kept = fp8.buffer(in_features, out_features + codes_room, device, zero=True)
@@ -93,7 +101,7 @@ class Fp8(Roomy):
         sources: Sequence[RowSource],
         device: torch.device,
         compute: torch.dtype,
-        turned: Turned,
+        workspace: Workspace,
         *,
         room: int = 0,
         slack: float = 1.0,
@@ -101,7 +109,7 @@ class Fp8(Roomy):
     ) -> Fp8:
         """Quantised while it is read, on the device: the peak is the codes and a few rows."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
-        made = Fp8(rows, width, device, compute, turned, room=room, slack=slack, both=both)
+        made = Fp8(rows, width, device, compute, workspace, room=room, slack=slack, both=both)
         at = 0
         for source in sources:
             for start, stop in pieces(*source.shape):
@@ -124,7 +132,7 @@ class Fp8(Roomy):
 
     @property
     def shared(self) -> tuple[torch.Tensor, ...]:
-        return self.turned.flat, self.turned.ones
+        return self.workspace.flat, self.workspace.ones
 
     @property
     def nbytes(self) -> int:
@@ -132,10 +140,11 @@ class Fp8(Roomy):
         return sum(len(c) * c.stride(0) for c in codes) + self.scale.nbytes
 
     def settle(self, adapters: Adapters) -> list[Copy]:
-        """Nothing is copied as it is: `fp8.settle` turns the share into codes."""
+        """Nothing is copied as it is: `Workspace.publish` turns the adapters into codes."""
         below = self.below if self.kept is None else self.kept[:, self.out_features :].t()
         figures = torch.zeros(4, dtype=torch.float32, device=self.scale.device)
         self.share = Share(*adapters, self.scale, self.beside, below, figures)
+        self.workspace.shares.append(self.share)
         return []
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -278,10 +287,10 @@ class Fp8(Roomy):
         else:
             height = height or len(self.storage)
             codes = self.whole[: _tiled(height), : self.in_features]
-            turned = self.turned.matrix(self.in_features, len(codes))
+            turned = self.workspace.matrix(self.in_features, len(codes))
             fp8.transpose(codes, turned)
             turned = turned[:, :height]
-        return fp8.mm(rows, Rows(turned, self.turned.ones[: self.in_features]), self.compute)
+        return fp8.mm(rows, Rows(turned, self.workspace.ones[: self.in_features]), self.compute)
 
 
 def _tiled(rows: int) -> int:

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import attention, rope
-from graftune.kernels.fp8 import Rows
 from graftune.model.part import Bias, Entry, Input, Maker, MixerSpec, NormWeight
-from graftune.model.projection import Projection
+from graftune.model.projection import Projection, ReadyGrad
 from graftune.model.run import Pass, Past, Sequences
 
 
@@ -125,10 +124,16 @@ class Attention:
         return out, AttentionSaved(qkv, raw, mixed, stats, h_qkv, h_o)
 
     def backward(
-        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: AttentionSaved, run: Pass, need_input: bool
+        self,
+        grad: torch.Tensor,
+        ready: ReadyGrad | None,
+        read: Input,
+        saved: AttentionSaved,
+        run: Pass,
+        need_input: bool,
     ) -> torch.Tensor | None:
         qkv, raw, mixed, stats, h_qkv, h_o = saved
-        grad_mixed, g = self.o.backward(grad, h_o, run, rows=codes)
+        grad_mixed, g = self.o.backward(grad, h_o, run, ready=ready)
         assert grad_mixed is not None
         self.o.learn(grad, g, mixed[:, : self.o.width_in], run)
 
@@ -148,9 +153,9 @@ class Attention:
         del grad_mixed
         if grad_qkv is None:  # only now: it need not lie beside attention's own memory
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
-        rows, tables = None, run.tables[self.rope]
+        tables, ready = run.tables[self.rope], None
         if need_input and self.q_norm is None:
-            rows = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, run)
+            ready = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, run)
         else:
             rope.finish_backward(
                 grads, grad_qkv[:, : self.qkv.width_out], *tables, self.heads, raw,
@@ -162,7 +167,7 @@ class Attention:
         if self.bias is not None and self.bias.grad is not None:
             self.bias.grad.add_(grad_qkv[:, : self.qkv.width_out].sum(0, dtype=torch.float32))
 
-        grad_read, g = self.qkv.backward(grad_qkv, h_qkv, run, need_input, rows)
+        grad_read, g = self.qkv.backward(grad_qkv, h_qkv, run, need_input, ready)
         self.qkv.learn(grad_qkv, g, read.x, run, read.normed)
         return grad_read
 

@@ -1,0 +1,154 @@
+"""A projection over an FP8 weight: the kernels before it write the 8-bit codes that its product multiplies.
+
+Quantising x or dY in a pass of its own would read them once more (norms.py, gated.py and rotary.py of kernels/fp8 count
+the bytes). So norm, SwiGLU and rope are here in one kernel with the codes of what they compute, and the thin products
+of the adapters write their own codes behind those. Where the adapters read something else than the weight (dropout, or
+adapters off), and of what attention writes, codes are made in a pass of their own.
+
+This file and frozen/fp8.py are all that the model knows of FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graftune.kernels.fp8 import Rows
+from graftune.model.frozen.fp8 import MOST_RANK, Fp8, Workspace
+from graftune.model.frozen.interface import RowSource
+from graftune.model.lora import LoraGroup
+from graftune.model.projection import Normed, Projection, ReadyGrad
+from graftune.model.run import Pass
+
+
+@dataclass(frozen=True)
+class GradCodes(ReadyGrad):
+    """dY times the weight's row scales, as codes with room for those of g."""
+
+    rows: Rows
+
+
+@dataclass
+class Fp8Projection(Projection):
+    frozen: Fp8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        publish = self.frozen.workspace.publish
+        if self.lora is not None and self.room and publish not in self.lora.arena.followers:
+            self.lora.arena.followers.append(publish)
+
+    def _from_codes(self, run: Pass) -> bool:
+        """Whether the adapters read what the weight reads, so that no other reader needs x in bf16."""
+        return bool(self.room) and run.adapted and run.dropout is None
+
+    def after_norm(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        run: Pass,
+        *,
+        wide: bool = False,
+        h: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if self._from_codes(run):
+            return self.frozen.after_norm(x, y, weight, eps)
+        return super().after_norm(x, y, weight, eps, run, wide=wide, h=h)
+
+    def after_act(
+        self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._from_codes(run) and kind == "silu":
+            return self.frozen.after_act(gate_up)
+        return super().after_act(gate_up, run, kind)
+
+    def low_after_act(self, gate_up: torch.Tensor, run: Pass, kind: str = "silu") -> torch.Tensor | None:
+        if self._from_codes(run) and kind == "silu":
+            return self.frozen.low_after_act(gate_up)
+        return super().low_after_act(gate_up, run, kind)
+
+    def act_backward(
+        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+    ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
+        if not (self._from_codes(run) and kind == "silu"):
+            return super().act_backward(grad_act, gate_up, run, kind)
+        grad, act = self._act_buffers(grad_act, gate_up)
+        read, out = gate_up[:, : self.width_out], grad[:, : self.width_out]
+        return grad, act, GradCodes(self.frozen.act_backward(grad_act, read, out, act))
+
+    def norm_backward(
+        self,
+        grad_y: torch.Tensor,
+        x: torch.Tensor,
+        normed: Normed,
+        residual: torch.Tensor,
+        out: torch.Tensor,
+        run: Pass,
+    ) -> ReadyGrad | None:
+        if not self._from_codes(run):
+            return super().norm_backward(grad_y, x, normed, residual, out, run)
+        return GradCodes(self.frozen.norm_backward(grad_y, x, *normed, residual, out[:, : self.width_out]))
+
+    def rope_backward(
+        self,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        heads: tuple[int, int, int],
+        run: Pass,
+    ) -> ReadyGrad | None:
+        if not self._from_codes(run):
+            return super().rope_backward(grads, out, tables, heads, run)
+        return GradCodes(self.frozen.rope_backward(grads, out[:, : self.width_out], *tables, heads))
+
+    def forward(
+        self, x: torch.Tensor, run: Pass, *, wide: bool = False, h: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A `wide` product is as any other: the room that its gradient needs is that of the codes."""
+        if self._from_codes(run):
+            return self.frozen.forward(x[:, : self.width_in])
+        return super().forward(x, run, h=h)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        h: torch.Tensor | None,
+        run: Pass,
+        need_input: bool = True,
+        ready: ReadyGrad | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.lora is None or h is None or not need_input or not self._from_codes(run):
+            return super().backward(grad, h, run, need_input)
+        assert ready is None or isinstance(ready, GradCodes)
+        grad_y, low = grad[:, : self.width_out], self.lora.low(h)
+        grad_up = self._grad_up_with_g(grad_y, low, run)
+        return self.frozen.backward(grad_y, low, rows=ready.rows if ready else None, grad_up=grad_up)
+
+
+class Fp8Projections:
+    """Makes a model's projections over FP8, which share a workspace. `products`: (out, in, ranks of the adapters) of
+    each. `generous`: codes are kept transposed too (frozen/fp8.py)."""
+
+    def __init__(
+        self,
+        products: Iterable[tuple[int, int, int]],
+        device: torch.device,
+        compute: torch.dtype,
+        *,
+        dropout: float = 0.0,
+        generous: bool = False,
+    ):
+        found = list(products)
+        self.device, self.compute, self.both = device, compute, generous
+        self.slack = 1 / (1 - dropout)  # by this dropout may lengthen what the adapters read
+        size = 0 if generous else max(Workspace.size(*product) for product in found)
+        self.workspace = Workspace(size, max(width for _, width, _ in found), device)
+
+    def make(self, sources: Sequence[RowSource], room: int, lora: LoraGroup | None, place: int) -> Projection:
+        room = room if lora is not None and lora.up.shape[1] <= MOST_RANK else 0
+        weight = Fp8.of(sources, self.device, self.compute, self.workspace, room=room, slack=self.slack, both=self.both)
+        return Fp8Projection(weight, lora, place)

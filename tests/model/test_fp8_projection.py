@@ -1,0 +1,21 @@
+"""FP8 has a room of its own: who may know of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2] / "src" / "graftune"
+# The room, the loader that names it, and who asks whether a card has the units.
+KNOW = {"model/fp8_projection.py", "model/frozen/fp8.py", "weights/load.py", "weights/placement.py"}
+
+
+def test_nobody_else_imports_it() -> None:
+    names = re.compile(r"kernels\.fp8|kernels import [^\n]*\bfp8\b|frozen\.fp8|fp8_projection|\bFp8\b")
+    files = {path.relative_to(SOURCES).as_posix(): path.read_text() for path in SOURCES.rglob("*.py")}
+    found = {name for name, text in files.items() if not name.startswith("kernels/fp8/") and _imports(text, names)}
+    assert found == KNOW
+
+
+def _imports(text: str, names: re.Pattern[str]) -> bool:
+    return any(names.search(line) for line in text.splitlines() if re.match(r"\s*(from|import) ", line))
