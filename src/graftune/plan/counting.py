@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftune.plan.ledger import Ledger, bare
+from graftune.plan.shapes import RULES
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -74,9 +75,10 @@ class Counting(TorchDispatchMode):
             wanted = self.kind if on_device else "cpu"
         if asked is not None or not tensors:
             named = {name: value for name, value in named.items() if name != "pin_memory"} | {"device": META}
-        if any(not x.is_meta for x in tensors):
-            args, named = _plain(args), {name: _plain(value) for name, value in named.items()}
-        made = self._entered(func(*args, **named), wanted)
+        rule = RULES.get(func.overloadpacket)
+        if rule is None and any(not x.is_meta for x in tensors):
+            args, named = without_memory(args), {name: without_memory(value) for name, value in named.items()}
+        made = self._entered((rule or func)(*args, **named), wanted)
         del held
         return made
 
@@ -107,20 +109,20 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _plain(value: Any) -> Any:
+def without_memory(value: Any) -> Any:
     """With real tensors (from numpy, from a file's map, tables) without their memory."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return value
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(one) for one in value)
+        return type(value)(without_memory(one) for one in value)
     return value
 
 
 def _written(func: Any, args: Any, named: Any) -> Any:
     """Where an operation writes to what it is given, that is its result: nothing is allocated and no shape changes."""
-    out = named.get("out")
+    out = named.get("out", named.get("grad_input"))
     if out is not None and out.is_meta:
         return out
     name = func.overloadpacket.__name__

@@ -5,6 +5,7 @@ operations are looked at before they run."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from graftune import graph
 from graftune.kernels.rehearsal import META, WORKSPACES
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.plan.ledger import MIB, Ledger
+from graftune.plan.shapes import broadcast
 
 aten = torch.ops.aten
 CUBLAS = 32 * MIB  # by torch, for each stream that ever multiplied
@@ -46,7 +48,7 @@ def flash_bytes(args: tuple[Any, ...]) -> int:
 def index_bytes(args: tuple[Any, ...]) -> int:
     """What torch allocates on CUDA to index by several tensors at once: each of them written out for every value."""
     indices = [index for index in args[1] if index is not None]
-    many = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+    many = math.prod(broadcast(index.shape for index in indices))
     return 8 * many * len(indices) if len({index.shape for index in indices}) > 1 else 0
 
 

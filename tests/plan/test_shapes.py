@@ -1,0 +1,63 @@
+"""The plan's own rules of shapes against torch's, on every operation that rehearsals make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.config import LoraConfig
+from graftune.plan import rehearse
+from graftune.plan.counting import without_memory
+from graftune.plan.shapes import RULES
+from tests.plan.test_plan import Setup, gpu, setup, spec
+
+CAPPED = {"family": "gemma2", "attention_cap": 50.0, "logit_cap": 30.0, "activation": "gelu", "norms": "around"}
+CAPPED |= {"window": 16, "window_layers": (0, 2), "embedding_scale": 8.0}
+SETUPS = {
+    "gpu": lambda: gpu(asked=(90, 20, 30), new_tokens=8, room=100),
+    "gpu flash": lambda: gpu(backend="flash", lora=LoraConfig(rank=4, dropout=0.1, train_norms=True)),
+    "gpu nf4": lambda: gpu(kind="nf4", clip_mode="layer"),
+    "gpu fp8": lambda: gpu(kind="fp8"),
+    "gpu, every weight": lambda: gpu(method="full"),
+    "gpu fp16": lambda: setup("cuda:0", "fp16", torch.float16),
+    "gpu experts": lambda: gpu(spec=spec(experts=4, experts_chosen=2, family="qwen3_moe", width=256)),
+    "gpu, caps": lambda: gpu(backend="triton", spec=spec(width=256, **CAPPED)),
+    "cpu experts": lambda: setup(spec=spec(experts=4, experts_chosen=2, family="qwen3_moe")),
+    "cpu, caps": lambda: setup(spec=spec(**CAPPED), recompute="selective"),
+    "cpu": lambda: setup(asked=(90, 20, 30), new_tokens=8, room=100),
+    "cpu bf16": lambda: setup(kind="bf16", compute=torch.bfloat16, lora=LoraConfig(rank=4, dropout=0.1)),
+    "cpu nf4": lambda: setup(kind="nf4"),
+    "cpu fp8": lambda: setup(kind="fp8"),
+    "cpu, qk norm, bias": lambda: setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True), clip_mode="layer"),
+}
+
+
+def described(made: Any) -> Any:
+    if isinstance(made, torch.Tensor):
+        strides = tuple(stride for stride, size in zip(made.stride(), made.shape, strict=True) if size > 1)
+        return tuple(made.shape), made.dtype, strides, made.untyped_storage().nbytes()
+    return [described(one) for one in made] if isinstance(made, (list, tuple)) else made
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("name", SETUPS)
+def test_rules_are_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of: Setup = SETUPS[name]()
+    seen: dict[str, Any] = {}
+
+    def checked(operation: Any, rule: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
+            made = rule(*args, **named)
+            theirs = operation(*without_memory(args), **named)
+            if described(made) != described(theirs):
+                seen[str(operation)] = (described(made), described(theirs))
+            return made
+
+        return run
+
+    for operation, rule in list(RULES.items()):
+        monkeypatch.setitem(RULES, operation, checked(operation, rule))
+    rehearse(of)
+    assert not seen
