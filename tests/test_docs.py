@@ -41,6 +41,11 @@ def test_generated_parts_are_current(path: Path):
     assert readme.rewritten(text) == text, "run `python tools/readme.py`"
 
 
+def test_the_keywords_of_the_api_are_current():
+    written = readme.api_docs.settings_file()
+    assert readme.api_docs.SETTINGS.read_text() == written, "run `python tools/readme.py`"
+
+
 def test_every_part_is_shown_somewhere():
     text = "".join(path.read_text() for path in readme.documents())
     assert [name for name in readme.PARTS if text.count(f"<!-- {name} -->\n") != 1] == []

@@ -87,3 +87,18 @@ def test_no_example_sets_what_is_the_default_anyway():
     for path in EXAMPLES:
         same = {k for k, v in yaml.safe_load(path.read_text()).items() if defaults[k] == v}
         assert same <= meant, path.name
+
+
+def test_the_notebook_runs(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Its cells, in order, with a tiny model in the base's place."""
+    cells = json.loads((ROOT / "examples" / "loop.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert sum('BASE = ""' in cell for cell in code) == 1 and not any(cell.get("outputs") for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in code:
+        exec(compile(cell.replace('BASE = ""', f"BASE = {str(tiny_folder('llama'))!r}"), "loop.ipynb", "exec"), names)
+    assert len(names["history"]) == names["steps"] > 1 and (tmp_path / "loop-adapter").is_dir()
+    assert "EvalResult" in capsys.readouterr().out

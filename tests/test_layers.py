@@ -21,6 +21,7 @@ ROWS = [
         "digest",
         "hub",
         "config",
+        "settings",
         "batch",
         "runtime",
         "graph",

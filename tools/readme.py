@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools import api_docs
+
 from benchmarks import report
 from graftune.config import leaves
 
@@ -45,6 +47,7 @@ def layers() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "api": api_docs.api,
     "layers": layers,
     "settings": settings,
     "cpu": report.cpu,
@@ -73,5 +76,6 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
+    api_docs.SETTINGS.write_text(api_docs.settings_file())
     for path in documents():
         path.write_text(rewritten(path.read_text()))

@@ -1,4 +1,4 @@
-"""graftune from Python: open a model, take steps, save, generate.
+"""graftune from Python: open a model, take steps, save, sample; or train and export as the command line does.
 
     import graftune
 
@@ -7,37 +7,92 @@
     for batch in session.batches(data):
         session.forward_backward(batch)
         print(session.optim_step().loss)
-    session.save("my-adapter")
+    session.save_adapter("my-adapter")
     print(session.generate("Once upon a time", max_new_tokens=20)[0])
 
-`train` is what the command line calls: a whole run with its folder, checkpoints and evaluations.
+A session resolves `auto` as a run does: device and dtypes when it is opened, memory (recompute and the size of a
+micro-batch) by a plan when training begins, since whoever only evaluates or chats has to fit no training.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from graftune.config import Config
+from graftune.config import Config, leaves
+from graftune.data.dataset import Dataset
+from graftune.data.encoded import distinct_tokens
+from graftune.data.memory import as_value
+from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
-from graftune.exporting import export
+from graftune.exporting import Exported
+from graftune.exporting import export as export_target
+from graftune.observe.console import Console
+from graftune.observe.events import Event
+from graftune.observe.memory import free_bytes, human_bytes
+from graftune.plan import Card, Job, any_data, card_here, settle
 from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
-from graftune.session import Session, open_session
+from graftune.runtime import device_of
+from graftune.session import Batch, Sample, Session, StepStats, loader_of, open_session
+from graftune.settings import Settings
 from graftune.step.accumulator import Accumulator
 from graftune.step.scaler import LossScaler
-from graftune.training.launch import train
+from graftune.training import launch
 from graftune.training.loop import TrainResult
 from graftune.weights.adapter import is_adapter, load_adapter
+from graftune.weights.base import open_base
 
-__all__ = ["Accumulator", "LossScaler", "Session", "TrainResult", "export", "open", "train"]
+__all__ = [
+    "Accumulator",
+    "Batch",
+    "Exported",
+    "LossScaler",
+    "Sample",
+    "Session",
+    "StepStats",
+    "TrainResult",
+    "export",
+    "open",
+    "train",
+]
 
 
-def open(base: str = "", *, adapter: str = "", **settings: Any) -> Session:
+def open(
+    base: str | os.PathLike[str] = "",
+    *,
+    adapter: str | os.PathLike[str] = "",
+    quiet: bool = False,
+    console: Console | None = None,
+    **settings: Unpack[Settings],
+) -> Session:
     """Open a base, or a run or adapter folder together with the base it belongs to. Of a run also a checkpoint, as in
-    `open("runs/mine@step-200")`, `@best` or `@last`, while it trains too.
+    `open("runs/mine@step-200")`, `@best` or `@last`, while it trains too. An empty base is the bundled SmolLM2.
 
-    `settings` are those of the configuration: rank, alpha, lr, device, ... An empty base is the bundled SmolLM2.
+    `settings` are those of docs/settings.md. What `auto` came to is said on stderr, unless `quiet`.
+
+    Example:
+        session = graftune.open("model.gguf", rank=8, lr=1e-4)
+        print(session.chat([{"role": "user", "content": "Hi"}], max_new_tokens=20))
     """
+    console = console or Console(quiet=quiet)
+    given = _settings(settings)
+    device = device_of(str(given.get("device", "auto")))
+    # Measured before anything is loaded: a plan counts the base too.
+    card = card_here(device) if device.type == "cuda" else None
+    free = free_bytes(device) if device.type == "cpu" else 0
+    session = _opened(os.fspath(base), os.fspath(adapter), given)
+    session.say, session.planner = console.note, functools.partial(_plan_training, card=card, free=free)
+    console.note(f"device: {session.runtime.describe()}; attention: {session.attention.backend}")
+    console.note(f"frozen weights: {session.placement.base_dtype} ({session.placement.why})")
+    return session
+
+
+def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
     state = find_state(adapter or base) if adapter or base else None
     if state is not None:
         return open_state(state, {**settings, "base": base} if adapter and base else settings)
@@ -52,8 +107,115 @@ def open(base: str = "", *, adapter: str = "", **settings: Any) -> Session:
         # What the run took for data is what its evaluation means too; its template travels with the adapter.
         data = Config.of_run(folder).nested()["data"]
         settings = {k: v for k, v in data.items() if k not in ("template", "append_eos")} | settings
-    settings["base"] = base if adapter or not tuned else ""
-    config = Config.of(settings, where="settings")
+    config = Config.of(settings | {"base": base if adapter or not tuned else ""}, where="settings")
     if tuned:
         config = with_adapter(config, load_adapter(adapter_folder(folder)))
     return open_session(config)
+
+
+def _plan_training(session: Session, data: Dataset | None, *, card: Card | None, free: int) -> None:
+    """Resolve recompute and the size of a micro-batch as a run does, for this data or for any."""
+    config = session.config
+    if session.runtime.device.type not in ("cuda", "cpu"):
+        return
+    shapes: Callable[[int], Capacities]
+    if data is None:
+        longest = config.data.max_seq_len
+        shapes = any_data(longest)
+    else:
+        longest, examples, epochs = data.longest, data.examples, math.ceil(config.train.epochs)
+        layout = session.loss.layout
+        shapes = functools.cache(lambda size: loader_of(config, examples, size, layout=layout).capacities(epochs))
+    base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
+    tokens = distinct_tokens(data.examples) if data is not None else 0
+    job = Job(config, base, session.runtime, longest, shapes, card, free, evaluates=False, tokens=tokens)
+    job.placement = session.placement
+    plan = settle(job)
+    session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=max(plan.capacity, longest))
+    session.say(
+        f"planned: recompute {plan.recompute}, micro-batches of {session.config.train.tokens_per_micro_batch} tokens; "
+        f"training needs {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
+    )
+
+
+def train(
+    config: Config | str | os.PathLike[str] | None = None,
+    *,
+    base: str | os.PathLike[str] = "",
+    adapter: str | os.PathLike[str] = "",
+    callbacks: Sequence[Callable[[Event], object]] = (),
+    resume: str | os.PathLike[str] | None = None,
+    console: Console | None = None,
+    overrides: dict[str, Any] | None = None,
+    **settings: Unpack[Settings],
+) -> TrainResult:
+    """A whole run in a folder of its own, as `graftune train` makes it. `config` is a Config or a YAML file; `settings`
+    go before it, or are all there is. `resume` is the folder of a run to go on with.
+
+    Each of `callbacks` is called with every event of the run's log, a dict with `event` (step, eval, sample, run_end,
+    ...) and its figures. One that returns "stop" ends the run after a checkpoint, as Ctrl-C does.
+
+    Example:
+        result = graftune.train(base="model.gguf", data=[{"prompt": "Say 1", "response": "one"}], val_split=0.0)
+        print(result.folder, result.steps)
+    """
+    named = {"base": os.fspath(base), "adapter": os.fspath(adapter)}
+    given = _settings(settings) | {name: value for name, value in named.items() if value}
+    folder = None if resume is None else os.fspath(resume)
+    if config is None and folder is not None:
+        whole = Config.of_run(folder)
+    elif config is None:
+        whole = Config.of(given, where="settings")
+    else:
+        whole = config if isinstance(config, Config) else Config.load(os.fspath(config))
+        whole = whole.replace(**given) if given and folder is None else whole
+    return launch.train(
+        whole, console=console, resume=folder, overrides={**(overrides or {}), **given}, callbacks=callbacks
+    )
+
+
+def export(
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    kind: str = "",
+    out: str | os.PathLike[str] = "",
+    base: str | os.PathLike[str] = "",
+    revision: str = "",
+    any_base: bool = False,
+    add: Sequence[str] = (),
+    force: bool = False,
+    console: Console | None = None,
+) -> Exported:
+    """Write a run, an adapter or a base for other programs. `to` is peft, merged, gguf-lora, gguf or apr; `kind` is a
+    type such as Q8_0 (or, merged, BF16); `add` are further adapters, each PATH or PATH=WEIGHT, whose changes are added.
+
+    Example:
+        print(graftune.export("runs/mine", "gguf", kind="Q8_0").path)
+    """
+    places = {"out": os.fspath(out), "base": os.fspath(base)}
+    how = {"revision": revision, "any_base": any_base, "add": add, "force": force, "console": console}
+    return export_target(os.fspath(target), to, kind=kind, **places, **how)  # type: ignore[arg-type]
+
+
+def _settings(given: Any) -> dict[str, Any]:
+    """Keyword settings in their plain form: paths as text, records as the file they were put in."""
+    plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
+    return plain | {name: as_value(plain[name]) for name in ("data", "eval_data") if name in plain}
+
+
+def _shown(verb: Any) -> None:
+    """Write the settings out in a verb's signature, for help() and for completion in a notebook."""
+    signature = inspect.signature(verb)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {p.name for p in own}
+    more = [
+        inspect.Parameter(leaf.name, inspect.Parameter.KEYWORD_ONLY, default=leaf.default, annotation=leaf.type)
+        for leaf in leaves()
+        if leaf.name not in names
+    ]
+    verb.__signature__ = signature.replace(parameters=[*own, *more])
+
+
+_shown(open)
+_shown(train)

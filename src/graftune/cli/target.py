@@ -26,7 +26,9 @@ def open_target(target: str, settings: Any, needs_adapter: str | None, console: 
 
     from graftune import api
 
-    run = api.open(base, adapter=target, **flags) if base else api.open(target, **flags)
+    run = (
+        api.open(base, adapter=target, console=console, **flags) if base else api.open(target, console=console, **flags)
+    )
     adapter = run.describe().get("adapter") or ""
     if console is not None and (checkpoint := re.search(r"checkpoints/step-(\d+)$", adapter)):
         console.note(f"taking the checkpoint of step {checkpoint[1]}")

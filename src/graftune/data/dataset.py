@@ -14,7 +14,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,18 @@ class Dataset:
     summary: Summary
     sha256: str
     path: str
+    tokenizer: Tokenizer | None = field(default=None, compare=False)  # that encoded it
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        trained = f"{summary.response_tokens} of {summary.tokens} tokens trained"
+        return f"Dataset({len(self)} examples, {trained}, longest {self.longest}, {self.path or 'in memory'})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the first examples, with the text that is trained marked."""
+        from graftune.data.preview import as_html
+
+        return as_html(self)
 
     @staticmethod
     def of(
@@ -180,7 +192,7 @@ def prepare(value: DataValue, tokenizer: Tokenizer, config: DataConfig, console:
             console.warn(f"encoded data cannot be kept in {cached.folder()} ({why}): the next start encodes it again")
     summary = Summary.of(store.header["summary"])
     summary.notes = notes | summary.notes
-    return Dataset(Examples(store), summary, sha256, path)
+    return Dataset(Examples(store), summary, sha256, path, tokenizer)
 
 
 def _digest(path: Path) -> str:

@@ -6,6 +6,7 @@ came from. On a terminal without colour (or in a file) the trained text stands b
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,3 +141,17 @@ def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: in
             for example in dataset.examples[:count]
         ]
     return result
+
+
+def as_html(data: Dataset, most: int = 3) -> str:
+    """The first examples for a notebook: what is trained is marked, the rest is grey."""
+    parts = [f"<div>{html.escape(repr(data))}</div>"]
+    for example in data.examples[:most] if data.tokenizer is not None else []:
+        assert data.tokenizer is not None
+        runs = (
+            f"<mark>{html.escape(text)}</mark>" if on else f"<span style='opacity:0.6'>{html.escape(text)}</span>"
+            for text, on in segments(example, data.tokenizer)
+        )
+        heading = html.escape(MaskView(example, data.tokenizer).heading)
+        parts.append(f"<div><b>{heading}</b></div><pre style='white-space:pre-wrap'>{''.join(runs)}</pre>")
+    return "".join(parts)

@@ -5,7 +5,8 @@ Several prompts run together, so that a weight is read once for all of them; a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,11 @@ from graftune.infer.cache import Cache, Decode, Prefill
 from graftune.infer.sample import Sampling, choose
 from graftune.model.decoder import Decoder
 from graftune.tokenizer import Tokenizer
+
+
+class Token(NamedTuple):
+    id: int
+    logprob: float | None = None  # of the model's own distribution: temperature, top-k and top-p left out
 
 
 def generate(
@@ -28,47 +34,78 @@ def generate(
 ) -> list[list[int]]:
     """Continuations without their stop token. `backend` is the attention that reads the prompts; `on_tokens` gets
     {prompt: token} after every round, stop tokens too."""
-    if not prompts:
-        return []
+    stops = set(stop_ids) | set(sampling.stop_ids)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for fresh in rounds(decoder, prompts, sampling, stop_ids, adapted=adapted, backend=backend):
+        on_tokens({index: token.id for index, token in fresh.items()})
+        for index, token in fresh.items():
+            if token.id not in stops:
+                answers[index].append(token.id)
+    return answers
+
+
+def rounds(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    *,
+    adapted: bool = True,
+    backend: str = "cpu",
+    logprobs: bool = False,
+    ended: Collection[int] = (),
+) -> Iterator[dict[int, Token]]:
+    """One more token of every prompt that goes on, {prompt: token}, round after round; a stop token is a prompt's last.
+    A prompt that the caller puts into `ended` between two rounds gets no more."""
     for prompt in prompts:
         if not 0 < len(prompt) < decoder.spec.max_positions:
             raise GraftuneError(
                 f"a prompt has {len(prompt)} tokens", mend=f"it needs 1 to {decoder.spec.max_positions - 1} of them"
             )
+    if not prompts:
+        return
     device, stops = decoder.device, set(stop_ids) | set(sampling.stop_ids)
     lengths = [len(p) for p in prompts]
     reaches = reaches_of(lengths, sampling.max_new_tokens, decoder.spec.max_positions)
-    capacity = max(reaches)
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache = Cache(decoder.spec, lengths, capacity, device, decoder.compute, reaches)
-    answers: list[list[int]] = [[] for _ in prompts]
+    cache = Cache(decoder.spec, lengths, max(reaches), device, decoder.compute, reaches)
     alive = list(range(len(prompts)))
-    with torch.no_grad():
-        tokens = torch.tensor([t for p in prompts for t in p], device=device)
-        x = read(decoder, tokens, lengths, cache, backend, adapted=adapted)
-        while True:
-            chosen = choose(decoder.logits(x, adapted=adapted), sampling, generator)
-            fresh = dict(zip(alive, chosen.tolist(), strict=True))
-            on_tokens(fresh)
-            for index, token in fresh.items():
-                if token not in stops:
-                    answers[index].append(token)
-            going = [
-                place
-                for place, index in enumerate(alive)
-                if fresh[index] not in stops and len(prompts[index]) + len(answers[index]) < reaches[index]
-            ]
-            if not going:
-                break
-            if len(going) < len(alive):
-                places = torch.tensor(going, device=device)
-                alive = [alive[place] for place in going]
-                cache.keep(places)
-                chosen = chosen.index_select(0, places)
-            x = go_on(decoder, chosen, cache, adapted=adapted)
-    return answers
+    tokens = torch.tensor([t for p in prompts for t in p], device=device)
+    x = read(decoder, tokens, lengths, cache, backend, adapted=adapted)
+    while True:
+        chosen, scores = _next(decoder, x, sampling, generator, adapted, logprobs)
+        fresh = {index: Token(*pair) for index, *pair in zip(alive, chosen.tolist(), scores, strict=True)}
+        yield fresh
+        for index in alive:
+            lengths[index] += 1
+        going = [
+            place
+            for place, index in enumerate(alive)
+            if fresh[index].id not in stops and lengths[index] < reaches[index] and index not in ended
+        ]
+        if not going:
+            return
+        if len(going) < len(alive):
+            places = torch.tensor(going, device=device)
+            alive = [alive[place] for place in going]
+            cache.keep(places)
+            chosen = chosen.index_select(0, places)
+        x = go_on(decoder, chosen, cache, adapted=adapted)
 
 
+@torch.no_grad()
+def _next(
+    decoder: Decoder, x: torch.Tensor, sampling: Sampling, generator: torch.Generator, adapted: bool, logprobs: bool
+) -> tuple[torch.Tensor, list[float | None]]:
+    """The next token of each sequence [S], and its log-probability where that is asked for."""
+    logits = decoder.logits(x, adapted=adapted)
+    chosen = choose(logits, sampling, generator)
+    if not logprobs:
+        return chosen, [None] * len(chosen)
+    return chosen, torch.log_softmax(logits.float(), -1).gather(1, chosen[:, None]).squeeze(1).tolist()
+
+
+@torch.no_grad()
 def read(
     decoder: Decoder, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache, backend: str, *, adapted: bool = True
 ) -> torch.Tensor:
@@ -79,6 +116,7 @@ def read(
     return decoder.hidden(tokens, run, last)
 
 
+@torch.no_grad()
 def go_on(decoder: Decoder, tokens: torch.Tensor, cache: Cache, *, adapted: bool = True) -> torch.Tensor:
     """One more token a sequence, [S] to [S, D]."""
     x = decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache), adapted=adapted))

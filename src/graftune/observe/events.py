@@ -19,6 +19,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -31,16 +32,19 @@ Event = dict[str, Any]
 class EventLog:
     """Appends events to `path`, creating it if need be. One writer at a time; any number of readers."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, listener: Callable[[Event], None] | None = None):
+        """`listener` is called with each event once it is written."""
+        self.path, self._listener = Path(path), listener
         _close_off_torn_line(self.path)
         self._file: BinaryIO = open(self.path, "ab")  # noqa: SIM115 - held for the whole run; close() ends it
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one line and flush it. nan and inf become null; what JSON cannot hold at all is a TypeError."""
-        line = json.dumps(_plain({"event": event, "time": round(time.time(), 3), **fields}), allow_nan=False)
-        self._file.write(line.encode("ascii") + b"\n")
+        written = _plain({"event": event, "time": round(time.time(), 3), **fields})
+        self._file.write(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         self._file.flush()
+        if self._listener is not None:
+            self._listener(written)
 
     def close(self) -> None:
         self._file.close()

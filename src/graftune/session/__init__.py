@@ -4,6 +4,8 @@ opening.py   a Session from a configuration
 parts.py     what it is made of: decoder, step, pipeline, loader
 session.py   the verbs of a training loop
 stepping.py  what they take and give: batches and figures
+state.py     a session on disk, to go on from
+text.py      samples and log-probabilities; text_verbs.py the verbs that give them
 """
 
 from graftune.session.opening import (
@@ -17,10 +19,12 @@ from graftune.session.opening import (
 from graftune.session.parts import Parts, loader_of
 from graftune.session.session import Session
 from graftune.session.stepping import Batch, StepStats
+from graftune.session.text import Sample
 
 __all__ = [
     "Batch",
     "Parts",
+    "Sample",
     "Session",
     "StepStats",
     "attention_for",

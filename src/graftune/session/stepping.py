@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.batch import PackedBatch
+from graftune.session.state import Place
 from graftune.step.pipeline import Figures
 
 
@@ -19,9 +20,7 @@ class Batch:
     packed: Sequence[PackedBatch]
     tokens: int  # padding left out
     response_tokens: int
-    epoch: int = 0
-    index: int = 0  # of the step in its epoch
-    data: str = ""  # digest of the data set it belongs to
+    place: Place | None = None  # in its data set: the session stands there when the batch was used
     staged: Sequence[Any] | None = field(default=None, repr=False)  # on its way to the device, for one use
     fixed: bool = False  # of the shape that is captured
 

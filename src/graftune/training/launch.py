@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from graftune.config import Config
 from graftune.files import FolderLock
 from graftune.observe.console import Console
-from graftune.training.loop import Run, TrainResult
+from graftune.training.loop import Callback, Run, TrainResult
 from graftune.training.prepare import prepare_resume, prepare_run, removed_unless_started
 from graftune.training.resume import finished, stored_config
 from graftune.training.signals import Stopped, raised_signals
@@ -27,21 +28,23 @@ def train(
     console: Console | None = None,
     resume: str | None = None,
     overrides: dict[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
-    """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add."""
+    """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add. `callbacks`
+    get every event of its log."""
     console = console or Console()
     with ExitStack() as held:
         try:
             with raised_signals():
                 if resume is not None:
-                    run = _resumed(Path(resume), console, overrides or {}, held)
+                    run = _resumed(Path(resume), console, overrides or {}, held, callbacks)
                     if isinstance(run, TrainResult):
                         return run
                 else:
                     with removed_unless_started() as made:
                         prepared = prepare_run(config, console, made, held)
                         with console.working("preparing the first step"):
-                            run = Run(prepared, console)
+                            run = Run(prepared, console, callbacks)
                             run.start()
         except Stopped as stopped:
             folder = Path(resume or config.run.out)
@@ -49,7 +52,9 @@ def train(
         return run.go()
 
 
-def _resumed(folder: Path, console: Console, overrides: dict[str, Any], held: ExitStack) -> Run | TrainResult:
+def _resumed(
+    folder: Path, console: Console, overrides: dict[str, Any], held: ExitStack, callbacks: Sequence[Callback]
+) -> Run | TrainResult:
     """The run, ready to go on; or what it came to, if it is finished and nothing new is asked of it."""
     before, now = stored_config(folder, {}), stored_config(folder, overrides)
     end = finished(folder, before, now)
@@ -66,6 +71,6 @@ def _resumed(folder: Path, console: Console, overrides: dict[str, Any], held: Ex
         console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
     prepared = prepare_resume(now, console, folder, before)
     with console.working("taking up the run"):
-        run = Run(prepared, console)
+        run = Run(prepared, console, callbacks)
         run.take_up()
     return run

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,7 @@ from graftune.errors import GraftuneError
 from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
-from graftune.observe.events import EventLog, read_events
+from graftune.observe.events import Event, EventLog, read_events
 from graftune.observe.marks import Profile, marked
 from graftune.observe.memory import peak_resident_bytes
 from graftune.step.schedule import learning_rate
@@ -48,6 +50,8 @@ from graftune.training.signals import HANGUP, noted_signals
 from graftune.training.telling import Telling
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
+
+Callback = Callable[[Event], object]
 
 
 @dataclass
@@ -69,7 +73,8 @@ class Interrupted(Exception):
 class Run:
     """One training run in its folder."""
 
-    def __init__(self, prepared: Prepared, console: Console):
+    def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
+        self.callbacks = callbacks
         self.folder, self.session, self.console = prepared.folder, prepared.session, console
         self.training, self.validation = prepared.training, prepared.validation
         self.plan, self.answers = prepared.plan, prepared.answers
@@ -144,7 +149,7 @@ class Run:
             before.replace(**kept).save(self.folder / "config.yaml")
 
     def _open_log(self) -> None:
-        self.log = EventLog(self.folder / "metrics.jsonl")
+        self.log = EventLog(self.folder / "metrics.jsonl", self._called_back if self.callbacks else None)
         self.telling = Telling(self.console, self.log, self.total, self.session.runtime.device, self.plan)
 
     def identity(self) -> dict[str, Any]:
@@ -363,6 +368,12 @@ class Run:
             if self.signal != HANGUP:
                 self.console.note("stopping: saving a checkpoint")
             raise Interrupted
+
+    def _called_back(self, event: Event) -> None:
+        """The callbacks get each event; one of them may stop the run, as Ctrl-C does."""
+        answers = [callback(event) for callback in self.callbacks]
+        if "stop" in answers:
+            self.signal = self.signal or signal.SIGINT
 
     def _signalled(self, number: int) -> None:
         self.signal = number  # said in _between: a handler must not write to a stream that is being written to

@@ -58,7 +58,10 @@ class Progress:
 def save(root: Path, arena: Arena, progress: Progress, identity: Identity, scaler: Scale | None = None) -> Path:
     """`identity` is what a resume is checked against. The same step may be saved again with a newer place in the run,
     such as an evaluation that has been made since."""
-    final = root / f"step-{progress.step}"
+    return write(root / f"step-{progress.step}", arena, progress, identity, scaler)
+
+
+def write(final: Path, arena: Arena, progress: Progress, identity: Identity, scaler: Scale | None = None) -> Path:
     state: dict[str, Any] = {"progress": asdict(progress), "identity": identity}
     with new_folder(final) as aside:
         scale = scaler.state_dict() if scaler else {}

@@ -1,0 +1,168 @@
+"""Text of a session: samples with their log-probabilities and stop strings, and the log-probability of given answers.
+
+Prompts are continued together, as many as their cache has room for. Where a stop string is asked for, or somebody reads
+along, text is made token by token: a character that is not whole yet, and the beginning of what may become a stop
+string, are held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from graftune.batch import Example
+from graftune.data.encoded import lengths_of, responses_of, take
+from graftune.data.pack import pack
+from graftune.infer.generate import Token, cache_room, in_groups, reaches_of, rounds
+from graftune.infer.sample import Sampling
+from graftune.kernels import attention
+from graftune.model.decoder import PackedDocuments
+from graftune.session.parts import Parts
+from graftune.tokenizer import Tokenizer
+
+ROOM = 8192  # tokens of a step that the cache may take as much memory as, where no step was planned
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation of a prompt."""
+
+    text: str  # without the stop string
+    tokens: list[int]  # as they were drawn, without the stop token
+    logprobs: list[float] | None  # of each token, by the model itself; None where they were not asked for
+    stopped: str  # stop: a stop token or string; length: max_new_tokens or the model's context
+
+
+class Answer:
+    """A continuation while it is drawn."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], stop: Sequence[str], reads: bool):
+        self.tokenizer, self.stop_ids, self.stop, self.reads = (
+            tokenizer,
+            set(stop_ids),
+            tuple(stop),
+            reads or bool(stop),
+        )
+        self.tokens, self.logprobs = list[int](), list[float]()
+        self.text, self.shown, self.stopped = "", 0, ""
+
+    def push(self, token: Token) -> str:
+        """Take a token; returns the text that is certain now."""
+        if token.id in self.stop_ids:
+            self.stopped = "stop"
+            return self.finish()
+        self.tokens.append(token.id)
+        if token.logprob is not None:
+            self.logprobs.append(token.logprob)
+        if not self.reads:
+            return ""
+        text = self.tokenizer.decode(self.tokens, skip_special=True)
+        found = [text.index(stop) for stop in self.stop if stop in text]
+        if found:
+            self.text, self.stopped = text[: min(found)], "stop"
+            return self._new(self.text)
+        if text.endswith("\ufffd"):
+            return ""
+        return self._new(text[: len(text) - self._begun(text)])
+
+    def finish(self) -> str:
+        """No more tokens: what was held back is text."""
+        if self.stopped != "stop" or not self.text:
+            self.text = self.tokenizer.decode(self.tokens, skip_special=True)
+        self.stopped = self.stopped or "length"
+        return self._new(self.text)
+
+    def sample(self, logprobs: bool) -> Sample:
+        return Sample(self.text, self.tokens, self.logprobs if logprobs else None, self.stopped)
+
+    def _begun(self, text: str) -> int:
+        """Characters at the end of the text that are the beginning of a stop string."""
+        begun = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
+        return max((len(start) for start in begun if text.endswith(start)), default=0)
+
+    def _new(self, text: str) -> str:
+        fresh, self.shown = text[self.shown :], max(self.shown, len(text))
+        return fresh
+
+
+def drawn(
+    parts: Parts,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
+    adapted: bool = True,
+    logprobs: bool = False,
+    reads: bool = False,
+) -> Iterator[tuple[int, str, Sample | None]]:
+    """(prompt, new text, its Sample once it is whole) as they come; text comes piece by piece if somebody `reads`."""
+    settings, ending = parts.config.train, (*parts.tokenizer.stop_ids, *sampling.stop_ids)
+    reaches = reaches_of([len(prompt) for prompt in prompts], sampling.max_new_tokens, parts.base.spec.max_positions)
+    room = cache_room(settings.tokens_per_micro_batch or ROOM, settings.recompute)
+    for group in in_groups(reaches, room):
+        answers = [Answer(parts.tokenizer, ending, stop, reads) for _ in group]
+        ended: set[int] = set()
+        for fresh in rounds(
+            parts.decoder,
+            [prompts[i] for i in group],
+            replace(sampling, seed=sampling.seed + group[0]),  # or every group would draw the same numbers
+            ending,
+            adapted=adapted,
+            backend=parts.eager_attention,
+            logprobs=logprobs,
+            ended=ended,
+        ):
+            for index, token in fresh.items():
+                text = answers[index].push(token)
+                if answers[index].stopped:
+                    ended.add(index)
+                    yield group[index], text, answers[index].sample(logprobs)
+                elif text:
+                    yield group[index], text, None
+        for index, answer in enumerate(answers):
+            if index not in ended:
+                yield group[index], answer.finish(), answer.sample(logprobs)
+
+
+def sampled(
+    parts: Parts,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
+    adapted: bool = True,
+    logprobs: bool = False,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[Sample]:
+    """A Sample for every prompt. `on_text` gets (prompt, new text) while they are drawn."""
+    found: dict[int, Sample] = {}
+    how = {"stop": stop, "adapted": adapted, "logprobs": logprobs, "reads": on_text is not None}
+    for index, text, sample in drawn(parts, prompts, sampling, **how):  # type: ignore[arg-type]
+        if on_text is not None and text:
+            on_text(index, text)
+        if sample is not None:
+            found[index] = sample
+    return [found[index] for index in range(len(prompts))]
+
+
+@torch.no_grad()
+def logprobs_of(parts: Parts, examples: Sequence[Example], capacity: int, adapted: bool) -> list[torch.Tensor]:
+    """log p of every response token, by example: fp32 on the CPU."""
+    decoder, lengths, found = parts.decoder, lengths_of(examples).tolist(), list[torch.Tensor]()
+    sums = [0, *accumulate(lengths)]
+    start = 0
+    while start < len(lengths):
+        end = start + 1
+        while end < len(lengths) and sums[end + 1] - sums[start] <= capacity:
+            end += 1
+        held = take(examples, range(start, end))
+        batch = pack(held).to(decoder.device)
+        documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
+        run = decoder.begin(batch.positions, PackedDocuments(documents, parts.eager_attention), adapted=adapted)
+        output = decoder.read_out(decoder.forward(batch.tokens, run, batch.rows), adapted=adapted)
+        found += output.log_probs(batch.labels).float().cpu().split(responses_of(held).tolist())
+        start = end
+    return found

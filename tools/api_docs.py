@@ -1,0 +1,108 @@
+"""What is written from the code of the Python API: src/graftune/settings.py (the keywords of open and train, from the
+configuration's fields) and the body of docs/api.md (from the docstrings). tools/readme.py calls it; a test checks that
+nothing is left to write."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from graftune.config import Leaf, leaves
+from graftune.mixture import DataValue
+
+SETTINGS = Path(__file__).resolve().parents[1] / "src" / "graftune" / "settings.py"
+HEADER = '''"""The settings as keyword arguments, for type checkers and completion.
+
+Written by tools/readme.py from the fields of config.py: do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypedDict
+
+
+class Settings(TypedDict, total=False):
+'''
+VERBS = ("open", "train", "export")
+OWN = (  # of a Session, in the order in which a reader wants them
+    *("prepare", "batches", "steps_per_epoch", "schedule", "forward_backward", "optim_step", "evaluate", "logprobs"),
+    *("sample", "stream", "generate", "chat", "prompt_tokens", "context", "describe"),
+    *("save_adapter", "save", "save_state", "load_state", "close"),
+)
+OTHERS = ("Batch", "StepStats", "Sample", "TrainResult", "Accumulator", "LossScaler")
+
+
+def settings_file() -> str:
+    """Settings of open and train; those that are arguments of their own there are left out."""
+    rows = [f"    {leaf.name}: {_type(leaf)}\n" for leaf in leaves() if leaf.name not in ("base", "adapter")]
+    return HEADER + "".join(rows)
+
+
+def _type(leaf: Leaf) -> str:
+    hint, origin = leaf.type, typing.get_origin(leaf.type)
+    if hint == DataValue:
+        return "str | PathLike[str] | Iterable[Mapping[str, Any]]"
+    if origin is Literal:
+        return "Literal[" + ", ".join(f'"{choice}"' for choice in typing.get_args(hint)) + "]"
+    if origin is tuple:
+        return "Sequence[str]"
+    if origin is dict:
+        return f"Mapping[str, {_name(typing.get_args(hint)[1])}]"
+    if leaf.name in ("template", "out"):
+        return "str | PathLike[str]"
+    return _name(hint)
+
+
+def _name(hint: Any) -> str:
+    return "Any" if hint is Any else hint.__name__
+
+
+def api() -> str:
+    """The body of docs/api.md."""
+    module: Any = importlib.import_module("graftune.api")
+    parts = [_entry(f"graftune.{name}", getattr(module, name)) for name in VERBS]
+    parts.append(_entry("Session", module.Session, "## "))
+    parts += [_entry(f"session.{name}", getattr(module.Session, name)) for name in OWN]
+    parts += [_entry(name, getattr(module, name), "## ") for name in OTHERS]
+    return "\n\n".join(parts)
+
+
+def _entry(name: str, what: Any, level: str = "### ") -> str:
+    doc, signature = inspect.getdoc(what) or "", ""
+    if isinstance(what, types.FunctionType):
+        signature = f"\n\n```python\n{name}{_signature(what)}\n```"
+    text, _, example = doc.partition("\nExample:\n")
+    text = " ".join(text.split("\n\n")[0].split()) + "".join(
+        "\n\n" + " ".join(part.split()) for part in text.strip().split("\n\n")[1:]
+    )
+    shown = f"\n\n```python\n{textwrap.dedent(example).rstrip()}\n```" if example else ""
+    return f"{level}`{name}`{signature}\n\n{text}{shown}"
+
+
+def _signature(function: types.FunctionType) -> str:
+    """Without types, which the code has; settings stand for themselves."""
+    known = {leaf.name for leaf in leaves()}
+    found, starred = [], False
+    verb = function.__name__ in ("open", "train")
+    for p in inspect.signature(function).parameters.values():
+        if p.name in ("self", "console", "overrides"):
+            continue
+        if verb and p.name in known and p.name not in ("base", "adapter"):
+            continue
+        if p.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+            found.append("*")
+            starred = True
+        default = "" if p.default is inspect.Parameter.empty else f"={_default(p.default)}"
+        found.append(f"{p.name}{default}")
+    return f"({', '.join([*found, '**settings'] if verb else found)})"
+
+
+def _default(value: Any) -> str:
+    return "..." if callable(value) else repr(value)
