@@ -128,7 +128,7 @@ class Session(TextVerbs):
 
         Example:
             rates = session.schedule(session.steps_per_epoch(data))
-            for batch, lr in zip(session.batches(data), rates):
+            for batch, lr in zip(session.batches(data), rates, strict=True):
                 session.forward_backward(batch)
                 session.optim_step(lr=lr)
         """
