@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "graftune"
-# The room, the loader that names it, and who asks whether a card has the units.
-KNOW = {"model/fp8_projection.py", "model/frozen/fp8.py", "weights/load.py", "weights/placement.py"}
+# The room, the loader that names it, who asks whether a card has the units, and the reader of such checkpoints.
+KNOW = {f"model/{name}.py" for name in ("fp8_projection", "frozen/fp8")}
+KNOW |= {f"weights/{name}.py" for name in ("load", "placement", "fp8_io")}
 
 
 def test_nobody_else_imports_it() -> None:

@@ -13,7 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graftune.errors import GraftuneError
+from graftune.kernels import fp8
+from graftune.model.frozen.fp8 import Fp8
+from graftune.runtime import resolve
 from graftune.weights.base import open_base
+from graftune.weights.placement import choose_placement
 from tests import oracle, tiny
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -102,6 +106,42 @@ def test_values_and_logits(kind: str, tiny_folder: Any, tmp_path: Path) -> None:
         assert (got - want).abs().max() < 1e-4
     weight = base.tensors["layers.0.mlp.up_proj.weight"]
     assert weight.nbytes < 1.5 * 72 * 48 + 400  # a byte a value and the scales
+
+
+@pytest.fixture
+def wide_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Widths are multiples of 16; the reference computes FP8 on a CPU."""
+    monkeypatch.setattr(fp8, "require", lambda device, compute: None)
+    monkeypatch.setitem(tiny.VARIANT_OPTIONS, "llama-untied", {"intermediate_size": 96})
+    return tiny.make_folder("llama-untied", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_fp8_base_keeps_codes_with_one_scale_for_a_row(kind: str, wide_folder: Path, tmp_path: Path) -> None:
+    """Others are rounded again, which is said; either way values are near what the checkpoint means."""
+    meant = make(tmp_path / "m", wide_folder, kind)
+    keeps = "block" not in kind
+    ours = oracle.ours(tmp_path / "m", base_dtype="fp8", random_b=False)
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    for block in ours.decoder.blocks:
+        names = [f"model.layers.{block.index}.self_attn.{p}_proj.weight" for p in "qkv"]
+        weight = block.projections[0].frozen
+        assert isinstance(weight, Fp8)
+        codes = torch.cat([stored[name].view(torch.uint8) for name in names])
+        assert torch.equal(weight.weight.view(torch.uint8), codes) is keeps
+        values, exact = weight.weight.float() * weight.scale[:, None], torch.cat([meant[name] for name in names])
+        assert torch.equal(values, exact) if keeps else (values - exact).norm() < 0.04 * exact.norm()
+    placed = choose_placement(ours.base, "fp8", resolve("cpu", "fp32"), 0)
+    assert ("block scales rounded again to row scales" in placed.why) is not keeps
+
+
+def test_an_fp8_base_refuses_codes_that_are_no_numbers(wide_folder: Path, tmp_path: Path) -> None:
+    make(tmp_path / "m", wide_folder, "row")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[7, 5] = 0xFF
+    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(GraftuneError, match="a weight holds NaN or infinity"):
+        oracle.ours(tmp_path / "m", base_dtype="fp8")
 
 
 def test_transformers_reads_the_same(tiny_folder: Any, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""FP8 checkpoints: a weight of e4m3 codes and the scales beside it, as one source of rows in fp32.
+"""FP8 checkpoints: a weight of e4m3 codes and the scales beside it, as one source of rows in fp32, or, where a row has
+one scale, of the codes themselves: a base held in fp8 then has the checkpoint's very codes.
 
     q_proj.weight            codes [out, in]
     q_proj.weight_scale      compressed-tensors': one for the tensor, one a row [out] or [out, 1], or one a block
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.kernels.fp8 import Rows
 from graftune.weights.safetensors_io import READABLE, SafetensorsTensor
 
 CODES = "F8_E4M3"
@@ -65,6 +67,15 @@ class Fp8Tensor:
         return values
 
 
+class RowScaled(Fp8Tensor):
+    """A weight with one scale for each row, or for all of it."""
+
+    def read_codes(self, start: int, stop: int) -> Rows:
+        """Codes [rows, in] and their scales [rows]."""
+        rows = torch.arange(start, min(stop, self.shape[0]))
+        return Rows(self.codes.read(start, stop), self.scales[:, 0].index_select(0, rows // self.block[0]))
+
+
 def assembled(
     tensors: Mapping[str, SafetensorsTensor], folder: Path
 ) -> tuple[dict[str, Fp8Tensor], dict[str, SafetensorsTensor]]:
@@ -105,7 +116,8 @@ def _put_together(
     scales = stored.values().float().reshape(shape)
     if not bool(scales.isfinite().all()):
         raise _refused(f"the scales of {name} are no numbers", folder)
-    return Fp8Tensor(codes, scales, block)
+    row_scaled = block[1] == width and bool((scales > 0).all())
+    return (RowScaled if row_scaled else Fp8Tensor)(codes, scales, block)
 
 
 def _block(folder: Path) -> tuple[int, int]:

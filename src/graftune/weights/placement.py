@@ -19,14 +19,17 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch
 from graftune.kernels.gguf_dequant import KINDS as GGUF_KINDS
+from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import free_bytes, human_bytes
 from graftune.runtime import Runtime
 from graftune.weights.base import Base
 from graftune.weights.bnb_io import is_quantised
+from graftune.weights.fp8_io import Fp8Tensor, RowScaled
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
 SPARE = 1 / 8  # share of the free memory that fp8 codes may take if they are kept transposed too
+ROUNDED = ", the checkpoint's block scales rounded again to row scales"
 GENEROUS = ", its codes kept for forward and backward"
 
 
@@ -50,9 +53,15 @@ def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None 
         _check_blocks(base)
     if chosen.base_dtype == "fp8":
         fp8.require(runtime.device, runtime.compute)
-        generous = has_to_spare(base.spec, free or 0)
-        return replace(chosen, generous=generous, why=chosen.why + (GENEROUS if generous else ""))
+        generous, again = has_to_spare(base.spec, free or 0), any(map(rounded_again, base.tensors.values()))
+        why = chosen.why + (ROUNDED if again else "") + (GENEROUS if generous else "")
+        return replace(chosen, generous=generous, why=why)
     return chosen
+
+
+def rounded_again(source: RowSource) -> bool:
+    """Whether an FP8 checkpoint's tensor has scales of blocks, which our products do not know."""
+    return isinstance(source, Fp8Tensor) and not isinstance(source, RowScaled)
 
 
 def has_to_spare(spec: ModelSpec, free: int) -> bool:

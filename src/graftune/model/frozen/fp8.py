@@ -7,7 +7,8 @@ much more than that (weights/placement.py). Scales of the weight's rows serve bo
 adapters lie beside and below the codes as in any other roomy weight, in three columns of codes a rank instead of one of
 bf16: `share` says where, and `Workspace.publish` writes them there.
 
-Weights are rounded to the nearest code once, while they are read.
+Weights are rounded to the nearest code once, while they are read. Codes that a checkpoint has with one scale a row, or
+one for all, are taken as they are (`CodedRows`).
 
 `matmul_with_room` and `input_grad_with_room` take bf16 buffers, as every kind does, and quantise them in a pass of
 their own. The methods behind them are for fp8_projection.py, which knows what wrote the buffer: the codes come of that
@@ -17,6 +18,7 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +31,13 @@ from graftune.model.frozen.interface import Roomy, RowSource
 from graftune.model.frozen.mapped import pieces
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
+
+
+@runtime_checkable
+class CodedRows(Protocol):
+    """A source of rows that are e4m3 codes already, each row with one scale."""
+
+    def read_codes(self, start: int, stop: int) -> Rows: ...
 
 
 class Workspace:
@@ -113,7 +122,10 @@ class Fp8(Roomy):
         at = 0
         for source in sources:
             for start, stop in pieces(*source.shape):
-                made.fill(at + start, source.read(start, stop))
+                if isinstance(source, CodedRows):
+                    made.fill_codes(at + start, source.read_codes(start, stop))
+                else:
+                    made.fill(at + start, source.read(start, stop))
             at += source.shape[0]
         made.finish()
         return made
@@ -122,6 +134,14 @@ class Fp8(Roomy):
         """Rows from `start` on."""
         place = slice(start, start + len(values))
         self.scale[place] = fp8.quantise(values.to(launch.device_of(self.storage)), self.weight[place])
+
+    def fill_codes(self, start: int, rows: Rows) -> None:
+        """The same, of codes that are taken as they are. NaN in a row becomes its scale, which `finish` sees."""
+        place, device = slice(start, start + len(rows.codes)), launch.device_of(self.storage)
+        codes = rows.codes.view(torch.uint8).to(device)
+        self.weight.view(torch.uint8)[place] = codes
+        broken = (codes & 0x7F).eq(0x7F).any(1)
+        self.scale[place] = rows.scale.to(device).masked_fill(broken, float("nan"))
 
     def finish(self) -> None:
         """To be called when all rows are there."""
