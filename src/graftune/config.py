@@ -155,6 +155,14 @@ class TrainConfig:
     method: Literal["lora", "full", "scratch"] = opt(
         "lora", "what trains: adapters, every weight of the base, or every weight from random ones (base: a config)"
     )
+    loss: Literal["cross_entropy", "anchored"] = opt(
+        "cross_entropy",
+        "what is minimised: cross-entropy of the response tokens, or that plus a penalty on moving away from the "
+        "base's own log-probabilities of them (anchored)",
+    )
+    anchor: float = opt(
+        0.1, "anchored: factor of the squared difference to the base's log-probability of each response token", min=0
+    )
     epochs: float = opt(3.0, "passes over the data; 0.5 is half a pass", above=0)
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", min=0)
     tokens_per_step: int = opt(4096, "tokens of one optimizer step", min=8)

@@ -152,7 +152,7 @@ data_seed
 sequence_length context_length max_context num_ctx n_ctx max_prompt_length max_completion_length
     {max_seq_len} is the longest example in tokens, prompt and response together
 liger_kernel use_liger_kernel liger enable_liger_kernel cut_cross_entropy unsloth use_unsloth unsloth_lora_mlp
-lora_mlp_kernel lora_qkv_kernel lora_o_kernel torch_compile label_smoothing_factor loss
+lora_mlp_kernel lora_qkv_kernel lora_o_kernel torch_compile label_smoothing_factor
     the loss is cross-entropy over response tokens, in fused kernels that are chosen automatically; remove it
 dataloader_num_workers preprocessing_num_workers dataset_processes num_workers num_proc
     data is read and encoded on all cores automatically; {threads} limits the CPU threads

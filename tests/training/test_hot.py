@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from graftune import graph
-from graftune.batch import PLAIN
 from graftune.kernels import attention
 from graftune.losses import CrossEntropy
 from graftune.model import projection
@@ -61,14 +60,14 @@ def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Ma
 
     def slot(tokens: int) -> Any:
         shape = Shape(tokens, 2, 4)
-        return DeviceLoop._slot(loop, shape, Flat(shape, PLAIN).size)
+        return DeviceLoop._slot(loop, shape, Flat(shape).size)
 
     first = slot(64)
     loop.free.put(first)
     assert slot(64) is first and first.arrived.said == [("synchronize", None)] and not loop.copies.said
     loop.free.put(first)
     other = slot(32)
-    assert other is not first and len(other.host) == Flat(Shape(32, 2, 4), PLAIN).size
+    assert other is not first and len(other.host) == Flat(Shape(32, 2, 4)).size
     assert first.arrived.said[1:] == [("synchronize", None)], "its pinned memory was read until then"
     assert loop.copies.said == [("wait", first.taken)], "and its copy on the device until then"
 

@@ -26,7 +26,8 @@ PAIRS = (
 )  # fmt: skip
 EXTRAS = ("input", "context")  # what an instruction is about (alpaca's, dolly's)
 SYSTEMS = ("system", "system_prompt")
-KNOWN = frozenset((*CHATS, *ASKS, *ANSWERS, *EXTRAS, *SYSTEMS, "text", "tools", "history"))
+WEIGHT = "loss_weight"  # not `weight`, which may be anything: a person's, a parcel's
+KNOWN = frozenset((*CHATS, *ASKS, *ANSWERS, *EXTRAS, *SYSTEMS, WEIGHT, "text", "tools", "history"))
 TARGETS = tuple(sorted(KNOWN - {"conversation", "context", "system_prompt"}))  # of `map`
 EXPECTED = "prompt/response, question/answer, instruction/output, messages, conversations or text"
 
@@ -49,6 +50,7 @@ class Plan:
     system: str = ""
     tools: str = ""
     history: str = ""
+    weight: str = ""  # of the row's loss
     label: str = ""
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -84,7 +86,8 @@ def _plan(names: tuple[str, ...]) -> Plan:
     tools, history = own.get("tools", ""), own.get("history", "") if found.kind != "text" else ""
     if found.kind == "text":
         system = tools = ""
-    used = {found.ask, found.answer, found.extra, system, tools, history}
+    weight = own.get(WEIGHT, "")
+    used = {found.ask, found.answer, found.extra, system, tools, history, weight}
     notes = [f"column {quoted(name)} read as {normal(name)}" for name in used if name and name != normal(name)]
     return Plan(
         found.kind,
@@ -94,6 +97,7 @@ def _plan(names: tuple[str, ...]) -> Plan:
         system=system,
         tools=tools,
         history=history,
+        weight=weight,
         label=next((own[name] for name in _LABELS if name in own), ""),
         ignored=tuple(plain(name) for name in names if name not in used),
         notes=(*found.notes, *sorted(notes)),

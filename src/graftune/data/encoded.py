@@ -5,10 +5,11 @@ keeps or drops as it likes. So examples are written as they are made and looked 
 
     magic | per chunk: tokens, mask (a bit per token), texts, lines about rows left out | index | header | trailer
 
-The index has an entry per example in plain arrays (`INDEX`). The header is JSON: where the arrays are, what the file
-was made from, what became of the data. The trailer, written last, has the header's place and checksum, so a file that
-was cut short or written over is found out before anything in it is believed. Rejected: a file per array, which takes a
-folder that is never whole in one rename; a database, which cannot be mapped as arrays.
+Examples with weights have them behind their chunk's mask; the part of the index that says where (`WEIGHTS`) is only
+there if there are any. The index has an entry per example in plain arrays (`INDEX`). The header is JSON: where the
+arrays are, what the file was made from, what became of the data. The trailer, written last, has the header's place and
+checksum, so a file that was cut short or written over is found out before anything in it is believed. Rejected: a file
+per array, which takes a folder that is never whole in one rename; a database, which cannot be mapped as arrays.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ INDEX = {
     "at": "<i8", "mask": "<i8", "count": "<u4", "responses": "<u4", "row": "<i8", "texts": "<i8",
     "prompt": "<u4", "reference": "<u4", "messages": "<u4",
 }  # fmt: skip
+# Of data with weights: where an example's begin (float32, one per token; -1: it has none), and those of its response
+# tokens added up.
+WEIGHTS = {"weights": "<i8", "weight_sum": "<f8"}
 _CODES = {"<i8": "q", "<u4": "I"}
 DIGEST = 16  # bytes that stand for an example's tokens and mask
 
@@ -61,6 +65,7 @@ class Writer:
     def __init__(self, file: BinaryIO, vocabulary: int):
         self.file, self.vocabulary = file, vocabulary
         self.index = {name: array(_CODES[code]) for name, code in INDEX.items()}
+        self.weights: dict[int, tuple[int, float]] = {}  # by example: where they are, and their sum
         self.digests = bytearray()
         self.details: list[tuple[int, int]] = []  # where lines about rows left out are, in bytes
         self.used = np.zeros(vocabulary, dtype=np.bool_)  # tokens that occur
@@ -87,17 +92,22 @@ class Writer:
         size = width().itemsize
         at = self._write(wide.astype(width).tobytes() + bytes(-len(tokens) * size % 8))
         mask = 8 * self._write(np.packbits(np.frombuffer(flags, dtype=np.uint8), bitorder="little").tobytes())
+        places = self._write_weights(entries)
         index, first, canonical = self.index, 0, memoryview(tokens).cast("B")
         texts: list[bytes] = []
         place = self.at
-        for entry in entries:
+        for number, entry in enumerate(entries):
             example, count = entry.example, len(entry.example.tokens)
             last = first + count
             digest = hashlib.blake2b(canonical[4 * first : 4 * last], digest_size=DIGEST)
             digest.update(flags[first:last])
+            if example.weights is not None:
+                digest.update(_weights(example).tobytes())
             words = (entry.prompt.encode(), entry.reference.encode(), _json(entry.messages) if entry.messages else b"")
             responses = flags.count(1, first + 1, last)
             for _ in range(entry.times):
+                if number in places:
+                    self.weights[len(index["at"])] = places[number]
                 self.digests += digest.digest()
                 index["at"].append(at + first * size)
                 index["mask"].append(mask + first)
@@ -117,6 +127,16 @@ class Writer:
         if lines:
             self.details.append((self._write(lines), len(lines)))
 
+    def _write_weights(self, entries: Sequence[Entry]) -> dict[int, tuple[int, float]]:
+        """Of the entries that have weights: where they are, and the sum over response tokens."""
+        places = {}
+        for number, entry in enumerate(entries):
+            if entry.example.weights is not None:
+                weights = _weights(entry.example)
+                total = float(weights[1:].sum(where=np.asarray(entry.example.supervised[1:]), dtype=np.float64))
+                places[number] = self._write(weights.tobytes()), total
+        return places
+
     def duplicates(self) -> int:
         """Examples that repeat one of another row, token for token and with the same mask."""
         kinds = np.unique(short(np.frombuffer(bytes(self.digests), dtype=f"V{DIGEST}")))
@@ -125,6 +145,12 @@ class Writer:
     def close(self, **facts: Any) -> None:
         """`facts` go into the header as they are."""
         parts = {name: np.frombuffer(values, dtype=INDEX[name]).tobytes() for name, values in self.index.items()}
+        if self.weights:
+            sums = np.frombuffer(self.index["responses"], "<u4").astype("<f8")
+            at = np.full(len(sums), -1, "<i8")
+            for number, (place, total) in self.weights.items():
+                at[number], sums[number] = place, total
+            parts |= {"weights": at.tobytes(), "weight_sum": sums.tobytes()}
         parts |= {"digests": bytes(self.digests), "used": np.packbits(self.used, bitorder="little").tobytes()}
         self._write(bytes(-self.at % 8))
         places, check = {}, 0
@@ -162,6 +188,8 @@ class Store:
                 raise Damaged
             array_of = np.frombuffer
             self.index = {name: array_of(content, code, count, places[name]) for name, code in INDEX.items()}
+            kept = {name: code for name, code in WEIGHTS.items() if name in places}
+            self.index |= {name: array_of(content, code, count, places[name]) for name, code in kept.items()}
             self.digests = array_of(content, f"V{DIGEST}", count, places["digests"])
             used = array_of(content, np.uint8, -(-self.vocabulary // 8), places["used"])
             self.used = np.unpackbits(used, count=self.vocabulary, bitorder="little").astype(np.bool_)
@@ -189,6 +217,10 @@ class Store:
         first = start // 8
         bits = np.frombuffer(self.content, np.uint8, (start + count + 7) // 8 - first, first)
         return np.unpackbits(bits, bitorder="little")[start - 8 * first :][:count].view(np.bool_)
+
+    def weights(self, i: int) -> np.ndarray | None:
+        place = int(self.index["weights"][i]) if "weights" in self.index else -1
+        return None if place < 0 else np.frombuffer(self.content, np.float32, int(self.index["count"][i]), place)
 
     def text(self, i: int, name: str) -> str:
         """`prompt`, `reference` or `messages` (as JSON, empty where there are none)."""
@@ -223,7 +255,9 @@ class Examples(Sequence[Example]):
             return Examples(self.store, self.chosen[place])
         i = int(self.chosen[place])
         row = int(self.store.index["row"][i])
-        return Example(self.store.tokens(i).tolist(), self.store.supervised(i).tolist(), row)
+        weights = self.store.weights(i)
+        own = None if weights is None else weights.tolist()
+        return Example(self.store.tokens(i).tolist(), self.store.supervised(i).tolist(), row, own)
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
@@ -281,18 +315,30 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
 
 def has_weights(examples: Sequence[Example]) -> bool:
     """Whether any of them has weights of its own."""
+    if isinstance(examples, Examples):
+        return "weights" in examples.store.index and bool((examples.column("weights") >= 0).any())
     return any(example.weights is not None for example in examples)
 
 
 def weights_of(examples: Sequence[Example]) -> np.ndarray:
     """The weight of every token (float32), one example behind the other."""
-    parts = [np.ones(len(e.tokens)) if e.weights is None else np.asarray(e.weights, dtype=np.float64) for e in examples]
-    return np.concatenate(parts).astype(np.float32)
+    if isinstance(examples, Examples):
+        found = [(examples.store.weights(i), int(examples.store.index["count"][i])) for i in examples.chosen.tolist()]
+    else:
+        found = [(None if e.weights is None else _weights(e), len(e.tokens)) for e in examples]
+    return np.concatenate([np.ones(count, np.float32) if own is None else own for own, count in found])
 
 
 def weight_sums_of(examples: Sequence[Example]) -> np.ndarray:
     """Of each, the sum of the weights of its response tokens."""
+    if isinstance(examples, Examples):
+        return examples.column("weight_sum" if "weight_sum" in examples.store.index else "responses").astype(np.float64)
     return np.fromiter((example.response_weight for example in examples), np.float64, len(examples))
+
+
+def _weights(example: Example) -> np.ndarray:
+    assert example.weights is not None and len(example.weights) == len(example.tokens), "a weight per token"
+    return np.asarray(example.weights, dtype="<f4")
 
 
 def short(digests: np.ndarray) -> np.ndarray:

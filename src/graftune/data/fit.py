@@ -19,6 +19,7 @@ from graftune.data.chat import ChatTurns, Passage
 from graftune.data.format import ChatFormat, special_tokens
 from graftune.data.record import Message
 from graftune.data.source import Refusal
+from graftune.data.turns import loss_weight
 from graftune.tokenizer import Tokenizer
 
 LONGEST_TAIL = 64  # characters: longer ones are hardly met twice
@@ -103,7 +104,8 @@ class Fitter:
                 first = max(first, mask.border(offsets, start)[0])
             ranges.append((first, last))
         mask.check(tokens, ranges, self.ends)
-        return Example(tokens, mask.flags(len(tokens), ranges), row), notes
+        weights = mask.spread(len(tokens), ranges, [loss_weight(passage.messages[i]) for i in passage.trained])
+        return Example(tokens, mask.flags(len(tokens), ranges), row, weights), notes
 
     def _as_inference(self, text: str, place: int, tokens: list[int], first: int) -> bool:
         """Whether the prompt `text[:place]` has the tokens that it gets by itself: some vocabularies divide blanks by
@@ -229,6 +231,7 @@ class Fitter:
             example.tokens[:bos] + example.tokens[-keep:],
             example.supervised[:bos] + example.supervised[-keep:],
             example.row,
+            None if example.weights is None else example.weights[:bos] + example.weights[-keep:],
         )
         prompt = self.tokenizer.decode(
             [t for t, trained in zip(cut.tokens, cut.supervised, strict=True) if not trained]

@@ -41,6 +41,7 @@ class Pending:
     refusal: Refusal | None = None
     kind: str = ""
     text: str | None = None  # of a `text` record
+    weight: float = 1.0  # of its loss
     passages: list[Passage] = field(default_factory=list)
 
     @property
@@ -113,7 +114,7 @@ class Maker:
                 self._note(note)
             if record.kind == "text":
                 self._note_control([record.text])
-                return Pending(row, kind=record.kind, text=record.text)
+                return Pending(row, kind=record.kind, text=record.text, weight=record.weight)
             made = Pending(row, kind=record.kind, passages=self._passages(record))
             for passage in made.passages:
                 as_unicode(passage.text)  # a template may print what comes from anywhere in a row
@@ -171,7 +172,7 @@ class Maker:
     def _built(self, one: Pending, encoded: Encoded) -> list[Built]:
         if one.text is not None:
             ((tokens, _),) = encoded
-            made = list(windows(one.text, tokens, self.tokenizer, self.config.longest(), one.row.key))
+            made = list(windows(one.text, tokens, self.tokenizer, self.config.longest(), one.row.key, one.weight))
             if len(made) > 1:
                 self._note("texts longer than max_seq_len, divided into several examples")
             return made

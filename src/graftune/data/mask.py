@@ -31,6 +31,16 @@ def flags(count: int, ranges: Sequence[tuple[int, int]]) -> list[bool]:
     return supervised
 
 
+def spread(count: int, ranges: Sequence[tuple[int, int]], weights: Sequence[float]) -> list[float] | None:
+    """The weight of each token: its range's, 0 outside of them. None where every weight is 1."""
+    if all(weight == 1 for weight in weights):
+        return None
+    spread = [0.0] * count
+    for (first, last), weight in zip(ranges, weights, strict=True):
+        spread[first:last] = [weight] * (last - first)
+    return spread
+
+
 def check(tokens: Sequence[int], ranges: Sequence[tuple[int, int]], ends: frozenset[int]) -> None:
     """Refuses a degenerate mask: nothing trained, everything trained, or a turn that does not close with its end.
 

@@ -47,7 +47,8 @@ class MaskView:
     @property
     def heading(self) -> str:
         trained, total = self.example.response_tokens, len(self.example.tokens)
-        return f"row {self.example.row}: {total} tokens, {trained} trained ({trained / total:.0%})"
+        heading = f"row {self.example.row}: {total} tokens, {trained} trained ({trained / total:.0%})"
+        return heading + (f", with a weight of {self.example.response_weight:g}" if self.example.weights else "")
 
     def plain(self) -> str:
         parts = (f"{OPEN}{text}{CLOSE}" if on else text for text, on in segments(self.example, self.tokenizer))
@@ -136,6 +137,7 @@ def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: in
                 "row": example.row,
                 "tokens": len(example.tokens),
                 "response_tokens": example.response_tokens,
+                "response_weight": example.response_weight,
                 "segments": [{"text": text, "trained": on} for text, on in segments(example, tokenizer)],
             }
             for example in dataset.examples[:count]

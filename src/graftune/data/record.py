@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.data.columns import RATED, Kind, Plan, is_rated, plan_for
-from graftune.data.row import Refusal, type_name
-from graftune.data.turns import Message, Turns, as_unicode, check_depth, parsed
+from graftune.data.row import Refusal, quoted, type_name
+from graftune.data.turns import Message, Turns, as_unicode, check_depth, checked_weight, parsed, weighted
 
 __all__ = ["Kind", "Message", "Record", "to_record"]
 
@@ -31,6 +31,7 @@ class Record:
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     arguments_were_text: bool = False  # of tool calls; in `messages` they are objects
+    weight: float = 1.0  # of a text's loss; messages have their own
 
 
 def to_record(row: dict[str, Any]) -> Record:
@@ -40,20 +41,38 @@ def to_record(row: dict[str, Any]) -> Record:
         raise Refusal(*plan.refusal)
     if is_rated(plan, row):
         raise Refusal(RATED, f"column {plan.label!r}")
+    weight, weighed = _weight(row, plan)
     if plan.kind == "text":
-        return Record("text", text=_filled(row, plan.ask, "blank text"), ignored=plan.ignored, notes=plan.notes)
+        text, notes = _filled(row, plan.ask, "blank text"), (*plan.notes, *weighed)
+        return Record("text", text=text, ignored=plan.ignored, notes=notes, weight=weight)
     tools, wrapped = _tools(row, plan)
     listed = bool(plan.answer) and (isinstance(row[plan.ask], list) or isinstance(row[plan.answer], list))
     turns = _single(row, plan) if plan.answer and not listed else _chat(row, plan)
     return Record(
         "messages" if listed else plan.kind,
-        turns.messages,
+        [weighted(message, weight) for message in turns.messages],
         tools=tools,
         flags=turns.flags,
         ignored=plan.ignored,
-        notes=(*plan.notes, *dict.fromkeys(turns.notes), *wrapped),
+        notes=(*plan.notes, *dict.fromkeys(turns.notes), *wrapped, *weighed),
         arguments_were_text=turns.arguments_were_text,
     )
+
+
+def _weight(row: dict[str, Any], plan: Plan) -> tuple[float, tuple[str, ...]]:
+    """What the row's loss is multiplied by, and what there is to note."""
+    value = row[plan.weight] if plan.weight else None
+    if value is None:
+        return 1.0, ()
+    if isinstance(value, str):  # as CSV files have it
+        try:
+            value = float(value)
+        except ValueError:
+            raise Refusal("wrong type", f"{plan.weight!r} must be a number, is {quoted(value)}") from None
+    weight = checked_weight(value, f"{plan.weight!r}")
+    if not weight:
+        raise Refusal("nothing to train", f"{plan.weight!r} is 0")
+    return weight, ("rows whose column 'loss_weight' multiplies their loss",) if weight != 1 else ()
 
 
 def _single(row: dict[str, Any], plan: Plan) -> Turns:

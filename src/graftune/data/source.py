@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, normal, refusal_of_all
+from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, WEIGHT, normal, refusal_of_all
 from graftune.data.find import check_file, files_of
 from graftune.data.readers import read
 from graftune.data.row import Refusal, Row, SourceFile, quoted, type_name
@@ -31,7 +31,7 @@ LOOKED_AT = 100  # rows of a file, before the first is handed out
 STRATUM = 10  # a fraction of the rows is taken from every ten of them
 Note = Callable[[str], None]
 _TOGETHER = (frozenset((*ASKS, *ANSWERS, "input", "context", "history")), frozenset(CHATS), frozenset({"text"}))
-_BESIDE = frozenset((*SYSTEMS, "tools"))
+_BESIDE = frozenset((*SYSTEMS, WEIGHT, "tools"))
 
 
 def _silent(text: str) -> None:

@@ -16,6 +16,33 @@ from graftune.data.row import Refusal, quoted, type_name
 
 Message = dict[str, Any]
 
+
+class WeightedMessage(Message):
+    """A message whose tokens count otherwise than once in the loss. The weight is an attribute and no key, so that no
+    template sees it; it travels with the message when a conversation is cut or divided."""
+
+    def __init__(self, message: Message, weight: float):
+        super().__init__(message)
+        self.loss_weight = weight
+
+
+def loss_weight(message: Message) -> float:
+    return message.loss_weight if isinstance(message, WeightedMessage) else 1.0
+
+
+def weighted(message: Message, weight: float) -> Message:
+    """The message with its weight multiplied."""
+    return message if weight == 1 else WeightedMessage(message, weight * loss_weight(message))
+
+
+def checked_weight(value: object, what: str) -> float:
+    """A number of 0 or more, that 32 bits hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_WEIGHT:
+        raise Refusal("wrong type", f"{what} must be a number of 0 or more, at most {MOST_WEIGHT:g}")
+    return float(value)
+
+
+MOST_WEIGHT = 1e6  # of a token: one that large already leaves nothing to the others
 DEEPEST = 64  # levels of lists and objects in tools and arguments: templates walk them by recursion
 _ROLES = {
     "user": "user", "human": "user",
@@ -67,7 +94,10 @@ class Turns:
             message["content"] = message["content"] or ""
         if role in ("user", "assistant") and not (message["content"] or "").strip() and "tool_calls" not in message:
             raise Refusal("blank response" if role == "assistant" else "blank prompt", f"message {place}")
-        self.add(message, _flag(place, turn))
+        flag, weight = _flag(place, turn)
+        if weight != 1:
+            self.notes.append("turns whose 'weight' multiplies their loss")
+        self.add(weighted(message, weight), flag)
 
     def _role(self, turn: dict[str, Any], place: int) -> str:
         own = turn.get("role")
@@ -180,17 +210,18 @@ def _part(place: int, part: object) -> str:
     raise Refusal("wrong type", f"message {place} has content that is not text")
 
 
-def _flag(place: int, turn: Message) -> bool | None:
-    train, weight = turn.get("train"), turn.get("weight")
+def _flag(place: int, turn: Message) -> tuple[bool | None, float]:
+    """The turn's own wish to be trained, if any, and the weight of its tokens. OpenAI's weight 0 is context and not
+    trained; 1 is trained as any other; between and beyond them it multiplies the loss."""
+    train, given = turn.get("train"), turn.get("weight")
+    weight = 1.0 if given is None else checked_weight(given, f"'weight' of message {place}")
     if train is not None:
         if not isinstance(train, bool):
             raise Refusal("wrong type", f"'train' of message {place} must be true or false")
-        return train
-    if weight is None:
-        return None
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise Refusal("wrong type", f"'weight' of message {place} must be 0 or 1")
-    return bool(weight)
+        if train and not weight:
+            raise Refusal("wrong type", f"message {place} has 'train': true and 'weight': 0")
+        return train, weight or 1.0
+    return (None if given is None else weight > 0), weight or 1.0
 
 
 def as_unicode(text: str) -> str:

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from graftune.config import TrainConfig
+from graftune.errors import GraftuneError
+from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
 from graftune.losses.interface import Computed, LogProbLoss, Loss, base_log_probs
 
-__all__ = ["Computed", "CrossEntropy", "LogProbLoss", "Loss", "base_log_probs"]
+__all__ = ["Anchored", "Computed", "CrossEntropy", "LogProbLoss", "Loss", "base_log_probs", "choose"]
+
+
+def choose(settings: TrainConfig) -> Loss:
+    """The loss that the settings name; refuses one that cannot work with the others."""
+    if settings.loss == "cross_entropy":
+        if settings.anchor != TrainConfig.anchor:
+            raise GraftuneError(
+                "anchor is set and loss is cross_entropy, which has none",
+                mend="leave anchor out, or set loss to anchored",
+            )
+        return CrossEntropy()
+    if settings.method != "lora":
+        raise GraftuneError(
+            f"loss is anchored and method is {settings.method}, which leaves no base to compare with",
+            mend="set loss to cross_entropy, or method to lora",
+        )
+    return Anchored(settings.anchor)

@@ -2,24 +2,28 @@
 
 A loss says what its batches hold (`layout`), which figures it reports, and whether it wants the base's own predictions.
 Called with the decoder's output it returns a sum over the batch and the gradient of the output's rows. It never
-divides: the one division, by the sum of `layout.shares` over the whole optimizer step, is the step's, so that N
-micro-batches equal one. It reads nothing back and launches the same kernels every time, so that the step can be
+divides: the one division, by the layout's shares over the whole optimizer step, is the step's, so that N micro-batches
+equal one. It reads nothing back and launches the same kernels for every batch of a shape, so that the step can be
 captured.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from graftune.batch import PLAIN, BatchLayout, PackedBatch
+from graftune.batch import PLAIN, BatchLayout, Example, Field, PackedBatch
+from graftune.data.encoded import has_weights, weight_sums_of, weights_of
 from graftune.model.decoder import Decoder
 from graftune.model.head import Output
 from graftune.model.run import Pass
+
+# Divided by the sum of weights: a weight says how much a token counts beside others, not how large a step is.
+WEIGHTED = BatchLayout(fields=(Field("weights", torch.float32, weights_of),), shares=weight_sums_of)
 
 
 class Computed(NamedTuple):
@@ -31,9 +35,12 @@ class Computed(NamedTuple):
 
 
 class Loss(ABC):
-    layout: BatchLayout = PLAIN
     figures: tuple[str, ...] = ()  # names of what is reported beside the loss, divided as the loss is
     needs_base: bool = False  # log-probabilities with adapters off: one more forward pass per micro-batch
+
+    def layout(self, examples: Sequence[Example]) -> BatchLayout:
+        """What batches of these examples hold beside the labels, and what the loss is divided by."""
+        return WEIGHTED if has_weights(examples) else PLAIN
 
     @abstractmethod
     def __call__(

@@ -15,12 +15,12 @@ import dataclasses
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from graftune import graph
-from graftune.batch import PackedBatch
+from graftune.batch import PLAIN, BatchLayout, PackedBatch
 from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
@@ -28,7 +28,7 @@ from graftune.infer.cache import Cache
 from graftune.infer.generate import go_on, in_groups, reaches_of, read
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
-from graftune.losses import CrossEntropy
+from graftune.losses import CrossEntropy, Loss
 from graftune.model.decoder import Decoder
 from graftune.model.frozen import Roomy
 from graftune.model.lora import Arena, build_arena
@@ -59,6 +59,8 @@ class Setup:
     shape: Capacities
     recompute: str = "none"
     method: str = "lora"
+    loss: Loss = field(default_factory=CrossEntropy)
+    layout: BatchLayout = PLAIN  # what the loss adds to the batches
     clip_mode: str = "global"
     backend: str = "cpu"
     others: tuple[str, ...] = ()  # backends that the first step times beside it
@@ -188,14 +190,15 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
         longest=setup.shape.longest,
         tuned=on_gpu and not setup.runtime.deterministic,
         other_backends=setup.others,
+        loss=setup.loss,
     )
-    batch = _batch(setup.shape, device)
+    batch = _batch(setup.shape, device, setup.layout)
     kept, captured = holder.total, 0
     evaluated = setup.evaluated or setup.shape
     larger = any(mine > theirs for mine, theirs in zip(evaluated, setup.shape, strict=True))
     if setup.evaluates and (on_gpu or larger):  # else it takes what a step takes, from the same memory
         with phases.phase("evaluate"):
-            _evaluate(decoder, _batch(evaluated, device), setup)
+            _evaluate(decoder, _batch(evaluated, device, setup.layout), setup)
     if setup.asked:
         with phases.phase("answer"):
             _answer(decoder, setup)
@@ -227,7 +230,7 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
     return arena, decoder
 
 
-def _batch(shape: Capacities, device: torch.device) -> PackedBatch:
+def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN) -> PackedBatch:
     """Documents as long as they may be, one behind the other: long ones are attention's worst case."""
     lengths = [shape.longest] * (shape.capacity // shape.longest)
     rest = shape.capacity - sum(lengths)
@@ -245,11 +248,12 @@ def _batch(shape: Capacities, device: torch.device) -> PackedBatch:
         labels=numbers(shape.max_rows),
         lengths=tuple(lengths),
         response_tokens=shape.max_rows,
+        extra={f.name: numbers(f.length(shape.max_docs, shape.max_rows), f.dtype) for f in layout.fields},
     )
 
 
 def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
-    evaluate_batch(decoder, batch, CrossEntropy(), max(batch.lengths), backend=setup.backend)
+    evaluate_batch(decoder, batch, setup.loss, max(batch.lengths), backend=setup.backend)
 
 
 def _answer(decoder: Decoder, setup: Setup) -> None:

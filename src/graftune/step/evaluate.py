@@ -49,14 +49,15 @@ def evaluate(
     loss = loss or CrossEntropy()
     sums = torch.zeros(1 + len(loss.figures), device=decoder.device)
     divisor, tokens, done = 0.0, 0, 0
-    groups = _bins(examples, capacity, loss.layout)
+    layout = loss.layout(examples)
+    groups = _bins(examples, capacity, layout)
     limits, longest = {}, 0
     if backend != "cpu" and groups:
-        shape = shape_of(examples, capacity, loss.layout)
+        shape = shape_of(examples, capacity, layout)
         limits, longest = shape._asdict(), shape.longest
     with torch.no_grad():
         for group in groups:
-            batch = pack(take(examples, group), layout=loss.layout, **limits).to(decoder.device)
+            batch = pack(take(examples, group), layout=layout, **limits).to(decoder.device)
             bound = longest or max(batch.lengths)
             found = evaluate_batch(decoder, batch, loss, bound, adapted=adapted, backend=backend)
             sums[0] += found.total

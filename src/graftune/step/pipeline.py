@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graftune.batch import BatchLayout, PackedBatch
+from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
 from graftune.kernels.adamw import Hyper
 from graftune.observe.marks import marked
@@ -135,23 +135,24 @@ class Shape(NamedTuple):
     tokens: int
     documents: int
     rows: int
+    extra: tuple[tuple[str, torch.dtype, int], ...] = ()  # name, dtype and length of what the loss adds
 
     @staticmethod
     def of(batch: PackedBatch) -> Shape:
-        return Shape(len(batch.tokens), len(batch.cu_seqlens) - 1, len(batch.rows))
+        extra = tuple((name, value.dtype, len(value)) for name, value in batch.extra.items())
+        return Shape(len(batch.tokens), len(batch.cu_seqlens) - 1, len(batch.rows), extra)
 
 
 class Flat:
     """The tensors of a batch of one shape as views into one flat int64 buffer, so that it travels in one copy: first
     what every batch has, then the fields of the loss."""
 
-    def __init__(self, shape: Shape, layout: BatchLayout):
+    def __init__(self, shape: Shape):
         numbers = {"tokens": shape.tokens, "positions": shape.tokens, "rows": shape.rows, "labels": shape.rows}
         self.places = [(name, torch.int64, count) for name, count in numbers.items()]
         self.places.append(("cu_seqlens", torch.int32, shape.documents + 1))
         self.own = len(self.places)
-        for field in layout.fields:
-            self.places.append((field.name, field.dtype, field.length(shape.documents, shape.rows)))
+        self.places.extend(shape.extra)
         self.sizes = [-(-count * dtype.itemsize // 8) for _, dtype, count in self.places]  # in int64 numbers
         self.size = sum(self.sizes)
 
@@ -185,7 +186,7 @@ class Inputs:
     """The fixed tensors a captured micro-step reads, and the micro-step."""
 
     def __init__(self, step: Step, shape: Shape, graph: bool, pool: Any):
-        flat = Flat(shape, step.loss.layout)
+        flat = Flat(shape)
         self.flat = torch.zeros(flat.size, dtype=torch.int64, device=step.arena.device)
         own, extra = flat.views(self.flat)
         # Lengths on the host are for the CPU's attention alone; the captured step reads cu_seqlens.
@@ -219,7 +220,7 @@ class DeviceLoop(Steps):
     def stage(self, batch: PackedBatch) -> Slot:
         """Send a batch over; called by the loader's thread, which may wait for a slot's earlier copy."""
         shape = Shape.of(batch)
-        flat = Flat(shape, self.work.loss.layout)
+        flat = Flat(shape)
         slot = self._slot(shape, flat.size)
         flat.fill(slot.host, batch)
         with torch.cuda.stream(self.copies):

@@ -1,0 +1,33 @@
+"""Cross-entropy with an anchor: what is learnt may not move far from the base's own predictions of the same labels.
+
+    loss = sum over labels of  -w log p(label) + anchor (log p(label) - log p_base(label))^2
+
+p_base is the same model with adapters off, from a second forward pass over the same batch. The derivative by log p is
+-w + 2 anchor (log p - log p_base). A penalty on the labels alone costs one number per row; a divergence over the whole
+vocabulary would need the base's logits beside the tuned ones.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graftune.batch import PackedBatch
+from graftune.losses.interface import LogProbLoss
+
+
+class Anchored(LogProbLoss):
+    figures = ("cross_entropy", "drift")  # drift: the squared difference, so that loss = cross_entropy + anchor drift
+    needs_base = True
+
+    def __init__(self, anchor: float):
+        self.anchor = anchor
+
+    def of_log_probs(
+        self, log_probs: torch.Tensor, base: torch.Tensor | None, batch: PackedBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert base is not None, "the step brings the base's log-probabilities, since needs_base says so"
+        weights, moved = batch.extra.get("weights"), log_probs - base
+        weighted = log_probs if weights is None else log_probs * weights
+        figures = torch.stack((-weighted.sum(), moved.square().sum()))
+        total = figures[0] + self.anchor * figures[1]
+        return total, 2 * self.anchor * moved - (1.0 if weights is None else weights), figures
