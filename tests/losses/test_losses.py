@@ -1,0 +1,304 @@
+"""Every loss against plain torch over PEFT's model: value, every gradient, figures; packed, padded and accumulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.batch import BatchLayout, Example, Field, PackedBatch
+from graftune.config import LoraConfig, TrainConfig
+from graftune.data.pack import capacities, pack, plan_epoch
+from graftune.errors import GraftuneError
+from graftune.kernels import attention, linear_cross_entropy, rms_norm
+from graftune.losses import Anchored, CrossEntropy, Loss, choose
+from graftune.model.decoder import PackedDocuments
+from graftune.model.projection import with_room
+from graftune.step.evaluate import evaluate
+from graftune.step.pipeline import Figures, Flat, HostLoop, Shape
+from graftune.step.step import Step
+from tests import oracle, tiny
+from tests.two_ways.test_accumulation import HYPER
+
+Folder = Callable[[str], Path]
+ANCHOR = 0.3
+
+
+def examples(*lengths: int, weighted: bool = True) -> list[Example]:
+    """Random tokens and weights; the last example has no weights of its own."""
+    made = []
+    for place, length in enumerate(lengths):
+        tokens = torch.randint(3, tiny.VOCAB, (length,)).tolist()
+        weights = (torch.rand(length) * 3).tolist() if weighted and place < len(lengths) - 1 else None
+        made.append(Example(tokens, [i > 0 and i % (place % 3 + 1) == 0 for i in range(length)], place, weights))
+    return made
+
+
+def by_torch(ours: oracle.Ours, variant: str, data: list[Example], anchor: float) -> dict[str, Any]:
+    """Sums and gradients by autograd over PEFT's model, a document at a time."""
+    model = oracle.peft_model(tiny.hf_model(variant), ours).train()
+    cross_entropy, drift, divisor = torch.zeros(()), torch.zeros(()), 0.0
+    for example in data:
+        tokens = torch.tensor([example.tokens])
+        chosen = torch.tensor(example.supervised)[1:]
+        labels, weights = (
+            tokens[0, 1:][chosen],
+            torch.tensor(example.weights or [1.0] * len(example.tokens))[1:][chosen],
+        )
+        log_p = model(tokens).logits[0, :-1][chosen].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        with torch.no_grad(), model.disable_adapter():
+            base = model(tokens).logits[0, :-1][chosen].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        cross_entropy = cross_entropy - (weights * log_p).sum()
+        drift = drift + (log_p - base).square().sum()
+        divisor += float(weights.sum())
+    total = cross_entropy + anchor * drift
+    total.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    sums = {"loss": total, "cross_entropy": cross_entropy, "drift": drift}
+    return {name: float(value.detach()) for name, value in sums.items()} | {"divisor": divisor, "grads": grads}
+
+
+def packed(loss: Loss, data: list[Example], fixed: bool = False) -> PackedBatch:
+    layout = loss.layout(data)
+    if not fixed:
+        return pack(data, layout=layout)
+    held = capacities([range(len(data))], [len(e.tokens) for e in data], [e.response_tokens for e in data])
+    return pack(data, layout=layout, **held._asdict())
+
+
+def of(anchor: float) -> Loss:
+    return Anchored(anchor) if anchor else CrossEntropy()
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["exact", "padded"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("anchor", [0.0, ANCHOR], ids=["cross_entropy", "anchored"])
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])  # gemma2 caps its logits
+def test_loss_and_gradients_are_autograds(
+    variant: str, anchor: float, weighted: bool, fixed: bool, tiny_folder: Folder
+) -> None:
+    data = examples(20, 33, 5, weighted=weighted)
+    ours = oracle.ours(tiny_folder(variant))
+    loss = of(anchor)
+    step = Step(ours.decoder, ours.arena, loss=loss, longest=128)
+    batch = packed(loss, data, fixed)
+    step.micro_step(batch)
+    want = by_torch(ours, variant, data, anchor)
+    assert batch.divisor == pytest.approx(want["divisor"]) and ("weights" in batch.extra) == weighted
+    assert float(step.loss_sum) == pytest.approx(want["loss"], rel=1e-5)
+    if anchor:
+        assert want["drift"] > 1, "adapters that hardly move the base prove little"
+        assert step.figure_sums.tolist() == pytest.approx([want["cross_entropy"], want["drift"]], rel=1e-5)
+    for name in ours.arena.slots:
+        grad, theirs = ours.arena.view(name, ours.arena.grads), want["grads"][oracle.peft_name(name)]
+        assert theirs.norm() > 1e-4 and (grad - theirs).norm() / theirs.norm() < 2e-5, name
+
+
+def test_plain_cross_entropy_is_to_the_bit_what_it_was(tiny_folder: Folder) -> None:
+    """Final norm, one pass over the head, norm's backward, and nothing else: written out as the decoder had it when it
+    knew this loss alone."""
+    data, ours = examples(20, 33, 5, weighted=False), oracle.ours(tiny_folder("gemma2"))
+    decoder, step = ours.decoder, Step(ours.decoder, ours.arena)
+    batch = pack(data)
+    step.micro_step(batch)
+    loss, grads = step.loss_sum.clone(), ours.arena.grads.clone()
+    ours.arena.grads.zero_()
+
+    attend = PackedDocuments(attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths)))
+    run, spec = decoder.begin(batch.positions, attend), decoder.spec
+    tape = step.tapes.new(len(decoder.blocks), len(batch.tokens), spec.width, decoder.compute)
+    stream = decoder.forward(batch.tokens, run, batch.rows, tape)
+    weight, normed = decoder.norm.of(True), torch.empty_like(stream.x)
+    x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, spec.norm_eps, normed)
+    how = {"factor": spec.logit_scale, "cap": spec.logit_cap}
+    total, grad = linear_cross_entropy.forward(normed, decoder.head, batch.labels, **how)  # type: ignore[arg-type]
+    assert grad is not None
+    out = with_room(x, len(x), spec.width, 0)
+    rms_norm.add_backward(grad, x, rstd, weight, None, decoder.norm.grad, out[:, : spec.width])
+    decoder.backward(out, batch.tokens, run, batch.rows, tape)
+    assert torch.equal(loss, total) and torch.equal(grads, ours.arena.grads) and grads.any()
+
+
+def test_without_weights_the_head_is_asked_for_none(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call, loss and gradient together, no weights: what is launched is what was launched before there were any."""
+    asked: list[Any] = []
+    plain = linear_cross_entropy.forward
+
+    def watched(*args: Any, weights: Any, **how: Any) -> Any:
+        asked.append((weights, how["need_grad"]))
+        return plain(*args, weights=weights, **how)
+
+    monkeypatch.setattr(linear_cross_entropy, "forward", watched)
+    monkeypatch.setattr(linear_cross_entropy, "log_probs", lambda *_, **__: pytest.fail("a second pass"))
+    ours = oracle.ours(tiny_folder("llama"))
+    data = examples(9, 14, weighted=False)
+    loss = CrossEntropy()
+    Step(ours.decoder, ours.arena, loss=loss).micro_step(packed(loss, data, fixed=True))
+    assert asked == [(None, True)]
+
+
+@pytest.mark.parametrize("anchor", [0.0, ANCHOR], ids=["cross_entropy", "anchored"])
+@pytest.mark.parametrize("division", [[[0], [1], [2], [3]], [[3, 1], [0, 2]]], ids=["one each", "pairs"])
+def test_micro_batches_equal_one_batch(division: list[list[int]], anchor: float, tiny_folder: Folder) -> None:
+    """Loss, figures, norm and gradients: the divisor is the sum of weights of the whole step."""
+    data, found = examples(30, 3, 17, 8), []
+    for bins in ([[0, 1, 2, 3]], division):
+        torch.manual_seed(5)
+        ours, loss = oracle.ours(tiny_folder("llama")), of(anchor)
+        step = Step(ours.decoder, ours.arena, loss=loss)
+        loop = HostLoop(step)
+        batches = [packed(loss, [data[i] for i in held]) for held in bins]
+        hyper = HYPER | {"divisor": sum(batch.divisor for batch in batches), "clip": 0.5}
+        loop.step([loop.stage(batch) for batch in batches], hyper, range(len(batches)))
+        (figures,) = loop.finished()
+        found.append((figures, ours.arena.weights.clone()))
+    (whole, weights), (parts, weights_) = found
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-5) and parts.grad_norm == pytest.approx(
+        whole.grad_norm, rel=1e-4
+    )
+    assert parts.more == pytest.approx(whole.more, rel=1e-5) and set(whole.more) == set(loss.figures)
+    assert torch.allclose(weights, weights_, atol=1e-3) and not whole.skipped
+    if anchor:
+        assert whole.loss == pytest.approx(whole.more["cross_entropy"] + anchor * whole.more["drift"], rel=1e-5)
+    assert not step.figure_sums.any(), "the next step starts from nothing"
+
+
+@pytest.mark.parametrize("anchor", [0.0, ANCHOR], ids=["cross_entropy", "anchored"])
+def test_evaluation_reports_the_losss_figures(anchor: float, tiny_folder: Folder) -> None:
+    data, ours = examples(20, 33, 5), oracle.ours(tiny_folder("llama"))
+    want = by_torch(ours, "llama", data, anchor)
+    for capacity in (33, 1000):
+        got = evaluate(ours.decoder, data, capacity=capacity, loss=of(anchor))
+        assert got.loss == pytest.approx(want["loss"] / want["divisor"], rel=1e-5)
+        assert got.perplexity == pytest.approx(math.exp(want["cross_entropy"] / want["divisor"]), rel=1e-4)
+        assert got.response_tokens == sum(e.response_tokens for e in data) and got.examples == 3
+        names = ("cross_entropy", "drift") if anchor else ()
+        assert got.figures == {name: pytest.approx(want[name] / want["divisor"], rel=1e-5) for name in names}
+        assert got.document() == {**{n: getattr(got, n) for n in ("loss", "perplexity", "response_tokens", "examples")},
+                                  **got.figures}  # fmt: skip
+    base = evaluate(ours.decoder, data, capacity=1000, loss=of(anchor), adapted=False)
+    assert base.figures.get("drift", 0.0) == 0 and base.loss != pytest.approx(got.loss, rel=1e-3)
+
+
+def test_the_anchor_holds_back(tiny_folder: Folder) -> None:
+    """Trained on the same examples, an anchored model stays nearer to its base."""
+    data, drifts = examples(24, 31), []
+    for anchor in (1e-6, 1.0):
+        ours = oracle.ours(tiny_folder("llama"), random_b=False)
+        loss = Anchored(anchor)
+        step = Step(ours.decoder, ours.arena, loss=loss)
+        for _ in range(12):
+            batch = packed(loss, data)
+            step.set_hyper(HYPER | {"divisor": batch.divisor, "lr": 5e-3})
+            step.micro_step(batch)
+            report = step.update_step().tolist()
+        drifts.append(report[4])
+    assert 0 < drifts[1] < 0.5 * drifts[0], drifts
+
+
+def test_dropout_leaves_the_bases_predictions_alone(tiny_folder: Folder) -> None:
+    """Only the pass that trains drops anything: with adapters that are still zero nothing has moved."""
+    ours = oracle.ours(tiny_folder("llama"), LoraConfig(rank=4, dropout=0.5), random_b=False)
+    loss = Anchored(ANCHOR)
+    step = Step(ours.decoder, ours.arena, dropout=0.5, loss=loss)
+    step.micro_step(packed(loss, examples(20, 9)))
+    cross_entropy, drift = step.figure_sums.tolist()
+    assert drift < 1e-8 and cross_entropy > 1
+    step.discard()
+    assert not step.figure_sums.any()
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_nothing(recompute: str, tiny_folder: Folder) -> None:
+    data, grads = examples(20, 33), []
+    for policy in ("none", recompute):
+        torch.manual_seed(5)
+        ours, loss = oracle.ours(tiny_folder("llama")), Anchored(ANCHOR)
+        Step(ours.decoder, ours.arena, loss=loss, recompute=policy).micro_step(packed(loss, data))
+        grads.append(ours.arena.grads.clone())
+    assert torch.equal(*grads)
+
+
+def test_a_batch_travels_with_the_losss_fields() -> None:
+    """Everything in one flat buffer and out again; a batch without fields takes no more than it did."""
+    data = examples(7, 12, 5)
+    layout = dataclasses.replace(
+        CrossEntropy().layout(data),
+        fields=(
+            *CrossEntropy().layout(data).fields,
+            Field("document", torch.int32, lambda held: torch.arange(sum(len(e.tokens) for e in held)).numpy()),
+            Field("chosen", torch.int64, lambda held: torch.arange(len(held)).numpy() + 5, per="document", padding=-1),
+        ),
+    )
+    batch = pack(data, layout=layout, capacity=64, max_docs=6, max_rows=33, longest=64)
+    flat = Flat(Shape.of(batch))
+    host = torch.full((flat.size,), -7)
+    flat.fill(host, batch)
+    own, extra = flat.views(host.clone())
+    for name, value in own.items():
+        assert torch.equal(value, getattr(batch, name)) and value.dtype == getattr(batch, name).dtype
+    assert set(extra) == {"weights", "document", "chosen"}
+    assert all(torch.equal(extra[name], batch.extra[name]) for name in extra)
+    assert extra["chosen"].tolist() == [5, 6, 7, -1, -1, -1] and extra["weights"].dtype == torch.float32
+    targets = (batch.labels >= 0).sum()
+    assert extra["document"][:targets].tolist() == (batch.rows[:targets] + 1).tolist(), "of the label, not of its row"
+    plain = Shape.of(pack(data, capacity=64, max_docs=6, max_rows=33, longest=64))
+    assert Flat(plain).size == 2 * 64 + 2 * 33 + 4
+    assert Figures.of("tag", ("a",), [1.0, 2.0, 0.0, 3.0]) == ("tag", 1.0, 2.0, False, {"a": 3.0})
+
+
+def test_groups_stay_together_in_their_order() -> None:
+    lengths = torch.randint(1, 30, (61,)).tolist()
+    groups = torch.arange(61).numpy() // 2
+    plan = plan_epoch(lengths, tokens_per_step=200, micro_capacity=100, seed=3, epoch=1, groups=groups)
+    bins = [held for step in plan for held in step]
+    assert sorted(i for held in bins for i in held) == list(range(61))
+    for held in bins:
+        assert sum(lengths[i] for i in held) <= 100
+        for place, index in enumerate(held):
+            if index % 2:
+                assert held[place - 1] == index - 1, "the first of its pair stands before it"
+    flat = [i for held in bins for i in held if not i % 2]
+    assert flat != sorted(flat), "groups are shuffled"
+    with pytest.raises(AssertionError, match="exceeds a bin"):
+        plan_epoch([60, 60], tokens_per_step=200, micro_capacity=100, seed=0, epoch=0, groups=groups[:2])
+    alone = plan_epoch(lengths, tokens_per_step=200, micro_capacity=100, seed=3, epoch=1)
+    ones = plan_epoch(
+        lengths, tokens_per_step=200, micro_capacity=100, seed=3, epoch=1, groups=torch.arange(61).numpy()
+    )
+    assert alone == ones, "groups of one are no groups"
+
+
+def test_evaluation_keeps_groups_together(tiny_folder: Folder) -> None:
+    class Paired(CrossEntropy):
+        def __init__(self) -> None:
+            self.bins: list[list[int]] = []
+
+        def layout(self, examples: Any) -> BatchLayout:
+            return BatchLayout(groups=lambda held: torch.arange(len(held)).numpy() // 2)
+
+        def __call__(self, output: Any, batch: PackedBatch, *args: Any, **how: Any) -> Any:
+            self.bins.append(list(batch.lengths))
+            return super().__call__(output, batch, *args, **how)
+
+    data, ours = examples(10, 11, 12, 13, 14, 15, weighted=False), oracle.ours(tiny_folder("llama"))
+    loss = Paired()
+    got = evaluate(ours.decoder, data, capacity=40, loss=loss)
+    assert loss.bins == [[10, 11], [12, 13], [14, 15]], "by length alone, three would fit the first"
+    assert got.loss == pytest.approx(evaluate(ours.decoder, data, capacity=100).loss, rel=1e-6)
+
+
+def test_a_loss_that_cannot_work_is_refused_in_one_sentence() -> None:
+    assert isinstance(choose(TrainConfig()), CrossEntropy)
+    made = choose(TrainConfig(loss="anchored", anchor=0.5))
+    assert isinstance(made, Anchored) and made.anchor == 0.5
+    for method in ("full", "scratch"):
+        with pytest.raises(GraftuneError, match=f"loss is anchored and method is {method}"):
+            choose(TrainConfig(loss="anchored", method=method))  # type: ignore[arg-type]
+    with pytest.raises(GraftuneError, match="anchor is set and loss is cross_entropy"):
+        choose(TrainConfig(anchor=0.5))
