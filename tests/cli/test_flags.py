@@ -16,9 +16,9 @@ from graftune.cli.app import app
 from graftune.config import leaves
 
 FROZEN = {
-    "train": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip
+    "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip
         --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
-        --eval-data --eval-every --eval-examples --graph --init --init-scale --json --keep-last --lr
+        --eval-data --eval-every --eval-examples --graph --init --init-scale --json --keep-last --loss --lr
         --map --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base --no-append-eos
         --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience
         --print-config --profile --prompt-form --quiet --rank --recompute --resume --revision --rslora
@@ -34,9 +34,9 @@ FROZEN = {
     "data": """--append-eos --base --config --date --json --map --max-seq-len --no-append-eos --no-strict
         --prompt-form --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA
         MORE""",
-    "plan": """--adapter --alpha --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip
+    "plan": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip
         --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
-        --eval-data --eval-every --eval-examples --gpu --graph --init --init-scale --json --keep-last
+        --eval-data --eval-every --eval-examples --gpu --graph --init --init-scale --json --keep-last --loss
         --lr --map --max-seq-len --max-steps --memory --method --min-lr --new-tokens --no-any-base --no-append-eos
         --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience
         --print-config --prompt-form --rank --recompute --revision --rslora --sample-tokens --samples --save-every

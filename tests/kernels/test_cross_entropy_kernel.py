@@ -174,3 +174,61 @@ def test_scaled_and_capped_logits_equal_autograds(device, fused, factor, cap, mo
     close(
         linear_cross_entropy.forward(x, head, labels, need_grad=False, factor=factor, cap=cap)[0], want, torch.float32
     )
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (9, 37), (6, 1000)])
+def test_weights_like_the_reference(kernels_on, device, rows, vocabulary, dtype, scaled):
+    """Any sign, zero among them; rows that are not counted may have any weight."""
+    x, head, labels = problem(rows, 8, vocabulary, dtype, device, seed=rows)
+    weights = torch.randn(rows, generator=torch.Generator().manual_seed(1)).to(device)
+    weights[labels < 0], weights[0] = float("nan"), 0.0
+    scale = torch.tensor(12.0, device=device) if scaled else None
+    total, grad = linear_cross_entropy.forward(x, head, labels, scale=scale, weights=weights)
+    want_total, want_grad = reference.forward(x, head, labels, scale=scale, weights=weights)
+    close(total, want_total, torch.float32)
+    close(grad, want_grad, dtype)
+    assert not head.handed[0][labels < 0].any() and not head.handed[0][0].any()
+    close(linear_cross_entropy.forward(x, head, labels, need_grad=False, weights=weights)[0], total, torch.float32)
+    ones = torch.ones(rows, device=device)
+    for one, plain in zip(
+        linear_cross_entropy.forward(x, head, labels, weights=ones), linear_cross_entropy.forward(x, head, labels),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(one, plain), "a weight of 1 is none, to the bit"
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize(("factor", "cap"), [(1.0, 0.0), (0.5, 1.2)])
+def test_two_passes_are_autograds(device, fused, factor, cap, monkeypatch):
+    """Any function of the log-probabilities: its slopes are the second pass's weights, with the other sign."""
+    from graftune.kernels import launch
+    from graftune.kernels.linear_cross_entropy import kernel
+
+    monkeypatch.setattr(launch, "fused", lambda x: fused)
+    monkeypatch.setattr(kernel, "CHUNK_STEP", 4)
+    monkeypatch.setattr(kernel, "CHUNK_BYTES", 4 * 37 * 4)
+    monkeypatch.setattr(reference, "CHUNK_BYTES", 4 * 37 * 4)
+    x, head, labels = problem(9, 8, 37, torch.float32, device, seed=4)
+    counted = labels >= 0
+    leaf = x.clone().requires_grad_()
+    logits = leaf @ head.weight.t() * factor
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    want = torch.zeros(9, device=device)
+    want[counted] = logits.log_softmax(1)[counted].gather(1, labels[counted].unsqueeze(1)).squeeze(1)
+    got = linear_cross_entropy.log_probs(x, head, labels, factor=factor, cap=cap)
+    assert got.dtype == torch.float32 and [len(part) for part in head.handed] == [4, 4, 1]
+    close(got, want.detach(), torch.float32)
+    (want.sin() + want.square()).sum().backward()
+    slopes = got.cos() + 2 * got
+    grad = linear_cross_entropy.forward(x, head, labels, weights=-slopes, factor=factor, cap=cap)[1]
+    assert grad is not None and leaf.grad is not None
+    close(grad, leaf.grad, torch.float32)
+
+
+def test_no_rows_have_no_log_probabilities(kernels_on, device):
+    head = Table(torch.randn(5, 4, device=device))
+    x, labels = torch.empty(0, 4, device=device), torch.empty(0).long().to(device)
+    assert linear_cross_entropy.log_probs(x, head, labels).shape == (0,)

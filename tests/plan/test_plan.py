@@ -17,6 +17,8 @@ from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.kernels import nf4
+from graftune.losses import Anchored, CrossEntropy
+from graftune.losses.interface import WEIGHTED
 from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
@@ -77,6 +79,8 @@ CASES = {
     "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
     "fp8": setup(kind="fp8"),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
+    "anchored": setup(loss=Anchored(0.1), recompute="full"),
+    "anchored, with weights": setup(loss=Anchored(0.1), layout=WEIGHTED, kind="bf16", compute=torch.bfloat16),
     "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, room=100, recompute="full"),
 }
 
@@ -88,6 +92,20 @@ def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
     assert foretold.phases == real.phases and foretold.after == real.after
     assert {"adapters", "gradients", "moments"} <= foretold.phases["step"].keys()
     assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
+
+
+def test_the_second_pass_is_planned() -> None:
+    """The base's forward pass runs before anything is saved, so it adds no peak of its own but what the loss itself
+    takes: on a GPU, whose logits are one chunk, the pass shows as kernels."""
+    launched: dict[str, list[str]] = {"plain": [], "anchored": []}
+    peaks = {}
+    for name, loss in (("plain", CrossEntropy()), ("anchored", Anchored(0.1))):
+        seen = launched[name]
+        made = gpu(loss=loss, layout=WEIGHTED, evaluates=False)
+        peaks[name] = rehearse(made, launched=lambda kernel, *_, seen=seen, **__: seen.append(str(kernel)))
+    passes = 2 * spec().layers  # as a first step and as it is captured
+    assert len(launched["anchored"]) > len(launched["plain"]) + 3 * passes, "norms, rotary and attention of every layer"
+    assert peaks["anchored"].peak >= peaks["plain"].peak and peaks["anchored"].captured >= peaks["plain"].captured
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -18,6 +18,8 @@ import torch
 
 from graftune.batch import PLAIN, BatchLayout, Example, Field, PackedBatch
 from graftune.data.encoded import has_weights, weight_sums_of, weights_of
+from graftune.kernels import rehearsal
+from graftune.kernels.rehearsal import LOGITS
 from graftune.model.decoder import Decoder
 from graftune.model.head import Output
 from graftune.model.run import Pass
@@ -90,4 +92,5 @@ class LogProbLoss(Loss):
 def base_log_probs(decoder: Decoder, batch: PackedBatch, run: Pass) -> torch.Tensor:
     """log p(label) [R] with adapters off, for a loss that needs it: a forward pass that keeps nothing."""
     stream = decoder.forward(batch.tokens, replace(run, adapted=False, dropout=None), batch.rows)
-    return decoder.read_out(stream, adapted=False).log_probs(batch.labels)
+    with rehearsal.owned(LOGITS):
+        return decoder.read_out(stream, adapted=False).log_probs(batch.labels)

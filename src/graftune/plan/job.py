@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from graftune.batch import PLAIN, BatchLayout
 from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_room
 from graftune.kernels.rehearsal import META, Rehearsal, rehearsing
+from graftune.losses import choose
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
 from graftune.plan import cards, libraries
 from graftune.plan.cards import Card
@@ -114,6 +116,7 @@ class Job:
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     tokens: int = 0  # different ones that occur in the data; 0: not known
     resuming: bool = False  # what the run has begun with has to stay
+    layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
     _made: dict[tuple[str, int, str, int], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -173,6 +176,8 @@ class Job:
             shape=self.shapes(capacity),
             recompute=recompute,
             method=config.train.method,
+            loss=choose(config.train),
+            layout=self.layout,
             clip_mode=config.optim.clip_mode,
             backend=self.attention.backend,
             others=self.attention.others,

@@ -17,6 +17,7 @@ from graftune.config import Config, LoraConfig
 from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
 from graftune.kernels import attention
+from graftune.losses import choose
 from graftune.model.lora import build_arena, initialise, start_from_scratch
 from graftune.runtime import Runtime, resolve
 from graftune.session.session import Session
@@ -71,11 +72,13 @@ def open_session(config: Config, *, base: Base | None = None, placement: Placeme
         base_dtype=placement.base_dtype,
         alpha=lora.alpha if method == "lora" else config.lora.alpha,
     )
-    return Session(resolved, base, runtime, placement, lora, arena, decoder, attend, whole=whole)
+    return Session(resolved, base, runtime, placement, lora, arena, decoder, attend, choose(config.train), whole=whole)
 
 
 def check_method(config: Config) -> None:
-    """Settings of adapters where none are trained are a mistake: they would be read by nobody."""
+    """Settings of adapters where none are trained are a mistake: they would be read by nobody. And a loss that cannot
+    work with the method."""
+    choose(config.train)
     method, default = config.train.method, LoraConfig()
     for name, value in vars(config.lora).items() if method != "lora" else ():
         if value not in (getattr(default, name), _EARLIER_DEFAULTS.get(name)):

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from graftune.batch import PLAIN, BatchLayout, Example
+from graftune.batch import Example
 from graftune.config import Config, LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention
-from graftune.losses import CrossEntropy, Loss
+from graftune.losses import CrossEntropy, Loss, choose
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena
 from graftune.runtime import Runtime
@@ -37,10 +37,9 @@ from graftune.weights.placement import Placement
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 
 
-def loader_of(
-    config: Config, examples: Sequence[Example], capacity: int, *, fixed: bool = True, layout: BatchLayout = PLAIN
-) -> Loader:
-    """The data in the steps and micro-batches that the settings make of it; a micro-batch has `capacity` tokens."""
+def loader_of(config: Config, examples: Sequence[Example], capacity: int, *, fixed: bool = True) -> Loader:
+    """The data in the steps and micro-batches that the settings and their loss make of it; a micro-batch has `capacity`
+    tokens."""
     settings = config.train
     return Loader(
         examples,
@@ -48,7 +47,7 @@ def loader_of(
         micro_capacity=capacity,
         seed=settings.seed,
         fixed=fixed,
-        layout=layout,
+        layout=choose(settings).layout(examples),
     )
 
 
@@ -103,8 +102,7 @@ class Parts:
         return hot_loop(self.step, graph=self.config.train.graph)
 
     def loader(self, examples: Sequence[Example]) -> Loader:
-        capacity = self.config.train.tokens_per_micro_batch
-        return loader_of(self.config, examples, capacity, fixed=self.captured, layout=self.loss.layout)
+        return loader_of(self.config, examples, self.config.train.tokens_per_micro_batch, fixed=self.captured)
 
     def fix_shape(self, loader: Loader, epochs: float) -> Capacities | None:
         """The one shape of every micro-batch of so many epochs; None where shapes are exact."""

@@ -24,6 +24,7 @@ from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
 from graftune.files import LOCK, FolderLock
+from graftune.losses import choose
 from graftune.mixture import DataValue, label, slug
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
@@ -174,7 +175,7 @@ def plan_job(
     if runtime.device.type not in ("cuda", "cpu"):
         return None
 
-    held_out = data.validation.examples
+    held_out, loss = data.validation.examples, choose(config.train)
 
     @functools.cache
     def shapes(capacity: int) -> Capacities:
@@ -189,10 +190,13 @@ def plan_job(
         card=card,
         memory=memory,
         evaluates=bool(held_out),
-        evaluated=functools.cache(lambda capacity: shape_of(held_out, capacity)) if held_out else None,
+        evaluated=functools.cache(lambda capacity: shape_of(held_out, capacity, loss.layout(held_out)))
+        if held_out
+        else None,
         tokens=distinct_tokens(data.training.examples, held_out),
         asked=data.answers.lengths,
         resuming=resuming,
+        layout=loss.layout(data.training.examples),
     )
 
 

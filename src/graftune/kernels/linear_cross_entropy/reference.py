@@ -57,7 +57,7 @@ def forward(
                 total += to_gradient_(piece, ids, scale, factor, cap, own)
             else:
                 losses = -log_probs_of(bent(piece.float(), factor, cap), ids)
-                total += (losses if own is None else losses * own).sum()
+                total += (losses if own is None else losses * torch.where(ids >= 0, own, 0.0)).sum()
         if grad is not None:
             grad[start : start + size] = head.input_grad(logits, part)
         del logits, piece  # or two chunks are alive while the next one is computed
@@ -82,7 +82,7 @@ def to_gradient_(
     """Overwrites a few rows of logits with softmax minus one-hot, times `scale` and the row's weight (zero where the
     label is -1); returns the sum of their losses, times the weights."""
     counted = (labels >= 0).unsqueeze(1)
-    own = counted if weights is None else counted * weights.unsqueeze(1)
+    own = counted if weights is None else torch.where(counted, weights.unsqueeze(1), 0.0)
     weight = own.float() if scale is None else own * scale
     index = labels.clamp(min=0).unsqueeze(1)
     wide = bent(logits.float(), factor, cap)
