@@ -111,7 +111,7 @@ def test_plain_cross_entropy_is_to_the_bit_what_it_was(tiny_folder: Folder) -> N
 
     attend = PackedDocuments(attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths)))
     run, spec = decoder.begin(batch.positions, attend), decoder.spec
-    tape = step.tapes.new(len(decoder.blocks), len(batch.tokens), spec.width, decoder.compute)
+    tape = step.tapes.new(len(decoder.blocks), len(batch.tokens), spec.width, decoder.compute, decoder.device)
     stream = decoder.forward(batch.tokens, run, batch.rows, tape)
     weight, normed = decoder.norm.of(True), torch.empty_like(stream.x)
     x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, spec.norm_eps, normed)
