@@ -101,7 +101,7 @@ def peft_model(model: Any, ours_: Ours) -> Any:
     import peft
 
     lora, spec = ours_.lora, ours_.base.spec
-    norms = [n for n in NORMS[spec.norms] if n] + (["q_norm", "k_norm"] if spec.qk_norm else [])
+    norms = [n for n in NORMS[spec.norms] if n] + (list(spec.names.qk_norms) if spec.qk_norm else [])
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -24,7 +24,20 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma2", "phi3", "granite", "smollm3", "olmo2", "olmo3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "gemma2",
+    "phi3",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "lfm2",
+)
 VARIANTS = (
     *FAMILIES,
     "llama-linear",
@@ -52,7 +65,9 @@ CONFIGS = {
     "smollm3": "SmolLM3Config",
     "olmo2": "Olmo2Config",
     "olmo3": "Olmo3Config",
+    "lfm2": "Lfm2Config",
 }
+TIED = ("gemma2", "gemma3", "smollm3", "lfm2")
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 # What a family's options are beside those of all. Layers are of both kinds wherever there are two.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -67,6 +82,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.7,
     },
     "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0},
+    "lfm2": {
+        "head_dim": None,
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "block_multiple_of": 8,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
     "olmo2": {"head_dim": None},
     "olmo3": {"head_dim": None, "num_hidden_layers": 5, "sliding_window": 6},
 }
@@ -144,7 +167,7 @@ def hf_model(variant: str, seed: int = 0) -> Any:
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
-                if name == "model.norm.weight" and family in ("gemma2", "gemma3", "smollm3"):
+                if name in ("model.norm.weight", "model.embedding_norm.weight") and family in TIED:
                     p[::2] *= -1  # a tied head would say its own input again and again
                 p.sub_(1.0 if family.startswith("gemma") else 0.0)  # theirs is the weight less one
             elif name.endswith("bias"):

@@ -30,7 +30,8 @@ Told = Callable[[str], None]  # takes a note for the user
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-TARGETS = (*PROJECTIONS, *FUSED)
+OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2")  # as LFM2 calls them
+TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS)
 LENGTH, SHORTEST = 2048, 8  # tokens of an example: the longest unless set, and the least that may be set
 TARGET_SHORTHANDS = {
     "all_linear": PROJECTIONS,
@@ -38,6 +39,7 @@ TARGET_SHORTHANDS = {
     "qv": ("q_proj", "v_proj"),
     "mlp": PROJECTIONS[4:],
 }
+PARTS = {"all_linear", "attention", "mlp"}  # those that mean whatever a layer has there
 _SPELLINGS = {"all-linear": "all_linear", "all": "all_linear"}  # PEFT's and LLaMA-Factory's
 
 

@@ -92,8 +92,7 @@ def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:
     want = [ours.logits([text]) for text in texts]
     cache = Cache(decoder.spec, starts, 22, decoder.device, decoder.compute)
     for layer in cache.layers:
-        assert isinstance(layer, KeyValues)
-        for stored in (layer.keys, layer.values):
+        for stored in (layer.keys, layer.values) if isinstance(layer, KeyValues) else (layer.values,):
             stored.fill_(1e4)  # what was never written must not be seen
     with torch.no_grad():
         packed = torch.tensor([t for text, n in zip(texts, starts, strict=True) for t in text[:n]])

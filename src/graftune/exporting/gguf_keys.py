@@ -24,9 +24,9 @@ from graftune.weights.gguf_io import read_gguf
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2"}
-ARCHITECTURES |= {family: family for family in ("gemma2", "gemma3", "phi3", "granite", "smollm3", "olmo2")}
+ARCHITECTURES |= {family: family for family in ("gemma2", "gemma3", "phi3", "granite", "smollm3", "olmo2", "lfm2")}
 WINDOWED = ("gemma2", "gemma3", "olmo3")  # families whose windows llama.cpp has (of phi3 it reads them and says no)
-Values = dict[str, int | float | str | list[bool]]
+Values = dict[str, int | float | str | list[bool] | list[int]]
 # True of the file that was read, not of what is written now.
 _DROPPED = ("split.", "quantize.imatrix.", "general.alignment")
 
@@ -96,9 +96,9 @@ def _written(base: Base, name: str, end_of_turn: int | None) -> dict[str, bytes]
     return keys | vocabulary(base.tokenizer, spec.vocab, end_of_turn)
 
 
-def _encoded(value: int | float | str | list[bool]) -> bytes:
+def _encoded(value: int | float | str | list[bool] | list[int]) -> bytes:
     if isinstance(value, list):
-        return gguf_file.array(value, GGUFValueType.BOOL)
+        return gguf_file.array(value, GGUFValueType.BOOL if isinstance(value[0], bool) else GGUFValueType.INT32)
     return gguf_file.text(value) if isinstance(value, str) else gguf_file.number(value)
 
 
@@ -143,6 +143,9 @@ def _family(spec: ModelSpec) -> Values:
         found["attn_logit_softcapping"] = float(spec.attention_cap)
     if spec.logit_cap:
         found["final_logit_softcapping"] = float(spec.logit_cap)
+    if spec.family == "lfm2":
+        found["shortconv.l_cache"] = spec.conv_taps
+        found["attention.head_count_kv"] = [0 if i in spec.conv_layers else spec.kv_heads for i in range(spec.layers)]
     if spec.family == "granite":
         found |= {
             "embedding_scale": float(spec.embedding_scale),

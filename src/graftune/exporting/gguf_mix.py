@@ -40,7 +40,8 @@ def more_bits(layer: int, layers: int) -> bool:
 def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) -> str:
     """The block type of a tensor by its GGUF name."""
     kind = TYPES[mix][0]
-    if len(shape) == 1 or name.endswith("ffn_gate_inp.weight"):  # a router's choice hangs on small differences
+    # A router's choice hangs on small differences; of a convolution's few taps llama.cpp takes no others.
+    if len(shape) == 1 or name.endswith(("ffn_gate_inp.weight", "shortconv.conv.weight")):
         return "F32"
     if kind in _FLOATS:
         return kind

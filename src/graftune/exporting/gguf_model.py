@@ -21,6 +21,8 @@ from graftune.weights.streamed import Held, OnPiece, nothing
 
 # What a family may have, and a GGUF of it has a key for or takes for granted.
 SHAPED = (
+    "conv_layers",
+    "conv_taps",
     "window",
     "window_layers",
     "norms",
@@ -60,6 +62,8 @@ def gguf_tensors(base: Base, mix: str) -> list[Block]:
         heads = rows.heads_of(base.spec, ours)
         if interleaved and heads is not None:
             source = rows.Reordered(source, rows.gguf_order(heads, base.spec.head_width))
+        if rows.is_taps(ours):
+            source = rows.Reshaped(source, (source.shape[0], source.shape[2]))
         found.append(Block(name, source, tensor_kind(name, tuple(source.shape), mix, base.spec)))
     found += [Block(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
     return found

@@ -62,7 +62,7 @@ class Decoder:
                 is_far = (sequences.reach(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
             tables.append(rope.tables(positions, frequencies, kind.scaling))
-        return Pass(tuple(tables), sequences, adapted, dropout, aside)
+        return Pass(tuple(tables), positions, sequences, adapted, dropout, aside)
 
     def forward(
         self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None, tape: Tape | None = None

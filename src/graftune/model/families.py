@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    norms: str = "before"  # each half: before it | around it (before and behind) | behind it, ahead of the residual add
+    norms: str = "before"  # each part: before | around (before and behind) | behind, ahead of the add; operator: LFM2's
     norm_shift: float = 0.0  # what is to be added to norm weights as checkpoints of Hugging Face hold them
     activation: str = "silu"  # silu | gelu (tanh's)
     qkv_bias: bool = False
@@ -25,6 +25,7 @@ class Family(NamedTuple):
     pattern: int = 0  # alternate: every such layer has none
     part_of_head: bool = False  # whether rope may turn a part of each head
     mixture: bool = False  # of experts, in every layer
+    convolves: bool = False  # some layers have a short convolution in place of attention
     hf_class: str = ""
 
 
@@ -61,6 +62,9 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(fused=True, windows="all", part_of_head=True, hf_class="Phi3ForCausalLM"),
     "granite": Family(hf_class="GraniteForCausalLM"),
     "smollm3": Family(tied=True, theta=2_000_000.0, windows="told", hf_class="SmolLM3ForCausalLM"),
+    "lfm2": Family(
+        norms="operator", qk_norm=True, tied=True, theta=1_000_000.0, convolves=True, hf_class="Lfm2ForCausalLM"
+    ),
     "olmo2": Family(norms="behind", qk_norm=True, wide_qk_norm=True, hf_class="Olmo2ForCausalLM"),
     "olmo3": Family(
         norms="behind",

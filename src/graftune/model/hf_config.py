@@ -59,6 +59,8 @@ def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             f"{heads} heads do not divide by {kv_heads} key heads", where=where, mend="check config.json"
         )
     config = UNSAID.get(name, {}) | dict(config)
+    if family.convolves:
+        config = _lfm2(config)
     head_width = int(config.get("head_dim") or width // heads)
     unrotated = unrotated_layers(config, name, layers)
     window, window_layers = _window(config, family, layers, unrotated)
@@ -68,7 +70,7 @@ def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         family=name,
         layers=layers,
         width=width,
-        ffn=get.whole("moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"),
+        ffn=Getter(config, where).whole("moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
@@ -94,7 +96,32 @@ def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         logit_scale=1.0 / number(config, "logits_scaling", 1.0),
         logit_cap=number(config, "final_logit_softcapping", 0.0),
         **(_mixture(config, name, get, where) if family.mixture else {}),
+        **(_convolutions(config, layers, get, where) if family.convolves else {}),
     )
+
+
+def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the names that others have for the same, and the feed-forward's width as it comes out."""
+    ffn = int(config.get("block_ff_dim") or config.get("intermediate_size") or 0)
+    if config.get("block_auto_adjust_ff_dim", True):
+        ffn, multiple = int(2 * ffn / 3), int(config.get("block_multiple_of") or 256)
+        if config.get("block_ffn_dim_multiplier", 1.0) is not None:
+            ffn = math.ceil(int(config.get("block_ffn_dim_multiplier", 1.0) * ffn) / multiple) * multiple
+    tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
+    named = {"intermediate_size": ffn, "rms_norm_eps": config.get("norm_eps", 1e-5), "tie_word_embeddings": tied}
+    return dict(config) | named
+
+
+def _convolutions(config: Mapping[str, Any], layers: int, get: Getter, where: str) -> dict[str, Any]:
+    if config.get("conv_bias"):
+        raise GraftuneError("conv_bias is set, which is not supported", where=where, mend="use a base without it")
+    kinds = config.get("layer_types")
+    if kinds:
+        found = tuple(i for i, kind in enumerate(kinds) if kind == "conv")
+    else:
+        attends = config.get("full_attn_idxs")
+        found = () if attends is None else tuple(i for i in each(layers) if i not in set(attends))
+    return {"conv_layers": found, "conv_taps": get.whole("conv_L_cache") if "conv_L_cache" in config else 3}
 
 
 def _mixture(config: Mapping[str, Any], family: str, get: Getter, where: str) -> dict[str, Any]:

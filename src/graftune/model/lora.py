@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graftune.config import FUSED, LoraConfig, expand_targets
+from graftune.config import FUSED, PARTS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear
 from graftune.kernels.lora_linear import Copy, Low
@@ -147,7 +147,7 @@ def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
         for index in range(spec.layers)
         for name, width in spec.layer(index).norm_widths.items()
     ]
-    return [*blocks, (-1, "norm.weight", spec.width)]
+    return [*blocks, (-1, f"{spec.names.final_norm}.weight", spec.width)]
 
 
 def scaling(config: LoraConfig) -> float:
@@ -156,8 +156,9 @@ def scaling(config: LoraConfig) -> float:
 
 def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
     """The projections that get adapters, as the model's family calls them."""
-    asked = expand_targets(config.targets)
-    wanted = {p for p in asked if p in spec.projections}
+    wanted = {name for kind in spec.kinds for target in config.targets for name in kind.meant(target)}
+    asked = expand_targets(tuple(t for t in config.targets if t not in PARTS)) if set(config.targets) - PARTS else ()
+    wanted |= {p for p in asked if p in spec.projections}
     for fused, parts in FUSED.items():
         given = [p for p in parts if p in asked]
         if fused not in spec.projections or not given:
@@ -248,7 +249,7 @@ def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
         if len(slot.shape) == 1:
             value.fill_(0.0 if slot.name.endswith("bias") else 1.0)
             continue
-        writes = slot.name.endswith(("o_proj.weight", "down_proj.weight"))
+        writes = slot.name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight", "w2.weight"))
         std = 0.02 / math.sqrt(2 * spec.layers) if writes else 0.02
         value.copy_(torch.empty(slot.shape).normal_(0.0, std, generator=generator))
     arena.publish()

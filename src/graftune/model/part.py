@@ -76,7 +76,7 @@ class PartSpec:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """What else there is, always frozen."""
+        """What else there is: frozen beside adapters."""
         return {}
 
     @property
@@ -93,11 +93,6 @@ class PartSpec:
     def parameters(self) -> int:
         """Of the matrices."""
         return sum(math.prod(shape) for shape in self.weights.values() if len(shape) > 1)
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of it can train: what is always frozen has no gradient."""
-        return not self.tensors
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
@@ -147,8 +142,8 @@ class Maker(Protocol):
 
     def norm(self, name: str) -> NormWeight: ...
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of the spec's `tensors`, in fp32."""
+    def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One of the spec's `tensors`, in fp32, and its gradient where every weight trains."""
         ...
 
 

@@ -110,6 +110,7 @@ class Aside:
 @dataclass(frozen=True)
 class Pass:
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cos and sin [T, R/2] for each kind of layer
+    positions: torch.Tensor  # [T], from 0 in every document
     sequences: Sequences
     adapted: bool = True
     dropout: Dropout | None = None

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.mixers.short_conv import ShortConvSpec
 from graftune.model.part import FeedForwardSpec, MixerSpec, PartSpec
 from graftune.model.rotary import Rope, RopeScaling, inverse_frequencies
 
@@ -28,7 +29,23 @@ NORMS = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    "operator": ("operator_norm", None, "ffn_norm", None),
     "behind": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+}
+
+
+class Names(NamedTuple):
+    """How a family's checkpoints call what others have too."""
+
+    attention_out: str = "o_proj"
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    mlp: str = "mlp"
+    gated: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    final_norm: str = "norm"
+
+
+NAMES = {
+    "lfm2": Names("out_proj", ("q_layernorm", "k_layernorm"), "feed_forward", ("w1", "w3", "w2"), "embedding_norm"),
 }
 
 
@@ -49,6 +66,11 @@ class LayerSpec:
     def projections(self) -> dict[str, tuple[int, int]]:
         """(out, in) of all that adapters may lie on; of a mixture, of one expert."""
         return {name: shape for part in self.parts for name, shape in part.projections.items()}
+
+    def meant(self, target: str) -> tuple[str, ...]:
+        """The projections that one of config.PARTS stands for."""
+        parts = {"all_linear": self.parts, "attention": (self.mixer,), "mlp": (self.feed_forward,)}.get(target, ())
+        return tuple(name for part in parts for name in part.projections)
 
     def home(self, projection: str) -> str:
         """The module that a projection is in."""
@@ -106,11 +128,19 @@ class ModelSpec:
     experts: int = 0  # of each layer's MLP; 0: it is dense. ffn is then one expert's
     experts_chosen: int = 0  # for each token
     experts_normalised: bool = True  # whether the weights of the chosen sum to one
+    conv_layers: tuple[int, ...] = ()  # layers with a short convolution in place of attention
+    conv_taps: int = 0
 
     def layer(self, index: int) -> LayerSpec:
         return LayerSpec(self._mixer(index), self._feed_forward(index), NORMS[self.norms], self.width)
 
+    @property
+    def names(self) -> Names:
+        return NAMES.get(self.family, Names())
+
     def _mixer(self, layer: int) -> MixerSpec:
+        if layer in self.conv_layers:
+            return ShortConvSpec(self.width, self.conv_taps)
         return AttentionSpec(
             width=self.width,
             heads=self.heads,
@@ -125,12 +155,14 @@ class ModelSpec:
             fused=self.fused,
             qk_norm=self.qk_norm,
             wide_qk_norm=self.wide_qk_norm,
+            out=self.names.attention_out,
+            qk_norms=self.names.qk_norms,
         )
 
     def _feed_forward(self, layer: int) -> FeedForwardSpec:
         if self.experts:
             return ExpertsSpec(self.width, self.ffn, self.experts, self.experts_chosen, self.experts_normalised)
-        return GatedSpec(self.width, self.ffn, self.activation, self.fused)
+        return GatedSpec(self.width, self.ffn, self.activation, self.fused, self.names.mlp, self.names.gated)
 
     @cached_property
     def kinds(self) -> Counter[LayerSpec]:

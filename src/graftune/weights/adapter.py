@@ -27,7 +27,7 @@ from graftune.errors import GraftuneError
 from graftune.files import new_folder
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena, targets_of
-from graftune.model.spec import NORMS, ModelSpec
+from graftune.model.spec import NAMES, NORMS, ModelSpec, Names
 from graftune.weights import experts, names, patterns, rows, safetensors_io
 from graftune.weights.base import Base
 from graftune.weights.evened import evened, filled
@@ -50,7 +50,8 @@ _REFUSED = {
 # Ways to start an adapter that take what it starts with out of the base: it means nothing over the base's own weights.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TABLES = ("embed_tokens", "lm_head")
-_NORMS = {"norm", "q_norm", "k_norm", *(kind for kinds in NORMS.values() for kind in kinds if kind)}
+_NORMS = {kind for kinds in NORMS.values() for kind in kinds if kind}
+_NORMS |= {norm for names in (Names(), *NAMES.values()) for norm in (names.final_norm, *names.qk_norms)}
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
     """`facts` of the training, where known: epoch, val_loss, data_hash, started_at."""
     if adapter.interleaved:
         raise GraftuneError("its rows are not in order", where=str(adapter.folder), mend="load it with its base first")
+    if spec.conv_layers:
+        raise GraftuneError(
+            "an APR file has no names for this family's projections", mend="export to peft or gguf-lora"
+        )
     lora = adapter.lora
     loss = facts.get("val_loss")
     metadata = {
@@ -101,7 +105,7 @@ def load_apr(path: Path) -> Adapter:
 
 def _ours(stored: str, path: Path) -> str:
     match = _STORED.fullmatch(stored)
-    if match and match[2] in TARGETS:
+    if match and len(names.HOMES.get(match[2], ())) == 1:
         return f"layers.{match[1]}.{names.HOMES[match[2]][0]}.{match[2]}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored

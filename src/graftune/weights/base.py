@@ -196,7 +196,9 @@ def _sound(where: Path) -> Iterator[None]:
 
 
 def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
+    kinds = (*spec.window_layers, *spec.unrotated_layers, *spec.conv_layers)
     bad = {
+        "layers": spec.layers > 1 << 16,
         "key heads": spec.kv_heads <= 0 or spec.heads % spec.kv_heads != 0,
         "head width": spec.head_width <= 0 or spec.head_width % 2 != 0,
         "norm epsilon": not 0 <= spec.norm_eps < 1,
@@ -205,7 +207,7 @@ def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
         "scales": spec.head_width > 0 and not all(0 < x < math.inf for x in _scales(spec)),
         "window": spec.window < 0,
         "caps": not (0 <= spec.attention_cap < math.inf and 0 <= spec.logit_cap < math.inf),
-        "kinds of layers": max((*spec.window_layers, *spec.unrotated_layers), default=0) >= spec.layers,
+        "kinds of layers": max(kinds, default=0) >= spec.layers,
     }
     if spec.rope.kind == "longrope":
         lengths = {len(spec.rope.short), len(spec.rope.long), (spec.rotated or spec.head_width) // 2}
@@ -266,6 +268,8 @@ def _open_gguf(name: str, path: Path) -> Base:
         if order is not None:
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
         tensors[ours] = tensor
+        if rows_.is_taps(ours) and len(tensor.shape) == 2:
+            tensors[ours] = rows_.Reshaped(tensor, (tensor.shape[0], 1, tensor.shape[1]))
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None and factors.shape != (spec.head_width // 2,):
         raise GraftuneError(

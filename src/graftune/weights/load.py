@@ -93,7 +93,7 @@ class _Placer:
             spec=spec,
             embedding=embedding,
             blocks=[self.block(i) for i in range(spec.layers)],
-            norm=self.norm("norm.weight", spec.width),
+            norm=self.norm(f"{spec.names.final_norm}.weight", spec.width),
             head=Head(head, head_rows),
             ropes=tuple(rope.to(self.device) for rope in spec.ropes(self.base.rope_factors)),
             device=self.device,
@@ -306,6 +306,9 @@ class _PartMaker:
     def norm(self, name: str) -> NormWeight:
         return self.placer.norm(f"{self.stem}.{name}.weight", self.part.norms[name])
 
-    def tensor(self, name: str) -> torch.Tensor:
-        source = self.placer.source(f"{self.stem}.{name}.weight", self.part.tensors[name])
-        return source.values().float().to(self.placer.device)
+    def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        placer, stored = self.placer, f"{self.stem}.{name}.weight"
+        if stored in placer.arena.slots:
+            placer.start(stored)
+            return placer.arena.view(stored, placer.arena.weights), placer.arena.view(stored, placer.arena.grads)
+        return placer.source(stored, self.part.tensors[name]).values().float().to(placer.device), None

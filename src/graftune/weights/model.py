@@ -181,6 +181,14 @@ def _family(spec: ModelSpec, scaling: dict[str, Any] | None) -> dict[str, Any]:
             "residual_multiplier": spec.residual_scale,
             "logits_scaling": 1.0 / spec.logit_scale,
         }
+    if spec.family == "lfm2":
+        found |= {
+            "norm_eps": spec.norm_eps,
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": False,
+            "conv_L_cache": spec.conv_taps,
+            "layer_types": ["conv" if i in spec.conv_layers else "full_attention" for i in range(spec.layers)],
+        }
     if spec.family == "smollm3":
         found["no_rope_layers"] = [int(i not in spec.unrotated_layers) for i in range(spec.layers)]
     if spec.rotated:

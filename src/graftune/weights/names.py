@@ -12,6 +12,9 @@ PEFT_PREFIX = "base_model.model."
 HOMES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), ("self_attn",)),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), ("mlp",)),
+    "in_proj": ("conv",),
+    "out_proj": ("self_attn", "conv"),
+    **dict.fromkeys(("w1", "w2", "w3"), ("feed_forward",)),
 }
 _BLOCK = {
     "input_layernorm": "attn_norm",
@@ -34,10 +37,27 @@ _OTHERWISE = {
     "gemma2": _AROUND,
     "gemma3": _AROUND,
     "olmo2": _BEHIND,
+    "lfm2": {
+        "operator_norm": "attn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
+        "ffn_norm": "ffn_norm",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+    },
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 _TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-_TOP_BACK = {gguf: ours for ours, gguf in _TOP.items()}
+_TOP_OTHERWISE = {"lfm2": {"embedding_norm": "token_embd_norm"}}
+
+
+def _top(arch: str) -> dict[str, str]:
+    return _TOP | _TOP_OTHERWISE.get(arch, {})
 
 
 def _block(arch: str) -> dict[str, str]:
@@ -52,7 +72,7 @@ def from_gguf(name: str, arch: str = "llama") -> str | None:
         back = {gguf: ours for ours, gguf in _block(arch).items()}
         inner = back.get(match[2])
         return f"layers.{match[1]}.{inner}.{kind}" if inner else None
-    top = _TOP_BACK.get(stem)
+    top = {gguf: ours for ours, gguf in _top(arch).items()}.get(stem)
     return f"{top}.{kind}" if top else None
 
 
@@ -62,7 +82,7 @@ def to_gguf(ours: str, arch: str = "llama") -> str | None:
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", stem):
         inner = _block(arch).get(match[2])
         return f"blk.{match[1]}.{inner}.{kind}" if inner else None
-    top = _TOP.get(stem)
+    top = _top(arch).get(stem)
     return f"{top}.{kind}" if top else None
 
 

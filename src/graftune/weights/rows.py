@@ -93,6 +93,31 @@ class Shifted(Over):
         return self.source.values().float() + self.by
 
 
+@dataclass(frozen=True)
+class Reshaped(Over):
+    """Rows in another shape (a RowSource). GGUF leaves out the middle dimension of a depthwise convolution's taps."""
+
+    to: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.to
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(start, stop).reshape(-1, *self.to[1:])
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.source.gather(ids).reshape(-1, *self.to[1:])
+
+    def values(self) -> torch.Tensor:
+        return self.source.values().reshape(self.to)
+
+
+def is_taps(name: str) -> bool:
+    """Whether a tensor, by our name, is that of a depthwise convolution, [D, 1, K] in Hugging Face's folders."""
+    return name.endswith(".conv.conv.weight")
+
+
 def is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 

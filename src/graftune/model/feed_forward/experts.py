@@ -105,7 +105,7 @@ class ExpertsSpec(FeedForwardSpec):
 
     def build(self, make: Maker) -> Experts:
         return Experts(
-            router=make.tensor(ROUTER),
+            router=make.tensor(ROUTER)[0],
             chosen=self.chosen,
             normalised=self.normalised,
             gate_up=make.experts("gate_up_proj"),

@@ -1,0 +1,56 @@
+"""The double-gated short convolution of LFM2, in plain torch.
+
+    u = B * x        c[t] = sum over j < K of taps[K - 1 - j] * u[t - j]        out = C * c
+
+B, C and x are the thirds of one product [T, 3D]; the convolution is depthwise and causal, and begins anew with every
+document: a token at position p of its document reads no further back than p tokens.
+
+    dC = grad * c        du[t] = sum over j < K of taps[K - 1 - j] * (grad * C)[t + j]
+    dB = du * x          dx = du * B
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def forward(bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+    b, c, x = bcx.chunk(3, 1)
+    out.copy_(c.float() * _convolved(b.float() * x.float(), taps, positions))
+
+
+def backward(
+    grad: torch.Tensor, bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor,
+    mixed: torch.Tensor, grad_taps: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    b, c, x = (part.float() for part in bcx.chunk(3, 1))
+    u, kernel = b * x, taps.shape[1]
+    convolved, grad_c = _convolved(u, taps, positions), grad.float() * c
+    grad_u = torch.zeros_like(u)
+    for j in range(kernel):
+        reached = grad_c * (positions >= j).unsqueeze(1)  # by tokens that see j back
+        grad_u += taps[:, kernel - 1 - j] * _shifted(reached, -j)
+        if grad_taps is not None:
+            grad_taps[:, kernel - 1 - j] += (reached * _shifted(u, j)).sum(0)
+    mixed.copy_(c * convolved)
+    out.copy_(torch.cat((grad_u * x, grad.float() * convolved, grad_u * b), 1))
+
+
+def _convolved(u: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    kernel = taps.shape[1]
+    total = taps[:, kernel - 1] * u
+    for j in range(1, kernel):
+        total += taps[:, kernel - 1 - j] * _shifted(u, j) * (positions >= j).unsqueeze(1)
+    return total
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Row t is row t - by of x; zeros where there is none."""
+    if by == 0:
+        return x
+    moved = torch.zeros_like(x)
+    if by > 0:
+        moved[by:] = x[:-by]
+    else:
+        moved[:by] = x[-by:]
+    return moved

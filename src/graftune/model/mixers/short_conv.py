@@ -1,0 +1,141 @@
+"""LFM2's mixer in place of attention: a short causal convolution over gated values, gated once more.
+
+    B, C, x = in(n)        out(C * conv(B * x))        n: the normed stream; conv: depthwise, a few taps a column
+
+The convolution begins anew in every document. The backward keeps the product of `in` alone and makes the rest again.
+Generation keeps the last values that the taps still reach.
+
+Legend: T tokens, D width, K taps, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from graftune.kernels import short_conv
+from graftune.kernels.fp8 import Rows
+from graftune.model.part import Entry, Input, Maker, MixerSpec
+from graftune.model.projection import Projection
+from graftune.model.run import Pass
+
+TAPS = "conv"
+
+
+@dataclass(frozen=True)
+class ShortConvSpec(MixerSpec):
+    width: int
+    taps: int
+    home: str = "conv"
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        return {"in_proj": (3 * self.width, self.width), "out_proj": (self.width, self.width)}
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return {"in": ("in_proj",), "out": ("out_proj",)}
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {TAPS: (self.width, 1, self.taps)}
+
+    def build(self, make: Maker) -> ShortConv:
+        taps, grad = make.tensor(TAPS)
+        return ShortConv(
+            layer=make.layer,
+            into=make.projection("in"),
+            out=make.projection("out"),
+            taps=taps[:, 0],
+            grad_taps=None if grad is None else grad[:, 0],
+        )
+
+    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LastValues:
+        return LastValues((sequences, self.taps - 1, self.width), device, dtype)
+
+
+class ShortConvSaved(NamedTuple):
+    bcx: torch.Tensor  # [T, 3D]: B, C and x
+    h_in: torch.Tensor | None
+    h_out: torch.Tensor | None
+
+
+@dataclass
+class ShortConv:
+    layer: int
+    into: Projection
+    out: Projection
+    taps: torch.Tensor  # [D, K] fp32, the last one for the token itself
+    grad_taps: torch.Tensor | None  # where every weight trains
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.into, self.out
+
+    @property
+    def last(self) -> Projection:
+        return self.out
+
+    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, ShortConvSaved]:
+        bcx, h_in = entry.product(self.into)
+        mixed = self.out.input_buffer(bcx, len(bcx))
+        self._mix(bcx, mixed[:, : self.out.width_in], run)
+        out, h_out = self.out.forward(mixed, run)
+        return out, ShortConvSaved(bcx, h_in, h_out)
+
+    def backward(
+        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: ShortConvSaved, run: Pass, need_input: bool
+    ) -> torch.Tensor | None:
+        bcx, h_in, h_out = saved
+        grad_mixed, g = self.out.backward(grad, h_out, run, rows=codes)
+        assert grad_mixed is not None
+        grad_bcx, mixed = self.into.grad_buffer(bcx, len(bcx)), torch.empty_like(grad_mixed)
+        run.flush()
+        written = grad_bcx[:, : self.into.width_out]
+        short_conv.backward(grad_mixed, bcx, self.taps, run.positions, written, mixed, self.grad_taps)
+        del grad_mixed
+        self.out.learn(grad, g, mixed, run)
+        del mixed
+        grad_read, g = self.into.backward(grad_bcx, h_in, run, need_input)
+        self.into.learn(grad_bcx, g, read.x, run, read.normed)
+        return grad_read
+
+    def light(self, saved: ShortConvSaved) -> ShortConvSaved:
+        return saved
+
+    def complete(self, saved: ShortConvSaved, read: Input, run: Pass) -> ShortConvSaved:
+        return saved
+
+    def _mix(self, bcx: torch.Tensor, mixed: torch.Tensor, run: Pass) -> None:
+        past, documents = run.sequences.past, run.sequences.documents
+        if past is not None:
+            cache = past.layers[self.layer]
+            assert isinstance(cache, LastValues)
+            if documents is None:
+                short_conv.step_(bcx, self.taps, cache.values, mixed)
+                return
+            assert documents.lengths is not None
+            cache.fill(bcx, documents.lengths)
+        short_conv.forward(bcx, self.taps, run.positions, mixed)
+
+
+class LastValues:
+    """The last K - 1 values of B * x of each sequence, oldest first, zeros before its beginning: [S, K - 1, D]."""
+
+    def __init__(self, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype):
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+    def keep(self, sequences: torch.Tensor) -> None:
+        self.values = self.values.index_select(0, sequences)
+
+    def fill(self, bcx: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        """From the packed prompts' product [T, 3D]."""
+        self.values.zero_()
+        end, reach = 0, self.values.shape[1]
+        for sequence, length in enumerate(lengths):
+            end += length
+            count = min(length, reach)
+            b, _, x = bcx[end - count : end].chunk(3, 1)
+            self.values[sequence, reach - count :] = b * x
