@@ -38,6 +38,10 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"layers": 5, "norm_eps": 1e-6, "tied": True, "rope_theta": 2e6, "unrotated_layers": (3,)},
     "olmo2": OLMO,
+    "lfm2": {
+        "layers": 5, "ffn": 48, "rope_theta": 1e6, "tied": True, "norms": "operator", "qk_norm": True,
+        "conv_layers": (0, 1, 3), "conv_taps": 3,
+    },
     "olmo3": OLMO
     | {"layers": 5, "rope_theta": 5e5, "local_theta": 5e5, "window": 6, "window_layers": (0, 1, 2, 4)},
 }  # fmt: skip
@@ -61,7 +65,7 @@ def base_of(shape: ModelSpec) -> Base:
         drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(source.shape) == 1:
             value = torch.rand(source.shape, generator=drawn) + 0.5
-            if name == "norm.weight" and shape.tied:
+            if name == f"{shape.names.final_norm}.weight" and shape.tied:
                 value[::2] *= -1  # a tied head would say its own input again and again
         else:
             wide = 0.5 if "embed" in name else 0.6 / source.shape[-1] ** 0.5

@@ -109,6 +109,7 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "gemma3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2-short": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "gemma2-odd": {"query_pre_attn_scalar": 7, "attn_logit_softcapping": None, "sliding_window": 3},
     "phi3-long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},
     "phi3-far": {  # llama.cpp has no context below 256

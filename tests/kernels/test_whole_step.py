@@ -73,6 +73,8 @@ def test_long_batches_read_gradients_once(variant, dropout, recompute, shallow_f
         ("phi3-long", LoraConfig(rank=4, alpha=8.0), 0.0, "selective"),
         ("granite", LoraConfig(rank=3, alpha=6.0), 0.0, "none"),
         ("olmo3-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
+        ("lfm2-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "none"),
+        ("lfm2-short", LoraConfig(rank=2, alpha=8.0, targets=("in_proj", "out_proj", "w2")), 0.2, "full"),
     ],
 )
 def test_families_that_differ_more(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch):

@@ -154,7 +154,9 @@ def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
 @pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma3", "gemma2", "phi3-long", "granite", "smollm3", "olmo3"])
+@pytest.mark.parametrize(
+    "variant", ["qwen2", "qwen3", "gemma3", "gemma2", "phi3-long", "granite", "smollm3", "olmo3", "lfm2"]
+)
 def test_recomputing_changes_no_bit(variant: str, method: str, policy: str, tiny_folder: Folder) -> None:
     path, batch = tiny_folder(variant), pack(examples(20, 33, 5))
     ours = whole(path) if method == "full" else oracle.ours(path, LoraConfig(rank=4, train_norms=True))
@@ -201,7 +203,7 @@ def transformers_logits(folder: Path, documents: list[list[int]]) -> torch.Tenso
         return torch.cat([model(torch.tensor([d])).logits[0] for d in documents])
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("variant", ["llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral-window", "lfm2"])
 def test_transformers_loads_what_is_saved(variant: str, tiny_folder: Folder, tmp_path: Path) -> None:
     ours = whole(tiny_folder(variant))
     take(Step(ours.decoder, ours.arena), [examples(30, 20)], lr=1e-2)

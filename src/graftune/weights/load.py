@@ -218,7 +218,7 @@ class _Placer:
             return
         value = self.arena.view(name, self.arena.weights)
         source = self.source(name, tuple(value.shape))
-        if value.dim() == 1:
+        if value.dim() != 2:
             value.copy_(source.values())
         else:
             fill(value, source)
