@@ -1,6 +1,6 @@
 """The families that differ from Llama on the GPU: soft caps, windows in some layers, norms around and behind, rope in
-parts of heads and in some layers only, fused projections, short convolutions. Gradients equal the CPU's, the captured step is the eager one
-bit for bit, and nothing waits. The models are made here, from torch alone."""
+parts of heads and in some layers only, fused projections, short convolutions. Gradients equal the CPU's, the captured
+step is the eager one bit for bit, and nothing waits. The models are made here, from torch alone."""
 
 from __future__ import annotations
 

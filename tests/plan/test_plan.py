@@ -60,8 +60,7 @@ def gpu(**more: Any) -> Setup:
 
 def told(of: Callable[[int], Setup], layers: int) -> Bytes:
     """What a few layers tell of all."""
-    few, more = job.FEW_LAYERS, job.MORE_LAYERS
-    return rehearse(of(few)).extended(rehearse(of(more)), more - few, layers - few)
+    return job.from_few_layers(of(layers))
 
 
 CASES = {
@@ -76,6 +75,7 @@ CASES = {
     "dropout": setup(lora=LoraConfig(rank=4, dropout=0.1)),
     "norms and layer clip": setup(lora=LoraConfig(rank=4, train_norms=True), clip_mode="layer"),
     "every weight": setup(method="full"),
+    "convolutions": setup(spec=spec(family="lfm2", norms="operator", conv_layers=(0, 1), conv_taps=3)),
     "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
     "fp8": setup(kind="fp8"),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
@@ -215,6 +215,19 @@ def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
     found, whole = told(of, 12), rehearse(of(12))
     assert abs(found.peak / whole.peak - 1) < 1e-3 and abs(found.pools - whole.pools) <= 1e-3 * whole.peak
     assert found.owners == pytest.approx(whole.owners, rel=0.02, abs=64 << 10)
+
+
+@pytest.mark.parametrize("make", [setup, gpu])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_few_layers_of_two_kinds_tell_of_all(make: Any, policy: str) -> None:
+    mixed = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 1, 3, 4, 6, 7, 9, 10), "conv_taps": 3}
+    mixed |= {"head_width": 128}
+    of = make(recompute=policy, spec=spec(layers=12, width=256, ffn=1024, vocab=4000, **mixed))
+    found, whole = job.from_few_layers(of), rehearse(of)
+    assert abs(found.peak / whole.peak - 1) < 5e-3 and abs(found.after / whole.after - 1) < 5e-3
+    alike = rehearse(of.with_layers([0] * 12))  # as if all were convolutions
+    loaded, if_alike, told_of = (each.phases["load"]["base"] for each in (whole, alike, found))
+    assert abs(if_alike / loaded - 1) > 2e-2 and abs(told_of / loaded - 1) < 1e-3
 
 
 def test_libraries_memory_is_part_of_it() -> None:

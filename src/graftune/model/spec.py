@@ -7,7 +7,8 @@ the specs of its mixer and its feed-forward. Whoever asks for tensors, projectio
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -163,6 +164,20 @@ class ModelSpec:
         if self.experts:
             return ExpertsSpec(self.width, self.ffn, self.experts, self.experts_chosen, self.experts_normalised)
         return GatedSpec(self.width, self.ffn, self.activation, self.fused, self.names.mlp, self.names.gated)
+
+    def only(self, layers: Sequence[int]) -> ModelSpec:
+        """A model made of these layers of this one, in this order."""
+
+        def kept(some: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(place for place, index in enumerate(layers) if index in some)
+
+        return replace(
+            self,
+            layers=len(layers),
+            window_layers=kept(self.window_layers),
+            unrotated_layers=kept(self.unrotated_layers),
+            conv_layers=kept(self.conv_layers),
+        )
 
     @cached_property
     def kinds(self) -> Counter[LayerSpec]:

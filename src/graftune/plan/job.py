@@ -22,6 +22,7 @@ from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_room
 from graftune.kernels.rehearsal import META, Rehearsal, rehearsing
 from graftune.losses import choose
+from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
 from graftune.plan import cards, libraries
 from graftune.plan.cards import Card
@@ -117,7 +118,7 @@ class Job:
     tokens: int = 0  # different ones that occur in the data; 0: not known
     resuming: bool = False  # what the run has begun with has to stay
     layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
-    _made: dict[tuple[str, int, str, int], Bytes] = field(default_factory=dict)
+    _made: dict[tuple[str, int, str, ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lora = self.config.lora
@@ -147,10 +148,8 @@ class Job:
         if base_dtype and base_dtype != placement.base_dtype:
             placement = self.place(base_dtype)
         setup = self.setup(recompute, capacity, placement)
-        layers = self.base.spec.layers
-        if not whole and layers > MORE_LAYERS:
-            few, more = (self._bytes(setup.with_layers(n), capacity) for n in (FEW_LAYERS, MORE_LAYERS))
-            found = few.extended(more, MORE_LAYERS - FEW_LAYERS, layers - FEW_LAYERS)
+        if not whole and self.base.spec.layers > MORE_LAYERS:
+            found = from_few_layers(setup, lambda smaller: self._bytes(smaller, capacity))
         else:
             found = self._bytes(setup, capacity)
         settings = {
@@ -199,7 +198,7 @@ class Job:
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
         held = f"{setup.placement.base_dtype}{' generous' * setup.placement.generous}"
-        key = (setup.recompute, capacity, held, setup.base.spec.layers)
+        key = (setup.recompute, capacity, held, setup.base.spec)
         if key not in self._made:
             self._made[key] = rehearse(setup)
         return self._made[key]
@@ -227,6 +226,24 @@ class Job:
             return
         with rehearsing(Rehearsal(self.card.device)):
             yield dataclasses.replace(self.runtime, device=META)
+
+
+def from_few_layers(setup: Setup, rehearsed: Callable[[Setup], Bytes] = rehearse) -> Bytes:
+    """What all layers take, by what a few do and what two more of each kind add. Layers with the same tensors are of a
+    kind here: they take the same."""
+    spec = setup.base.spec
+    kinds: dict[frozenset[tuple[str, tuple[int, ...]]], list[int]] = {}
+    for index in range(spec.layers):
+        kinds.setdefault(frozenset(spec.layer(index).weights.items()), []).append(index)
+    first = [*range(FEW_LAYERS - 1), spec.layers - 1]
+    first[1:1] = [layers[0] for layers in kinds.values() if not set(layers) & set(first)]
+    few = found = rehearsed(setup.with_layers(first))
+    for layers in kinds.values():
+        missing = len(layers) - sum(index in layers for index in first)
+        if missing:
+            more = rehearsed(setup.with_layers([first[0], *layers[:1] * (MORE_LAYERS - FEW_LAYERS), *first[1:]]))
+            found = found.extended(few, more, MORE_LAYERS - FEW_LAYERS, missing)
+    return found
 
 
 def is_absent(config: Config) -> bool:

@@ -30,7 +30,7 @@ from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss
 from graftune.model.decoder import Decoder
-from graftune.model.frozen import Roomy
+from graftune.model.frozen import Roomy, RowSource
 from graftune.model.lora import Arena, build_arena
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
@@ -73,8 +73,20 @@ class Setup:
     copies: bool = False  # whether the CPU's products copy weights (libraries.copies_operand)
     card: Card | None = None
 
-    def with_layers(self, layers: int) -> Setup:
-        base = dataclasses.replace(self.base, spec=dataclasses.replace(self.base.spec, layers=layers))
+    def with_layers(self, layers: Sequence[int]) -> Setup:
+        """Of a model that is made of these layers; one may occur several times."""
+        stored: dict[int, dict[str, RowSource]] = {}
+        tensors: dict[str, RowSource] = {}
+        for name, source in self.base.tensors.items():
+            first, _, rest = name.partition(".")
+            number, _, rest = rest.partition(".")
+            if first == "layers":
+                stored.setdefault(int(number), {})[rest] = source
+            else:
+                tensors[name] = source
+        for place, index in enumerate(layers):
+            tensors |= {f"layers.{place}.{name}": source for name, source in stored.get(index, {}).items()}
+        base = dataclasses.replace(self.base, spec=self.base.spec.only(layers), tensors=tensors)
         return dataclasses.replace(self, base=base)
 
 
@@ -104,18 +116,21 @@ class Bytes:
         """What is needed beyond the peak because a graph's pool serves nobody else."""
         return max(0, self.after + self.captured + self.eager - self.peak) if self.captured else 0
 
-    def extended(self, more: Bytes, step: int, by: int) -> Bytes:
-        """What it comes to with `by` further layers, `more` being what it comes to with `step` of them."""
+    def extended(self, few: Bytes, more: Bytes, step: int, by: int) -> Bytes:
+        """What it comes to with `by` further layers of a kind, which takes `few` to `more` by `step` of them."""
 
-        def far(few: int, more: int) -> int:
-            return max(0, few + (more - few) * by // step)
+        def far(now: int, few: int, more: int) -> int:
+            return max(0, now + (more - few) * by // step)
 
         phases = {
-            phase: {name: far(few.get(name, 0), many.get(name, 0)) for name in {**few, **many}}
-            for phase, few, many in ((phase, self.phases[phase], more.phases[phase]) for phase in self.phases)
+            phase: {
+                name: far(now.get(name, 0), few.phases[phase].get(name, 0), more.phases[phase].get(name, 0))
+                for name in {**now, **few.phases[phase], **more.phases[phase]}
+            }
+            for phase, now in self.phases.items()
         }
         rest = ("after", "captured", "eager", "host")
-        return Bytes(phases, **{name: far(getattr(self, name), getattr(more, name)) for name in rest})
+        return Bytes(phases, **{name: far(*(getattr(one, name) for one in (self, few, more))) for name in rest})
 
 
 def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = None) -> Bytes:

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.kernels import launch
+
 TOKENS, COLUMNS, WARPS = 16, 128, 4  # of a program
 
 
@@ -24,7 +26,7 @@ def _convolved(bcx_ptr, taps_ptr, rows, cols, position, live, D, stride, K: tl.c
     return total
 
 
-@triton.jit
+@launch.kernel
 def _forward(
     bcx_ptr, taps_ptr, positions_ptr, out_ptr, T, D, stride, out_stride,
     K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -38,7 +40,7 @@ def _forward(
     tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], (c * total).to(out_ptr.dtype.element_ty), live)
 
 
-@triton.jit
+@launch.kernel
 def _backward(
     grad_ptr, bcx_ptr, taps_ptr, positions_ptr, out_ptr, mixed_ptr, T, D, grad_stride, stride, out_stride, mixed_stride,
     K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
