@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import short_conv
-from graftune.kernels.fp8 import Rows
 from graftune.model.part import Entry, Input, Maker, MixerSpec
-from graftune.model.projection import Projection
+from graftune.model.projection import Projection, ReadyGrad
 from graftune.model.run import Pass
 
 TAPS = "conv"
@@ -86,10 +85,16 @@ class ShortConv:
         return out, ShortConvSaved(bcx, h_in, h_out)
 
     def backward(
-        self, grad: torch.Tensor, codes: Rows | None, read: Input, saved: ShortConvSaved, run: Pass, need_input: bool
+        self,
+        grad: torch.Tensor,
+        ready: ReadyGrad | None,
+        read: Input,
+        saved: ShortConvSaved,
+        run: Pass,
+        need_input: bool,
     ) -> torch.Tensor | None:
         bcx, h_in, h_out = saved
-        grad_mixed, g = self.out.backward(grad, h_out, run, rows=codes)
+        grad_mixed, g = self.out.backward(grad, h_out, run, ready=ready)
         assert grad_mixed is not None
         grad_bcx, mixed = self.into.grad_buffer(bcx, len(bcx)), torch.empty_like(grad_mixed)
         run.flush()
