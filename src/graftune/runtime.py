@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.private import find
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -96,7 +97,7 @@ def _set_allocator() -> None:
     # Under Windows (WSL is a Linux whose kernel says so) the driver may refuse to map them.
     fits = sys.platform == "linux" and "microsoft" not in platform.release().lower() and torch.version.hip is None
     if not asked and fits:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        find("torch._C._accelerator_setAllocatorSettings")("expandable_segments:True")
 
 
 def device_of(asked: str) -> torch.device:
@@ -163,8 +164,7 @@ def has_fast_bf16(device: torch.device) -> bool:
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     names = ("bf16", "amx_bf16", "avx512_bf16", "amx_tile")
     return any(bool(capabilities.get(name)) for name in names) or any(
-        bool(getattr(torch.cpu, question, lambda: False)())
-        for question in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        bool(find(f"torch.cpu.{question}")()) for question in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     )
 
 

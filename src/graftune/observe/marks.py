@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+from graftune.private import find
+
+_profiling = find("torch.autograd._profiler_enabled")
 BEFORE = 3  # steps that are not profiled: kernels compile, the graph is captured, clocks settle
 
 
 def marked(name: str) -> AbstractContextManager[Any]:
     """`with marked("evaluate"):` is the range "graftune: evaluate" while a profiler runs, and nothing otherwise."""
-    if not torch.autograd._profiler_enabled():
+    if not _profiling():
         return nullcontext()
     return torch.profiler.record_function(f"graftune: {name}")
 

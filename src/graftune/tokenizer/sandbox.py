@@ -20,7 +20,8 @@ from typing import Any
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
-import jinja2.visitor
+
+from graftune.private import find
 
 SECONDS = 5.0  # a rendering; real ones take milliseconds
 EVERY = 32  # looks at the clock for one that reads it: a thread's own time takes longer to read than a short loop
@@ -37,6 +38,8 @@ _GROWING = {
     "center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join", "format", "format_map", "translate", "indent",
     "batch", "slice", "wordwrap", "round", "tojson",
 }  # fmt: skip
+
+_NodeTransformer = find("jinja2.visitor.NodeTransformer")
 
 
 class Endless(Exception):
@@ -58,7 +61,7 @@ class _Turns:
         return len(self.values)  # type: ignore[arg-type]
 
 
-class _Watched(jinja2.visitor.NodeTransformer):
+class _Watched(_NodeTransformer):
     """Puts filters of ours around what loops go over and around what puts values together. (As a filter, since the
     sandbox looks twice at calls.)"""
 

@@ -20,10 +20,12 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.utils
 
 from graftune.errors import GraftuneError
+from graftune.private import find
 from graftune.tokenizer.sandbox import Endless, Sandbox
+
+_JinjaNamespace = find("jinja2.utils.Namespace")
 
 
 class Unbounded(GraftuneError):
@@ -49,14 +51,14 @@ class _GenerationTag(jinja2.ext.Extension):
         return caller()
 
 
-class _Namespace(jinja2.utils.Namespace):
+class _Namespace(_JinjaNamespace):
     """Jinja's namespace() without names that begin with an underscore: no way round the sandbox's own rule."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], dict(*args[1:], **kwargs)
         for name in given:
             _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, given)
+        _JinjaNamespace.__init__(self, given)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_private(name)

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from gguf.quants import _type_traits as DEQUANTISED
 from gguf.quants import dequantize
 
 from graftune.errors import GraftuneError
 from graftune.kernels import gguf_dequant
+from graftune.private import find
 
 MAGIC = b"GGUF"
+DEQUANTISED = find("gguf.quants._type_traits")
 MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _AGAIN = "the parts belong to different models: download them again"

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from graftune.kernels import launch
+from graftune.private import find
 
 if TYPE_CHECKING:
     from graftune.kernels.attention import Documents
 
-_forward = torch.ops.aten._flash_attention_forward.default
-_backward = torch.ops.aten._flash_attention_backward.default
+_forward = find("torch.ops.aten._flash_attention_forward.default")
+_backward = find("torch.ops.aten._flash_attention_backward.default")
 
 
 def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:

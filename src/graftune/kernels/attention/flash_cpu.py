@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 
 from graftune.kernels.attention.reference import documents
+from graftune.private import find
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
+_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 def forward(

@@ -33,8 +33,6 @@ def refusal(device: torch.device) -> str | None:
     """Why this device cannot multiply in fp8, or nothing."""
     if not launch.on_gpu(device) or torch.version.hip is not None:
         return f"fp8 products need an NVIDIA GPU of compute capability 8.9 or later, and the device is {device.type}"
-    if not hasattr(torch, "_scaled_mm"):
-        return f"this torch ({torch.__version__}) has no scaled fp8 product"
     found = launch.capability(device)
     if found < LEAST:
         card = f"{launch.device_name(device)} has {found[0]}.{found[1]}"

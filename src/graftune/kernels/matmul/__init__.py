@@ -13,9 +13,11 @@ from contextlib import contextmanager
 import torch
 
 from graftune.kernels import launch
+from graftune.private import find
 
 __all__ = ["mm", "scaled_mm", "tuned"]
 
+_scaled_mm = find("torch._scaled_mm")
 _tuning = False
 
 
@@ -48,7 +50,7 @@ def scaled_mm(
 
         return cublaslt.scaled_mm(a, b, scales, dtype)
     rows, columns = scales
-    return torch._scaled_mm(
+    return _scaled_mm(
         a, b, scale_a=rows.unsqueeze(1), scale_b=columns.unsqueeze(0), out_dtype=dtype, use_fast_accum=True
     )
 

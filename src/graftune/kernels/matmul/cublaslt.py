@@ -29,6 +29,7 @@ from graftune import graph, remembered
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, rehearsal
 from graftune.kernels.rehearsal import WORKSPACES
+from graftune.private import find
 
 CANDIDATES, ROUNDS = 16, 7
 WORKSPACE = 32 << 20
@@ -50,6 +51,7 @@ PREF_WORKSPACE, PREF_REDUCTION, PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 CONFIG_TILE, CONFIG_WAY = 1, 5
 IN_FP32 = 1 | 2  # parts of a split sum are added in place or in the compute type, not in 16 bits
 NOT_SUPPORTED = 15
+_sleep = find("torch.cuda._sleep")
 
 
 _Algorithm = c_uint64 * 8
@@ -284,7 +286,7 @@ def _time(plan: Plan, operands: Operands, flush: torch.Tensor, many: int) -> flo
     for _ in range(many):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush.zero_()
-        torch.cuda._sleep(PAUSE)  # or a short product is timed by how fast the host sends it
+        _sleep(PAUSE)  # or a short product is timed by how fast the host sends it
         begin.record()
         _run(plan, operands)
         end.record()

@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import torch
 
-aten = torch.ops.aten
+from graftune.private import find
+
+_silu = find("torch.ops.aten.silu.out")
+_silu_backward = find("torch.ops.aten.silu_backward.grad_input")
+_gelu_backward = find("torch.ops.aten.gelu_backward")
 
 
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> None:
@@ -27,14 +31,14 @@ def backward(
     gate, up = gate_up.chunk(2, -1)
     width = gate.shape[-1]
     if kind == "silu":
-        aten.silu.out(gate, out=act)
+        _silu(gate, out=act)
     else:
         act.copy_(_act(gate, kind))
     torch.mul(grad, act, out=out[..., width:])
     if kind == "silu":
-        aten.silu_backward.grad_input(grad * up, gate, grad_input=out[..., :width])
+        _silu_backward(grad * up, gate, grad_input=out[..., :width])
     else:
-        out[..., :width] = aten.gelu_backward(grad * up, gate, approximate="tanh")
+        out[..., :width] = _gelu_backward(grad * up, gate, approximate="tanh")
     act.mul_(up)
 
 

@@ -1,0 +1,83 @@
+"""Names of other projects that those projects do not promise to keep, in one place.
+
+Each is here because there is no public way to do the same. `NAMES` says in which versions it was seen to work and what
+it is used for; `find` is how the rest of the package gets it, so that an upgrade that drops one ends in a sentence with
+the name and the versions, not in an AttributeError somewhere in a step. tests/test_private.py looks all of them up, and
+checks that no other file reaches for a private name. Nothing but torch is imported before a name is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+import torch
+
+from graftune.errors import GraftuneError
+
+TORCH, JINJA, GGUF = "torch 2.11 to 2.13", "jinja2 3.1", "gguf 0.19"
+NAMES = {
+    # Attention without cuDNN: the public functions take no packed documents, or hide the statistics of the backward.
+    "torch.ops.aten._flash_attention_forward.default": TORCH,
+    "torch.ops.aten._flash_attention_backward.default": TORCH,
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": TORCH,
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": TORCH,
+    # Gradients of activations into memory that is there already.
+    "torch.ops.aten.silu.out": TORCH,
+    "torch.ops.aten.silu_backward.grad_input": TORCH,
+    "torch.ops.aten.gelu_backward": TORCH,
+    # FP8 products with row scales.
+    "torch._scaled_mm": TORCH,
+    # Keeps the device busy while short products are queued, so that their times are not the host's.
+    "torch.cuda._sleep": TORCH,
+    # Segments that grow, set for a process that has begun: the public way is an environment variable at its start.
+    "torch._C._accelerator_setAllocatorSettings": TORCH,
+    # Whether a profiler runs: named ranges cost nothing otherwise.
+    "torch.autograd._profiler_enabled": TORCH,
+    # Whether the CPU has units for bf16; torch 2.11 has no public question.
+    "torch.cpu._is_amx_tile_supported": TORCH,
+    "torch.cpu._is_avx512_bf16_supported": TORCH,
+    # Which types of blocks gguf can dequantise.
+    "gguf.quants._type_traits": GGUF,
+    # The sandbox watches loops and sums in the parsed template, and joins what was rendered by a bounded function.
+    "jinja2.visitor.NodeTransformer": JINJA,
+    "jinja2.utils.Namespace": JINJA,
+    "jinja2.environment.Environment.concat": JINJA,
+    "jinja2.environment.Template.root_render_func": JINJA,
+}
+
+
+def find(name: str) -> Any:
+    """What a name of `NAMES` stands for."""
+    known = NAMES[name]
+    project = name.partition(".")[0]
+    try:
+        return _looked_up(name)
+    except (AttributeError, ImportError):
+        version = torch.__version__ if project == "torch" else _version(project)
+        raise GraftuneError(
+            f"{project} {version} has no {name.removeprefix(project + '.')}, a private name that graftune uses",
+            mend=f"install a version that has it: {known}",
+        ) from None
+
+
+def _looked_up(name: str) -> Any:
+    """By attributes, and by importing where a part is a module that nobody has imported yet."""
+    path, *rest = name.split(".")
+    found: Any = importlib.import_module(path)
+    for part in rest:
+        path = f"{path}.{part}"
+        if not hasattr(found, part) and part in getattr(found, "__annotations__", {}):
+            return found.__annotations__[part]  # of instances
+        if not hasattr(found, part) and hasattr(found, "__path__"):
+            importlib.import_module(path)
+        found = getattr(found, part)
+    return found
+
+
+def _version(project: str) -> str:
+    try:
+        return importlib.metadata.version(project)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

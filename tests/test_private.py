@@ -1,0 +1,77 @@
+"""Private names of other projects are there in the installed versions, and only private.py reaches for them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from graftune import private
+from graftune.errors import GraftuneError
+
+ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
+NAMEDTUPLE = {"_replace", "_asdict", "_fields"}  # public in spite of their names
+NOT_YET = {"plan"}
+
+
+@pytest.mark.parametrize("name", private.NAMES)
+def test_every_name_is_there(name: str) -> None:
+    try:
+        assert private.find(name) is not None
+    except GraftuneError as error:
+        pytest.fail(f"{error}. See what has taken its place, and write the new name and versions into private.py")
+
+
+def test_a_missing_name_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch._was_here_once", "torch._gone.function", "no_such_project.thing"):
+        monkeypatch.setitem(private.NAMES, name, "some versions")
+    with pytest.raises(GraftuneError, match=r"torch \S+ has no _was_here_once, .*install .* some versions") as error:
+        private.find("torch._was_here_once")
+    assert torch.__version__ in str(error.value)
+    with pytest.raises(GraftuneError, match=r"has no _gone\.function"):
+        private.find("torch._gone.function")
+    with pytest.raises(GraftuneError, match=r"no_such_project \(not installed\) has no thing"):
+        private.find("no_such_project.thing")
+
+
+def private_uses(source: str, own: set[str]) -> list[str]:
+    """Names that a module takes from another project although they begin with an underscore, and torch's operators."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("graftune", "__future__")):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name for name in names if any(part.startswith("_") for part in name.split("."))]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if "._" in alias.name]
+        elif isinstance(node, ast.Attribute):
+            name, path = node.attr, ast.unparse(node)
+            hidden = name.startswith("_") and not name.startswith("__") and name not in own | NAMEDTUPLE
+            if hidden or path in ("torch.ops.aten", "torch._C"):
+                found.append(path)
+    return found
+
+
+def own_names(source: str) -> set[str]:
+    """What a module defines: functions, classes, variables and attributes."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return found | {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+
+
+def test_nobody_else_reaches_for_one() -> None:
+    sources = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+    own = set().union(*(own_names(source) for source in sources.values()))
+    elsewhere = {p: s for p, s in sources.items() if p.name != "private.py" and p.parts[0] not in NOT_YET}
+    found = [f"{path}: {use}" for path, source in elsewhere.items() for use in private_uses(source, own)]
+    assert not found, "\n".join(found)
+
+
+def test_the_check_itself() -> None:
+    assert private_uses("from re import _parser", set()) == ["re._parser"]
+    assert private_uses("import a._b", set()) == ["a._b"]
+    used = private_uses("torch.ops.aten.mm(x)\nx.storage()._cdata\nself._mine\n", {"_mine"})
+    assert set(used) == {"x.storage()._cdata", "torch.ops.aten"}
+    assert not private_uses("from graftune.a import _b\nt._replace(x=1)\nx.__dict__\n", set())
