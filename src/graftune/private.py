@@ -38,6 +38,12 @@ NAMES = {
     # Whether the CPU has units for bf16; torch 2.11 has no public question.
     "torch.cpu._is_amx_tile_supported": TORCH,
     "torch.cpu._is_avx512_bf16_supported": TORCH,
+    # The plan looks at every operation of a rehearsal, and tells storages without memory apart.
+    "torch.utils._python_dispatch.TorchDispatchMode": TORCH,
+    "torch.UntypedStorage._cdata": TORCH,
+    "torch.ops.aten._scaled_mm": TORCH,
+    "torch.ops.aten._local_scalar_dense.default": TORCH,
+    "torch.ops.aten._to_copy.default": TORCH,
     # Which types of blocks gguf can dequantise.
     "gguf.quants._type_traits": GGUF,
     # The sandbox watches loops and sums in the parsed template, and joins what was rendered by a bounded function.
@@ -60,6 +66,11 @@ def find(name: str) -> Any:
             f"{project} {version} has no {name.removeprefix(project + '.')}, a private name that graftune uses",
             mend=f"install a version that has it: {known}",
         ) from None
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one lives, with memory or without."""
+    return int(storage._cdata)
 
 
 def _looked_up(name: str) -> Any:

@@ -17,19 +17,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftune.plan.ledger import Ledger, bare
 from graftune.plan.shapes import RULES
+from graftune.private import find
 
-aten = torch.ops.aten
+_TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
+_READ_VALUE = find("torch.ops.aten._local_scalar_dense.default")
+_TO_COPY = find("torch.ops.aten._to_copy.default")
 META = torch.device("meta")
-TABLES = {aten.arange, aten.linspace}
+TABLES = {torch.ops.aten.arange, torch.ops.aten.linspace}
 RESHAPING = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
 
 
 @bare
-class Counting(TorchDispatchMode):
+class Counting(_TorchDispatchMode):
     """While it is on, nothing has memory. `kind` is what the rehearsed device is, cuda or cpu. `before` is called with
     every operation, and may hold memory for it: what libraries take inside it."""
 
@@ -62,10 +64,10 @@ class Counting(TorchDispatchMode):
             wanted = None if asked is None else "cpu"
         else:
             wanted = self.kind
-        if func is aten._local_scalar_dense.default:
+        if func is _READ_VALUE:
             return self._value(args[0])
         held = self.before(func, args)
-        if func is aten._to_copy.default and self._unchanged(args[0], named, wanted):
+        if func is _TO_COPY and self._unchanged(args[0], named, wanted):
             return args[0]
         written = _written(func, args, named)
         if written is not None:

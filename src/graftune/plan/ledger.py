@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from graftune.private import find, storage_id
 
 MIB = 1 << 20
+_TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
 SCRATCH, MAPPED = "scratch", "mapped"  # what is mapped lies in a file's pages and takes nothing
 
 
@@ -71,7 +73,7 @@ class Ledger:
 
     def see(self, tensor: torch.Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self.known:
             holder, owner = self.of(kind), self.owners[-1]
             size = holder.unit(storage.nbytes()) if owner != MAPPED else 0
@@ -81,13 +83,13 @@ class Ledger:
 
     def kind_of(self, tensor: torch.Tensor) -> str | None:
         """The kind of device that a tensor's storage was entered for; None if it was not."""
-        known = self.known.get(tensor.untyped_storage()._cdata)
+        known = self.known.get(storage_id(tensor.untyped_storage()))
         return None if known is None else known[1]
 
     def give(self, owner: str, *tensors: torch.Tensor | None) -> None:
         """These belong to somebody else from now on; what was not made here stays nobody's."""
         for tensor in tensors:
-            key = -1 if tensor is None else tensor.untyped_storage()._cdata
+            key = -1 if tensor is None else storage_id(tensor.untyped_storage())
             if key in self.known:
                 reference, kind, before, size = self.known[key]
                 self.known[key] = (reference, kind, owner, size)
@@ -111,7 +113,7 @@ def bare(mode: Any) -> Any:
 
 
 @bare
-class Follow(TorchDispatchMode):
+class Follow(_TorchDispatchMode):
     """Enters what operations on real tensors make: the judge of what is foretold for tensors without memory."""
 
     def __init__(self, ledger: Ledger):

@@ -15,12 +15,17 @@ from graftune import graph
 from graftune.kernels.rehearsal import META, WORKSPACES
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.plan.ledger import MIB, Ledger
+<<<<<<< HEAD
 from graftune.plan.shapes import broadcast
+=======
+from graftune.private import find
+>>>>>>> ad0fb01 (The plan's private names are in private.py)
 
 aten = torch.ops.aten
+_FLASH_BACKWARD = find("torch.ops.aten._flash_attention_backward.default")
 CUBLAS = 32 * MIB  # by torch, for each stream that ever multiplied
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmm_}
-GPU_PRODUCTS = {*PRODUCTS, aten._scaled_mm}
+GPU_PRODUCTS = {*PRODUCTS, find("torch.ops.aten._scaled_mm")}
 ENOUGH_ROWS = 16  # of x, from which on the copy of a weight pays
 
 
@@ -64,7 +69,7 @@ class OnGpu:
         self.spaces: dict[Any, torch.Tensor] = {}
 
     def before(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-        if func is aten._flash_attention_backward.default:
+        if func is _FLASH_BACKWARD:
             return self._hold(flash_bytes(args))
         if func is aten.index.Tensor and (size := index_bytes(args)):
             return self._hold(size)
