@@ -86,7 +86,7 @@ def address(x: torch.Tensor) -> int:
     """Where a tensor begins. A meta tensor gets a number that is as distinct and as aligned as an address."""
     if not x.is_meta:
         return x.data_ptr()
-    return storage_id(x.untyped_storage()) * ALIGNMENT + x.storage_offset() * x.element_size()
+    return storage_id(x.untyped_storage()) * ALIGNMENT + int(x.storage_offset()) * x.element_size()
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from graftune.plan.ledger import Ledger, bare
 from graftune.plan.shapes import RULES
 from graftune.private import find
 
-_TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
+_TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
 _READ_VALUE = find("torch.ops.aten._local_scalar_dense.default")
 _TO_COPY = find("torch.ops.aten._to_copy.default")
 META = torch.device("meta")

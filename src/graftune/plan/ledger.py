@@ -20,7 +20,7 @@ import torch
 from graftune.private import find, storage_id
 
 MIB = 1 << 20
-_TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
+_TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
 SCRATCH, MAPPED = "scratch", "mapped"  # what is mapped lies in a file's pages and takes nothing
 
 

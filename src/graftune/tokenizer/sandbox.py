@@ -39,7 +39,7 @@ _GROWING = {
     "batch", "slice", "wordwrap", "round", "tojson",
 }  # fmt: skip
 
-_NodeTransformer = find("jinja2.visitor.NodeTransformer")
+_NodeTransformer: Any = find("jinja2.visitor.NodeTransformer")
 
 
 class Endless(Exception):

@@ -25,7 +25,7 @@ from graftune.errors import GraftuneError
 from graftune.private import find
 from graftune.tokenizer.sandbox import Endless, Sandbox
 
-_JinjaNamespace = find("jinja2.utils.Namespace")
+_JinjaNamespace: Any = find("jinja2.utils.Namespace")
 
 
 class Unbounded(GraftuneError):
