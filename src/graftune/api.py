@@ -124,7 +124,7 @@ def _plan_training(session: Session, data: Dataset | None, *, card: Card | None,
         shapes = any_data(longest)
     else:
         longest, examples, epochs = data.longest, data.examples, math.ceil(config.train.epochs)
-        layout = session.loss.layout
+        layout = session.loss.layout(examples)
         shapes = functools.cache(lambda size: loader_of(config, examples, size, layout=layout).capacities(epochs))
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     tokens = distinct_tokens(data.examples) if data is not None else 0

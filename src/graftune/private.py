@@ -44,6 +44,11 @@ NAMES = {
     "torch.ops.aten._scaled_mm": TORCH,
     "torch.ops.aten._local_scalar_dense.default": TORCH,
     "torch.ops.aten._to_copy.default": TORCH,
+    "torch.ops.aten._softmax": TORCH,
+    "torch.ops.aten._log_softmax": TORCH,
+    "torch.ops.aten._unsafe_view": TORCH,
+    "torch.ops.aten._flash_attention_forward": TORCH,
+    "torch.ops.aten._flash_attention_backward": TORCH,
     # Which types of blocks gguf can dequantise.
     "gguf.quants._type_traits": GGUF,
     # The sandbox watches loops and sums in the parsed template, and joins what was rendered by a bounded function.

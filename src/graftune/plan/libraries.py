@@ -15,11 +15,8 @@ from graftune import graph
 from graftune.kernels.rehearsal import META, WORKSPACES
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.plan.ledger import MIB, Ledger
-<<<<<<< HEAD
 from graftune.plan.shapes import broadcast
-=======
 from graftune.private import find
->>>>>>> ad0fb01 (The plan's private names are in private.py)
 
 aten = torch.ops.aten
 _FLASH_BACKWARD = find("torch.ops.aten._flash_attention_backward.default")

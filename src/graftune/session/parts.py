@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graftune.batch import Example
+from graftune.batch import BatchLayout, Example
 from graftune.config import Config, LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
@@ -37,7 +37,9 @@ from graftune.weights.placement import Placement
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 
 
-def loader_of(config: Config, examples: Sequence[Example], capacity: int, *, fixed: bool = True) -> Loader:
+def loader_of(
+    config: Config, examples: Sequence[Example], capacity: int, *, fixed: bool = True, layout: BatchLayout | None = None
+) -> Loader:
     """The data in the steps and micro-batches that the settings and their loss make of it; a micro-batch has `capacity`
     tokens."""
     settings = config.train
@@ -47,7 +49,7 @@ def loader_of(config: Config, examples: Sequence[Example], capacity: int, *, fix
         micro_capacity=capacity,
         seed=settings.seed,
         fixed=fixed,
-        layout=choose(settings).layout(examples),
+        layout=layout or choose(settings).layout(examples),
     )
 
 

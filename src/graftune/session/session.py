@@ -243,7 +243,7 @@ class Session(TextVerbs):
         if isinstance(batch, PackedBatch):
             return Batch([batch], len(batch.tokens), batch.response_tokens)
         data = self.prepare(batch)
-        packed = pack(data.examples, layout=self.loss.layout)
+        packed = pack(data.examples, layout=self.loss.layout(data.examples))
         return Batch([packed], data.summary.tokens, packed.response_tokens)
 
     def _set_loss(self, loss: Loss | None) -> None:
