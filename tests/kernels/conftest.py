@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.kernels import interpreter
 
 
 @pytest.fixture
@@ -28,13 +29,16 @@ def kernels_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """As tiny_folder, of two layers: the interpreter takes milliseconds for one program of a kernel."""
+    """As tiny_folder, of two layers and fewer heads: the interpreter takes milliseconds for one program of a kernel."""
     made: dict[str, Path] = {}
 
     def get(variant: str, **options: Any) -> Path:
         key = f"{variant}{options}"
         if key not in made:
-            options = tiny.VARIANT_OPTIONS.get(variant, {}) | {"num_hidden_layers": 2} | options
+            fewer = {"num_hidden_layers": 2, "num_attention_heads": 4}
+            if variant.startswith(("phi3", "olmo")):  # their heads' width follows from their number
+                fewer["num_attention_heads"] = 6
+            options = tiny.VARIANT_OPTIONS.get(variant, {}) | fewer | options
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(tiny.VARIANT_OPTIONS, variant, options)
                 made[key] = tiny.make_folder(variant, tmp_path_factory.mktemp("shallow") / variant)
@@ -51,9 +55,9 @@ def _language_replaced_once() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter as theirs
 
-    replace = getattr(interpreter, "_patch_lang", None)
+    replace = getattr(theirs, "_patch_lang", None)
     if replace is None:  # another interpreter than those we know: as it is, and slower
         yield
         return
@@ -65,9 +69,9 @@ def _language_replaced_once() -> Iterator[None]:
             scopes[module] = replace(fn)
         return SimpleNamespace(restore=lambda: None)
 
-    interpreter._patch_lang = once
+    theirs._patch_lang = once
     yield
-    interpreter._patch_lang = replace
+    theirs._patch_lang = replace
     for scope in reversed(scopes.values()):
         if hasattr(scope, "restore"):
             scope.restore()
@@ -80,11 +84,20 @@ def _no_overflow_looked_for_in_vain() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter as theirs
 
-    builder = getattr(interpreter, "interpreter_builder", None)
+    builder = getattr(theirs, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     with pytest.MonkeyPatch.context() as patch:
         if getattr(options, "sanitize_overflow", False) and getattr(options, "debug", None) is False:
             patch.setattr(builder, "options", dataclasses.replace(options, sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _described_once() -> Iterator[None]:
+    if torch.cuda.is_available():
+        yield
+        return
+    with interpreter.remembering():
         yield

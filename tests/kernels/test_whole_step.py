@@ -20,9 +20,9 @@ HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 0.1, "weight_decay": 0.
 
 def batch(padded: bool = False):
     """Two documents, with or without the padding of a captured step: tokens, an empty slot, rows."""
-    tokens = torch.randint(3, tiny.VOCAB, (2, 10), generator=torch.Generator().manual_seed(4)).tolist()
-    examples = [Example(t[: 10 - 3 * i], [j > 2 for j in range(10 - 3 * i)]) for i, t in enumerate(tokens)]
-    return pack(examples, capacity=20, max_docs=3, max_rows=13) if padded else pack(examples)
+    tokens = torch.randint(3, tiny.VOCAB, (2, 8), generator=torch.Generator().manual_seed(4)).tolist()
+    examples = [Example(t[: 8 - 3 * i], [j > 2 for j in range(8 - 3 * i)]) for i, t in enumerate(tokens)]
+    return pack(examples, capacity=15, max_docs=3, max_rows=9) if padded else pack(examples)
 
 
 def stepped(side, device: str, backend: str, packed, dropout: float, recompute: str = "none", steps: int = 1):
