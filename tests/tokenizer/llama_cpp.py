@@ -19,6 +19,8 @@ class LlamaCpp:
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx, params.n_parallel, params.warmup = 64, 1, False
+        params.n_batch = params.n_ubatch = 64
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         self.server = xllamacpp.Server(params)
 
     def encode(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:

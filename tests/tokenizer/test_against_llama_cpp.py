@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from graftune.tokenizer import Tokenizer, from_gguf
@@ -44,12 +47,45 @@ def test_default_base_chat(smollm: Tokenizer, smollm_path: Path) -> None:
     assert plain == judge.encode(text, special=False) and not {1, 2} & set(plain)
 
 
+@pytest.fixture(scope="module")
+def by_rule(
+    smollm_metadata: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Tokenizer, LlamaCpp]]:
+    """Ours and llama.cpp's over one vocabulary with the rule of that name. The file is written once, and the name in it
+    replaced; a text behind the name keeps the length of both together."""
+    room, metadata = 40, boundaries(smollm_metadata)
+    longest = {"tokenizer.ggml.pre": "p" * room, "tokenizer.filler": "f"}
+    path = write_model(tmp_path_factory.mktemp("rules") / "model.gguf", longest | metadata)
+    written = path.read_bytes()
+
+    def fields(pre: str) -> bytes:
+        values = {"tokenizer.ggml.pre": pre, "tokenizer.filler": "f" * (room + 1 - len(pre))}
+        texts = [(key.encode(), value.encode()) for key, value in values.items()]
+        return b"".join(
+            struct.pack("<Q", len(key)) + key + struct.pack("<IQ", gguf.GGUFValueType.STRING, len(value)) + value
+            for key, value in texts
+        )
+
+    assert written.count(fields("p" * room)) == 1
+
+    def get(name: str) -> tuple[Tokenizer, LlamaCpp]:
+        path.write_bytes(written.replace(fields("p" * room), fields(name)))
+        return from_gguf(metadata | {"tokenizer.ggml.pre": name}), LlamaCpp(path)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def rule_texts() -> list[str]:
+    """Some by themselves, the others a dozen at a time with a control token between them: text is cut there first."""
+    texts = random_texts(150, seed=3, extra=MARKS + NUMBERS)
+    return [*texts[:20], *(MARKS[0].join(texts[i : i + 13]) for i in range(20, 150, 13))]
+
+
 @pytest.mark.parametrize("name", RULES)
-def test_pre_tokenizers(name: str, smollm_metadata: dict[str, Any], tmp_path: Path) -> None:
-    metadata = boundaries(smollm_metadata) | {"tokenizer.ggml.pre": name}
-    judge = LlamaCpp(write_model(tmp_path / "model.gguf", metadata))
-    ours = from_gguf(metadata)
-    _agree(ours, judge, random_texts(150, seed=3, extra=MARKS + NUMBERS), special=True)
+def test_pre_tokenizers(name: str, by_rule: Callable[[str], tuple[Tokenizer, LlamaCpp]], rule_texts: list[str]) -> None:
+    ours, judge = by_rule(name)
+    _agree(ours, judge, rule_texts, special=True)
     assert ours.encode("Hi", add_special=True) == judge.encode("Hi", add_special=True)
 
 

@@ -48,7 +48,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Mark:
     monkeypatch.setattr(torch.cuda, "Stream", Mark)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(graph, "_stream", functools.cache(lambda *_: Mark()))
