@@ -1,7 +1,7 @@
 """Frozen products in 8-bit floats: e4m3 codes with a scale a row, through the GPU's fp8 units. reference.py has the
 formulas and says how the adapters' share goes along; kernel.py quantises and transposes, settling.py lays adapters
 beside weights. No pass of its own for quantising where we write what is quantised: norms.py, gated.py and rotary.py are
-norm, SwiGLU and rope with codes, and the adapters' thin products (lora_linear) write codes of what they leave. What
+norm, SwiGLU and rope with codes, and thin.py the adapters' thin products, which write codes of what they leave. What
 attention writes, o's input, is quantised apart, since its kernels are not ours.
 
 Codes are [T, K] with rows that may lie apart, `aligned` bytes as a rule; K and N of a product are multiples of 16.
@@ -130,12 +130,10 @@ def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> t
     reads: up to THIN columns x in bf16 need not exist, and half as many bytes are moved."""
     x = rows.codes[:, :width]
     if launch.fused(x) and len(weight) <= THIN:
-        from graftune.kernels.lora_linear import kernel
+        from graftune.kernels.fp8 import thin
 
-        codes = kernel.Codes(rows.codes, width, rows.scale, shift)
-        return kernel.rows(
-            x, weight, ((0, width),), rank=len(weight), transposed=True, codes=codes, row_scale=rows.scale
-        )
+        codes = thin.Codes(rows.codes, width, rows.scale, shift)
+        return thin.rows(x, weight, ((0, width),), codes, rank=len(weight), transposed=True, row_scale=rows.scale)
     h = lora_linear.down(x.to(weight.dtype), weight)
     h = h.mul_(rows.scale.unsqueeze(1))
     lay(h, rows, width, shift)
@@ -146,10 +144,10 @@ def up_backward(grad_y: torch.Tensor, low: Low, rows: Rows, shift: torch.Tensor)
     """g = s dY B [T, n] and its codes behind those of dY."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:
-        from graftune.kernels.lora_linear import kernel
+        from graftune.kernels.fp8 import thin
 
-        codes = kernel.Codes(rows.codes, width, rows.scale, shift)
-        return kernel.rows(grad_y, low.up, low.columns, rank=low.rank, scale=low.scale, codes=codes)
+        codes = thin.Codes(rows.codes, width, rows.scale, shift)
+        return thin.rows(grad_y, low.up, low.columns, codes, rank=low.rank, scale=low.scale)
     g = lora_linear.up_backward(grad_y, low)
     lay(g, rows, width, shift)
     return g
@@ -159,10 +157,17 @@ def up_both(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, rows: Rows, s
     """`up_backward`, and dB added into `grad_up` [sum of outs, R] (fp32), in one pass over dY where that is ours."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:
-        from graftune.kernels.lora_linear import kernel, sums
+        from graftune.kernels.fp8 import thin
+        from graftune.kernels.lora_linear import sums
 
-        codes = kernel.Codes(rows.codes, width, rows.scale, shift)
-        return sums.both(grad_up, grad_y, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, codes=codes)
+        codes = thin.Codes(rows.codes, width, rows.scale, shift)
+
+        def add_up(parts: torch.Tensor, g: torch.Tensor, counts: tuple[int, ...]) -> None:
+            thin.add_up(parts, g, codes, counts)
+
+        g = sums.both(grad_up, grad_y, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, add_up=add_up)
+        thin.clear(g.shape[1], codes)
+        return g
     lora_linear.up_grad(grad_y, low, grad_up)
     return up_backward(grad_y, low, rows, shift)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from graftune.kernels import launch
 from graftune.kernels.fp8.reference import HEADROOM, LARGEST, MOST_Q, Share
-from graftune.kernels.lora_linear.kernel import beyond_code
+from graftune.kernels.fp8.thin import beyond_code
 from graftune.kernels.lora_linear.reference import members
 
 PIECE = 2048  # values that one program lays

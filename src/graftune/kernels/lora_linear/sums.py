@@ -7,6 +7,8 @@ their sum over tokens, and of g a part, which `kernel.add_up` adds to the others
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,8 @@ import triton.language as tl
 from graftune.kernels import launch
 from graftune.kernels.lora_linear import kernel
 from graftune.kernels.lora_linear.kernel import of_member
+
+AddUp = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], None]  # parts, what their sum goes to, their numbers
 
 
 @triton.jit
@@ -162,10 +166,11 @@ def both(
     rank: int,
     scale: float,
     tail: torch.Tensor | None = None,
-    codes: kernel.Codes | None = None,
+    add_up: AddUp | None = None,
 ) -> torch.Tensor:
-    """`sum_columns_` into total and `rows` of the same y, read once."""
-    assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or codes is None)
+    """`sum_columns_` into total and `rows` of the same y, read once. `add_up` adds the parts of `rows` in another way
+    than kernel.py's, which is for a tail."""
+    assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or add_up is None)
     tokens, rp = len(y), launch.power_of_two(rank, 16)
     bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], y.element_size())
     starts, stops, offsets, counts = kernel.places(columns, bc)
@@ -181,10 +186,13 @@ def both(
         total.numel(), scale, starts, stops, offsets, counts, WIDTH=g.shape[1], R=rank, RP=rp, BT=bt, BC=bc,
         ADD=splits == 1, PRECISION=kernel.precision(y), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    kernel.add_up(parts, g, add=False, tail=tail, counts=counts, codes=codes)
+    if add_up is None:
+        kernel.add_up(parts, g, add=False, tail=tail, counts=counts)
+    else:
+        add_up(parts, g, counts)
     if splits > 1:
         kernel.add_up(sums, total, add=True)
-    kernel.clear(g.shape[1], tail, codes)
+    kernel.clear(g.shape[1], tail)
     return g
 
 
