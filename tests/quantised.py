@@ -13,6 +13,7 @@ from benchmarks.cases import SCALES
 from graftune.config import LoraConfig
 from graftune.kernels import nf4
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
+from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena, initialise, norm_names, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
@@ -170,3 +171,10 @@ def placed(
             value.copy_(torch.empty(value.shape).normal_(0, std_b, generator=drawn))
     arena.publish()
     return oracle.Ours(base, decoder, arena, lora)
+
+
+def frozen_bytes(decoder: Decoder) -> int:
+    """Of a dense model's projections and tables, as they are kept."""
+    tables = {id(table): table for table in (decoder.embedding, decoder.head.frozen)}
+    weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
+    return sum(weight.nbytes for weight in (*weights, *tables.values()))

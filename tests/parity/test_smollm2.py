@@ -16,7 +16,7 @@ import torch
 from graftune.batch import Example
 from graftune.weights.base import Base
 from graftune.weights.gguf_io import read_gguf
-from tests import oracle
+from tests import oracle, quantised
 
 TEXTS = (
     "The old lighthouse keeper climbed the stairs every evening, wound the clock, and wrote the weather in a book.",
@@ -47,7 +47,7 @@ def test_logits_equal_transformers(logits: torch.Tensor, smollm2_theirs: Any, do
 
 def test_kept_in_the_file_equals_resident(logits: torch.Tensor, smollm2: Path, documents: list[list[int]]) -> None:
     kept = oracle.ours(smollm2, base_dtype="keep")
-    assert kept.decoder.frozen_bytes < 110e6, "blocks stay as the file has them"
+    assert quantised.frozen_bytes(kept.decoder) < 110e6, "blocks stay as the file has them"
     difference = (kept.logits(documents, adapted=False) - logits).abs().max()
     print(f"largest difference {difference:.1e}")
     # Products over slices of a table sum in another order: 1e-4 measured, where fp32 itself is 2e-4 from fp64.

@@ -27,9 +27,6 @@ from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config
 from graftune.weights.placement import Placement, choose_placement, nothing_frozen
 
-# Written into the config.yaml of runs before these became twice the rank and PEFT's start: nobody asked for them.
-_EARLIER_DEFAULTS = {"alpha": 32.0, "init": "gaussian"}
-
 
 def open_session(config: Config, *, base: Base | None = None, placement: Placement | None = None) -> Session:
     """Open the base unless it is given, resolve what is `auto`, lay out the adapters and place the weights (as was
@@ -81,7 +78,7 @@ def check_method(config: Config) -> None:
     choose(config.train)
     method, default = config.train.method, LoraConfig()
     for name, value in vars(config.lora).items() if method != "lora" else ():
-        if value not in (getattr(default, name), _EARLIER_DEFAULTS.get(name)):
+        if value != getattr(default, name):
             raise GraftuneError(
                 f"{name} is set and method is {method}, which trains no adapter",
                 mend=f"leave {name} out, or set method to lora",
