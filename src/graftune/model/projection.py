@@ -27,7 +27,7 @@ import torch
 
 from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.lora_linear import Low
-from graftune.model.frozen import Frozen, Roomy, Trained, apart
+from graftune.model.frozen import Frozen, Roomy, Trained, row_stride
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
 
@@ -52,7 +52,7 @@ class ReadyGrad:
 
 def with_room(like: torch.Tensor, rows: int, width: int, room: int) -> torch.Tensor:
     """[rows, width + room], fresh; with room, rows begin at the border of a memory line, as products like them."""
-    storage = torch.empty(rows, apart(width, room), dtype=like.dtype, device=like.device)
+    storage = torch.empty(rows, row_stride(width, room), dtype=like.dtype, device=like.device)
     return storage[:, : width + room]
 
 

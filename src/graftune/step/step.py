@@ -24,7 +24,7 @@ from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, base_log_probs
 from graftune.model.decoder import Decoder, PackedDocuments, Stream
-from graftune.model.frozen import apart
+from graftune.model.frozen import row_stride
 from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
 from graftune.model.run import Aside, Dropout
@@ -139,7 +139,7 @@ class Step:
 
         names = (self.backend, *self.other_backends)
         one = next(block.mixer for block in self.decoder.blocks if isinstance(block.mixer, Attention))
-        rows = apart(one.o.width_in, one.o.room), apart(one.qkv.width_out, one.qkv.room)
+        rows = row_stride(one.o.width_in, one.o.room), row_stride(one.qkv.width_out, one.qkv.room)
         case = timing.Case(tokens, one.heads, self.decoder.compute, one.score_scale, *rows)
         self.backend = timing.fastest(names, documents, case)
         self.other_backends = ()

@@ -341,10 +341,10 @@ def _candidates(shape: Shape, desc: c_void_p, layouts: Layouts, device: torch.de
     return list(usable.values())
 
 
-def _layout(kind: int, rows: int, columns: int, apart: int) -> c_void_p:
+def _layout(kind: int, rows: int, columns: int, stride: int) -> c_void_p:
     layout = c_void_p()
     _check(
-        _library().cublasLtMatrixLayoutCreate(byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(apart))
+        _library().cublasLtMatrixLayoutCreate(byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(stride))
     )
     return layout
 

@@ -17,7 +17,7 @@ each is by itself, as in its file. resident.py, fp8.py, scratch.py and mapped.py
 
 from __future__ import annotations
 
-from graftune.model.frozen.interface import Frozen, Packed, Roomy, RowSource, apart
+from graftune.model.frozen.interface import Frozen, Packed, Roomy, RowSource, row_stride
 from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
 from graftune.model.frozen.packed import BlockSource, FloatRows, GgufRows, Nf4Rows
 from graftune.model.frozen.resident import Dense, Trained
@@ -39,7 +39,7 @@ __all__ = [
     "Table",
     "Trained",
     "Unpacked",
-    "apart",
     "fill",
     "pieces",
+    "row_stride",
 ]

@@ -11,8 +11,8 @@ from graftune.kernels.lora_linear import Copy
 from graftune.kernels.room import Adapters
 
 
-def apart(width: int, room: int) -> int:
-    """How far apart rows of `width` values lie: as they are, or with room beside them in whole lines of 64 values."""
+def row_stride(width: int, room: int) -> int:
+    """The row stride of `width` values: as it is, or with room beside them in whole lines of 64 values."""
     return -(-(width + room) // 64) * 64 if room else width
 
 

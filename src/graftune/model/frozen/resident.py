@@ -10,7 +10,7 @@ from graftune.kernels import matmul
 from graftune.kernels.lora_linear import Copy, add_product_, members
 from graftune.kernels.room import Adapters
 from graftune.model import huge_pages
-from graftune.model.frozen.interface import Roomy, RowSource, apart
+from graftune.model.frozen.interface import Roomy, RowSource, row_stride
 from graftune.model.frozen.mapped import fill
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -29,7 +29,7 @@ class Dense(Roomy):
     def empty(
         rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int
     ) -> Dense:
-        whole = huge_pages.advise(torch.empty(rows + room, apart(width, room), dtype=dtype, device=device))
+        whole = huge_pages.advise(torch.empty(rows + room, row_stride(width, room), dtype=dtype, device=device))
         storage = whole[:, : width + room]
         storage[rows:].zero_()
         storage[:, width:].zero_()

@@ -21,7 +21,7 @@ import torch
 from graftune.kernels import matmul, room
 from graftune.kernels.lora_linear import Copy
 from graftune.kernels.room import Adapters
-from graftune.model.frozen.interface import Packed, Roomy, apart
+from graftune.model.frozen.interface import Packed, Roomy, row_stride
 from graftune.model.frozen.mapped import ByPieces
 
 ROWS = 256  # a table's pieces are whole multiples of it: whole tiles of the product
@@ -42,7 +42,7 @@ class Scratch:
     @staticmethod
     def size(rows: int, width: int, room: int = 0) -> int:
         """Values that a weight with room beside and below takes."""
-        return (rows + room) * apart(width, room)
+        return (rows + room) * row_stride(width, room)
 
     def matrix(self, rows: int, width: int, room: int = 0) -> torch.Tensor:
         """[rows + room, width + room]"""
