@@ -167,7 +167,7 @@ class Decoder:
         """Rows [R, D] -> [R, V] in fp32."""
         normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)
         logits = self.head.of(adapted).matmul(normed).float()
-        return linear_cross_entropy.bent(logits, self.spec.logit_scale, self.spec.logit_cap)
+        return linear_cross_entropy.soft_capped(logits, self.spec.logit_scale, self.spec.logit_cap)
 
 
 @dataclass(frozen=True)

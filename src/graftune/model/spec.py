@@ -122,7 +122,7 @@ class ModelSpec:
     rotated: int = 0  # columns of a head that rope turns; 0: all
     embedding_scale: float = 1.0
     attention_scale: float = 0.0  # of the scores; 0: 1 / sqrt(head width)
-    attention_cap: float = 0.0  # scores are bent towards it by a tanh; 0: they are not
+    attention_cap: float = 0.0  # soft cap of the attention scores (a tanh); 0: none
     residual_scale: float = 1.0  # of what a mixer or feed-forward adds to the residual stream
     logit_scale: float = 1.0
     logit_cap: float = 0.0

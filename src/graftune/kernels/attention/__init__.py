@@ -105,8 +105,8 @@ def forward(
     out: torch.Tensor | None = None,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, N, H], stats); with `window` > 0 token i sees j only if i - window < j, with `cap` > 0 scores are bent
-    towards it by a tanh.
+    """(out [T, N, H], stats); with `window` > 0 token i sees j only if i - window < j, with `cap` > 0 scores are
+    soft-capped at it by a tanh.
 
     The output goes into the given `out`, whose tokens may lie apart, or a fresh contiguous one.
     """

@@ -163,7 +163,7 @@ def _seen(queries, keys, length, WINDOW: tl.constexpr):
 
 @triton.jit
 def _scores(product, scale, CAP: tl.constexpr):
-    """scale * product in powers of two, bent towards +-CAP (also in powers of two; 0: no cap) by a tanh."""
+    """scale * product in powers of two, soft-capped at CAP (also in powers of two; 0: no cap)."""
     scores = product * scale
     if CAP > 0:
         scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * 1.4426950408889634 / CAP)))
@@ -174,8 +174,8 @@ def _scores(product, scale, CAP: tl.constexpr):
 def _through_cap(grad, scores, CAP: tl.constexpr):
     """The gradient of what was capped, given that of the scores: tanh' = 1 - tanh^2."""
     if CAP > 0:
-        bent = scores * (1.0 / CAP)
-        grad = grad * (1.0 - bent * bent)
+        capped = scores * (1.0 / CAP)
+        grad = grad * (1.0 - capped * capped)
     return grad
 
 

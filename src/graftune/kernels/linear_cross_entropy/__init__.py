@@ -6,9 +6,9 @@ import torch
 
 from graftune.kernels import launch
 from graftune.kernels.linear_cross_entropy import reference
-from graftune.kernels.linear_cross_entropy.reference import Product, bent
+from graftune.kernels.linear_cross_entropy.reference import Product, soft_capped
 
-__all__ = ["Product", "bent", "forward", "log_probs"]
+__all__ = ["Product", "forward", "log_probs", "soft_capped"]
 
 
 def forward(
@@ -24,7 +24,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x, times `scale`, or None).
     `weights` [R] in fp32 multiply each row's loss and gradient; without them nothing is read or multiplied.
-    The logits are the product times `factor`, bent towards +-`cap` by a tanh where there is one."""
+    The logits are the product times `factor`, soft-capped at `cap` where there is one."""
     assert labels.shape == x.shape[:1] and (scale is None or (scale.dim() == 0 and scale.dtype == torch.float32))
     assert weights is None or (weights.shape == labels.shape and weights.dtype == torch.float32)
     if launch.fused(x):

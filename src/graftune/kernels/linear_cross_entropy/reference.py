@@ -56,7 +56,7 @@ def forward(
             if need_grad:
                 total += to_gradient_(piece, ids, scale, factor, cap, own)
             else:
-                losses = -log_probs_of(bent(piece.float(), factor, cap), ids)
+                losses = -log_probs_of(soft_capped(piece.float(), factor, cap), ids)
                 total += (losses if own is None else losses * torch.where(ids >= 0, own, 0.0)).sum()
         if grad is not None:
             grad[start : start + size] = head.input_grad(logits, part)
@@ -64,7 +64,7 @@ def forward(
     return total, grad
 
 
-def bent(logits: torch.Tensor, factor: float, cap: float) -> torch.Tensor:
+def soft_capped(logits: torch.Tensor, factor: float, cap: float) -> torch.Tensor:
     """The logits of a family that scales or caps them, in place."""
     if factor != 1:
         logits.mul_(factor)
@@ -85,7 +85,7 @@ def to_gradient_(
     own = counted if weights is None else torch.where(counted, weights.unsqueeze(1), 0.0)
     weight = own.float() if scale is None else own * scale
     index = labels.clamp(min=0).unsqueeze(1)
-    wide = bent(logits.float(), factor, cap)
+    wide = soft_capped(logits.float(), factor, cap)
     slope = wide.div(cap).square_().neg_().add_(1) if cap else None
     chosen = wide.gather(1, index)
     top = wide.amax(1, keepdim=True)
@@ -110,7 +110,7 @@ def log_probs(
     size = chunk_rows(head.out_features, CHUNK_BYTES)
     for start in range(0, len(x), size):
         part = slice(start, start + size)
-        found[part] = log_probs_of(bent(head.matmul(x[part]).float(), factor, cap), labels[part])
+        found[part] = log_probs_of(soft_capped(head.matmul(x[part]).float(), factor, cap), labels[part])
     return found
 
 
