@@ -138,7 +138,7 @@ class Decoder:
         if self.spec.embedding_scale != 1:
             grad = grad * self._embedding_scale
         if isinstance(self.embedding, Trained):
-            self.embedding.learn_rows(tokens, grad)
+            self.embedding.accumulate_row_grads(tokens, grad)
         if self.added is not None:
             index, is_new = self._new(tokens)
             self.added.grad.index_add_(0, index, (grad * is_new).float())

@@ -49,7 +49,7 @@ class Head:
 
     def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.frozen, Trained):
-            self.frozen.learn(grad, x)
+            self.frozen.accumulate_grad(grad, x)
         if self.added is None:
             return self.frozen.input_grad(grad)
         base, extra = grad.split([self.frozen.out_features, len(self.added.value)], 1)

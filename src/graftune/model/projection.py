@@ -12,7 +12,7 @@ all. For this, whoever writes x or dY writes into `input_buffer` or `grad_buffer
 (A `wide` y has it too: its gradient can then take its place.) Elsewhere (CPU, weights still in the file, dropout on the
 way back) the share is added apart, and buffers are exact.
 
-Full-parameter training is the same class over a weight that trains: `learn` then adds dW instead of dA.
+Full-parameter training is the same class over a weight that trains: `accumulate_grad` then adds dW instead of dA.
 
 What writes x or dY is a method here where a kind of projection can do it in one kernel with what its product reads
 (`after_norm`, `after_act`, `act_backward`, `norm_backward`, `rope_backward`): fp8_projection.py is such a kind.
@@ -186,8 +186,8 @@ class Projection:
         need_input: bool = True,
         ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A gradient buffer -> (dX if needed, g for `learn`); adds dB. `ready`: what `act_backward`, `norm_backward`
-        or `rope_backward` left."""
+        """A gradient buffer -> (dX if needed, g for `accumulate_grad`); adds dB. `ready`: what `act_backward`,
+        `norm_backward` or `rope_backward` left."""
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
@@ -218,7 +218,7 @@ class Projection:
         run.do_aside(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)
         return None
 
-    def learn(
+    def accumulate_grad(
         self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None = None
     ) -> None:
         """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
@@ -226,13 +226,13 @@ class Projection:
             whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
             product = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)
-            run.do_aside(lambda: self._learn(whole, g, x, run, normed), *reads, product=product)
+            run.do_aside(lambda: self._accumulate_grad(whole, g, x, run, normed), *reads, product=product)
 
-    def _learn(
+    def _accumulate_grad(
         self, grad: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None
     ) -> None:
         if isinstance(self.frozen, Trained) and grad is not None:
-            self.frozen.learn(grad, x if normed is None else normed.of(x))
+            self.frozen.accumulate_grad(grad, x if normed is None else normed.of(x))
         if g is None or self.lora is None:
             return
         if run.dropout is not None:

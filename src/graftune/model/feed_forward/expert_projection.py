@@ -114,7 +114,7 @@ class ExpertProjection:
     def backward(
         self, grad: torch.Tensor, h: torch.Tensor | None, starts: Starts
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """dY [S, out] -> (dX [S, in], g = s dY B [S, R] for `learn`)."""
+        """dY [S, out] -> (dX [S, in], g = s dY B [S, R] for `accumulate_grad`)."""
         grad_x = self.weights.input_grad(grad, starts)
         if self.lora is None or h is None:
             return grad_x, None
@@ -122,7 +122,7 @@ class ExpertProjection:
         grouped.add_multiplied_(grad_x, g, self.lora.down.transpose(1, 2), starts, 1.0)
         return grad_x, g
 
-    def learn(
+    def accumulate_grad(
         self, grad: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, starts: Starts
     ) -> None:
         """Adds dB = s dY' h and dA = g' x."""

@@ -208,12 +208,12 @@ class Experts:
         grad_weights = (grad_act * act).sum(1, dtype=torch.float32)
         del grad_act
         if h_down is not None and g is not None:
-            self.down.learn(rows, h_down * weights, g * weights, act, starts)
+            self.down.accumulate_grad(rows, h_down * weights, g * weights, act, starts)
         del rows, act, g
 
         grad_rows, g = self.gate_up.backward(grad_gate_up, h_gate_up, starts)
         if h_gate_up is not None and g is not None:
-            self.gate_up.learn(grad_gate_up, h_gate_up, g, normed.index_select(0, tokens), starts)
+            self.gate_up.accumulate_grad(grad_gate_up, h_gate_up, g, normed.index_select(0, tokens), starts)
         del grad_gate_up
         grad_normed = grad_rows.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1).sum(1)
         return grad_normed.add_(self._through_router(grad_weights[routed.places], routed).to(grad.dtype))

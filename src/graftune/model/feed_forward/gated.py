@@ -86,8 +86,8 @@ class GatedMlp:
         assert grad_act is not None
         grad_gate_up, act, ready = self.gate_up.act_backward(grad_act, gate_up, run, self.activation)
         del grad_act
-        self.down.learn(grad, g, act, run)
+        self.down.accumulate_grad(grad, g, act, run)
         del act
         grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, run, need_input, ready)
-        self.gate_up.learn(grad_gate_up, g, read.x, run, read.normed)
+        self.gate_up.accumulate_grad(grad_gate_up, g, read.x, run, read.normed)
         return grad_read

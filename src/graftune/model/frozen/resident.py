@@ -102,10 +102,10 @@ class Trained:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids)
 
-    def learn(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+    def accumulate_grad(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Adds dW = dY' x in fp32."""
         add_product_(self.grad, grad.t(), x)
 
-    def learn_rows(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
+    def accumulate_row_grads(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds the gradient of a lookup."""
         self.grad.index_add_(0, ids, grad.float())

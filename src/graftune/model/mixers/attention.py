@@ -135,7 +135,7 @@ class Attention:
         qkv, raw, mixed, stats, h_qkv, h_o = saved
         grad_mixed, g = self.o.backward(grad, h_o, run, ready=ready)
         assert grad_mixed is not None
-        self.o.learn(grad, g, mixed[:, : self.o.width_in], run)
+        self.o.accumulate_grad(grad, g, mixed[:, : self.o.width_in], run)
 
         documents = run.sequences.documents
         assert documents is not None, "generation has no backward"
@@ -168,7 +168,7 @@ class Attention:
             self.bias.grad.add_(grad_qkv[:, : self.qkv.width_out].sum(0, dtype=torch.float32))
 
         grad_read, g = self.qkv.backward(grad_qkv, h_qkv, run, need_input, ready)
-        self.qkv.learn(grad_qkv, g, read.x, run, read.normed)
+        self.qkv.accumulate_grad(grad_qkv, g, read.x, run, read.normed)
         return grad_read
 
     def light(self, saved: AttentionSaved) -> AttentionSaved:

@@ -101,10 +101,10 @@ class ShortConv:
         written = grad_bcx[:, : self.into.width_out]
         short_conv.backward(grad_mixed, bcx, self.taps, run.positions, written, mixed, self.grad_taps)
         del grad_mixed
-        self.out.learn(grad, g, mixed, run)
+        self.out.accumulate_grad(grad, g, mixed, run)
         del mixed
         grad_read, g = self.into.backward(grad_bcx, h_in, run, need_input)
-        self.into.learn(grad_bcx, g, read.x, run, read.normed)
+        self.into.accumulate_grad(grad_bcx, g, read.x, run, read.normed)
         return grad_read
 
     def light(self, saved: ShortConvSaved) -> ShortConvSaved:
