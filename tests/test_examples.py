@@ -15,7 +15,7 @@ import yaml
 import graftune
 from graftune.config import Config
 from graftune.observe.console import Console
-from graftune.plan import settle
+from graftune.plan import resolve_auto
 from graftune.training.prepare import job_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,7 +70,7 @@ def test_plan_accepts_it(path: Path, base: Path, tmp_path: Path, monkeypatch: py
     config = Config.load(path, own)
     if config.base.device != "cpu":
         config = config.replace(device="cuda")
-    found = settle(job_of(config, Console(quiet=True), memory=MEMORY))
+    found = resolve_auto(job_of(config, Console(quiet=True), memory=MEMORY))
     assert found.fits and found.settings["tokens_per_micro_batch"] <= config.train.tokens_per_step
     if config.base.base_dtype != "auto":
         assert found.settings["base_dtype"] == config.base.base_dtype

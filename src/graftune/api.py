@@ -35,7 +35,7 @@ from graftune.exporting import export as export_target
 from graftune.observe.console import Console
 from graftune.observe.events import Event
 from graftune.observe.memory import free_bytes, human_bytes
-from graftune.plan import Card, Job, any_data, card_here, settle
+from graftune.plan import Card, Job, any_data, card_here, resolve_auto
 from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
 from graftune.runtime import device_of
 from graftune.session import Batch, Sample, Session, StepStats, loader_of, open_session
@@ -130,7 +130,7 @@ def _plan_training(session: Session, data: Dataset | None, *, card: Card | None,
     tokens = distinct_tokens(data.examples) if data is not None else 0
     job = Job(config, base, session.runtime, longest, shapes, card, free, evaluates=False, tokens=tokens)
     job.placement = session.placement
-    plan = settle(job)
+    plan = resolve_auto(job)
     session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=max(plan.capacity, longest))
     session.say(
         f"planned: recompute {plan.recompute}, micro-batches of {session.config.train.tokens_per_micro_batch} tokens; "

@@ -43,7 +43,7 @@ def weight_of(out: int, into: int, columns, rank: int = 16, *, both: bool = Fals
     weight.fill(0, random(out, into, scale=0.02))
     weight.finish()
     given = Adapters(random(ranks, into, scale=1 / rank), random(out, rank, scale=0.01), columns, 2.0)
-    weight.settle(given)
+    weight.place_adapters(given)
     fp8.settle([weight.share], {})
     return weight, given
 

@@ -30,7 +30,7 @@ def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: s
         weight.fill(start, values[start : start + 24])
     weight.finish()
     given = adapters(out, into, rank, columns, size=size, device=device)
-    assert weight.settle(given) == []
+    assert weight.place_adapters(given) == []
     fp8.settle([weight.share], {})
     return weight, (weight.weight.float() * weight.scale[:, None]).cpu(), given
 

@@ -52,35 +52,35 @@ def job_for(folder: Path, memory: int = 0, **more: Any) -> job.Job:
 
 
 def test_auto_takes_the_largest_micro_batch_and_then_the_least_recompute(tiny_folder) -> None:
-    from graftune.plan import settle
+    from graftune.plan import resolve_auto
 
     folder = tiny_folder("llama")
-    roomy = settle(job_for(folder, 80 << 30, tokens_per_step=65536))
+    roomy = resolve_auto(job_for(folder, 80 << 30, tokens_per_step=65536))
     assert (roomy.recompute, roomy.capacity) == ("none", 8192)
-    assert settle(job_for(folder, 80 << 30)).capacity == 4096, "no more than a step has"
+    assert resolve_auto(job_for(folder, 80 << 30)).capacity == 4096, "no more than a step has"
 
     def limit(policy: str, size: int) -> int:
         return job_for(folder, 80 << 30).plan(policy, size).needed + job.CONTEXT_BYTES
 
     for policy, size in (("none", 2048), ("selective", 4096), ("full", 2048), ("offload", 2048)):
-        found = settle(job_for(folder, limit(policy, size)))
+        found = resolve_auto(job_for(folder, limit(policy, size)))
         assert found.fits and found.needed <= limit(policy, size)
         order = ("none", "selective", "full", "offload")
         assert order.index(found.recompute) <= order.index(policy)
-    asked = settle(job_for(folder, limit("full", 4096), recompute="full"))
+    asked = resolve_auto(job_for(folder, limit("full", 4096), recompute="full"))
     assert (asked.recompute, asked.capacity) == ("full", 4096)
-    fixed = settle(job_for(folder, limit("full", 4096), tokens_per_micro_batch=4096))
+    fixed = resolve_auto(job_for(folder, limit("full", 4096), tokens_per_micro_batch=4096))
     assert fixed.capacity == 4096 and fixed.fits
 
 
 def test_on_a_cpu_auto_is_1024_unless_memory_is_short(tiny_folder) -> None:
-    from graftune.plan import settle
+    from graftune.plan import resolve_auto
 
     folder = tiny_folder("llama")
-    wide = settle(job_for(folder, 8 << 30, device="cpu"))
+    wide = resolve_auto(job_for(folder, 8 << 30, device="cpu"))
     assert (wide.recompute, wide.capacity) == ("none", 1024)
     short = job_for(folder, 8 << 30, device="cpu").plan("none", 512).needed
-    assert settle(job_for(folder, short, device="cpu")).capacity == 512
+    assert resolve_auto(job_for(folder, short, device="cpu")).capacity == 512
 
 
 def test_a_run_that_does_not_fit_is_refused_before_loading_and_the_suggestion_runs(

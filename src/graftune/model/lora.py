@@ -63,9 +63,9 @@ class LoraGroup:
     def low(self, h: torch.Tensor) -> Low:
         return Low(h, self.up, self.columns, self.scale, self.diagonal)
 
-    def settle(self, weight: Roomy) -> None:
+    def place_adapters(self, weight: Roomy) -> None:
         """Have A lie in the rows below the weight and s B in the columns beside it, whenever a product reads them."""
-        self.arena.copies += weight.settle(Adapters(self.down, self.up, self.columns, self.scale))
+        self.arena.copies += weight.place_adapters(Adapters(self.down, self.up, self.columns, self.scale))
 
 
 @dataclass

@@ -67,7 +67,7 @@ class Projection:
         self.room = self.frozen.room if isinstance(self.frozen, Roomy) and self.lora is not None else 0
         if self.room:
             assert self.lora is not None and isinstance(self.frozen, Roomy)
-            self.lora.settle(self.frozen)
+            self.lora.place_adapters(self.frozen)
 
     def input_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, in + room] to write x into."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from graftune.plan.cards import Card
 from graftune.plan.cards import Model as CardModel
-from graftune.plan.choose import best, furthest, largest, nearest, policies_of, refusal, settle
+from graftune.plan.choose import best, furthest, largest, nearest, policies_of, refusal, resolve_auto
 from graftune.plan.job import Job, Plan, any_data, card_here, is_absent, runtime_for
 from graftune.plan.rehearse import Bytes, Setup, rehearse
 
@@ -34,6 +34,6 @@ __all__ = [
     "policies_of",
     "refusal",
     "rehearse",
+    "resolve_auto",
     "runtime_for",
-    "settle",
 ]

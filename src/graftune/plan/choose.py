@@ -29,7 +29,7 @@ SECANTS = 8  # sizes that `largest` tries by a line before it halves
 FURTHEST = {"cuda": 1 << 17, "cpu": 1 << 14}  # that `largest` looks
 
 
-def settle(job: Job) -> Plan:
+def resolve_auto(job: Job) -> Plan:
     """The plan of the settings as asked for, `auto` resolved; refused if it does not fit."""
     plan = best(job)
     if not plan.fits:

@@ -149,13 +149,13 @@ class Session(TextVerbs):
     def _loader_for(self, data: Dataset) -> Loader:
         self._check_open()
         if self._loaded is None or self._loaded[0] is not data:
-            self._settle(data)
+            self._resolve_auto(data)
             size = max(self.config.train.tokens_per_micro_batch, data.longest)
             self.config = self.config.replace(tokens_per_micro_batch=size)
             self._loaded = data, self.loader(data.examples)
         return self._loaded[1]
 
-    def _settle(self, data: Dataset | None = None) -> None:
+    def _resolve_auto(self, data: Dataset | None = None) -> None:
         """Resolve what of the settings depends on memory: by the plan, or where nobody plans to what always works."""
         settings = self.config.train
         if settings.recompute != "auto" and settings.tokens_per_micro_batch:
@@ -230,7 +230,7 @@ class Session(TextVerbs):
 
     def _ready(self) -> Any:
         """The pipeline, with what a loaded state knows of the step in its place."""
-        self._settle()
+        self._resolve_auto()
         if self._restored is not None:
             updates, scale = self._restored
             self.step.count.fill_(updates)

@@ -181,7 +181,7 @@ class Run:
         if self.signal == HANGUP:
             self.console = self.telling.hushed()
         self.step.discard()
-        self._settle()
+        self._finish_steps()
         if not self.closing:  # by then the arena may hold the best step's weights
             self._save()
         self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
@@ -198,13 +198,13 @@ class Run:
             while True:
                 p = self.progress
                 if self._evaluation_due():
-                    self._settle()
+                    self._finish_steps()
                     with self.telling.meter.paused():
                         if self._save_due():  # an evaluation may take long
                             self._save()
                         self._evaluate()
                 if p.step >= self.total:
-                    self._settle()
+                    self._finish_steps()
                     return "done"
                 if self.config.train.patience and p.stale >= self.config.train.patience:
                     return "early"
@@ -226,7 +226,7 @@ class Run:
                 return
             ends = p.epoch_step == self.epoch_steps[p.epoch]
             if ends or self._save_due() or (settings.save_every and p.step % settings.save_every == 0):
-                self._settle()
+                self._finish_steps()
                 with self.telling.meter.paused():
                     self._save()
 
@@ -253,7 +253,7 @@ class Run:
             self.console.warn(f"step {self.progress.step}: captured again, for batches of another shape")
         self.attention, self.captures = self.step.backend, self.hot.captures
 
-    def _settle(self) -> None:
+    def _finish_steps(self) -> None:
         """Wait for every step that was sent, and tell of them."""
         with marked("wait for steps"):
             finished = self.hot.finished(wait=True)
@@ -291,7 +291,7 @@ class Run:
         return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
 
     def _save(self) -> None:
-        """After `_settle`: what the checkpoint holds is in the log."""
+        """After `_finish_steps`: what the checkpoint holds is in the log."""
         p = self.progress
         with marked("checkpoint"):
             p.updates = int(self.step.count)

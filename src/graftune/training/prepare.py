@@ -28,7 +28,7 @@ from graftune.losses import choose
 from graftune.mixture import DataValue, label, slug
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
-from graftune.plan import CardModel, Job, Plan, any_data, is_absent, runtime_for, settle
+from graftune.plan import CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import device_of
 from graftune.session import Session, check_method, check_recompute, loader_of, open_session, with_template
@@ -82,7 +82,7 @@ def _prepare(
         config = config.replace(epochs=stretched(config.train, loader))
     with console.working("planning memory"):
         job = plan_job(config, base, data, resuming=before is not None)
-        plan = settle(job) if job else None
+        plan = resolve_auto(job) if job else None
     if plan is not None:
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
     else:

@@ -159,7 +159,7 @@ class Fp8(Roomy):
         codes = [self.whole] if self.kept is None else [self.whole, self.kept]
         return sum(len(c) * c.stride(0) for c in codes) + self.scale.nbytes
 
-    def settle(self, adapters: Adapters) -> list[Copy]:
+    def place_adapters(self, adapters: Adapters) -> list[Copy]:
         """Nothing is copied as it is: `Workspace.publish` turns the adapters into codes."""
         below = self.below if self.kept is None else self.kept[:, self.out_features :].t()
         figures = torch.zeros(4, dtype=torch.float32, device=self.scale.device)
@@ -277,7 +277,7 @@ class Fp8(Roomy):
 
     @property
     def _share(self) -> Share:
-        assert self.share is not None, "no adapters were settled here"
+        assert self.share is not None, "no adapters were placed here"
         return self.share
 
     def _buffer(self, tokens: int, width: int) -> torch.Tensor:

@@ -105,7 +105,7 @@ class Roomy(ABC):
     @abstractmethod
     def nbytes(self) -> int: ...
     @abstractmethod
-    def settle(self, adapters: Adapters) -> list[Copy]:
+    def place_adapters(self, adapters: Adapters) -> list[Copy]:
         """Let the adapters live in the room. Returns what has to be copied there whenever they change."""
 
     @abstractmethod

@@ -52,7 +52,7 @@ class Dense(Roomy):
     def nbytes(self) -> int:
         return self.storage.untyped_storage().nbytes()
 
-    def settle(self, adapters: Adapters) -> list[Copy]:
+    def place_adapters(self, adapters: Adapters) -> list[Copy]:
         below = Copy(adapters.down, self.below[: len(adapters.down)], 1.0)
         places = members(adapters.columns, adapters.up.shape[1])
         return [

@@ -69,7 +69,7 @@ class Unpacked(Roomy):
     def shared(self) -> tuple[torch.Tensor, ...]:
         return (self.storage,)
 
-    def settle(self, adapters: Adapters) -> list[Copy]:
+    def place_adapters(self, adapters: Adapters) -> list[Copy]:
         self.adapters = adapters
         return []
 
