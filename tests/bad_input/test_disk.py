@@ -12,7 +12,7 @@ import pytest
 
 from graftune import files
 from graftune.cli import main
-from graftune.training import telling
+from graftune.training import reporter
 from graftune.weights import checkpoint, safetensors_io
 from tests.bad_input.conftest import Refuse
 from tests.training.runs import SETTINGS, adapter_bytes
@@ -21,7 +21,7 @@ from tests.training.runs import SETTINGS, adapter_bytes
 @pytest.fixture(autouse=True)
 def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the loss takes longer than these runs."""
-    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
 
 
 @pytest.fixture

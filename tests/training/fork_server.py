@@ -94,13 +94,13 @@ def serve() -> None:
     import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from graftune.training import telling
+    from graftune.training import reporter
     from tests import rehearsed_once
 
     importlib.import_module("graftune.api")
     importlib.import_module("graftune.cli.app")
     rehearsed_once.install()
-    telling.loss_plot = lambda *_: None  # a second of every run, and nothing that these tests look at
+    reporter.loss_plot = lambda *_: None  # a second of every run, and nothing that these tests look at
     torch.set_num_threads(1)
     for line in sys.stdin:
         request = json.loads(line)

@@ -25,7 +25,7 @@ from graftune.session import parts
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
-from graftune.training import loop, prepare, resume, telling
+from graftune.training import loop, prepare, reporter, resume
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 from tests.training.runs import adapter_bytes, write_data
@@ -40,7 +40,7 @@ DATED = (
 
 @pytest.fixture(autouse=True)
 def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
 
 
 def again(run: Path, **overrides: Any) -> Any:
@@ -349,7 +349,7 @@ def test_settings_are_compared_by_name(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(telling, "loss_plot", lambda *_: None)
+        patch.setattr(reporter, "loss_plot", lambda *_: None)
         return train(settings(tiny_folder("llama"), tmp_path_factory.mktemp("finished") / "run"), console=QUIET).folder
 
 

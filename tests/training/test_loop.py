@@ -28,7 +28,7 @@ from graftune.session import parts
 from graftune.step.pipeline import Figures, HostLoop
 from graftune.step.scaler import LossScaler
 from graftune.step.step import Step
-from graftune.training import telling
+from graftune.training import reporter
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 from tests.training.runs import adapter_bytes, write_data
@@ -280,7 +280,7 @@ def test_what_a_first_batch_settles_is_told_when_it_happens(
 
 
 def test_waits_are_marked_in_a_profile(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(settings(tiny_folder("llama"), tmp_path / "run", max_steps=2, samples=1, sample_tokens=2), console=QUIET)
     names = {event.key for event in profile.key_averages() if event.key.startswith("graftune: ")}
@@ -312,7 +312,7 @@ def test_tools_for_other_loops_are_at_hand() -> None:
 
 def test_a_run_that_outgrows_its_plan_says_so(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for off, told in ((10.0, 0), (-0.9, 1)):
-        monkeypatch.setattr(telling, "OFF", {"cpu": off})
+        monkeypatch.setattr(reporter, "OFF", {"cpu": off})
         run = train(settings(tiny_folder("llama"), tmp_path / str(told) / "run", max_steps=1), console=QUIET).folder
         said = [e["text"] for e in read_events(run / "metrics.jsonl") if e["event"] == "warning"]
         assert len([text for text in said if "more than the" in text]) == told

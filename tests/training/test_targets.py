@@ -16,7 +16,7 @@ from graftune.cli import main
 from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
-from graftune.training import telling
+from graftune.training import reporter
 from graftune.weights import checkpoint
 from graftune.weights.adapter import load_adapter
 from tests.training.runs import write_data
@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
     """Validated at steps 3 and 6, saved at every second one too, with new tokens and norms in its arena."""
     more = {"new_tokens": ["<a>", "<b>"], "train_norms": True, "max_steps": 6, "lr": 0.005}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(telling, "loss_plot", lambda *_: None)
+        patch.setattr(reporter, "loss_plot", lambda *_: None)
         out = tmp_path_factory.mktemp("targets") / "run"
         return train(settings(tiny_folder("gemma3"), out, **more), console=QUIET).folder
 
@@ -141,7 +141,7 @@ def test_another_base(run: Path, tiny_folder) -> None:
 
 
 def test_a_whole_model(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "loss_plot", lambda *_: None)
+    monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
     values = settings(tiny_folder("llama"), tmp_path / "run", max_steps=3, dropout=0.0).flat()
     config = Config.of(values | {"method": "full", "rank": Config().lora.rank})
     run = train(config, console=QUIET).folder

@@ -12,7 +12,7 @@ from graftune.api import train
 from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.training import telling
+from graftune.training import reporter
 from graftune.training.answers import SCORED, scored_records
 from tests.training.runs import write_data
 
@@ -46,13 +46,13 @@ def test_full_training_asks_its_base_before_it_is_gone(tiny_folder, tmp_path: Pa
 
 @pytest.mark.usefixtures("draws")
 def test_a_run_that_was_stopped_has_its_picture(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = telling.Telling.step
+    step = reporter.Reporter.step
 
-    def stopping(self: telling.Telling, *figures: Any, **more: Any) -> None:
+    def stopping(self: reporter.Reporter, *figures: Any, **more: Any) -> None:
         step(self, *figures, **more)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(telling.Telling, "step", stopping)
+    monkeypatch.setattr(reporter.Reporter, "step", stopping)
     events = run_of(tiny_folder("llama"), tmp_path / "run", samples=0, max_steps=3)
     assert events[-1] == "run_end" and events.count("step") == 1
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,5 @@
 """The run: owns the host, the clock and the disk. Everything per step is in step.py, how steps are sent to the device
-without waiting for them in step/pipeline.py, and what is said of them in telling.py.
+without waiting for them in step/pipeline.py, and what is said of them in reporter.py.
 
 A run is a function of its place. `Progress` says which step is next and which evaluation was last; what is due follows
 from it and from nothing else, so a run that was killed anywhere goes on from its last checkpoint and does, bit for
@@ -39,6 +39,7 @@ from graftune.training.prepare import (
     Prepared,
     tell_start,
 )
+from graftune.training.reporter import Reporter
 from graftune.training.resume import (
     KEPT_ON_RESUME,
     check_longer,
@@ -47,7 +48,6 @@ from graftune.training.resume import (
     run_length,
 )
 from graftune.training.signals import HANGUP, noted_signals
-from graftune.training.telling import Telling
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 
@@ -95,7 +95,7 @@ class Run:
         self.signal = 0
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
-        self.telling: Telling
+        self.reporter: Reporter
 
     # Beginning
 
@@ -150,7 +150,7 @@ class Run:
 
     def _open_log(self) -> None:
         self.log = EventLog(self.folder / "metrics.jsonl", self._called_back if self.callbacks else None)
-        self.telling = Telling(self.console, self.log, self.total, self.session.runtime.device, self.plan)
+        self.reporter = Reporter(self.console, self.log, self.total, self.session.runtime.device, self.plan)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to fit."""
@@ -179,13 +179,13 @@ class Run:
 
     def _stop(self) -> None:
         if self.signal == HANGUP:
-            self.console = self.telling.hushed()
+            self.console = self.reporter.hushed()
         self.step.discard()
         self._finish_steps()
         if not self.closing:  # by then the arena may hold the best step's weights
             self._save()
         self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
-        self.telling.draw()
+        self.reporter.draw()
 
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
@@ -194,12 +194,12 @@ class Run:
             self._ask_base()
         trace, device = self.folder / "profile.json.gz", self.session.runtime.device
         profile = Profile(self.config.run.profile, trace, device, self.console.note)
-        with self.telling.steps(self.progress.step), profile:
+        with self.reporter.steps(self.progress.step), profile:
             while True:
                 p = self.progress
                 if self._evaluation_due():
                     self._finish_steps()
-                    with self.telling.meter.paused():
+                    with self.reporter.meter.paused():
                         if self._save_due():  # an evaluation may take long
                             self._save()
                         self._evaluate()
@@ -220,14 +220,14 @@ class Run:
             self._one_step(micro_batches)
             profile.step()
             for done in self.hot.finished():
-                self.telling.step(done, scaled=self.step.scaler is not None)
-            self.telling.host_seconds.append(time.perf_counter() - began - (self.hot.waited - waited))
+                self.reporter.step(done, scaled=self.step.scaler is not None)
+            self.reporter.host_seconds.append(time.perf_counter() - began - (self.hot.waited - waited))
             if self._evaluation_due() or p.step >= self.total:
                 return
             ends = p.epoch_step == self.epoch_steps[p.epoch]
             if ends or self._save_due() or (settings.save_every and p.step % settings.save_every == 0):
                 self._finish_steps()
-                with self.telling.meter.paused():
+                with self.reporter.meter.paused():
                     self._save()
 
     def _one_step(self, micro_batches: list[Any]) -> None:
@@ -239,7 +239,7 @@ class Run:
         hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
         draws = [p.step * 4096 + index for index in range(len(micro_batches))]
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
-        first = not self.telling.host_seconds
+        first = not self.reporter.host_seconds
         with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
             self.hot.step(micro_batches, hyper, draws, facts, self._between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
@@ -258,7 +258,7 @@ class Run:
         with marked("wait for steps"):
             finished = self.hot.finished(wait=True)
         for done in finished:
-            self.telling.step(done, scaled=self.step.scaler is not None)
+            self.reporter.step(done, scaled=self.step.scaler is not None)
 
     # Evaluations and checkpoints
 
@@ -273,9 +273,9 @@ class Run:
     def _evaluate(self) -> None:
         p = self.progress
         examples = self.validation.examples
-        with marked("evaluate"), self.telling.counted("validating", len(examples), "examples", self._between) as count:
+        with marked("evaluate"), self.reporter.counted("validating", len(examples), "examples", self._between) as count:
             result = self.session.evaluated(examples, on_progress=count)
-        self.telling.evaluation(result, p.step, p.epoch)
+        self.reporter.evaluation(result, p.step, p.epoch)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
         p.last_eval = p.step
         if p.step == 0:
@@ -298,7 +298,7 @@ class Run:
             checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
         self.saved_at = _minutes()
-        self.telling.picture.redraw()
+        self.reporter.picture.redraw()
 
     # The end
 
@@ -332,13 +332,13 @@ class Run:
         if self.answers.questions:
             summary |= self._compare()
         summary |= self._cost() | {"peak_memory": peak_resident_bytes()}
-        self.telling.memory_in_all(p.step)
+        self.reporter.memory_in_all(p.step)
         self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
-        self.telling.draw()
+        self.reporter.draw()
         return summary
 
     def _cost(self) -> dict[str, Any]:
-        return self.telling.cost(self.hot.captures) | {"attention": self.step.backend}
+        return self.reporter.cost(self.hot.captures) | {"attention": self.step.backend}
 
     def _ask_base(self) -> None:
         self.base_answers = self._ask("the base", adapted=False)
@@ -358,7 +358,7 @@ class Run:
     def _ask(self, whom: str, *, adapted: bool) -> list[str]:
         """Answers to the run's questions, by the base or by what was trained."""
         label, count = f"asking {whom} about unseen prompts", len(self.answers.questions)
-        with marked("samples"), self.telling.counted(label, count, "answers", self._between) as between:
+        with marked("samples"), self.reporter.counted(label, count, "answers", self._between) as between:
             return self.answers.ask(self.session, adapted=adapted, between=between)
 
     # Signals

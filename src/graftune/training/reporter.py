@@ -22,7 +22,7 @@ from graftune.step.pipeline import Figures
 OFF = {"cuda": 0.03, "cpu": 0.10}  # what a plan may be off by
 
 
-class Telling:
+class Reporter:
     def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
         self.console, self.log, self.total, self.device = console, log, total, device
         self.plan, self.told_plan = plan, False
