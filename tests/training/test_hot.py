@@ -16,7 +16,7 @@ from graftune import graph
 from graftune.kernels import attention
 from graftune.losses import CrossEntropy
 from graftune.model import projection
-from graftune.model.run import Aside
+from graftune.model.run import SideStreams
 from graftune.step.pipeline import DeviceLoop, Flat, Shape
 from graftune.step.step import Step
 from tests import oracle
@@ -87,18 +87,18 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
 
 def test_a_second_run_of_a_process_has_the_streams_of_the_first(no_cuda: Mark) -> None:
     """Libraries keep memory for every stream they have seen."""
-    first, second = Aside(torch.device("cpu")), Aside(torch.device("cpu"))
+    first, second = SideStreams(torch.device("cpu")), SideStreams(torch.device("cpu"))
     assert first.streams == second.streams and len(set(map(id, [*first.streams, graph.stream("copies")]))) == 5
 
 
 def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:
-    aside, done = Aside(torch.device("cpu")), list[str]()
+    aside, done = SideStreams(torch.device("cpu")), list[str]()
     x = torch.ones(3)
-    aside.do(lambda: done.append("sent"), x)
+    aside.queue(lambda: done.append("sent"), x)
     aside.flush()
-    aside.do(lambda: done.append("queued by a pass that failed"), x)
+    aside.queue(lambda: done.append("queued by a pass that failed"), x)
     aside.forget()
-    aside.do(lambda: done.append("next"), x)
+    aside.queue(lambda: done.append("next"), x)
     aside.flush()
     assert done == ["sent", "next"] and len(aside.held) == 1
     waits = [("wait", stream) for stream in aside.streams]
@@ -118,12 +118,12 @@ def test_sums_made_later_are_the_same_even_after_a_pass_that_failed(
         ours = oracle.ours(folder)
         step = Step(ours.decoder, ours.arena)
         if aside:
-            step.aside = Aside(torch.device("cpu"))
+            step.side_streams = SideStreams(torch.device("cpu"))
             with monkeypatch.context() as failing, pytest.raises(MemoryError):
                 failing.setattr(attention, "backward", fail)
                 step.micro_step(batch())
-            assert step.aside.held
-            step.aside.do(lambda: pytest.fail("the failed pass's"), ours.arena.weights)
+            assert step.side_streams.held
+            step.side_streams.queue(lambda: pytest.fail("the failed pass's"), ours.arena.weights)
             step.discard()
         step.micro_step(batch())
         return ours.arena.grads

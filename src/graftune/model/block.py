@@ -115,7 +115,7 @@ class Branch(Generic[SomePart]):
         still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
         multiply."""
         width = read.x.shape[1]
-        after = grad if run.aside is None else with_room(grad, len(grad), width, grad.shape[1] - width)
+        after = grad if run.side_streams is None else with_room(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:
             torch.add(grad[:, :width], grad_read, out=after[:, :width])
         elif wrote is not None and self.norm.grad is None:

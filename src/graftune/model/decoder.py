@@ -21,7 +21,7 @@ from graftune.model.head import Head, NewRows, Output
 from graftune.model.part import NormWeight
 from graftune.model.projection import with_room
 from graftune.model.rotary import Rope
-from graftune.model.run import Aside, Dropout, Pass, Sequences
+from graftune.model.run import Dropout, Pass, Sequences, SideStreams
 from graftune.model.spec import ModelSpec
 from graftune.model.tape import Tape
 
@@ -52,7 +52,7 @@ class Decoder:
         *,
         adapted: bool = True,
         dropout: Dropout | None = None,
-        aside: Aside | None = None,
+        side_streams: SideStreams | None = None,
     ) -> Pass:
         """What the blocks share in one forward: rotary tables, which tokens belong together, adapters on or off."""
         tables = []
@@ -62,7 +62,7 @@ class Decoder:
                 is_far = (sequences.reach(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
             tables.append(rope.tables(positions, frequencies, kind.scaling))
-        return Pass(tuple(tables), positions, sequences, adapted, dropout, aside)
+        return Pass(tuple(tables), positions, sequences, adapted, dropout, side_streams)
 
     def forward(
         self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None, tape: Tape | None = None

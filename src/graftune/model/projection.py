@@ -215,7 +215,7 @@ class Projection:
         if len(grad_y) >= LONG or grad_y.numel() >= WIDE:
             return grad_up
         product = low.rank > lora_linear.THIN
-        run.do_aside(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)
+        run.defer(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)
         return None
 
     def accumulate_grad(
@@ -226,7 +226,7 @@ class Projection:
             whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
             product = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)
-            run.do_aside(lambda: self._accumulate_grad(whole, g, x, run, normed), *reads, product=product)
+            run.defer(lambda: self._accumulate_grad(whole, g, x, run, normed), *reads, product=product)
 
     def _accumulate_grad(
         self, grad: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None

@@ -67,7 +67,7 @@ class Dropout:
         return dropouts.apply(x.contiguous(), self.p, self.seed, place)
 
 
-class Aside:
+class SideStreams:
     """Streams for what nothing waits for: sums of weight gradients run beside attention's way back, whose kernels leave
     much of the chip idle; beside the products, which fill it, they would only delay them.
 
@@ -81,7 +81,7 @@ class Aside:
         self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...], bool]] = []
         self.held: list[tuple[torch.Tensor, ...]] = []
 
-    def do(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
+    def queue(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
         self.queued.append((work, reads, product))
 
     def flush(self) -> None:
@@ -102,7 +102,7 @@ class Aside:
             self.held.clear()
 
     def forget(self) -> None:
-        """What a pass that failed has left queued is nobody's."""
+        """Drop work that a failed pass left queued."""
         self.queued.clear()
         self.join()
 
@@ -114,20 +114,20 @@ class Pass:
     sequences: Sequences
     adapted: bool = True
     dropout: Dropout | None = None
-    aside: Aside | None = None
+    side_streams: SideStreams | None = None
 
-    def do_aside(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
+    def defer(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
         """Now, or later on another stream where there is one; `reads` are the tensors it uses, which stay as they are
         until `join`. `product`: it fills the chip."""
-        if self.aside is None:
+        if self.side_streams is None:
             work()
         else:
-            self.aside.do(work, *reads, product=product)
+            self.side_streams.queue(work, *reads, product=product)
 
     def flush(self) -> None:
-        if self.aside is not None:
-            self.aside.flush()
+        if self.side_streams is not None:
+            self.side_streams.flush()
 
     def join(self) -> None:
-        if self.aside is not None:
-            self.aside.join()
+        if self.side_streams is not None:
+            self.side_streams.join()

@@ -27,7 +27,7 @@ from graftune.model.decoder import Decoder, PackedDocuments, Stream
 from graftune.model.frozen import row_stride
 from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
-from graftune.model.run import Aside, Dropout
+from graftune.model.run import Dropout, SideStreams
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
 
@@ -75,7 +75,9 @@ class Step:
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # What is queued for other streams stays in memory until it has run: not where memory is what counts.
-        self.aside = Aside(device) if launch.on_gpu(device) and recompute in ("none", "selective") else None
+        self.side_streams = (
+            SideStreams(device) if launch.on_gpu(device) and recompute in ("none", "selective") else None
+        )
         self.partials = torch.empty(len(self.table), device=device)
         self.scaler = LossScaler(device) if arena.compute_dtype == torch.float16 else None
         self.unit = FP16_UNIT if self.scaler else 1.0
@@ -96,15 +98,15 @@ class Step:
         """Adds the batch's loss and gradients to what is there. `any_shape`: its shape will hardly come again, so
         nothing is planned or timed for it."""
         decoder = self.decoder
-        if self.aside is not None:
-            self.aside.forget()
+        if self.side_streams is not None:
+            self.side_streams.forget()
         dropout = Dropout(self.dropout, self.draw) if self.dropout else None
         longest = max(batch.lengths) if any_shape or self.longest is None else self.longest
         documents = attention.Documents(batch.cu_seqlens, batch.lengths, longest)
         if self.other_backends and not any_shape:
             self._choose_attention(documents, len(batch.tokens))
         attend = PackedDocuments(documents, self.eager_backend if any_shape else self.backend)
-        run = decoder.begin(batch.positions, attend, dropout=dropout, aside=self.aside)
+        run = decoder.begin(batch.positions, attend, dropout=dropout, side_streams=self.side_streams)
         tape = self.tapes.new(
             len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute, decoder.device
         )
