@@ -12,7 +12,7 @@ from graftune import api
 from graftune.config import Config
 from graftune.kernels import fp8, lora_linear, matmul
 from graftune.kernels.fp8 import E4M3, Rows, reference
-from graftune.kernels.lora_linear import Low
+from graftune.kernels.lora_linear import LowRank
 from graftune.kernels.room import Adapters
 from graftune.model.frozen.fp8 import Fp8, Workspace
 from graftune.observe.console import Console
@@ -94,7 +94,7 @@ def test_the_adapters_share(out, into, columns, both):
     assert off(y, base + want) < 0.006
     along = ((y.float() - base) * want).sum() / want.square().sum()
     assert abs(along - 1) < 0.01
-    low = Low(h, given.up, columns, 2.0)
+    low = LowRank(h, given.up, columns, 2.0)
     grad_x, g = weight.backward(grad, low)
     want = g.float() @ given.down.float()
     rows = weight._rows(grad, weight.scale, weight.share.back.reach)
@@ -117,7 +117,7 @@ def test_what_is_not_finite_comes_through():
 def test_what_is_not_finite_comes_through_the_way_back():
     """dX, by the codes that SwiGLU's and rope's way back leave, and g and dB."""
     weight, given = weight_of(128, 64, ((0, 64), (64, 128)))
-    low = Low(random(32, 32), given.up, given.columns, 2.0)
+    low = LowRank(random(32, 32), given.up, given.columns, 2.0)
     angles = torch.rand(32, 16, device=GPU)
     for bad in (float("nan"), float("inf")):
         gate_up, grad = random(32, 128), random(32, 64)
@@ -143,7 +143,7 @@ def test_captured_is_eager_and_follows_the_adapters():
     def both() -> tuple[torch.Tensor, torch.Tensor]:
         fp8.settle([weight.share], tables)
         y, h = weight.forward(x)
-        return y, weight.backward(grad, Low(h, given.up, given.columns, 2.0))[0]
+        return y, weight.backward(grad, LowRank(h, given.up, given.columns, 2.0))[0]
 
     both()
     side = torch.cuda.Stream()

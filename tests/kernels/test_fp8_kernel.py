@@ -9,7 +9,7 @@ import torch
 
 from graftune.kernels import fp8, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.fp8 import E4M3, Rows, Share, reference
-from graftune.kernels.lora_linear import Low
+from graftune.kernels.lora_linear import LowRank
 from graftune.kernels.room import Adapters
 
 NAN = float("nan")
@@ -246,8 +246,8 @@ def test_both_codes_of_every_number(kernels_on, device):
     assert torch.equal(got.cpu().float(), codes.float())
 
 
-def low_of(given: Adapters, tokens: int, device: str) -> Low:
-    return Low(torch.zeros(tokens, len(given.down), device=device), given.up, given.columns, given.scale)
+def low_of(given: Adapters, tokens: int, device: str) -> LowRank:
+    return LowRank(torch.zeros(tokens, len(given.down), device=device), given.up, given.columns, given.scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graftune.kernels import launch, lora_linear, rms_norm
-from graftune.kernels.lora_linear import Copy, Low, reference
+from graftune.kernels.lora_linear import Copy, LowRank, reference
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # one rounding of the result
 DTYPES = list(TOLERANCE)
@@ -118,14 +118,14 @@ def gradient(tokens: int, columns, dtype, device, room: int, out: int = OUT) -> 
     return beside(grad, dtype, device, room)
 
 
-def adapters(tokens: int, columns, rank: int, dtype, device) -> Low:
+def adapters(tokens: int, columns, rank: int, dtype, device) -> LowRank:
     """h in a buffer of its own with NaN beside it."""
     h = beside(torch.randn(tokens, rank * len(columns)), dtype, device, 5)[:tokens, : rank * len(columns)]
     up = torch.randn(sum(stop - start for start, stop in columns), rank) / rank**0.5
-    return Low(h, up.to(dtype).to(device), columns, SCALE)
+    return LowRank(h, up.to(dtype).to(device), columns, SCALE)
 
 
-def wide(low: Low) -> Low:
+def wide(low: LowRank) -> LowRank:
     return low._replace(h=low.h.float().contiguous(), up=low.up.float())
 
 
@@ -426,7 +426,7 @@ def test_the_room_beside_the_weight_gives_the_whole_product(kernels_on, device, 
     plain, grad_y = x[:, :into].clone(), grad[:, :OUT].clone()
     h = lora_linear.down(x[:, :into], down, x[:, into:])
     y = x @ storage[:OUT].t()
-    low = Low(h, up, columns, SCALE)
+    low = LowRank(h, up, columns, SCALE)
     g = lora_linear.up_backward(grad[:, :OUT], low, grad[:, OUT:])
     grad_x = grad @ storage[:, :into]
     grad_up, grad_down = torch.zeros_like(up), torch.zeros_like(down)

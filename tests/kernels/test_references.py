@@ -219,7 +219,7 @@ def test_lora_group(normed, diagonal, dtype):
     assert torch.equal(tail[:, :6], h) and not tail[:, 6:].any()
     joined = torch.block_diag(up[:4], up[4:])
     joined = torch.cat((joined[:4], torch.zeros(2, 6, dtype=dtype), joined[4:]))
-    low = lora_linear.Low(h, up, columns, scale, joined if diagonal else None)
+    low = lora_linear.LowRank(h, up, columns, scale, joined if diagonal else None)
     assert low.rank == 3
     got = y.clone()
     assert lora_linear.add_(got, low) is got

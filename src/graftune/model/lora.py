@@ -22,7 +22,7 @@ import torch
 from graftune.config import FUSED, PARTS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear
-from graftune.kernels.lora_linear import Copy, Low
+from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.kernels.room import Adapters
 from graftune.model.feed_forward.expert_projection import ExpertLora
 from graftune.model.frozen import Roomy
@@ -60,8 +60,8 @@ class LoraGroup:
     arena: Arena = field(repr=False, compare=False)
     diagonal: torch.Tensor | None = None  # the B's on the diagonal of one matrix, where that is faster
 
-    def low(self, h: torch.Tensor) -> Low:
-        return Low(h, self.up, self.columns, self.scale, self.diagonal)
+    def low(self, h: torch.Tensor) -> LowRank:
+        return LowRank(h, self.up, self.columns, self.scale, self.diagonal)
 
     def place_adapters(self, weight: Roomy) -> None:
         """Have A lie in the rows below the weight and s B in the columns beside it, whenever a product reads them."""

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
-from graftune.kernels.lora_linear import Low
+from graftune.kernels.lora_linear import LowRank
 from graftune.model.frozen import Frozen, Roomy, Trained, row_stride
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
@@ -208,7 +208,7 @@ class Projection:
             return grad_x.addmm_(g, lora.down), g
         return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
 
-    def _grad_up_with_g(self, grad_y: torch.Tensor, low: Low, run: Pass) -> torch.Tensor | None:
+    def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, run: Pass) -> torch.Tensor | None:
         """Where dB is to be added in the pass over dY that makes g. None: it is queued, to run beside attention."""
         assert self.lora is not None
         grad_up = self.lora.grad_up

@@ -17,7 +17,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear, matmul, rope
 from graftune.kernels.fp8 import reference
 from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share, scale_of
-from graftune.kernels.lora_linear import THIN, Low
+from graftune.kernels.lora_linear import THIN, LowRank
 
 __all__ = [
     "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "aligned", "buffer", "down", "lay",
@@ -140,7 +140,7 @@ def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> t
     return h
 
 
-def up_backward(grad_y: torch.Tensor, low: Low, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
+def up_backward(grad_y: torch.Tensor, low: LowRank, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
     """g = s dY B [T, n] and its codes behind those of dY."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:
@@ -153,7 +153,7 @@ def up_backward(grad_y: torch.Tensor, low: Low, rows: Rows, shift: torch.Tensor)
     return g
 
 
-def up_both(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
+def up_both(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
     """`up_backward`, and dB added into `grad_up` [sum of outs, R] (fp32), in one pass over dY where that is ours."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:

@@ -13,11 +13,11 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, rms_norm
 from graftune.kernels.lora_linear import reference
-from graftune.kernels.lora_linear.reference import Copy, Low, add_, add_product_, members
+from graftune.kernels.lora_linear.reference import Copy, LowRank, add_, add_product_, members
 
 __all__ = [
     "Copy",
-    "Low",
+    "LowRank",
     "add_",
     "add_product_",
     "backward",
@@ -44,7 +44,7 @@ def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None
 
 
 def up_backward(
-    grad_y: torch.Tensor, low: Low, tail: torch.Tensor | None = None, out: torch.Tensor | None = None
+    grad_y: torch.Tensor, low: LowRank, tail: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """g = s dY B, [T, R * members], written to `out` if given; in `tail` as well (see `down`)."""
     if launch.fused(grad_y) and low.rank <= THIN:
@@ -55,7 +55,7 @@ def up_backward(
     return g if out is None else out.copy_(g)
 
 
-def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
+def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:
     """Adds dB = s dY' h into `grad_up` [sum of outs, R] (fp32)."""
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import sums
@@ -65,7 +65,9 @@ def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
         reference.up_grad(grad_y, low, grad_up)
 
 
-def up_both(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+def up_both(
+    grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, tail: torch.Tensor | None = None
+) -> torch.Tensor:
     """`up_backward` and `up_grad`, in one pass over dY where that is ours to do."""
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import sums

@@ -20,7 +20,7 @@ import torch
 from graftune.kernels import launch
 
 
-class Low(NamedTuple):
+class LowRank(NamedTuple):
     """A group's low-rank product that is not yet in y."""
 
     h: torch.Tensor  # [T, R * members]
@@ -61,7 +61,7 @@ def spread(copies: Sequence[Copy]) -> None:
         torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
 
 
-def add_(y: torch.Tensor, low: Low) -> torch.Tensor:
+def add_(y: torch.Tensor, low: LowRank) -> torch.Tensor:
     """y [T, out] += s * h B', in place."""
     if low.diagonal is not None:
         return y.addmm_(low.h, low.diagonal.t(), alpha=low.scale)
@@ -70,7 +70,7 @@ def add_(y: torch.Tensor, low: Low) -> torch.Tensor:
     return y
 
 
-def up_backward(grad_y: torch.Tensor, low: Low) -> torch.Tensor:
+def up_backward(grad_y: torch.Tensor, low: LowRank) -> torch.Tensor:
     """g = s dY B, [T, R * members]."""
     if low.diagonal is not None:
         return (grad_y @ low.diagonal).mul_(low.scale)
@@ -80,7 +80,7 @@ def up_backward(grad_y: torch.Tensor, low: Low) -> torch.Tensor:
     return g.mul_(low.scale)
 
 
-def up_grad(grad_y: torch.Tensor, low: Low, grad_up: torch.Tensor) -> None:
+def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:
     """Adds dB = s dY' h into `grad_up` [sum of outs, R] (fp32)."""
     joint = low.h.t() @ grad_y if low.diagonal is not None else None  # only its diagonal blocks are wanted
     for columns, rows, ranks in low.members():

@@ -25,7 +25,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch
 from graftune.kernels.fp8 import Rows, Share
-from graftune.kernels.lora_linear import Copy, Low
+from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.kernels.room import Adapters
 from graftune.model.frozen.interface import Roomy, RowSource
 from graftune.model.frozen.mapped import pieces
@@ -262,7 +262,7 @@ class Fp8(Roomy):
     def backward(
         self,
         grad: torch.Tensor,
-        low: Low,
+        low: LowRank,
         *,
         grad_up: torch.Tensor | None = None,
         rows: Rows | None = None,
