@@ -72,7 +72,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("kind", UNEVEN)
-def test_modules_that_differ_are_evened(kind: str, base: Path, tmp_path: Path) -> None:
+def test_modules_that_differ_get_one_rank(kind: str, base: Path, tmp_path: Path) -> None:
     """Loaded, merged and written again, by all of which PEFT's own log-probabilities come out; and trained on."""
     want = by_peft(base, tmp_path / "a", **({"target_modules": ["q_proj", "v_proj"]} | UNEVEN[kind]))
     model = opened(base, tmp_path / "a")

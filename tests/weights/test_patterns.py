@@ -15,7 +15,7 @@ import pytest
 from graftune.errors import GraftuneError
 from graftune.weights import patterns
 from graftune.weights.adapter import load_adapter
-from graftune.weights.evened import _values
+from graftune.weights.uniform_rank import _values
 from tests.counting import Calls
 from tests.exporting import judges
 

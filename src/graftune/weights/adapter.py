@@ -30,7 +30,7 @@ from graftune.model.lora import Arena, targets_of
 from graftune.model.spec import NAMES, NORMS, ModelSpec, Names
 from graftune.weights import experts, names, patterns, rows, safetensors_io
 from graftune.weights.base import Base
-from graftune.weights.evened import evened, filled
+from graftune.weights.uniform_rank import filled, with_uniform_rank
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT options that change what the adapter computes and that this engine does not have.
@@ -289,7 +289,7 @@ def _understood(
                 raise _uses(f"{key} beside adapters on experts", path)
     else:
         where = str(path.with_name(TENSORS))
-        found = evened(tensors, values, lambda what: _uses(what, path), where)
+        found = with_uniform_rank(tensors, values, lambda what: _uses(what, path), where)
         tensors, rank, alpha, targets, partial = found
     dropout, added = float(values.get("lora_dropout") or 0.0), (values.get("graftune") or {}).get("new_tokens") or ()
     if not (1 <= rank <= 4096 and rank == int(rank) and math.isfinite(alpha) and alpha and 0 <= dropout < 1):

@@ -25,7 +25,7 @@ from graftune.weights import names, patterns
 MOST_PATTERNS = 4000  # one for each module of a model, and more
 
 
-class Even(NamedTuple):
+class UniformRank(NamedTuple):
     tensors: dict[str, torch.Tensor]
     rank: int
     alpha: float
@@ -33,9 +33,9 @@ class Even(NamedTuple):
     partial: bool  # whether modules may be missing in some layers
 
 
-def evened(
+def with_uniform_rank(
     tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], refuse: Callable[[str], GraftuneError], where: str
-) -> Even:
+) -> UniformRank:
     """`values`: PEFT's settings."""
     downs = {n.removesuffix(".lora_A.weight"): t for n, t in tensors.items() if n.endswith(".lora_A.weight")}
     for module in downs:
@@ -66,7 +66,7 @@ def evened(
     )
     targets = tuple(t for t in TARGETS if t in (found if partial else found | listed))
     if len(set(ranks.values())) == len(set(alphas.values())) == 1:
-        return Even(dict(tensors), rank, next(iter(alphas.values())), targets, partial)
+        return UniformRank(dict(tensors), rank, next(iter(alphas.values())), targets, partial)
 
     def per_rank(of: float) -> float:
         return math.sqrt(of) if values.get("use_rslora") else of
@@ -81,7 +81,7 @@ def evened(
         more = rank - ranks[module]
         made[f"{module}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, more))
         made[f"{module}.lora_B.weight"] = torch.nn.functional.pad(up * (scales[module] / usual), (0, more))
-    return Even(made, rank, usual * per_rank(rank), targets, partial)
+    return UniformRank(made, rank, usual * per_rank(rank), targets, partial)
 
 
 def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> dict[str, torch.Tensor]:
