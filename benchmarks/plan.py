@@ -87,7 +87,7 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     from graftune.batch import Example
     from graftune.data.pack import pack
     from graftune.step.evaluate import evaluate
-    from graftune.step.pipeline import hot_loop
+    from graftune.step.pipeline import pipeline_for
     from graftune.step.step import Step
 
     engine = opened(case, job.runtime.device)
@@ -108,7 +108,7 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     evaluate(engine.decoder, examples, capacity=plan.capacity, backend=engine.attention.backend)
     answer(engine, job, plan, rows[0])
     grown["evaluate"] = reserved(device)
-    loop, batch = hot_loop(step), pack(examples, **shape_of(case)._asdict())
+    loop, batch = pipeline_for(step), pack(examples, **shape_of(case)._asdict())
     before = fingerprint(arena.weights)
     for _ in range(STEPS):
         loop.step([loop.stage(batch)], HYPER | {"divisor": float(batch.response_tokens)}, [0])

@@ -61,7 +61,7 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Run
     """The hot loop of a run, batches staged by a thread as its loader does."""
     from graftune.batch import Example
     from graftune.data.pack import pack
-    from graftune.step.pipeline import hot_loop
+    from graftune.step.pipeline import pipeline_for
     from graftune.step.step import Step
 
     engine = opened(case, device)
@@ -79,7 +79,7 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Run
         tuned=True,
         other_backends=engine.attention.others,
     )
-    loop = hot_loop(step, graph=graph)
+    loop = pipeline_for(step, graph=graph)
     hyper = HYPER | {"divisor": float(sum(micro.response_tokens for micro in batches[0]))}
 
     def staged(index: int) -> list[Any]:

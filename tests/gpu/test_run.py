@@ -109,7 +109,7 @@ def test_steps_follow_each_other_without_a_wait(tiny_folder, tmp_path, monkeypat
 
 def test_every_batch_has_the_shape_that_was_captured(tiny_folder, tmp_path, monkeypatch):
     made = []
-    real = parts.hot_loop
-    monkeypatch.setattr(parts, "hot_loop", lambda *args, **named: made.append(real(*args, **named)) or made[-1])
+    real = parts.pipeline_for
+    monkeypatch.setattr(parts, "pipeline_for", lambda *args, **named: made.append(real(*args, **named)) or made[-1])
     train(settings(tiny_folder("llama"), tmp_path / "run"), console=QUIET)
     assert len(made[0].inputs) == 1 and made[0].captures == 1

@@ -17,7 +17,7 @@ from graftune.infer.generate import read
 from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
 from graftune.model.spec import ModelSpec
-from graftune.step.pipeline import hot_loop
+from graftune.step.pipeline import pipeline_for
 from graftune.step.step import Step
 from graftune.weights.synthetic import random_base
 from tests import oracle
@@ -39,7 +39,7 @@ def losses(length: int, backend: str, others: tuple[str, ...], graph: bool) -> l
     step = Step(
         ours.decoder, ours.arena, attention_backend=backend, other_backends=others, longest=length, tuned=True
     )  # fmt: skip
-    loop = hot_loop(step, graph=graph)
+    loop = pipeline_for(step, graph=graph)
     drawn = torch.Generator().manual_seed(length)
     row = torch.randint(0, SPEC.vocab, (length,), generator=drawn).tolist()
     batch = pack([Example(row, [i >= length // 2 for i in range(length)])])

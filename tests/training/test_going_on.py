@@ -127,7 +127,7 @@ def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.Monkey
             super().step(*args, **named)
             minutes += 5
 
-    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Slow(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Slow(step))
     monkeypatch.setattr(loop, "_minutes", lambda: minutes)
     more = {"val_split": 0.0, "save_every": 0, "tokens_per_step": 64, "epochs": 1}
     config = settings(tiny_folder("llama"), tmp_path / "run", **more)
@@ -171,7 +171,7 @@ def test_a_closed_terminal_saves(tiny_folder, tmp_path: Path, monkeypatch: pytes
             super().step(*args, **named)
             console.closed = self.sent >= 2
 
-    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Closing(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Closing(step))
     config = settings(tiny_folder("llama"), tmp_path / "run", save_every=0, eval_every=0)
     result = train(config, console=console)
     assert (result.stopped, result.signal) == ("interrupted", signal.SIGHUP)
@@ -181,7 +181,7 @@ def test_a_closed_terminal_saves(tiny_folder, tmp_path: Path, monkeypatch: pytes
 
 
 def test_nohup_is_respected(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Hangs(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Hangs(step))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=4)

@@ -79,7 +79,7 @@ def stopped_copy(run: Path, copy: Path, after: int = 4) -> Path:
 
 def test_figures_that_come_late_change_nothing(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = train(settings(tiny_folder("llama"), tmp_path / "at-once"), console=QUIET).folder
-    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: LateLoop(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: LateLoop(step))
     logged: list[tuple[int, list[int]]] = []
     save = checkpoint.save
 
@@ -108,7 +108,7 @@ def test_a_skipped_update_is_told_of_under_its_own_step(
         return update(self)
 
     monkeypatch.setattr(Step, "update_step", overflowing)
-    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: kind(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: kind(step))
     run = train(settings(tiny_folder("llama"), tmp_path / "run", max_steps=6), console=Console()).folder
     events = read_events(run / "metrics.jsonl")
     assert [e["step"] for e in steps(events) if e["skipped"]] == [2, 5]
@@ -135,7 +135,7 @@ def test_fixed_shapes_train_the_same(tiny_folder, tmp_path: Path, monkeypatch: p
             return super().stage(batch)
 
     monkeypatch.setattr(parts, "Loader", Fixed)
-    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Watched(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Watched(step))
     fixed = train(settings(tiny_folder("llama"), tmp_path / "fixed", dropout=0.0), console=QUIET).folder
     assert len(shapes) == 1 and all(within for *_, within in shapes)
     for ours, theirs in zip(figures(fixed), figures(exact), strict=True):
@@ -269,7 +269,7 @@ def test_what_a_first_batch_settles_is_told_when_it_happens(
             self.work.backend, self.sent = "mixed", self.sent + 1
             self.captures = 1 + (self.sent >= 3)
 
-    monkeypatch.setattr(parts, "hot_loop", lambda step, graph: Captures(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Captures(step))
     config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=5, eval_every=1)
     events = read_events(train(config, console=Console()).folder / "metrics.jsonl")
     said = capsys.readouterr().err

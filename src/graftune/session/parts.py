@@ -26,7 +26,7 @@ from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena
 from graftune.runtime import Runtime
 from graftune.step.evaluate import EvalResult, evaluate
-from graftune.step.pipeline import Loop, hot_loop
+from graftune.step.pipeline import Loop, pipeline_for
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import save_adapter
@@ -101,7 +101,7 @@ class Parts:
 
     @cached_property
     def pipeline(self) -> Loop:
-        return hot_loop(self.step, graph=self.config.train.graph)
+        return pipeline_for(self.step, graph=self.config.train.graph)
 
     def loader(self, examples: Sequence[Example]) -> Loader:
         return loader_of(self.config, examples, self.config.train.tokens_per_micro_batch, fixed=self.captured)

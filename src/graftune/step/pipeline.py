@@ -69,7 +69,7 @@ class Loop(Protocol):
     def next(self) -> Figures: ...
 
 
-def hot_loop(step: Step, *, graph: bool = True) -> Loop:
+def pipeline_for(step: Step, *, graph: bool = True) -> Loop:
     return DeviceLoop(step, graph) if step.arena.device.type == "cuda" else HostLoop(step)
 
 

@@ -83,7 +83,7 @@ class Run:
         self.progress = Progress()
         self.loader = session.loader(self.training.examples)
         self.shape = session.fix_shape(self.loader, config.train.epochs)
-        self.step, self.hot, self.graph = session.step, session.pipeline, config.train.graph
+        self.step, self.pipeline, self.graph = session.step, session.pipeline, config.train.graph
         self.attention, self.captures = session.attention.backend, 0  # as far as they were told
         length = run_length(self.loader, config.train)
         self.before = run_length(self.loader, prepared.before.train) if prepared.before else length
@@ -215,13 +215,13 @@ class Run:
     def _epoch(self, profile: Profile) -> None:
         """Steps until an evaluation is due or the epoch ends."""
         p, settings = self.progress, self.config.train
-        for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.hot.stage):
-            began, waited = time.perf_counter(), self.hot.waited
+        for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.pipeline.stage):
+            began, waited = time.perf_counter(), self.pipeline.waited
             self._one_step(micro_batches)
             profile.step()
-            for done in self.hot.finished():
+            for done in self.pipeline.finished():
                 self.reporter.step(done, scaled=self.step.scaler is not None)
-            self.reporter.host_seconds.append(time.perf_counter() - began - (self.hot.waited - waited))
+            self.reporter.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
             if self._evaluation_due() or p.step >= self.total:
                 return
             ends = p.epoch_step == self.epoch_steps[p.epoch]
@@ -241,7 +241,7 @@ class Run:
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         first = not self.reporter.host_seconds
         with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
-            self.hot.step(micro_batches, hyper, draws, facts, self._between)
+            self.pipeline.step(micro_batches, hyper, draws, facts, self._between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         self._tell_chosen()
 
@@ -249,14 +249,14 @@ class Run:
         """What the step's first batch of a shape settled: the fastest attention, and a capture more."""
         if self.step.backend != self.attention:
             self.console.note(f"attention: {self.step.backend}, timed as the fastest on these documents")
-        if self.hot.captures > max(1, self.captures):
+        if self.pipeline.captures > max(1, self.captures):
             self.console.warn(f"step {self.progress.step}: captured again, for batches of another shape")
-        self.attention, self.captures = self.step.backend, self.hot.captures
+        self.attention, self.captures = self.step.backend, self.pipeline.captures
 
     def _finish_steps(self) -> None:
         """Wait for every step that was sent, and tell of them."""
         with marked("wait for steps"):
-            finished = self.hot.finished(wait=True)
+            finished = self.pipeline.finished(wait=True)
         for done in finished:
             self.reporter.step(done, scaled=self.step.scaler is not None)
 
@@ -321,8 +321,8 @@ class Run:
             console.warn("every update was skipped, because no gradient was finite: nothing was trained")
         elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
             console.warn("validation loss did not fall below where it started: training does not help on this data")
-        if self.hot.captures > 1:
-            console.warn(f"the step was captured {self.hot.captures} times, for batches of as many shapes")
+        if self.pipeline.captures > 1:
+            console.warn(f"the step was captured {self.pipeline.captures} times, for batches of as many shapes")
         with console.working(f"writing the {self.session.product}"):
             self.session.write(self.folder / self.session.product)
         summary: dict[str, Any] = {
@@ -338,7 +338,7 @@ class Run:
         return summary
 
     def _cost(self) -> dict[str, Any]:
-        return self.reporter.cost(self.hot.captures) | {"attention": self.step.backend}
+        return self.reporter.cost(self.pipeline.captures) | {"attention": self.step.backend}
 
     def _ask_base(self) -> None:
         self.base_answers = self._ask("the base", adapted=False)
