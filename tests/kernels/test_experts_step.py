@@ -42,7 +42,7 @@ def test_step_equals_the_references(base_dtype, lora, recompute, folder, device,
     start = cpu.arena.weights.clone()
     wanted = stepped(cpu, "cpu", "cpu", batch(), 0.0, recompute)
     monkeypatch.setattr(launch, "fused", lambda x: True)
-    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    monkeypatch.setattr(launch, "augments", lambda device: True)
     monkeypatch.setattr(Starts, "groups", never)
     ours = quantised.placed(base, lora, base_dtype, device)
     ours.arena.weights.copy_(start)

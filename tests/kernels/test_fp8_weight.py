@@ -64,7 +64,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     x[2] *= 1000
     h, want = share(given, x, out)
     wide = torch.cat((x, h, torch.zeros(20, weight.room - h.shape[1], dtype=h.dtype)), 1).to(device)
-    with_, without = weight.matmul_with_room(wide).cpu(), weight.matmul(x.to(device)).cpu()
+    with_, without = weight.matmul_augmented(wide).cpu(), weight.matmul(x.to(device)).cpu()
     rows = weight._rows(x.to(device), None, weight.share.there.reach)
     base = reference.mm(Rows(rows.codes[:, :into], rows.scale), Rows(weight.weight, weight.scale), torch.float32).cpu()
     # Of the units' sums: each of the 11 steps of 32 keeps 14 bits of what has added up, and cuts off the rest.
@@ -80,7 +80,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     g = torch.cat(g, 1).bfloat16()
     want = g.float() @ given.down.float().cpu()
     wide = torch.cat((grad, g, torch.zeros(20, weight.room - g.shape[1], dtype=g.dtype)), 1).to(device)
-    with_ = weight.input_grad_with_room(wide).cpu()
+    with_ = weight.input_grad_augmented(wide).cpu()
     rows = weight._rows(grad.to(device), weight.scale, weight.share.back.reach)
     base = (rows.codes[:, :out].float() * rows.scale[:, None]).cpu() @ weight.weight.float().cpu()
     assert ((with_ - base - want).norm(dim=1) <= 0.01 * want.norm(dim=1) + sums * base.norm(dim=1)).all()
@@ -252,7 +252,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
     found, start = [], torch.empty(0)
     for kind, fused in (("fp32", False), ("fp8", False), ("fp8", True)):
         where = device if fused else "cpu"
-        monkeypatch.setattr(launch, "roomy", lambda device, kind=kind: kind == "fp8")
+        monkeypatch.setattr(launch, "augments", lambda device, kind=kind: kind == "fp8")
         monkeypatch.setattr(launch, "fused", lambda x: False)
         ours = oracle.ours(folder, lora, base_dtype=kind, device=where)
         monkeypatch.setattr(launch, "fused", lambda x, fused=fused: fused)
@@ -290,7 +290,7 @@ def gradients(folder, recompute: str) -> torch.Tensor:
 
 
 def test_what_is_computed_again_is_the_same(shallow_folder, monkeypatch):
-    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    monkeypatch.setattr(launch, "augments", lambda device: True)
     folder = shallow_folder("llama", intermediate_size=96)
     once = gradients(folder, "none")
     assert once.norm() > 0

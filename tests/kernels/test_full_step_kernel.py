@@ -60,7 +60,7 @@ def test_a_step_equals_the_references(variant, recompute, shallow_folder, device
     cpu = whole(shallow_folder(variant), "cpu")
     want = stepped(cpu, "cpu", "cpu", batch(), 0.0, recompute)
     monkeypatch.setattr(launch, "fused", lambda x: True)
-    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    monkeypatch.setattr(launch, "augments", lambda device: True)
     got = stepped(whole(shallow_folder(variant), device), device, "triton", batch(padded=True), 0.0, recompute)
     for (report, grads, weights), (report_, grads_, weights_) in zip(got, want, strict=True):
         assert torch.allclose(report, report_, rtol=1e-4), (report, report_)

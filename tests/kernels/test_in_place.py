@@ -9,7 +9,7 @@ import torch
 from graftune.config import LoraConfig
 from graftune.kernels import fp8, swiglu
 from graftune.model import projection
-from graftune.model.projection import with_room
+from graftune.model.projection import augmented_buffer
 from tests import oracle
 from tests.kernels.test_swiglu_kernel import inputs
 from tests.kernels.test_whole_step import batch, stepped
@@ -19,7 +19,7 @@ ALL = LoraConfig(rank=4, alpha=10.0)
 
 def wide(x: torch.Tensor, room: int) -> torch.Tensor:
     """x in a buffer with room, which is full of NaN."""
-    buffer = with_room(x, len(x), x.shape[1], room).fill_(float("nan"))
+    buffer = augmented_buffer(x, len(x), x.shape[1], room).fill_(float("nan"))
     return buffer[:, : x.shape[1]].copy_(x)
 
 

@@ -51,7 +51,7 @@ def test_adapters_in_the_room(columns, out, width, rank, size, dtype, device, ke
 
 def through_kernels(monkeypatch) -> None:
     monkeypatch.setattr(launch, "fused", lambda x: True)
-    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    monkeypatch.setattr(launch, "augments", lambda device: True)
 
 
 def check(side, wanted, start, device, dropout, recompute="none") -> None:

@@ -86,7 +86,7 @@ def check(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch
     start = cpu.arena.weights.clone()
     want = stepped(cpu, "cpu", "cpu", batch(), dropout, recompute, steps)
     monkeypatch.setattr(launch, "fused", lambda x: True)
-    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    monkeypatch.setattr(launch, "augments", lambda device: True)
     ours = oracle.ours(shallow_folder(variant), lora, device=device)
     ours.arena.weights.copy_(start)
     ours.arena.publish()

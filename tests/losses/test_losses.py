@@ -18,7 +18,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import attention, linear_cross_entropy, rms_norm
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
 from graftune.model.decoder import PackedDocuments
-from graftune.model.projection import with_room
+from graftune.model.projection import augmented_buffer
 from graftune.step.evaluate import evaluate
 from graftune.step.pipeline import Figures, Flat, HostLoop, Shape
 from graftune.step.step import Step
@@ -118,7 +118,7 @@ def test_plain_cross_entropy_is_to_the_bit_what_it_was(tiny_folder: Folder) -> N
     how = {"factor": spec.logit_scale, "cap": spec.logit_cap}
     total, grad = linear_cross_entropy.forward(normed, decoder.head, batch.labels, **how)  # type: ignore[arg-type]
     assert grad is not None
-    out = with_room(x, len(x), spec.width, 0)
+    out = augmented_buffer(x, len(x), spec.width, 0)
     rms_norm.add_backward(grad, x, rstd, weight, None, decoder.norm.grad, out[:, : spec.width])
     decoder.backward(out, batch.tokens, run, batch.rows, tape)
     assert torch.equal(loss, total) and torch.equal(grads, ours.arena.grads) and grads.any()

@@ -65,7 +65,7 @@ def same(ours: oracle.Ours, want: oracle.Ours, steps: int, dropout: float = 0.0)
 @pytest.fixture(params=[Mapped, Unpacked], ids=["by pieces", "by the scratch"])
 def way(request, monkeypatch) -> type:
     """How products reach the weights: as on a CPU, or as on a GPU (its layout by the references, not the kernels)."""
-    monkeypatch.setattr(launch, "roomy", lambda device: request.param is Unpacked)
+    monkeypatch.setattr(launch, "augments", lambda device: request.param is Unpacked)
     return request.param
 
 

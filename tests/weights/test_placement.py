@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(launch, "roomy", lambda device: True)
+    monkeypatch.setattr(launch, "augments", lambda device: True)
 
 
 def written(plain: Path, folder: Path, told: dict, leave: str = "none") -> Path:
@@ -74,7 +74,7 @@ def test_auto(kind, gpu, roomy, chosen, said, tiny_folder, tmp_path, monkeypatch
     else:
         folder = tiny_folder("llama")
         base = open_base(str(written(folder, tmp_path / "nf4", NF4) if kind == "nf4" else folder))
-    monkeypatch.setattr(launch, "roomy", lambda device: gpu)
+    monkeypatch.setattr(launch, "augments", lambda device: gpu)
     monkeypatch.setattr(placement, "free_bytes", lambda device: base.spec.parameters * (8 if roomy else 6))
     found = choose_placement(base, "auto", resolve("cpu", "fp32"))
     assert (found.base_dtype, found.why[: len(said)]) == (chosen, said)
@@ -139,7 +139,7 @@ def test_one_scratch_for_all(as_on_a_gpu, monkeypatch):
 @pytest.mark.parametrize("gpu", [True, False])
 def test_floats_of_another_dtype(gpu, tiny_folder, monkeypatch):
     """On a GPU they are cast into the scratch, where adapters have their room; of the compute dtype they are dense."""
-    monkeypatch.setattr(launch, "roomy", lambda device: gpu)
+    monkeypatch.setattr(launch, "augments", lambda device: gpu)
     base = open_base(str(tiny_folder("llama")))
     kinds = {}
     for asked in ("fp32", "bf16", "keep"):
@@ -154,7 +154,7 @@ def test_floats_of_another_dtype(gpu, tiny_folder, monkeypatch):
 @pytest.mark.parametrize("gpu", [True, False])
 def test_what_a_checkpoint_left_unquantised_stays_so(gpu, tiny_folder, tmp_path, monkeypatch):
     folder = written(tiny_folder("llama"), tmp_path / "some", NF4, leave="v_proj")
-    monkeypatch.setattr(launch, "roomy", lambda device: gpu)
+    monkeypatch.setattr(launch, "augments", lambda device: gpu)
     base = open_base(str(folder))
     ours = quantised.placed(base, LORA, "nf4")
     weight = ours.decoder.blocks[0].mixer.qkv.frozen

@@ -1,6 +1,6 @@
 """Where our Triton kernels run, and the one way they are launched.
 
-They run on CUDA; elsewhere the references beside them compute the same. `fused` and `roomy` decide that for every
+They run on CUDA; elsewhere the references beside them compute the same. `fused` and `augments` decide that for every
 operation alike; the tests replace them to run the kernels through Triton's interpreter on a CPU. `kernel.py` files are
 imported only where they run: Triton is not on every machine.
 
@@ -77,7 +77,7 @@ def fused(x: torch.Tensor) -> bool:
     return on_gpu(x) and x.numel() > 0
 
 
-def roomy(device: torch.device) -> bool:
+def augments(device: torch.device) -> bool:
     """Whether weights get room for their adapters beside them (model/projection.py)."""
     return on_gpu(device)
 

@@ -17,7 +17,7 @@ import torch
 
 from graftune.kernels import rms_norm
 from graftune.model.part import Entry, FeedForward, Input, Mixer, NormWeight, Part
-from graftune.model.projection import Normed, Projection, ReadyGrad, with_room
+from graftune.model.projection import Normed, Projection, ReadyGrad, augmented_buffer
 from graftune.model.run import Pass
 
 SomePart = TypeVar("SomePart", bound=Part[Any])
@@ -99,7 +99,7 @@ class Branch(Generic[SomePart]):
         if self.out_norm is None and self.scale == 1:
             return grad
         width = saved.x.shape[1]
-        grad_out = with_room(grad, len(grad), width, self.room)
+        grad_out = augmented_buffer(grad, len(grad), width, self.room)
         if self.out_norm is None:
             torch.mul(grad[:, :width], self.scale, out=grad_out[:, :width])
         else:
@@ -115,7 +115,7 @@ class Branch(Generic[SomePart]):
         still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
         multiply."""
         width = read.x.shape[1]
-        after = grad if run.side_streams is None else with_room(grad, len(grad), width, grad.shape[1] - width)
+        after = grad if run.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:
             torch.add(grad[:, :width], grad_read, out=after[:, :width])
         elif wrote is not None and self.norm.grad is None:

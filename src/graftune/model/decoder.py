@@ -19,7 +19,7 @@ from graftune.model.block import Block
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.head import Head, NewRows, Output
 from graftune.model.part import NormWeight
-from graftune.model.projection import with_room
+from graftune.model.projection import augmented_buffer
 from graftune.model.rotary import Rope
 from graftune.model.run import Dropout, Pass, Sequences, SideStreams
 from graftune.model.spec import ModelSpec
@@ -149,7 +149,7 @@ class Decoder:
 
     def _stream_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, D + room] for the stream's gradient."""
-        return with_room(like, rows, self.spec.width, self._room)
+        return augmented_buffer(like, rows, self.spec.width, self._room)
 
     @property
     def _room(self) -> int:

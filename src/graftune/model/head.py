@@ -15,7 +15,7 @@ import torch
 from graftune.kernels import linear_cross_entropy, rms_norm
 from graftune.kernels.lora_linear import add_product_
 from graftune.model.frozen import Frozen, Trained
-from graftune.model.projection import with_room
+from graftune.model.projection import augmented_buffer
 
 
 @dataclass
@@ -109,6 +109,6 @@ class Output:
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the normed rows -> that of the stream, in a buffer for `Decoder.backward` to work in."""
         width = self.x.shape[1]
-        out = with_room(self.x, len(self.x), width, self.room)
+        out = augmented_buffer(self.x, len(self.x), width, self.room)
         rms_norm.add_backward(grad, self.x, self.rstd, self.weight, None, self.weight_grad, out[:, :width])
         return out

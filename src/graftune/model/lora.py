@@ -25,7 +25,7 @@ from graftune.kernels import launch, lora_linear
 from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.kernels.room import Adapters
 from graftune.model.feed_forward.expert_projection import ExpertLora
-from graftune.model.frozen import Roomy
+from graftune.model.frozen import Augmented
 
 if TYPE_CHECKING:
     from graftune.model.part import PartSpec
@@ -63,7 +63,7 @@ class LoraGroup:
     def low(self, h: torch.Tensor) -> LowRank:
         return LowRank(h, self.up, self.columns, self.scale, self.diagonal)
 
-    def place_adapters(self, weight: Roomy) -> None:
+    def place_adapters(self, weight: Augmented) -> None:
         """Have A lie in the rows below the weight and s B in the columns beside it, whenever a product reads them."""
         self.arena.copies += weight.place_adapters(Adapters(self.down, self.up, self.columns, self.scale))
 

@@ -27,7 +27,7 @@ import torch
 
 from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.lora_linear import LowRank
-from graftune.model.frozen import Frozen, Roomy, Trained, row_stride
+from graftune.model.frozen import Augmented, Frozen, Trained, row_stride
 from graftune.model.lora import LoraGroup
 from graftune.model.run import Pass
 
@@ -50,7 +50,7 @@ class ReadyGrad:
     the projection that made it, and gets it back in `backward`, knows what it is."""
 
 
-def with_room(like: torch.Tensor, rows: int, width: int, room: int) -> torch.Tensor:
+def augmented_buffer(like: torch.Tensor, rows: int, width: int, room: int) -> torch.Tensor:
     """[rows, width + room], fresh; with room, rows begin at the border of a memory line, as products like them."""
     storage = torch.empty(rows, row_stride(width, room), dtype=like.dtype, device=like.device)
     return storage[:, : width + room]
@@ -64,18 +64,18 @@ class Projection:
 
     def __post_init__(self) -> None:
         self.width_in, self.width_out = self.frozen.in_features, self.frozen.out_features
-        self.room = self.frozen.room if isinstance(self.frozen, Roomy) and self.lora is not None else 0
+        self.room = self.frozen.room if isinstance(self.frozen, Augmented) and self.lora is not None else 0
         if self.room:
-            assert self.lora is not None and isinstance(self.frozen, Roomy)
+            assert self.lora is not None and isinstance(self.frozen, Augmented)
             self.lora.place_adapters(self.frozen)
 
     def input_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, in + room] to write x into."""
-        return with_room(like, rows, self.width_in, self.room)
+        return augmented_buffer(like, rows, self.width_in, self.room)
 
     def grad_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, out + room] to write dY into."""
-        return with_room(like, rows, self.width_out, self.room)
+        return augmented_buffer(like, rows, self.width_out, self.room)
 
     def after_norm(
         self,
@@ -105,7 +105,7 @@ class Projection:
         """The h of `after_act` without its product."""
         if self.lora is None or not run.adapted:
             return None
-        act = with_room(gate_up, len(gate_up), self.width_in, 0)
+        act = augmented_buffer(gate_up, len(gate_up), self.width_in, 0)
         swiglu.forward(gate_up, act, kind)
         return lora_linear.down(self._dropped(act, run), self.lora.down)
 
@@ -167,11 +167,11 @@ class Projection:
             tail[:, h.shape[1] :].zero_()
         if not self.room:
             return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
-        assert isinstance(self.frozen, Roomy)
+        assert isinstance(self.frozen, Augmented)
         if not wide:
-            return self.frozen.matmul_with_room(x), h
+            return self.frozen.matmul_augmented(x), h
         y = self.grad_buffer(x, len(x))
-        self.frozen.matmul_with_room(x, y[:, : self.width_out])
+        self.frozen.matmul_augmented(x, y[:, : self.width_out])
         return y, h
 
     def _dropped(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
@@ -201,8 +201,8 @@ class Projection:
         if not need_input:
             return None, g
         if inside:
-            assert isinstance(self.frozen, Roomy)
-            return self.frozen.input_grad_with_room(grad[:, : self.width_out + self.room]), g
+            assert isinstance(self.frozen, Augmented)
+            return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.room]), g
         grad_x = self.frozen.input_grad(grad_y)
         if run.dropout is None:
             return grad_x.addmm_(g, lora.down), g

@@ -30,7 +30,7 @@ from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss
 from graftune.model.decoder import Decoder
-from graftune.model.frozen import Roomy, RowSource
+from graftune.model.frozen import Augmented, RowSource
 from graftune.model.lora import Arena, build_arena
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
@@ -239,7 +239,7 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
     with ledger.owner("base"):
         decoder = build_decoder(base, arena, lora, runtime, setup.placement)
     weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
-    ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Roomy) for held in weight.shared))
+    ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
     with ledger.owner("adapters"):
         arena.publish()
     return arena, decoder

@@ -80,7 +80,7 @@ class _Placer:
     def __init__(self, base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement):
         self.base, self.arena, self.lora, self.placement = base, arena, lora, placement
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
-        self.on_gpu = launch.roomy(runtime.device)
+        self.on_gpu = launch.augments(runtime.device)
         self.quantised = is_quantised(base.tensors)
 
     def decoder(self) -> Decoder:

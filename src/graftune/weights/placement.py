@@ -49,7 +49,7 @@ class Placement:
 def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
     """`free`: the device's bytes, where something is to be trained there; else they are asked for."""
     chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime, free)
-    if chosen.base_dtype == "keep" and launch.roomy(runtime.device):
+    if chosen.base_dtype == "keep" and launch.augments(runtime.device):
         _check_blocks(base)
     if chosen.base_dtype == "fp8":
         fp8.require(runtime.device, runtime.compute)
@@ -78,7 +78,7 @@ def _automatic(base: Base, runtime: Runtime, free: int | None) -> Placement:
     figures = f"{human_bytes(need)} of {human_bytes(free)} free"
     if need <= COMFORTABLE * free:
         return Placement(runtime.compute_name, f"resident: {figures}")
-    if not launch.roomy(runtime.device):
+    if not launch.augments(runtime.device):
         return Placement("keep", f"left in the file: resident would take {figures}")
     if base.kind == "gguf" and not (unknown := _without_kernel(base)):
         return Placement("keep", f"the file's own blocks: {runtime.compute_name} would take {figures}")

@@ -17,7 +17,7 @@ each is by itself, as in its file. resident.py, fp8.py, scratch.py and mapped.py
 
 from __future__ import annotations
 
-from graftune.model.frozen.interface import Frozen, Packed, Roomy, RowSource, row_stride
+from graftune.model.frozen.interface import Augmented, Frozen, Packed, RowSource, row_stride
 from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
 from graftune.model.frozen.packed import BlockSource, FloatRows, GgufRows, Nf4Rows
 from graftune.model.frozen.resident import Dense, Trained
@@ -25,6 +25,7 @@ from graftune.model.frozen.scratch import Scratch, Table, Unpacked
 
 __all__ = [
     "MAPPED_ROWS_BYTES",
+    "Augmented",
     "BlockSource",
     "Dense",
     "FloatRows",
@@ -33,7 +34,6 @@ __all__ = [
     "Mapped",
     "Nf4Rows",
     "Packed",
-    "Roomy",
     "RowSource",
     "Scratch",
     "Table",

@@ -4,13 +4,13 @@ The product wants both operands with the summed dimension contiguous. Forward th
 not (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of traffic a
 value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base: where a card has
 much more than that (weights/placement.py). Scales of the weight's rows serve both ways (kernels/fp8/reference.py), and
-adapters lie beside and below the codes as in any other roomy weight, in three columns of codes a rank instead of one of
+adapters lie beside and below the codes as in any augmented weight, in three columns of codes a rank instead of one of
 bf16: `share` says where, and `Workspace.publish` writes them there.
 
 Weights are rounded to the nearest code once, while they are read. Codes that a checkpoint has with one scale a row, or
 one for all, are taken as they are (`CodedRows`).
 
-`matmul_with_room` and `input_grad_with_room` take bf16 buffers, as every kind does, and quantise them in a pass of
+`matmul_augmented` and `input_grad_augmented` take bf16 buffers, as every kind does, and quantise them in a pass of
 their own. The methods behind them are for fp8_projection.py, which knows what wrote the buffer: the codes come of that
 kernel.
 """
@@ -27,7 +27,7 @@ from graftune.kernels import fp8, launch
 from graftune.kernels.fp8 import Rows, Share
 from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.kernels.room import Adapters
-from graftune.model.frozen.interface import Roomy, RowSource
+from graftune.model.frozen.interface import Augmented, RowSource
 from graftune.model.frozen.mapped import pieces
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
@@ -69,7 +69,7 @@ class Workspace:
         fp8.settle(self.shares, self._tables)
 
 
-class Fp8(Roomy):
+class Fp8(Augmented):
     """`room`: columns of bf16 beside x and dY that h and g lie in, as the other kinds have them; 0: no adapters here.
     `slack`: by what dropout may lengthen the adapters' input."""
 
@@ -173,7 +173,7 @@ class Fp8(Roomy):
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return self._way_back(self._rows(grad, self.scale, None), self.out_features)
 
-    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] -> x W' + s h B'."""
         width, share = self.in_features, self._share
         rows = self._rows(x[:, :width], None, share.there.reach, self.slack)
@@ -181,7 +181,7 @@ class Fp8(Roomy):
         product = self._product(rows)
         return product if out is None else out.copy_(product)
 
-    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         """[dY | g] -> dY W + g A."""
         width, share = self.out_features, self._share
         rows = self._rows(grad[:, :width], self.scale, share.back.reach)

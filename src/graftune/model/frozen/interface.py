@@ -72,7 +72,7 @@ class Frozen(Protocol):
         ...
 
 
-class Roomy(ABC):
+class Augmented(ABC):
     """A frozen weight that lies in a storage [out + room, in + room], so that one product serves weight and adapters
     (projection.py). With a room of 0 it is an ordinary one."""
 
@@ -115,9 +115,9 @@ class Roomy(ABC):
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor: ...
     @abstractmethod
-    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] [W | sB]', written to `out` [T, out] if given, whose rows may lie apart."""
 
     @abstractmethod
-    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         """[dY | g] [W ; A]."""

@@ -10,13 +10,13 @@ from graftune.kernels import matmul
 from graftune.kernels.lora_linear import Copy, add_product_, members
 from graftune.kernels.room import Adapters
 from graftune.model import huge_pages
-from graftune.model.frozen.interface import Roomy, RowSource, row_stride
+from graftune.model.frozen.interface import Augmented, RowSource, row_stride
 from graftune.model.frozen.mapped import fill
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-class Dense(Roomy):
+class Dense(Augmented):
     """Resident, as a rule in the compute dtype; `room` columns and rows lie beside and below, zero at first. Adapters
     stay in the room from update to update."""
 
@@ -66,10 +66,10 @@ class Dense(Roomy):
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return matmul.mm(grad, self._as(grad.dtype))
 
-    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return matmul.mm(x, self.storage[: self.out_features].t(), out)
 
-    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         return matmul.mm(grad, self.storage[:, : self.in_features])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

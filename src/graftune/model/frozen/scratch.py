@@ -21,7 +21,7 @@ import torch
 from graftune.kernels import matmul, room
 from graftune.kernels.lora_linear import Copy
 from graftune.kernels.room import Adapters
-from graftune.model.frozen.interface import Packed, Roomy, row_stride
+from graftune.model.frozen.interface import Augmented, Packed, row_stride
 from graftune.model.frozen.mapped import ByPieces
 
 ROWS = 256  # a table's pieces are whole multiples of it: whole tiles of the product
@@ -50,7 +50,7 @@ class Scratch:
         return whole[:, : width + room]
 
 
-class Unpacked(Roomy):
+class Unpacked(Augmented):
     """A weight that exists in the scratch for the length of a product."""
 
     def __init__(self, members: Sequence[Packed], scratch: Scratch, room: int = 0):
@@ -81,13 +81,13 @@ class Unpacked(Roomy):
         self.unpack()
         return matmul.mm(grad, self.weight)
 
-    def matmul_with_room(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self.adapters is not None
         self.unpack()
         room.beside(self.beside, self.adapters)
         return matmul.mm(x, self.storage[: self.out_features].t(), out)
 
-    def input_grad_with_room(self, grad: torch.Tensor) -> torch.Tensor:
+    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         assert self.adapters is not None
         self.unpack()
         room.below(self.below, self.adapters)
