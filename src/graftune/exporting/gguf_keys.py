@@ -133,7 +133,7 @@ def _family(spec: ModelSpec) -> Values:
     found: Values = {}
     if spec.window_layers:
         found["attention.sliding_window"] = spec.window
-        if family.windows == "told":
+        if family.windows == "configured":
             found["attention.sliding_window_pattern"] = [i in spec.window_layers for i in range(spec.layers)]
     if spec.local_theta and spec.local_theta != spec.rope_theta:
         found["rope.freq_base_swa"] = float(spec.local_theta)

@@ -21,7 +21,7 @@ class Family(NamedTuple):
     theta: float = 10000.0  # likewise
     local_theta: float = 0.0  # rope base of layers with a window, never stretched; 0: as the others; -1: as theta
     scaled_embedding: bool = False  # by the root of the width
-    windows: str = "none"  # which layers have one, unless layer_types says so: none | all | told | alternate
+    windows: str = "none"  # which layers have one, unless layer_types says so: none | all | configured | alternate
     pattern: int = 0  # alternate: every such layer has none
     part_of_head: bool = False  # whether rope may turn a part of each head
     mixture: bool = False  # of experts, in every layer
@@ -33,9 +33,9 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(hf_class="LlamaForCausalLM"),
     "mistral": Family(windows="all", hf_class="MistralForCausalLM"),
     "mixtral": Family(windows="all", mixture=True, hf_class="MixtralForCausalLM"),
-    "qwen2": Family(qkv_bias=True, windows="told", hf_class="Qwen2ForCausalLM"),
-    "qwen3": Family(qk_norm=True, windows="told", hf_class="Qwen3ForCausalLM"),
-    "qwen3_moe": Family(qk_norm=True, windows="told", mixture=True, hf_class="Qwen3MoeForCausalLM"),
+    "qwen2": Family(qkv_bias=True, windows="configured", hf_class="Qwen2ForCausalLM"),
+    "qwen3": Family(qk_norm=True, windows="configured", hf_class="Qwen3ForCausalLM"),
+    "qwen3_moe": Family(qk_norm=True, windows="configured", mixture=True, hf_class="Qwen3MoeForCausalLM"),
     "gemma2": Family(
         norms="around",
         norm_shift=1.0,
@@ -61,7 +61,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(fused=True, windows="all", part_of_head=True, hf_class="Phi3ForCausalLM"),
     "granite": Family(hf_class="GraniteForCausalLM"),
-    "smollm3": Family(tied=True, theta=2_000_000.0, windows="told", hf_class="SmolLM3ForCausalLM"),
+    "smollm3": Family(tied=True, theta=2_000_000.0, windows="configured", hf_class="SmolLM3ForCausalLM"),
     "lfm2": Family(
         norms="operator", qk_norm=True, tied=True, theta=1_000_000.0, convolves=True, hf_class="Lfm2ForCausalLM"
     ),

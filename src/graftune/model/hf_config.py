@@ -136,7 +136,11 @@ def _window(
     config: Mapping[str, Any], family: Family, layers: int, unrotated: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...]]:
     window = int(config.get("sliding_window") or 0)
-    if not window or family.windows == "none" or (family.windows == "told" and not config.get("use_sliding_window")):
+    if (
+        not window
+        or family.windows == "none"
+        or (family.windows == "configured" and not config.get("use_sliding_window"))
+    ):
         return 0, ()
     if kinds := config.get("layer_types"):
         return window, tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -145,7 +149,7 @@ def _window(
         return window, tuple(i for i in each(layers) if (i + 1) % step)
     if unrotated:
         return window, unrotated
-    first = int(config.get("max_window_layers", 0)) if family.windows == "told" else 0
+    first = int(config.get("max_window_layers", 0)) if family.windows == "configured" else 0
     return window, tuple(each(layers)[first:])
 
 

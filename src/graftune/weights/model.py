@@ -156,7 +156,7 @@ def _family(spec: ModelSpec, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """What some families have beside the rest."""
     found: dict[str, Any] = {}
     windows = ["sliding_attention" if i in spec.window_layers else "full_attention" for i in range(spec.layers)]
-    if FAMILIES[spec.family].windows == "told" and spec.window_layers:
+    if FAMILIES[spec.family].windows == "configured" and spec.window_layers:
         found |= {"use_sliding_window": True, "layer_types": windows}
     if spec.window_layers:
         found["sliding_window"] = spec.window
