@@ -23,7 +23,7 @@ from graftune.observe.console import Console
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers",
     "huggingface_hub": "huggingface_hub", "gguf": "gguf", "jinja2": "jinja2", "yaml": "pyyaml", "rich": "rich",
-    "matplotlib": "matplotlib",
+    "regex": "regex", "matplotlib": "matplotlib",
 }  # fmt: skip
 # Import name -> distribution, the extra of ours that brings it, and what is not there without it.
 OPTIONAL = {
