@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from graftune.batch import PLAIN
 from graftune.config import Config, leaves
 from graftune.data.dataset import Dataset
 from graftune.data.encoded import distinct_tokens
 from graftune.data.memory import as_value
-from graftune.data.pack import Capacities
+from graftune.data.pack import Capacities, largest
 from graftune.errors import GraftuneError
 from graftune.exporting import Exported
 from graftune.exporting import export as export_target
@@ -121,14 +122,16 @@ def _plan_training(session: Session, data: Dataset | None, *, card: Card | None,
     shapes: Callable[[int], Capacities]
     if data is None:
         longest = config.data.max_seq_len
-        shapes = any_data(longest)
+        shapes, layout = any_data(longest), PLAIN
     else:
-        longest, examples, epochs = data.longest, data.examples, math.ceil(config.train.epochs)
+        examples, epochs = data.examples, math.ceil(config.train.epochs)
         layout = session.loss.layout(examples)
+        longest = largest(examples, layout)
         shapes = functools.cache(lambda size: loader_of(config, examples, size, layout=layout).capacities(epochs))
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     tokens = distinct_tokens(data.examples) if data is not None else 0
     job = Job(config, base, session.runtime, longest, shapes, card, free, evaluates=False, tokens=tokens)
+    job.loss, job.layout = session.loss, layout
     job.placement = session.placement
     plan = resolve_auto(job)
     session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=max(plan.capacity, longest))

@@ -86,6 +86,12 @@ def unit_lengths(lengths: Sequence[int] | np.ndarray, units: Units) -> np.ndarra
     return lengths if not units else np.add.reduceat(lengths, [unit.start for unit in units])
 
 
+def largest(examples: Sequence[Example], layout: BatchLayout) -> int:
+    """Tokens that a micro-batch has to hold at least: those of the longest example, or of the largest group."""
+    units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
+    return int(unit_lengths(lengths_of(examples), units).max(initial=0))
+
+
 def members(units: Units, held: list[int]) -> list[int]:
     """The examples of these units."""
     return held if units is None else [index for unit in held for index in units[unit]]

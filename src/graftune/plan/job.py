@@ -21,7 +21,7 @@ from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_room
 from graftune.kernels.rehearsal import META, Rehearsal, rehearsing
-from graftune.losses import choose
+from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
 from graftune.plan import cards, libraries
@@ -108,7 +108,7 @@ class Job:
     config: Config
     base: Base
     runtime: Runtime
-    longest: int
+    longest: int  # tokens that a micro-batch has to hold at least
     shapes: Callable[[int], Capacities]
     card: Card | None = None
     memory: int = 0  # a limit that is asked for instead of what is free here
@@ -117,6 +117,7 @@ class Job:
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     tokens: int = 0  # different ones that occur in the data; 0: not known
     resuming: bool = False  # what the run has begun with has to stay
+    loss: Loss | None = None  # None: that of the settings
     layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
     _made: dict[tuple[str, int, str, ModelSpec], Bytes] = field(default_factory=dict)
 
@@ -175,7 +176,7 @@ class Job:
             shape=self.shapes(capacity),
             recompute=recompute,
             method=config.train.method,
-            loss=choose(config.train),
+            loss=self.loss or choose(config.train),
             layout=self.layout,
             clip_mode=config.optim.clip_mode,
             backend=self.attention.backend,

@@ -104,7 +104,8 @@ class Parts:
         return pipeline_for(self.step, graph=self.config.train.graph)
 
     def loader(self, examples: Sequence[Example]) -> Loader:
-        return loader_of(self.config, examples, self.config.train.tokens_per_micro_batch, fixed=self.captured)
+        capacity = self.config.train.tokens_per_micro_batch
+        return loader_of(self.config, examples, capacity, fixed=self.captured, layout=self.loss.layout(examples))
 
     def fix_shape(self, loader: Loader, epochs: float) -> Capacities | None:
         """The one shape of every micro-batch of so many epochs; None where shapes are exact."""

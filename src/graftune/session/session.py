@@ -21,7 +21,7 @@ from graftune.batch import PackedBatch
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.loader import Loader
 from graftune.data.memory import Data, as_value
-from graftune.data.pack import pack
+from graftune.data.pack import largest, pack
 from graftune.errors import GraftuneError
 from graftune.kernels.adamw import Hyper
 from graftune.losses import Loss
@@ -150,7 +150,8 @@ class Session(TextVerbs):
         self._check_open()
         if self._loaded is None or self._loaded[0] is not data:
             self._resolve_auto(data)
-            size = max(self.config.train.tokens_per_micro_batch, data.longest)
+            least = largest(data.examples, self.loss.layout(data.examples))
+            size = max(self.config.train.tokens_per_micro_batch, least)
             self.config = self.config.replace(tokens_per_micro_batch=size)
             self._loaded = data, self.loader(data.examples)
         return self._loaded[1]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from graftune.config import Config
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.encoded import distinct_tokens
-from graftune.data.pack import Capacities
+from graftune.data.pack import Capacities, largest
 from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
@@ -78,7 +78,7 @@ def _prepare(
     with console.working("reading the data"):
         data = _read(config, base, adapter, path, console)
     if before is not None and config.train.max_steps != before.train.max_steps:
-        loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.longest))
+        loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
     with console.working("planning memory"):
         job = plan_job(config, base, data, resuming=before is not None)
@@ -93,7 +93,7 @@ def _prepare(
     forget_peak()
     with console.working("loading the base"):
         session = open_session(config, base=base, placement=job.placement if job else None)
-    session.config = session.config.replace(tokens_per_micro_batch=max(capacity, data.longest), out=str(folder))
+    session.config = session.config.replace(tokens_per_micro_batch=max(capacity, data.largest), out=str(folder))
     read = data.training, data.validation, data.examples_sha256, data.answers
     return Prepared(folder, session, *read, plan, before)
 
@@ -111,7 +111,7 @@ class Read(NamedTuple):
     training: Dataset
     validation: Dataset
     examples_sha256: str  # of both, and of validation without its limit, which may change on a resume
-    longest: int  # tokens of an example
+    largest: int  # tokens that a micro-batch has to hold at least
     answers: Answers
 
 
@@ -135,7 +135,9 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
             mend=f"set max_seq_len to {base.spec.max_positions} or less",
         )
     answers = Answers(validation, config, reader, base.spec.max_positions)
-    return Read(training, validation, examples_sha256, longest, answers)
+    loss, parts = choose(config.train), (training.examples, validation.examples)
+    least = max(largest(part, loss.layout(part)) for part in parts)
+    return Read(training, validation, examples_sha256, least, answers)
 
 
 def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
@@ -185,7 +187,7 @@ def plan_job(
         config,
         base,
         runtime,
-        longest=data.longest,
+        longest=data.largest,
         shapes=shapes,
         card=card,
         memory=memory,
