@@ -61,7 +61,9 @@ class Ledger:
         self.owners = [SCRATCH]
 
     def of(self, kind: str) -> Holder:
-        return self.holders.setdefault(kind, Holder(block_bytes if kind == "cuda" else int))
+        if kind not in self.holders:
+            self.holders[kind] = Holder(block_bytes if kind == "cuda" else int)
+        return self.holders[kind]
 
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:

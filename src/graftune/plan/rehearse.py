@@ -12,7 +12,7 @@ so what is eager after that needs memory beside it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -146,11 +146,13 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
         with rehearsing(Recorder(Device(kind), ledger, mode)), mode:
             return _run(setup, ledger)
     assert setup.card is not None, "a plan for CUDA wants a card"
-    if importlib.util.find_spec("triton") is None:
+    try:
+        importlib.import_module("triton.runtime")
+    except ImportError:
         raise GraftuneError(
             "a plan for a GPU runs the code of its kernels, and the package triton is not installed",
             mend="pip install triton, or plan with --device cpu",
-        )
+        ) from None
     mode = Counting(ledger, kind, OnGpu(ledger).before)
     with rehearsing(Recorder(setup.card.device, ledger, mode, launched)), mode:
         return _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), ledger)
