@@ -2,6 +2,7 @@
 
 ledger.py    live bytes by owner, and their peak
 counting.py  what operations on tensors without memory would allocate
+shapes.py    the shapes that operations make
 unread.py    a base's tensors without their contents
 libraries.py what libraries allocate by themselves
 rehearse.py  the real step, run on them

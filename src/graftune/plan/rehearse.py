@@ -21,7 +21,7 @@ import torch
 
 from graftune import graph
 from graftune.batch import PLAIN, BatchLayout, PackedBatch
-from graftune.config import LoraConfig
+from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache
@@ -31,15 +31,15 @@ from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, 
 from graftune.losses import CrossEntropy, Loss
 from graftune.model.decoder import Decoder
 from graftune.model.frozen import Augmented, RowSource
-from graftune.model.lora import Arena, build_arena
+from graftune.model.lora import build_arena
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
 from graftune.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
 from graftune.plan.unread import unread
 from graftune.runtime import Runtime
+from graftune.session.parts import Parts
 from graftune.step.evaluate import evaluate_batch
-from graftune.step.step import Step
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
@@ -196,19 +196,9 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
     phases = _Phases(holder)
     stream = graph.stream("capture", device) if on_gpu else None  # on which the step first runs, and is captured
     with phases.phase("load"), _reading_all():
-        arena, decoder = _load(setup, ledger)
-    step = Step(
-        decoder,
-        arena,
-        clip_mode=setup.clip_mode,
-        dropout=setup.lora.dropout,
-        recompute=setup.recompute,
-        attention_backend=setup.backend,
-        longest=setup.shape.longest,
-        tuned=on_gpu and not setup.runtime.deterministic,
-        other_backends=setup.others,
-        loss=setup.loss,
-    )
+        parts = _load(setup, ledger)
+    decoder, step = parts.decoder, parts.step
+    step.longest = setup.shape.longest
     batch = _batch(setup.shape, device, setup.layout)
     kept, captured = holder.total, 0
     evaluated = setup.evaluated or setup.shape
@@ -218,7 +208,7 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
             _evaluate(decoder, _batch(evaluated, device, setup.layout), setup)
     if setup.asked:
         with phases.phase("answer"):
-            _answer(decoder, setup)
+            _answer(parts, setup)
     eager = max(phases.peak(name, kept) for name in ("evaluate", "answer")) - kept
     with phases.phase("step"), nullcontext() if stream is None else graph.on(stream):
         step.micro_step(batch)
@@ -231,7 +221,8 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
     return Bytes(phases.owners, holder.total, captured, eager, ledger.of("cpu").peak if on_gpu else 0)
 
 
-def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
+def _load(setup: Setup, ledger: Ledger) -> Parts:
+    """The parts of a session, wired as every session's are."""
     spec, lora, runtime = setup.base.spec, setup.lora, setup.runtime
     with ledger.owner("adapters"):
         arena = build_arena(spec, lora, runtime.device, runtime.compute, full=setup.method != "lora")
@@ -244,7 +235,11 @@ def _load(setup: Setup, ledger: Ledger) -> tuple[Arena, Decoder]:
     ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
     with ledger.owner("adapters"):
         arena.publish()
-    return arena, decoder
+    config = Config().replace(
+        recompute=setup.recompute, clip_mode=setup.clip_mode, deterministic=runtime.deterministic, graph=setup.graph
+    )
+    choice = attention.Choice(setup.backend, "rehearsed", setup.others)
+    return Parts(config, base, runtime, setup.placement, lora, arena, decoder, choice, setup.loss)
 
 
 def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN) -> PackedBatch:
@@ -273,20 +268,19 @@ def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
     evaluate_batch(decoder, batch, setup.loss, max(batch.lengths), backend=setup.backend)
 
 
-def _answer(decoder: Decoder, setup: Setup) -> None:
+def _answer(parts: Parts, setup: Setup) -> None:
     """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
-    runtime, spec = setup.runtime, decoder.spec
+    runtime, decoder, spec = parts.runtime, parts.decoder, parts.decoder.spec
     reaches = reaches_of(setup.asked, setup.new_tokens, spec.max_positions)
     groups = in_groups(reaches, setup.room)
     largest = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
     fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
-    backend = attention.for_any_shape(setup.backend, runtime.device, runtime.compute, spec.head_width)
     for group in (largest, fullest) if fullest is not largest else (largest,):
         lengths, longest = [setup.asked[i] for i in group], max(reaches[i] for i in group)
         cache = Cache(spec, lengths, longest, runtime.device, decoder.compute)
         with torch.no_grad():
             tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
-            decoder.logits(read(decoder, tokens, lengths, cache, backend))
+            decoder.logits(read(decoder, tokens, lengths, cache, parts.eager_attention))
             decoder.logits(go_on(decoder, tokens[: len(lengths)], cache))
         del cache, tokens
 

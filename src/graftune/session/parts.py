@@ -20,7 +20,7 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
-from graftune.kernels import attention
+from graftune.kernels import attention, launch
 from graftune.losses import CrossEntropy, Loss, choose
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena
@@ -73,7 +73,7 @@ class Parts:
     @property
     def captured(self) -> bool:
         """Whether micro-batches have a fixed shape, so that their steps can be replayed from graphs."""
-        return self.runtime.device.type == "cuda"
+        return launch.on_gpu(self.runtime.device)
 
     @property
     def eager_attention(self) -> str:
