@@ -15,6 +15,7 @@ import torch
 from graftune.plan import Setup, rehearse
 from tests.plan.test_plan import gpu, setup
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op")  # torch.distributed has it, and warns of being asked
 ROOTS = ("torch", "triton", "cudnn")
 Seen = dict[tuple[str, str], Any]
 
