@@ -36,6 +36,9 @@ SETTINGS = {
         lora=LoraConfig(rank=4, dropout=0.1, train_norms=True), clip_mode="layer"
     ),
     "qk norm, bias": lambda: gpu(spec=spec(width=256, ffn=1024, vocab=4000, qk_norm=True, qkv_bias=True)),
+    "convolutions": lambda: gpu(
+        spec=spec(width=256, ffn=1024, vocab=4000, family="lfm2", norms="operator", conv_layers=(0, 1), conv_taps=3)
+    ),
     "every weight": lambda: gpu(method="full"),
     "nf4": lambda: gpu(kind="nf4", recompute="full"),
     "blocks, floats": lambda: blocks("Q4_1", "IQ4_XS", "F16"),

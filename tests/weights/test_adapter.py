@@ -75,6 +75,8 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
         ("llama", {"new_tokens": NEW}),
         ("llama-untied", {"new_tokens": NEW, "train_norms": True}),
         ("mistral", {"new_tokens": NEW, "targets": ["attention"]}),
+        ("lfm2", {"train_norms": True}),
+        ("lfm2", {"targets": ["in_proj", "q_proj", "w2"]}),
     ],
 )
 def test_peft_loads_ours(variant: str, settings: dict[str, Any], tiny_folder: Any, tmp_path: Path) -> None:
@@ -99,6 +101,8 @@ def test_peft_loads_ours(variant: str, settings: dict[str, Any], tiny_folder: An
         ("qwen2", {"target_modules": ["gate_proj", "down_proj", "k_proj"], "init_lora_weights": "gaussian"}),
         ("qwen3", {"target_modules": ["o_proj"], "modules_to_save": ["norm"]}),
         ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["input_layernorm"]}),
+        ("lfm2", {"target_modules": "all-linear"}),
+        ("lfm2", {"target_modules": ["out_proj", "k_proj", "w3"], "modules_to_save": ["operator_norm"]}),
     ],
 )
 def test_we_load_pefts(variant: str, settings: dict[str, Any], tiny_folder: Any, tmp_path: Path) -> None:

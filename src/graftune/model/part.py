@@ -76,7 +76,7 @@ class PartSpec:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """What else there is: frozen beside adapters."""
+        """What else there is, by its whole name behind `home`: frozen beside adapters."""
         return {}
 
     @property
@@ -87,7 +87,7 @@ class PartSpec:
             found[f"{self.home}.{name}.weight"] = shape
             if name in self.biased:
                 found[f"{self.home}.{name}.bias"] = shape[:1]
-        return found | {f"{self.home}.{name}.weight": shape for name, shape in self.tensors.items()}
+        return found | {f"{self.home}.{name}": shape for name, shape in self.tensors.items()}
 
     @property
     def parameters(self) -> int:

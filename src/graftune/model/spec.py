@@ -35,6 +35,10 @@ NORMS = {
 }
 
 
+# The fields of ModelSpec that list layers.
+LISTS = ("window_layers", "unrotated_layers", "conv_layers")
+
+
 class Names(NamedTuple):
     """How a family's checkpoints call what others have too."""
 
@@ -171,13 +175,7 @@ class ModelSpec:
         def kept(some: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(place for place, index in enumerate(layers) if index in some)
 
-        return replace(
-            self,
-            layers=len(layers),
-            window_layers=kept(self.window_layers),
-            unrotated_layers=kept(self.unrotated_layers),
-            conv_layers=kept(self.conv_layers),
-        )
+        return replace(self, layers=len(layers), **{name: kept(getattr(self, name)) for name in LISTS})
 
     @cached_property
     def kinds(self) -> Counter[LayerSpec]:

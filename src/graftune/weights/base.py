@@ -25,7 +25,7 @@ from graftune.model.frozen import RowSource
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import norm_names
-from graftune.model.spec import ModelSpec
+from graftune.model.spec import LISTS, ModelSpec
 from graftune.recognise import default_base
 from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
 from graftune.weights import rows as rows_
@@ -196,7 +196,7 @@ def _sound(where: Path) -> Iterator[None]:
 
 
 def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
-    kinds = (*spec.window_layers, *spec.unrotated_layers, *spec.conv_layers)
+    kinds = [layer for name in LISTS for layer in getattr(spec, name)]
     bad = {
         "layers": spec.layers > 1 << 16,
         "key heads": spec.kv_heads <= 0 or spec.heads % spec.kv_heads != 0,

@@ -307,7 +307,7 @@ class _PartMaker:
         return self.placer.norm(f"{self.stem}.{name}.weight", self.part.norms[name])
 
     def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        placer, stored = self.placer, f"{self.stem}.{name}.weight"
+        placer, stored = self.placer, f"{self.stem}.{name}"
         if stored in placer.arena.slots:
             placer.start(stored)
             return placer.arena.view(stored, placer.arena.weights), placer.arena.view(stored, placer.arena.grads)

@@ -35,7 +35,7 @@ from graftune.model.run import Pass
 
 # transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-ROUTER = "gate"
+ROUTER = "gate.weight"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ExpertsSpec(FeedForwardSpec):
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        found = {f"{self.home}.{name}.weight": shape for name, shape in self.tensors.items()}
+        found = {f"{self.home}.{name}": shape for name, shape in self.tensors.items()}
         for parameter, members in PARAMETERS.items():
             for expert in range(self.experts):
                 names = self.names_of(expert, parameter)

@@ -20,7 +20,7 @@ from graftune.model.part import Entry, Input, Maker, MixerSpec
 from graftune.model.projection import Projection, ReadyGrad
 from graftune.model.run import Pass
 
-TAPS = "conv"
+TAPS = "conv.weight"
 
 
 @dataclass(frozen=True)
