@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftune.errors import GraftuneError
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.mixers.attention import AttentionSpec
@@ -35,6 +36,7 @@ NORMS = {
 }
 
 
+MOST_LAYERS = 1 << 16  # of a sane file
 # The fields of ModelSpec that list layers.
 LISTS = ("window_layers", "unrotated_layers", "conv_layers")
 
@@ -175,11 +177,14 @@ class ModelSpec:
         def kept(some: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(place for place, index in enumerate(layers) if index in some)
 
-        return replace(self, layers=len(layers), **{name: kept(getattr(self, name)) for name in LISTS})
+        lists: dict[str, Any] = {name: kept(getattr(self, name)) for name in LISTS}
+        return replace(self, layers=len(layers), **lists)
 
     @cached_property
     def kinds(self) -> Counter[LayerSpec]:
         """How many layers there are of each kind."""
+        if self.layers > MOST_LAYERS:
+            raise GraftuneError(f"its configuration says {self.layers} layers", mend="download the model again")
         return Counter(self.layer(index) for index in range(self.layers))
 
     @property

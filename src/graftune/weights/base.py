@@ -198,7 +198,6 @@ def _sound(where: Path) -> Iterator[None]:
 def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
     kinds = [layer for name in LISTS for layer in getattr(spec, name)]
     bad = {
-        "layers": spec.layers > 1 << 16,
         "key heads": spec.kv_heads <= 0 or spec.heads % spec.kv_heads != 0,
         "head width": spec.head_width <= 0 or spec.head_width % 2 != 0,
         "norm epsilon": not 0 <= spec.norm_eps < 1,
