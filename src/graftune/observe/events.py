@@ -9,6 +9,7 @@ Events, each with `event` and `time` (unix seconds):
   run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped},
   memory {step, planned, measured (bytes), owners; after the first step},
   eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, sample, warning,
+  (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss)
   run_end {step, stopped, host_ms (median host time of a step), captures, on CUDA peak_device_memory, ...}.
 """
 
