@@ -198,7 +198,7 @@ def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     if case.base not in ("bf16", "nf4") or case.shape.parameters > LARGE or case.recompute == "selective":
         peers = []  # they have nothing like it
     floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
-    able = [*floor, "ours", "eager", *peers]
+    able = [*floor, "ours", "eager", "api", *peers]
     return [name for name in able if name in (asked or ("floor", "ours"))]
 
 

@@ -1,15 +1,15 @@
 """One optimizer step on a GPU: ours, beside the floor and the peers in the same run.
 
-    python benchmarks/step.py [CASE ...] [--who floor,ours,eager,peft,liger,liger-bf16,unsloth,hf,hf-compiled]
+    python benchmarks/step.py [CASE ...] [--who floor,ours,eager,api,peft,liger,liger-bf16,unsloth,hf,hf-compiled]
     python benchmarks/step.py 8b-4x2048 8b-nf4-4x2048-full --json benchmarks/results/h200.json
     python benchmarks/step.py --sweep tokens,rank,layers,documents --steps 3 --json FILE
 
 Every participant of every case runs in a process of its own, one after another, under a time limit: one that crashes
 or is not installed is reported with its last line, and the others go on. cases.py says what a case is, measure.py how
 it is timed and when a time is refused, floor.py what nobody can beat, peers.py how the others are set up; `eager` is
-ours without CUDA graphs. Peers are those of PYTHONPATH. Only ratios of one call count: machines of one kind differ by
-2 to 3%. With --json the cases go into a GPU's record (measure.py), after every case; --json - prints them. The exit
-code is 1 where somebody failed.
+ours without CUDA graphs, `api` a loop written with the Python API. Peers are those of PYTHONPATH. Only ratios of one
+call count: machines of one kind differ by 2 to 3%. With --json the cases go into a GPU's record (measure.py), after
+every case; --json - prints them. The exit code is 1 where somebody failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +44,11 @@ Found = dict[str, dict[str, Any]]
 
 def opened(case: Case, device: torch.device, **more: Any) -> Session:
     """The case's random base with its adapters, placed as a run places it."""
-    from graftune.runtime import resolve
+    from graftune.runtime import resolve, set_up
     from graftune.session import open_session
     from graftune.weights.placement import choose_placement
 
+    set_up(device)
     torch.manual_seed(0)
     config, base, placement = case.config(device, **more), cases.base_of(case, device), None
     if case.method == "lora" and device.type == "cuda":
@@ -104,6 +106,30 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Run
     return measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
 
 
+def api(case: Case, device: torch.device) -> measure.Runner:
+    """A loop written with the Python API over the same data: loader, staging and figures are the session's own."""
+    from graftune.batch import Example
+    from graftune.data.dataset import Dataset
+
+    session = opened(case, device, epochs=1.0)
+    arena = session.arena
+    rows = [row for batch in cases.tokens(case).tolist() for micro in batch for row in micro]
+    data = Dataset.of([Example(row, case.supervised) for row in rows * 64])
+    batches = (batch for _ in count() for batch in session.batches(data))
+    given = {name: value for name, value in HYPER.items() if name != "divisor"}
+
+    def one(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        session.forward_backward(next(batches))
+        session.optim_step(**given)
+        loss, norm, _ = session.step.report.clone().unbind()
+        return loss, norm
+
+    def note() -> str:
+        return f"{session.runtime.describe()}; attention {session.step.backend}; the Python API; base {case.base}"
+
+    return measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
+
+
 def work(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One participant of one case, in this process."""
     case, device = cases.parse(name), torch.device(options.device)
@@ -113,6 +139,8 @@ def work(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
         return measure_floor(case, device, options.steps, options.sustain)
     if who in ("ours", "eager"):
         runner = ours(case, device, graph=who == "ours")
+    elif who == "api":
+        runner = api(case, device)
     else:
         from benchmarks import peers
 
@@ -213,7 +241,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
             cases.parse(name)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(options.who) - {"floor", "ours", "eager", *cases.PEERS}:
+    if unknown := set(options.who) - {"floor", "ours", "eager", "api", *cases.PEERS}:
         parser.error(f"--who: unknown {', '.join(sorted(unknown))}")
     return options
 

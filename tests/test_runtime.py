@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from graftune import runtime
-from graftune.runtime import resolve
+from graftune.runtime import resolve, set_up
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +35,36 @@ def test_others_mode_stays():
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_workspace_is_set_before_any_product():
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"], "torch reads it once, at the first product"
+def test_importing_and_resolving_change_nothing_of_the_process():
+    code = (
+        "import os, torch\n"
+        "torch.set_float32_matmul_precision('medium')\n"
+        "before = dict(os.environ)\n"
+        "import graftune.api\n"
+        "from graftune.runtime import resolve, set_up\n"
+        "resolve()\n"
+        "assert dict(os.environ) == before, set(os.environ) ^ set(before)\n"
+        "assert torch.get_float32_matmul_precision() == 'medium'\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_run_on_cuda_changes_of_the_process_is_said_once(monkeypatch):
+    made = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(runtime, "_set_allocator", lambda: made.append("allocator") or True)
+    monkeypatch.setattr(runtime, "_segments_grow", False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        said = set_up(torch.device("cuda"))
+        assert len(said) == 3 and os.environ["CUBLAS_WORKSPACE_CONFIG"] == runtime.WORKSPACE
+        assert torch.get_float32_matmul_precision() == "highest" and made == ["allocator"]
+        assert set_up(torch.device("cuda")) == set_up(torch.device("cpu")) == [] and made == ["allocator"]
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +81,6 @@ def test_auto_takes_the_units_that_a_card_has(capability, compute, why, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(runtime, "_set_allocator", lambda: None)
     found = resolve("cuda")
     assert found.compute == compute and why in found.why
     assert resolve("cuda", "fp32").compute == torch.float32
@@ -82,5 +111,5 @@ def test_segments_grow_where_they_can_and_nobody_says_otherwise(release, environ
     monkeypatch.setattr(runtime.sys, "platform", "linux")
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
-    runtime._set_allocator()
+    assert runtime._set_allocator() == expected
     assert said == (["expandable_segments:True"] if expected else [])

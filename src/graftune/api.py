@@ -38,7 +38,7 @@ from graftune.observe.events import Event
 from graftune.observe.memory import free_bytes, human_bytes
 from graftune.plan import Card, Job, any_data, card_here, resolve_auto
 from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
-from graftune.runtime import device_of
+from graftune.runtime import device_of, set_up
 from graftune.session import Batch, Sample, Session, StepStats, loader_of, open_session
 from graftune.settings import Settings
 from graftune.step.accumulator import Accumulator
@@ -83,6 +83,8 @@ def open(
     console = console or Console(quiet=quiet)
     given = _settings(settings)
     device = device_of(str(given.get("device", "auto")))
+    for note in set_up(device):
+        console.note(note)
     # Measured before anything is loaded: a plan counts the base too.
     card = card_here(device) if device.type == "cuda" else None
     free = free_bytes(device) if device.type == "cpu" else 0

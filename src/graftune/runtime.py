@@ -1,6 +1,8 @@
 """Where and how a run computes, resolved once at start, printed once, and passed explicitly from then on.
 
 A global default device or autocast would hide which dtype a product runs in; here every layer is handed a Runtime.
+Importing this changes nothing of the process. What a run on CUDA wants of the whole process is switched on by `set_up`,
+which says what it changed.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from graftune.private import find
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-# torch looks at this once, at the first product of the process, whoever makes it; without it there is no deterministic
-# mode later on. The size is that of torch's own workspace on Hopper.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# The size is that of torch's own workspace on Hopper.
+WORKSPACE = ":4096:8"
+_segments_grow = False
 _switched_on = False
 
 
@@ -50,11 +52,8 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
     if threads:
         torch.set_num_threads(threads)
     _set_deterministic(deterministic)
-    if chosen.type == "cuda":
-        if chosen.index is not None:
-            torch.cuda.set_device(chosen)  # streams, events and launches belong to the current device
-        torch.set_float32_matmul_precision("highest")  # no tf32: fp32 means fp32
-        _set_allocator()
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)  # streams, events and launches belong to the current device
     fast = has_fast_bf16(chosen)
     if compute == "auto":
         dtype, why = _best_compute(chosen, fast)
@@ -65,6 +64,25 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
         if dtype == torch.float16 and chosen.type == "cpu":
             warnings.warn("fp16 is for GPUs: on a CPU its products are far slower than fp32", stacklevel=2)
     return Runtime(chosen, dtype, why, deterministic)
+
+
+def set_up(device: torch.device) -> list[str]:
+    """What a run on CUDA wants of the whole process, before its first product; a sentence for each change."""
+    global _segments_grow
+    if device.type != "cuda":
+        return []
+    said = []
+    # torch looks at this once, at the first product of the process; without it there is no deterministic mode later on.
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE
+        said.append(f"CUBLAS_WORKSPACE_CONFIG is set to {WORKSPACE} for this process: deterministic products need it")
+    if torch.get_float32_matmul_precision() != "highest":
+        torch.set_float32_matmul_precision("highest")
+        said.append("fp32 products of this process are exact now, without tf32")
+    if not _segments_grow and _set_allocator():
+        _segments_grow = True
+        said.append("CUDA memory of this process is taken in segments that grow (expandable_segments)")
+    return said
 
 
 def _best_compute(device: torch.device, bf16: bool) -> tuple[torch.dtype, str]:
@@ -90,14 +108,16 @@ def _set_deterministic(wanted: bool) -> None:
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
-def _set_allocator() -> None:
+def _set_allocator() -> bool:
     """Segments that grow, unless the user has settings of their own: in blocks of fixed sizes the allocator holds 1 to
     2.4 GiB more than a step of 8192 tokens needs, which no plan foretells."""
     asked = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     # Under Windows (WSL is a Linux whose kernel says so) the driver may refuse to map them.
     fits = sys.platform == "linux" and "microsoft" not in platform.release().lower() and torch.version.hip is None
-    if not asked and fits:
-        find("torch._C._accelerator_setAllocatorSettings")("expandable_segments:True")
+    if asked or not fits:
+        return False
+    find("torch._C._accelerator_setAllocatorSettings")("expandable_segments:True")
+    return True
 
 
 def device_of(asked: str) -> torch.device:

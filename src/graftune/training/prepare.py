@@ -30,7 +30,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.plan import CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
-from graftune.runtime import device_of
+from graftune.runtime import device_of, set_up
 from graftune.session import Session, check_method, check_recompute, loader_of, open_session, with_template
 from graftune.session.parts import UNPLANNED
 from graftune.step.evaluate import shape_of
@@ -70,7 +70,8 @@ def prepare_resume(config: Config, console: Console, folder: Path, before: Confi
 def _prepare(
     config: Config, console: Console, folder_for: Callable[[Config, DataValue], Path], before: Config | None = None
 ) -> Prepared:
-    device_of(config.base.device)  # what is not there is said before data is read
+    for note in set_up(device_of(config.base.device)):  # what is not there is said before data is read
+        console.note(note)
     forget_earlier_runs()
     with console.working("opening the base"):
         config, base, adapter = _opened(config)
