@@ -85,7 +85,7 @@ def test_the_adapters_share(out, into, columns, both):
     want = torch.cat(
         [2.0 * h[:, r].float() @ given.up[rows].float().t() for _, rows, r in lora_linear.members(columns, 16)], 1
     )
-    rows = weight._rows(x, None, weight.share.there.reach)
+    rows = weight._rows(x, None, weight.share.forward.reach)
     base = reference.mm(Rows(rows.codes[:, :into], rows.scale), Rows(weight.weight, weight.scale), torch.float32)
     read = rows.codes[:, :into].float() * rows.scale[:, None]  # by the adapters as by the weight
     assert off(h, read @ given.down.float().t()) < 8e-3
@@ -97,7 +97,7 @@ def test_the_adapters_share(out, into, columns, both):
     low = LowRank(h, given.up, columns, 2.0)
     grad_x, g = weight.backward(grad, low)
     want = g.float() @ given.down.float()
-    rows = weight._rows(grad, weight.scale, weight.share.back.reach)
+    rows = weight._rows(grad, weight.scale, weight.share.backward.reach)
     base = (rows.codes[:, :out].float() * rows.scale[:, None]) @ weight.weight.float()
     assert off(g, lora_linear.up_backward(grad, low)) < 8e-3
     assert off(grad_x, base + want) < 0.006
@@ -114,8 +114,8 @@ def test_what_is_not_finite_comes_through():
     assert weight.matmul(torch.zeros(32, 64, dtype=torch.bfloat16, device=GPU)).abs().max() == 0
 
 
-def test_what_is_not_finite_comes_through_the_way_back():
-    """dX, by the codes that SwiGLU's and rope's way back leave, and g and dB."""
+def test_what_is_not_finite_comes_through_the_backward():
+    """dX, by the codes that SwiGLU's and rope's backward leave, and g and dB."""
     weight, given = weight_of(128, 64, ((0, 64), (64, 128)))
     low = LowRank(random(32, 32), given.up, given.columns, 2.0)
     angles = torch.rand(32, 16, device=GPU)

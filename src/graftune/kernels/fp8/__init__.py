@@ -1,10 +1,11 @@
-"""Frozen products in 8-bit floats: e4m3 codes with a scale a row, through the GPU's fp8 units. reference.py has the
-formulas and says how the adapters' share goes along; kernel.py quantises and transposes, settling.py lays adapters
-beside weights. No pass of its own for quantising where we write what is quantised: norms.py, gated.py and rotary.py are
-norm, SwiGLU and rope with codes, and thin.py the adapters' thin products, which write codes of what they leave. What
-attention writes, o's input, is quantised apart, since its kernels are not ours.
+"""Frozen products in 8-bit floats: e4m3 codes with one scale for each row, through the GPU's fp8 units.
 
-Codes are [T, K] with rows that may lie apart, `aligned` bytes as a rule; K and N of a product are multiples of 16.
+reference.py has the formulas and how the adapters' part goes along; kernel.py quantises and transposes, settling.py
+lays adapters beside weights. No pass of its own for quantising where we write what is quantised: norms.py, gated.py and
+rotary.py are norm, SwiGLU and rope with codes, and thin.py the adapters' thin products, which write codes of what they
+leave. What attention writes, o's input, is quantised apart, since its kernels are not ours.
+
+Codes are [T, K] with rows that may have a stride, `aligned` bytes as a rule; K and N of a product are multiples of 16.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def quantise(
 
 
 def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
-    """h [T, n] (rows may lie apart) as codes behind the first `width` columns of rows."""
+    """h [T, n] (rows may have a stride) as codes behind the first `width` columns of rows."""
     tail = rows.codes[:, width:]
     assert h.stride(1) == 1 and tail.shape[1] >= PIECES * h.shape[1]
     if launch.fused(h):

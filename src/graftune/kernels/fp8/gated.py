@@ -1,12 +1,11 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""SwiGLU beside fp8 products: forward it writes the codes that `down` reads, and on the way back those of gate_up's
-gradient.
+"""SwiGLU beside fp8 products: forward it writes the codes that `down` reads, and backward those of gate_up's gradient.
 
 Bytes a token (F = 14336 at 8B; 2 a value, 1 a code), apart and here:
 
     forward     reads 4 F and writes the codes, 1 F, which h is made of too. Apart the activation is written and read
                 again, 4 F.
-    way back    reads 6 F, writes 4 F + 2 F, and g reads dY, 4 F. Apart dY is read once more for the codes, 4 F, and
+    backward    reads 6 F, writes 4 F + 2 F, and g reads dY, 4 F. Apart dY is read once more for the codes, 4 F, and
                 these are written, 2 F. Here a program reads back the row that it has just written: from memory only
                 the 2 F go.
 

@@ -1,16 +1,16 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""The norm beside fp8 products: forward it writes the codes that the product behind it reads, and on the way back those
-that the projection before it reads.
+"""The norm beside fp8 products: forward it writes the codes that the product behind it reads, and backward those that
+the projection before it reads.
 
 Bytes a token (D = 4096 at 8B; 2 a value, 1 a code), apart and here, for each of a layer's two norms:
 
     forward     reads x and y, writes their sum: 6 D. Apart it also writes the normed row, which is read for the codes
                 and for h: 2 D + 2 D + 2 D, and 1 D of codes. Here 1 D of codes, and h is computed from these: 1 D.
-    way back    reads the gradient of what was normed, x and the stream's gradient, and writes that: 8 D. It is dY of
+    backward    reads the gradient of what was normed, x and the stream's gradient, and writes that: 8 D. It is dY of
                 the o or down that wrote the stream. Apart it is read once more for the codes, 2 D, and these are
                 written, 1 D. Here only written: 1 D.
 
-At 8192 tokens the way back saves 2 x 2 D x 8192 = 134 MB a layer, about 1 ms of a step of 8B at 4.2 TB/s. It could
+At 8192 tokens the backward saves 2 x 2 D x 8192 = 134 MB a layer, about 1 ms of a step of 8B at 4.2 TB/s. It could
 leave the scale only, and the kernel of g write the codes, which moves as many bytes; but a row of the stream is in the
 registers whole, while writing codes takes that kernel from 93 registers to 255.
 """

@@ -1,10 +1,10 @@
-"""8-bit floats (e4m3: 4 bits of exponent, 3 of mantissa, at most 448) with a scale a row, and adapters beside them.
+"""8-bit floats (e4m3: 4 bits of exponent, 3 of mantissa, at most 448), one scale for each row; adapters beside them.
 
     rows       x [T, K] ~ scale[t] * codes[t, k], with scale[t] = max |x[t]| / 448
     product    y[t, o] = a.scale[t] * b.scale[o] * sum over k of a.codes[t, k] b.codes[o, k]
 
-The weight's scales belong to its rows [out], which are what the way back sums over: there they are multiplied into dY
-before it is quantised (`factor`), and the same codes serve both ways.
+The weight's scales belong to its rows [out], which are what the backward sums over: there they are multiplied into dY
+before it is quantised (`factor`), and the same codes serve forward and backward.
 
 **Adapters.** y must also get s h B', in bf16's precision, and adding it to what is there would read y once more. So it
 goes along as more columns. A number is two codes, v = hi + lo, good to 2^-8 of itself (and to 2^-10 absolutely, where
@@ -44,7 +44,7 @@ MOST_Q = 2.0**24  # q is between its inverse and this: divided by the smallest s
 class Rows(NamedTuple):
     """Quantised rows, as an operand of the product."""
 
-    codes: torch.Tensor  # [T, K] e4m3; rows may lie apart
+    codes: torch.Tensor  # [T, K] e4m3; rows may have a stride
     scale: torch.Tensor  # [T] fp32
 
 
@@ -65,14 +65,14 @@ class Share(NamedTuple):
     scale: torch.Tensor  # [out] fp32, of the weight
     beside: torch.Tensor  # [out, room] e4m3, columns behind the weight's
     below: torch.Tensor  # [room, in] e4m3, rows behind the weight's; strides of both may be any
-    figures: torch.Tensor  # [4] fp32: reach and shift of the way there, reach and shift of the way back
+    figures: torch.Tensor  # [4] fp32: reach and shift of the forward pass, then of the backward
 
     @property
-    def there(self) -> Figures:
+    def forward(self) -> Figures:
         return Figures(self.figures[0], self.figures[1])
 
     @property
-    def back(self) -> Figures:
+    def backward(self) -> Figures:
         return Figures(self.figures[2], self.figures[3])
 
 
@@ -199,6 +199,6 @@ def act_backward(
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
-    """SwiGLU's way back into `out` and `act`, and out times `factor` into `codes`; returns the scale."""
+    """SwiGLU's backward into `out` and `act`, and out times `factor` into `codes`; returns the scale."""
     swiglu.backward(grad, gate_up, out, act)
     return quantise(out, codes, factor, reach)

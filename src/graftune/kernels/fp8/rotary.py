@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""Rope's way back beside fp8 products: it writes qkv's gradient, and the codes that qkv reads of it.
+"""Rope's backward beside fp8 products: it writes qkv's gradient, and the codes that qkv reads of it.
 
 A program owns a token with all its heads, so that the row's scale and its codes come of values in registers; rope's own
 kernel goes by heads, which leaves whole rows to a second reading. Bytes a token (W = 6144 columns at 8B): both read

@@ -3,7 +3,7 @@
 The product wants both operands with the summed dimension contiguous. Forward that is how a weight lies; for dX it is
 not (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of traffic a
 value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base: where a card has
-much more than that (weights/placement.py). Scales of the weight's rows serve both ways (kernels/fp8/reference.py), and
+much more than that (weights/placement.py). Scales of its rows serve both passes (kernels/fp8/reference.py), and
 adapters lie beside and below the codes as in any augmented weight, in three columns of codes a rank instead of one of
 bf16: `share` says where, and `Workspace.publish` writes them there.
 
@@ -171,22 +171,22 @@ class Fp8(Augmented):
         return self._product(self._rows(x, None, None), self.in_features)
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        return self._way_back(self._rows(grad, self.scale, None), self.out_features)
+        return self._grad_product(self._rows(grad, self.scale, None), self.out_features)
 
     def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] -> x W' + s h B'."""
         width, share = self.in_features, self._share
-        rows = self._rows(x[:, :width], None, share.there.reach, self.slack)
-        fp8.lay(x[:, width : width + len(share.down)], rows, width, share.there.shift)
+        rows = self._rows(x[:, :width], None, share.forward.reach, self.slack)
+        fp8.lay(x[:, width : width + len(share.down)], rows, width, share.forward.shift)
         product = self._product(rows)
         return product if out is None else out.copy_(product)
 
     def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         """[dY | g] -> dY W + g A."""
         width, share = self.out_features, self._share
-        rows = self._rows(grad[:, :width], self.scale, share.back.reach)
-        fp8.lay(grad[:, width : width + len(share.down)], rows, width, share.back.shift)
-        return self._way_back(rows)
+        rows = self._rows(grad[:, :width], self.scale, share.backward.reach)
+        fp8.lay(grad[:, width : width + len(share.down)], rows, width, share.backward.shift)
+        return self._grad_product(rows)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         codes = self.weight.view(torch.uint8).index_select(0, ids).view(fp8.E4M3)
@@ -198,9 +198,9 @@ class Fp8(Augmented):
         """(s = x + y, rstd, norm(s) W' + s h B', h), without norm(s) in bf16. y is overwritten by the sum."""
         share = self._share
         codes = self._buffer(len(x), self.in_features)
-        total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=share.there.reach)
+        total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=share.forward.reach)
         rows = Rows(codes, scale)
-        h = fp8.down(rows, self.in_features, share.down, share.there.shift)
+        h = fp8.down(rows, self.in_features, share.down, share.forward.shift)
         return total, rstd, self._product(rows), h
 
     def after_act(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,19 +215,19 @@ class Fp8(Augmented):
     def _act(self, gate_up: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         share, width = self._share, self.in_features
         codes = self._buffer(len(gate_up), width)
-        rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=share.there.reach))
-        return rows, fp8.down(rows, width, share.down, share.there.shift)
+        rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=share.forward.reach))
+        return rows, fp8.down(rows, width, share.down, share.forward.shift)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, in] -> (x W' + s h B', h): h goes from its kernel straight into the codes."""
         share = self._share
-        rows = self._rows(x, None, share.there.reach)
-        h = fp8.down(rows, self.in_features, share.down, share.there.shift)
+        rows = self._rows(x, None, share.forward.reach)
+        h = fp8.down(rows, self.in_features, share.down, share.forward.shift)
         return self._product(rows), h
 
     def act_backward(self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> Rows:
-        """SwiGLU's way back into `out`, our dY, and `act` (kernels/swiglu); returns dY's codes for `backward`."""
-        codes, reach = self._buffer(len(out), self.out_features), self._share.back.reach
+        """SwiGLU's backward into `out`, our dY, and `act` (kernels/swiglu); returns dY's codes for `backward`."""
+        codes, reach = self._buffer(len(out), self.out_features), self._share.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.act_backward(grad_act, gate_up, out, act, inner, self.scale, reach=reach))
 
@@ -240,9 +240,9 @@ class Fp8(Augmented):
         residual: torch.Tensor,
         out: torch.Tensor,
     ) -> Rows:
-        """The norm's way back into `out`, the gradient of the stream that we wrote, so our dY: its codes for
+        """The norm's backward into `out`, the gradient of the stream that we wrote, so our dY: its codes for
         `backward`."""
-        codes, reach = self._buffer(len(x), self.out_features), self._share.back.reach
+        codes, reach = self._buffer(len(x), self.out_features), self._share.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.norm_backward(grad_y, x, rstd, weight, residual, out, inner, self.scale, reach=reach))
 
@@ -254,8 +254,8 @@ class Fp8(Augmented):
         sin: torch.Tensor,
         heads: tuple[int, int, int],
     ) -> Rows:
-        """Rope's way back into `out`, our dY: its codes for `backward`."""
-        codes, reach = self._buffer(len(out), self.out_features), self._share.back.reach
+        """Rope's backward into `out`, our dY: its codes for `backward`."""
+        codes, reach = self._buffer(len(out), self.out_features), self._share.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.rope_backward(grads, out, cos, sin, heads, inner, self.scale, reach=reach))
 
@@ -269,11 +269,11 @@ class Fp8(Augmented):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left its
         codes, with room for g's."""
-        reach, shift = self._share.back
+        reach, shift = self._share.backward
         if rows is None:
             rows = self._rows(grad, self.scale, reach)
         g = fp8.up_backward(grad, low, rows, shift) if grad_up is None else fp8.up_both(grad, low, grad_up, rows, shift)
-        return self._way_back(rows), g
+        return self._grad_product(rows), g
 
     @property
     def _share(self) -> Share:
@@ -300,7 +300,7 @@ class Fp8(Augmented):
         weight = Rows(self.storage[: self.out_features, :width], self.scale)
         return fp8.mm(rows, weight, self.compute)
 
-    def _way_back(self, rows: Rows, height: int | None = None) -> torch.Tensor:
+    def _grad_product(self, rows: Rows, height: int | None = None) -> torch.Tensor:
         """By the first `height` rows of the storage, or all."""
         if self.kept is not None:
             turned = self.kept[:, :height]
