@@ -3,7 +3,8 @@ broken off in the middle and taken up again, and found in the cache when there i
 what is read is fetched; one of GGUF files gives the one that is named.
 
 The server speaks the few addresses that huggingface_hub's snapshot_download asks for. The client reads its settings
-when it is imported, so it runs in a process of its own, one for all questions of a test.
+when it is imported, so each test's questions go to a process of their own: a fork of one that has imported everything
+else, which is what takes seconds.
 """
 
 from __future__ import annotations
@@ -146,10 +147,11 @@ ASK = """
 import contextlib, io, json, os, sys, time, urllib.request
 import huggingface_hub.constants
 from graftune.cli import main
+out = open(request["out"], "w")
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 10_000  # what is kept of a file that breaks off is whole pieces
 wait = time.sleep
 time.sleep = lambda seconds: wait(seconds / 100)  # between two tries
-for line in json.load(sys.stdin):
+for line in request["questions"]:
     if line[0] == "patience":
         urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/patience/" + line[1]).read()
         continue
@@ -161,22 +163,61 @@ for line in json.load(sys.stdin):
     if line[0] == "offline":
         huggingface_hub.constants.HF_HUB_OFFLINE = line[1] == "1"
         continue
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    said, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(err):
         code = main(line)
-    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+    print(json.dumps([code, said.getvalue(), err.getvalue()]), file=out, flush=True)
+"""
+
+# Forks a child for each request: it takes over that environment, imports the client and asks.
+FORK = f"""
+import json, os, sys, traceback
+import torch, graftune.api, graftune.cli.app
+assert "huggingface_hub" not in sys.modules
+for line in sys.stdin:
+    request, pid = json.loads(line), os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            exec({ASK!r}, {{"request": request}})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def asking(endpoint: str, cache: Path, questions: list[list[str]], **environment: str) -> list[tuple[int, str, str]]:
-    """Each question's exit code, stdout and stderr, of one process that knows that Hub and that cache only."""
+def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "http", "HTTP", "ALL_", "all_"))}
-    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "PYTHONPATH": str(ROOT / "src")}
-    settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-c", ASK]
-    done = subprocess.run(command, input=json.dumps(questions), capture_output=True, text=True, env=kept | settings)
-    assert done.returncode == 0, done.stderr
-    return [(code, out, err) for code, out, err in map(json.loads, done.stdout.splitlines())]
+    return kept | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+server: subprocess.Popen[str]  # the one that forks, while this module's tests run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server() -> Iterator[None]:
+    global server
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", FORK], env=environment(), **pipes) as server:
+        yield
+
+
+def asking(endpoint: str, cache: Path, questions: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Each question's exit code, stdout and stderr, of one process that knows that Hub and that cache only."""
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
+    settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    out = cache.with_name("answers")
+    request = {"questions": questions, "environment": environment() | settings, "out": str(out)}
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    assert server.stdout.readline() == "0\n"
+    return [(code, said, err) for code, said, err in map(json.loads, out.read_text().splitlines())]
 
 
 def fetched(handler: type[Hub]) -> list[dict[str, list[str]]]:
