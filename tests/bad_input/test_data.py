@@ -18,7 +18,7 @@ CHAT = {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "
 
 @pytest.fixture
 def base(tiny_folder) -> Path:
-    return tiny_folder("llama")
+    return tiny_folder("llama-shallow")
 
 
 def test_no_such_data(base: Path, tmp_path: Path, refuse: Refuse) -> None:

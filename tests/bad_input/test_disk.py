@@ -26,7 +26,7 @@ def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def base(tiny_folder) -> Path:
-    return tiny_folder("llama")
+    return tiny_folder("llama-shallow")
 
 
 def test_a_file_where_the_folder_should_be(base: Path, data: Path, tmp_path: Path, refuse: Refuse) -> None:
@@ -102,7 +102,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> tuple[Pat
 
     root = tmp_path_factory.mktemp("straight")
     data = write_data(root / "data.jsonl")
-    line = ["train", str(tiny_folder("llama")), str(data), *SETTINGS, "--max-steps", "7", "--quiet"]
+    line = ["train", str(tiny_folder("llama-shallow")), str(data), *SETTINGS, "--max-steps", "7", "--quiet"]
     assert main([*line, "--out", str(root / "run")]) == 0
     return data, root / "run"
 

@@ -55,7 +55,7 @@ def end(run: Path) -> dict[str, Any]:
 
 
 def test_a_run_keeps_its_date(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
+    base = shutil.copytree(tiny_folder("llama-shallow"), tmp_path / "base")
     (base / "chat_template.jinja").write_text(DATED)
     day = datetime.date(2026, 5, 9)
     for module in (template, prepare):
@@ -85,7 +85,7 @@ def test_a_run_keeps_its_date(tiny_folder, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_data_shows_the_date_that_is_asked_for(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
+    base = shutil.copytree(tiny_folder("llama-shallow"), tmp_path / "base")
     (base / "chat_template.jinja").write_text(DATED)
     (base / "model.safetensors").unlink()  # no weights are needed
     ask = ["data", str(write_data(tmp_path / "d.jsonl")), "--base", str(base), "--json"]
@@ -110,7 +110,7 @@ def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_each_epoch_is_saved_without_validation(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = saves(monkeypatch)
-    config = settings(tiny_folder("llama"), tmp_path / "run", val_split=0.0, save_every=0)
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", val_split=0.0, save_every=0)
     run = train(config, console=QUIET).folder
     logged = steps(read_events(run / "metrics.jsonl"))
     last = [max(e["step"] for e in logged if e["epoch"] == epoch) for epoch in range(3)]
@@ -130,7 +130,7 @@ def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Slow(step))
     monkeypatch.setattr(loop, "_minutes", lambda: minutes)
     more = {"val_split": 0.0, "save_every": 0, "tokens_per_step": 64, "epochs": 1}
-    config = settings(tiny_folder("llama"), tmp_path / "run", **more)
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", **more)
     total = train(config, console=QUIET).steps
     assert total >= 7 and made == [*range(3, total, 3), total]
     made.clear()
@@ -172,7 +172,7 @@ def test_a_closed_terminal_saves(tiny_folder, tmp_path: Path, monkeypatch: pytes
             console.closed = self.sent >= 2
 
     monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Closing(step))
-    config = settings(tiny_folder("llama"), tmp_path / "run", save_every=0, eval_every=0)
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", save_every=0, eval_every=0)
     result = train(config, console=console)
     assert (result.stopped, result.signal) == ("interrupted", signal.SIGHUP)
     assert max(checkpoint.steps(result.folder / "checkpoints")) == result.steps == 2
@@ -184,7 +184,7 @@ def test_nohup_is_respected(tiny_folder, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Hangs(step))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=4)
+        config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=4)
         assert train(config, console=QUIET).stopped == "finished"
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -203,7 +203,7 @@ def test_a_signal_before_the_first_step(
 
     monkeypatch.setattr(prepare, "open_session", interrupted)
     out = tmp_path / "deep" / "run"
-    line = ["train", str(tiny_folder("llama")), str(data), "--device", "cpu", "--out", str(out)]
+    line = ["train", str(tiny_folder("llama-shallow")), str(data), "--device", "cpu", "--out", str(out)]
     assert main(line) == 128 + number
     assert "stopped before the first step; nothing was written" in capsys.readouterr().err
     assert not (tmp_path / "deep").exists()
@@ -213,7 +213,7 @@ def test_a_signal_before_the_first_step(
 
 
 def test_a_second_process_is_told_who_is_there(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    straight = train(settings(tiny_folder("llama"), tmp_path / "straight", max_steps=6), console=QUIET).folder
+    straight = train(settings(tiny_folder("llama-shallow"), tmp_path / "straight", max_steps=6), console=QUIET).folder
     run = stopped_copy(straight, tmp_path / "run")
     before = (run / "metrics.jsonl").read_bytes()
     with FolderLock(run):
@@ -230,8 +230,8 @@ def test_a_second_process_is_told_who_is_there(tiny_folder, tmp_path: Path, caps
 def test_longer_is_as_if_it_had_been_so(tiny_folder, tmp_path: Path) -> None:
     """With a constant learning rate nothing but the evaluation at the first end tells them apart."""
     more = {"warmup": 0.0, "patience": 0, "eval_every": 1}
-    long = train(settings(tiny_folder("llama"), tmp_path / "long", epochs=2, **more), console=QUIET).folder
-    short = train(settings(tiny_folder("llama"), tmp_path / "short", epochs=0.75, **more), console=QUIET).folder
+    long = train(settings(tiny_folder("llama-shallow"), tmp_path / "long", epochs=2, **more), console=QUIET).folder
+    short = train(settings(tiny_folder("llama-shallow"), tmp_path / "short", epochs=0.75, **more), console=QUIET).folder
     assert len(figures(short)) < len(figures(long))
     again(short, epochs=2)
     assert figures(short) == figures(long) and adapter_bytes(short) == adapter_bytes(long)
@@ -241,14 +241,16 @@ def test_longer_is_as_if_it_had_been_so(tiny_folder, tmp_path: Path) -> None:
 
 
 def test_another_number_of_validation_examples(tiny_folder, tmp_path: Path) -> None:
-    config = settings(tiny_folder("llama"), tmp_path / "run", max_steps=2, eval_examples=1, patience=0)
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=2, eval_examples=1, patience=0)
     run = train(config, console=QUIET).folder
     again(run, max_steps=3, eval_examples=2)
     assert end(run)["step"] == 3 and Config.load(run / "config.yaml").data.eval_examples == 2
 
 
 def test_a_finished_run_says_what_to_type(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = settings(tiny_folder("llama"), tmp_path / "run", schedule="cosine", max_steps=5, lr=0.01, patience=1)
+    config = settings(
+        tiny_folder("llama-shallow"), tmp_path / "run", schedule="cosine", max_steps=5, lr=0.01, patience=1
+    )
     run = train(config, console=QUIET).folder
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     stopped = end(run)["stopped"]
@@ -280,7 +282,7 @@ def test_a_finished_run_says_what_to_type(tiny_folder, tmp_path: Path, capsys: p
 
 
 def test_an_early_stop_is_no_end_for_who_wants_more(tiny_folder, tmp_path: Path) -> None:
-    config = settings(tiny_folder("llama"), tmp_path / "run", lr=0.5, patience=1, eval_every=1)
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", lr=0.5, patience=1, eval_every=1)
     run = train(config, console=QUIET).folder
     assert end(run)["stopped"] == "early stop"
     at = end(run)["step"]
@@ -350,7 +352,9 @@ def test_settings_are_compared_by_name(tmp_path: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reporter, "loss_plot", lambda *_: None)
-        return train(settings(tiny_folder("llama"), tmp_path_factory.mktemp("finished") / "run"), console=QUIET).folder
+        return train(
+            settings(tiny_folder("llama-shallow"), tmp_path_factory.mktemp("finished") / "run"), console=QUIET
+        ).folder
 
 
 WRONG: list[dict[str, Any]] = [
