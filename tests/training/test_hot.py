@@ -16,7 +16,7 @@ from graftune import graph
 from graftune.kernels import attention
 from graftune.losses import CrossEntropy
 from graftune.model import projection
-from graftune.model.run import SideStreams
+from graftune.model.context import SideStreams
 from graftune.step.pipeline import DeviceLoop, Flat, Shape
 from graftune.step.step import Step
 from tests import oracle

@@ -18,8 +18,8 @@ from graftune.batch import Example
 from graftune.config import LoraConfig, OptimConfig
 from graftune.data.pack import pack
 from graftune.kernels.adamw import Hyper
+from graftune.model.context import Dropout
 from graftune.model.decoder import PackedDocuments
-from graftune.model.run import Dropout
 from graftune.step.schedule import learning_rate
 from graftune.step.step import Step
 from tests import oracle, tiny

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from graftune.kernels import attention
-from graftune.model.run import LayerCache
+from graftune.model.context import LayerCache
 from graftune.model.spec import ModelSpec
 
 

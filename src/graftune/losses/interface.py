@@ -20,9 +20,9 @@ from graftune.batch import PLAIN, BatchLayout, Example, Field, PackedBatch
 from graftune.data.encoded import has_weights, weight_sums_of, weights_of
 from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import LOGITS
+from graftune.model.context import PassContext
 from graftune.model.decoder import Decoder
 from graftune.model.head import Output
-from graftune.model.run import Pass
 
 # Divided by the sum of weights: a weight says how much a token counts beside others, not how large a step is.
 WEIGHTED = BatchLayout(fields=(Field("weights", torch.float32, weights_of),), shares=weight_sums_of)
@@ -89,7 +89,7 @@ class LogProbLoss(Loss):
         return Computed(total, grad, figures)
 
 
-def base_log_probs(decoder: Decoder, batch: PackedBatch, run: Pass) -> torch.Tensor:
+def base_log_probs(decoder: Decoder, batch: PackedBatch, run: PassContext) -> torch.Tensor:
     """log p(label) [R] with adapters off, for a loss that needs it: a forward pass that keeps nothing."""
     stream = decoder.forward(batch.tokens, replace(run, adapted=False, dropout=None), batch.rows)
     with rehearsal.owned(LOGITS):

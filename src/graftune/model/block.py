@@ -16,9 +16,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from graftune.kernels import rms_norm
+from graftune.model.context import PassContext
 from graftune.model.part import Entry, FeedForward, Input, Mixer, NormWeight, Part
 from graftune.model.projection import Normed, Projection, ReadyGrad, augmented_buffer
-from graftune.model.run import Pass
 
 SomePart = TypeVar("SomePart", bound=Part[Any])
 
@@ -42,7 +42,7 @@ class Branch(Generic[SomePart]):
     scale: float = 1.0  # of what the branch adds to the stream
 
     def forward(
-        self, x: torch.Tensor, y: torch.Tensor | None, run: Pass
+        self, x: torch.Tensor, y: torch.Tensor | None, run: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor, BranchSaved]:
         """(x, y) -> (s = x + y, scale * norm(part(norm(s))), what the backward needs). y is overwritten by the sum."""
         entry = self._entry(x, y, run)
@@ -55,8 +55,8 @@ class Branch(Generic[SomePart]):
         return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, out, out_rstd)
 
     def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, run: Pass, below: Branch[Any] | None,
-        need_input: bool = True,
+        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, run: PassContext,
+        below: Branch[Any] | None, need_input: bool = True,
     ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
         """The stream's gradient in a buffer with room, perhaps also `ready` for the part's last projection -> both
         ahead of the branch. `below` is the branch that wrote the stream before; without one the gradient may be
@@ -73,7 +73,7 @@ class Branch(Generic[SomePart]):
         """What the policy `selective` keeps of it."""
         return saved._replace(part=self.part.light(saved.part))
 
-    def complete(self, saved: BranchSaved, run: Pass) -> BranchSaved:
+    def complete(self, saved: BranchSaved, run: PassContext) -> BranchSaved:
         """The same with what `light` left out, made again."""
         return saved._replace(part=self.part.complete(saved.part, self._read(saved, run), run))
 
@@ -87,14 +87,14 @@ class Branch(Generic[SomePart]):
         """Columns that the stream's gradient has beside it, for the part's last projection."""
         return 0 if self.part.last is None else self.part.last.room
 
-    def _entry(self, x: torch.Tensor, y: torch.Tensor | None, run: Pass) -> Entry:
+    def _entry(self, x: torch.Tensor, y: torch.Tensor | None, run: PassContext) -> Entry:
         return Entry(x, y, None if self.norm is None else self.norm.of(run.adapted), self.norm_eps, run)
 
-    def _read(self, saved: BranchSaved, run: Pass) -> Input:
+    def _read(self, saved: BranchSaved, run: PassContext) -> Input:
         weight = None if self.norm is None else self.norm.of(run.adapted)
         return Input(saved.x, saved.rstd, weight, self.norm_eps)
 
-    def _grad_out(self, grad: torch.Tensor, saved: BranchSaved, run: Pass) -> torch.Tensor:
+    def _grad_out(self, grad: torch.Tensor, saved: BranchSaved, run: PassContext) -> torch.Tensor:
         """The gradient of what the part returned, in a buffer with the room of its last projection."""
         if self.out_norm is None and self.scale == 1:
             return grad
@@ -109,7 +109,7 @@ class Branch(Generic[SomePart]):
         return grad_out
 
     def _to_stream(
-        self, grad_read: torch.Tensor, read: Input, grad: torch.Tensor, run: Pass, wrote: Projection | None
+        self, grad_read: torch.Tensor, read: Input, grad: torch.Tensor, run: PassContext, wrote: Projection | None
     ) -> tuple[torch.Tensor, ReadyGrad | None]:
         """The stream's gradient with what came through the part: in place, or elsewhere while sums on other streams
         still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
@@ -128,7 +128,7 @@ class Branch(Generic[SomePart]):
 
 
 class FeedForwardBranch(Branch[FeedForward[Any]]):
-    def again(self, x: torch.Tensor, y: torch.Tensor | None, run: Pass) -> BranchSaved:
+    def again(self, x: torch.Tensor, y: torch.Tensor | None, run: PassContext) -> BranchSaved:
         """What `forward` keeps. What it adds is in the stream already, so the last product is not made again, unless a
         norm behind the part wants to know."""
         if self.out_norm is not None:
@@ -156,7 +156,9 @@ class Block:
     def projections(self) -> tuple[Projection, ...]:
         return *self.mixer.projections, *self.feed_forward.projections
 
-    def again(self, x: torch.Tensor, run: Pass, rows: torch.Tensor | None = None) -> tuple[BranchSaved, BranchSaved]:
+    def again(
+        self, x: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None
+    ) -> tuple[BranchSaved, BranchSaved]:
         """What both branches keep, made again from the block's input; the feed-forward's of the given rows only."""
         x, y, mixed = self.mixing.forward(x, None, run)
         if rows is not None:

@@ -2,7 +2,7 @@
 
 One decoder for every family: they differ by values of the spec (parts of each layer, where norms lie, bias, QK norm,
 window, ropes, scales, caps), never by a copy of this file. It works on packed tokens [T] without a batch dimension;
-which of them belong together is the business of `Pass.sequences`.
+which of them belong together is the business of `PassContext.sequences`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import Block
+from graftune.model.context import Dropout, PassContext, Sequences, SideStreams
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.head import Head, NewRows, Output
 from graftune.model.part import NormWeight
 from graftune.model.projection import augmented_buffer
 from graftune.model.rotary import Rope
-from graftune.model.run import Dropout, Pass, Sequences, SideStreams
 from graftune.model.spec import ModelSpec
 from graftune.model.tape import Tape
 
@@ -53,7 +53,7 @@ class Decoder:
         adapted: bool = True,
         dropout: Dropout | None = None,
         side_streams: SideStreams | None = None,
-    ) -> Pass:
+    ) -> PassContext:
         """What the blocks share in one forward: rotary tables, which tokens belong together, adapters on or off."""
         tables = []
         for kind in self.ropes:
@@ -62,10 +62,10 @@ class Decoder:
                 is_far = (sequences.reach(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
             tables.append(rope.tables(positions, frequencies, kind.scaling))
-        return Pass(tuple(tables), positions, sequences, adapted, dropout, side_streams)
+        return PassContext(tuple(tables), positions, sequences, adapted, dropout, side_streams)
 
     def forward(
-        self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None, tape: Tape | None = None
+        self, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None, tape: Tape | None = None
     ) -> Stream:
         """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D].
 
@@ -83,7 +83,9 @@ class Decoder:
         assert y is not None, "a decoder has at least one block"
         return Stream(x, y)
 
-    def backward(self, grad: torch.Tensor, tokens: torch.Tensor, run: Pass, rows: torch.Tensor, tape: Tape) -> None:
+    def backward(
+        self, grad: torch.Tensor, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor, tape: Tape
+    ) -> None:
         """The gradient that `Output.backward` gave of the rows -> everything that learns has its gradient added."""
         stream: torch.Tensor | None = grad
         del grad
@@ -111,7 +113,7 @@ class Decoder:
         if learns_below and stream is not None:
             self._embed_backward(tokens, stream[:, : self.spec.width])
 
-    def hidden(self, tokens: torch.Tensor, run: Pass, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The same without a backward: [T, D] or [R, D]."""
         x, y = self.forward(tokens, run, rows)
         return y.add_(x)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from graftune.kernels.fp8 import Rows
+from graftune.model.context import PassContext
 from graftune.model.frozen.fp8 import MOST_RANK, Fp8, Workspace
 from graftune.model.frozen.interface import RowSource
 from graftune.model.lora import LoraGroup
 from graftune.model.projection import Normed, Projection, ReadyGrad
-from graftune.model.run import Pass
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Fp8Projection(Projection):
         if self.lora is not None and self.room and publish not in self.lora.arena.followers:
             self.lora.arena.followers.append(publish)
 
-    def _from_codes(self, run: Pass) -> bool:
+    def _from_codes(self, run: PassContext) -> bool:
         """Whether the adapters read what the weight reads, so that no other reader needs x in bf16."""
         return bool(self.room) and run.adapted and run.dropout is None
 
@@ -50,7 +50,7 @@ class Fp8Projection(Projection):
         y: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
-        run: Pass,
+        run: PassContext,
         *,
         wide: bool = False,
         h: torch.Tensor | None = None,
@@ -60,19 +60,19 @@ class Fp8Projection(Projection):
         return super().after_norm(x, y, weight, eps, run, wide=wide, h=h)
 
     def after_act(
-        self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+        self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._from_codes(run) and kind == "silu":
             return self.frozen.after_act(gate_up)
         return super().after_act(gate_up, run, kind)
 
-    def low_after_act(self, gate_up: torch.Tensor, run: Pass, kind: str = "silu") -> torch.Tensor | None:
+    def low_after_act(self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu") -> torch.Tensor | None:
         if self._from_codes(run) and kind == "silu":
             return self.frozen.low_after_act(gate_up)
         return super().low_after_act(gate_up, run, kind)
 
     def act_backward(
-        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
         if not (self._from_codes(run) and kind == "silu"):
             return super().act_backward(grad_act, gate_up, run, kind)
@@ -87,7 +87,7 @@ class Fp8Projection(Projection):
         normed: Normed,
         residual: torch.Tensor,
         out: torch.Tensor,
-        run: Pass,
+        run: PassContext,
     ) -> ReadyGrad | None:
         if not self._from_codes(run):
             return super().norm_backward(grad_y, x, normed, residual, out, run)
@@ -99,14 +99,14 @@ class Fp8Projection(Projection):
         out: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         heads: tuple[int, int, int],
-        run: Pass,
+        run: PassContext,
     ) -> ReadyGrad | None:
         if not self._from_codes(run):
             return super().rope_backward(grads, out, tables, heads, run)
         return GradCodes(self.frozen.rope_backward(grads, out[:, : self.width_out], *tables, heads))
 
     def forward(
-        self, x: torch.Tensor, run: Pass, *, wide: bool = False, h: torch.Tensor | None = None
+        self, x: torch.Tensor, run: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A `wide` product is as any other: the room that its gradient needs is that of the codes."""
         if self._from_codes(run):
@@ -117,7 +117,7 @@ class Fp8Projection(Projection):
         self,
         grad: torch.Tensor,
         h: torch.Tensor | None,
-        run: Pass,
+        run: PassContext,
         need_input: bool = True,
         ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

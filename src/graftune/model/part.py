@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from graftune.kernels import rms_norm
+from graftune.model.context import LayerCache, PassContext
 from graftune.model.projection import Normed, Projection, ReadyGrad
-from graftune.model.run import LayerCache, Pass
 
 if TYPE_CHECKING:
     from graftune.model.feed_forward.expert_projection import ExpertProjection
@@ -159,7 +159,7 @@ class Input(NamedTuple):
     def normed(self) -> Normed | None:
         return None if self.weight is None else Normed(self.rstd, self.weight)
 
-    def entry(self, run: Pass) -> Entry:
+    def entry(self, run: PassContext) -> Entry:
         """The input once more, for what is made again."""
         return Entry(self.x, None, self.weight, self.eps, run)
 
@@ -172,7 +172,9 @@ class Entry:
     """The input of a part as it computes: norm(x + y), or the plain sum where the family has no norm there. The part
     says in which form it wants that, once; `x` then is the sum, in the memory of y, and `rstd` what the norm found."""
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor | None, eps: float, run: Pass):
+    def __init__(
+        self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor | None, eps: float, run: PassContext
+    ):
         self.x, self.y, self.weight, self.eps, self.run = x, y, weight, eps, run
         self.rstd = x.new_empty(0, dtype=torch.float32)
 
@@ -216,12 +218,12 @@ class Part(Protocol[Saved]):
         """The projection whose product the part returns; None where several together make it."""
         ...
 
-    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, Saved]:
+    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, Saved]:
         """The part's output [T, D], and what to save."""
         ...
 
     def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: Saved, run: Pass, need_input: bool
+        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: Saved, run: PassContext, need_input: bool
     ) -> torch.Tensor | None:
         """The gradient of the output, in a gradient buffer of `last` (`ready`: also in the form that `last` multiplies)
         -> that of the input, if needed. Gradients of adapters are added to the arena's."""
@@ -231,7 +233,7 @@ class Part(Protocol[Saved]):
         """What the policy `selective` saves: without what is large and cheap to make again."""
         ...
 
-    def complete(self, saved: Saved, read: Input, run: Pass) -> Saved:
+    def complete(self, saved: Saved, read: Input, run: PassContext) -> Saved:
         """`light` undone: what was left out, made again."""
         ...
 
@@ -244,6 +246,6 @@ class Mixer(Part[Saved], Protocol[Saved]):
 class FeedForward(Part[Saved], Protocol[Saved]):
     """Works on every token by itself."""
 
-    def again(self, entry: Entry, run: Pass) -> Saved:
+    def again(self, entry: Entry, run: PassContext) -> Saved:
         """What `forward` saves, without the product that `forward` returns."""
         ...

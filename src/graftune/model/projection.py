@@ -27,9 +27,9 @@ import torch
 
 from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.lora_linear import LowRank
+from graftune.model.context import PassContext
 from graftune.model.frozen import Augmented, Frozen, Trained, row_stride
 from graftune.model.lora import LoraGroup
-from graftune.model.run import Pass
 
 # Tokens, or values of dY, from which g and dB are made in one pass over it; below, dB has time beside attention.
 LONG, WIDE = 2048, 12_000_000
@@ -83,7 +83,7 @@ class Projection:
         y: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
-        run: Pass,
+        run: PassContext,
         *,
         wide: bool = False,
         h: torch.Tensor | None = None,
@@ -94,14 +94,14 @@ class Projection:
         return x, rstd, *self.forward(normed, run, wide=wide, h=h)
 
     def after_act(
-        self, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+        self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The product of the gated unit of gate_up, and h."""
         act = self.input_buffer(gate_up, len(gate_up))
         swiglu.forward(gate_up, act[:, : self.width_in], kind)
         return self.forward(act, run)
 
-    def low_after_act(self, gate_up: torch.Tensor, run: Pass, kind: str = "silu") -> torch.Tensor | None:
+    def low_after_act(self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu") -> torch.Tensor | None:
         """The h of `after_act` without its product."""
         if self.lora is None or not run.adapted:
             return None
@@ -110,7 +110,7 @@ class Projection:
         return lora_linear.down(self._dropped(act, run), self.lora.down)
 
     def act_backward(
-        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: Pass, kind: str = "silu"
+        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
         """swiglu.backward -> (our gradient buffer, the activation, what `backward` is given as `ready`)."""
         grad, act = self._act_buffers(grad_act, gate_up)
@@ -131,7 +131,7 @@ class Projection:
         normed: Normed,
         residual: torch.Tensor,
         out: torch.Tensor,
-        run: Pass,
+        run: PassContext,
     ) -> ReadyGrad | None:
         """rms_norm.add_backward into `out`, our gradient buffer, for a norm that does not learn; what it returns is for
         `backward`."""
@@ -144,7 +144,7 @@ class Projection:
         out: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         heads: tuple[int, int, int],
-        run: Pass,
+        run: PassContext,
     ) -> ReadyGrad | None:
         """rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; what it returns is for
         `backward`."""
@@ -152,7 +152,7 @@ class Projection:
         return None
 
     def forward(
-        self, x: torch.Tensor, run: Pass, *, wide: bool = False, h: torch.Tensor | None = None
+        self, x: torch.Tensor, run: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward). A `wide` y comes with the room that its gradient will need; an
         `h` from an earlier forward is not made again."""
@@ -174,7 +174,7 @@ class Projection:
         self.frozen.matmul_augmented(x, y[:, : self.width_out])
         return y, h
 
-    def _dropped(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
+    def _dropped(self, x: torch.Tensor, run: PassContext) -> torch.Tensor:
         """What the adapters read."""
         return x if run.dropout is None else run.dropout.apply(x, self.place)
 
@@ -182,7 +182,7 @@ class Projection:
         self,
         grad: torch.Tensor,
         h: torch.Tensor | None,
-        run: Pass,
+        run: PassContext,
         need_input: bool = True,
         ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -208,7 +208,7 @@ class Projection:
             return grad_x.addmm_(g, lora.down), g
         return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
 
-    def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, run: Pass) -> torch.Tensor | None:
+    def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, run: PassContext) -> torch.Tensor | None:
         """Where dB is to be added in the pass over dY that makes g. None: it is queued, to run beside attention."""
         assert self.lora is not None
         grad_up = self.lora.grad_up
@@ -219,7 +219,12 @@ class Projection:
         return None
 
     def accumulate_grad(
-        self, grad: torch.Tensor, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None = None
+        self,
+        grad: torch.Tensor,
+        g: torch.Tensor | None,
+        x: torch.Tensor,
+        run: PassContext,
+        normed: Normed | None = None,
     ) -> None:
         """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
         if g is not None or isinstance(self.frozen, Trained):
@@ -229,7 +234,12 @@ class Projection:
             run.defer(lambda: self._accumulate_grad(whole, g, x, run, normed), *reads, product=product)
 
     def _accumulate_grad(
-        self, grad: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, run: Pass, normed: Normed | None
+        self,
+        grad: torch.Tensor | None,
+        g: torch.Tensor | None,
+        x: torch.Tensor,
+        run: PassContext,
+        normed: Normed | None,
     ) -> None:
         if isinstance(self.frozen, Trained) and grad is not None:
             self.frozen.accumulate_grad(grad, x if normed is None else normed.of(x))

@@ -21,12 +21,12 @@ from graftune import graph
 from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import SAVED
 from graftune.model.block import Block, BranchSaved
-from graftune.model.run import Pass
+from graftune.model.context import PassContext
 
 
 class Tape(Protocol):
     def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None: ...
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         """What was kept of a block, complete again; blocks are taken in reverse order, each once."""
         ...
 
@@ -39,7 +39,7 @@ class Everything:
         self.kept.append((mixed, fed))
         rehearsal.give(SAVED, mixed, fed)
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         return self.kept.pop()
 
 
@@ -47,7 +47,7 @@ class Selective(Everything):
     def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
         super().keep(block, block.mixing.light(mixed), block.feeding.light(fed))
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         mixed, fed = self.kept.pop()
         return block.mixing.complete(mixed, run), block.feeding.complete(fed, run)
 
@@ -62,7 +62,7 @@ class Inputs:
         self.kept.append(mixed.x)
         rehearsal.give(SAVED, mixed.x)
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         return block.again(self.kept.pop(), run, rows)
 
 
@@ -88,7 +88,7 @@ class Offloaded:
             done.record(self.side)
         self.leaving.append((mixed.x, done))
 
-    def take(self, block: Block, run: Pass, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         self._let_go(0)
         if block.index not in self.coming:
             self._fetch(block.index)

@@ -23,11 +23,11 @@ from graftune.kernels import adamw, attention, grad_norm, launch, matmul, rehear
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, base_log_probs
+from graftune.model.context import Dropout, SideStreams
 from graftune.model.decoder import Decoder, PackedDocuments, Stream
 from graftune.model.frozen import row_stride
 from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
-from graftune.model.run import Dropout, SideStreams
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
 

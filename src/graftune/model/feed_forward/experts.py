@@ -28,10 +28,10 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, swiglu
 from graftune.kernels.experts import Starts
+from graftune.model.context import PassContext
 from graftune.model.feed_forward.expert_projection import ExpertProjection
 from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
 from graftune.model.projection import Projection, ReadyGrad
-from graftune.model.run import Pass
 
 # transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -161,14 +161,14 @@ class Experts:
         tokens = rows.div(self.chosen, rounding_mode="floor")
         return Routed(probs, chosen, weights, tokens, places.view_as(chosen), Starts(at, host))
 
-    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, ExpertsSaved]:
+    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
         normed = entry.tensor()
         routed = self.route(normed)
         gate_up, h_gate_up = self._first(normed, routed, run)
         said, h_down = self.down.forward(self._act(gate_up), routed.starts, run.adapted)
         return _weighed(said, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
-    def again(self, entry: Entry, run: Pass) -> ExpertsSaved:
+    def again(self, entry: Entry, run: PassContext) -> ExpertsSaved:
         normed = entry.tensor()
         routed = self.route(normed)
         gate_up, h_gate_up = self._first(normed, routed, run)
@@ -179,7 +179,7 @@ class Experts:
     def light(self, saved: ExpertsSaved) -> ExpertsSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
-    def complete(self, saved: ExpertsSaved, read: Input, run: Pass) -> ExpertsSaved:
+    def complete(self, saved: ExpertsSaved, read: Input, run: PassContext) -> ExpertsSaved:
         return saved._replace(gate_up=self._first(read.tensor(), saved.routed, run)[0])
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -187,12 +187,20 @@ class Experts:
         swiglu.forward(gate_up, act)
         return act
 
-    def _first(self, normed: torch.Tensor, routed: Routed, run: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _first(
+        self, normed: torch.Tensor, routed: Routed, run: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """gate_up [S, 2F] and its h."""
         return self.gate_up.forward(normed.index_select(0, routed.tokens), routed.starts, run.adapted)
 
     def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: ExpertsSaved, run: Pass, need_input: bool
+        self,
+        grad: torch.Tensor,
+        ready: ReadyGrad | None,
+        read: Input,
+        saved: ExpertsSaved,
+        run: PassContext,
+        need_input: bool,
     ) -> torch.Tensor:
         gate_up, h_gate_up, h_down, routed = saved
         grad, normed = grad[:, : read.x.shape[1]], read.tensor()

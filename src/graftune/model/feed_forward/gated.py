@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from graftune.model.context import PassContext
 from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
 from graftune.model.projection import Projection, ReadyGrad
-from graftune.model.run import Pass
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class GatedMlp:
     def last(self) -> Projection:
         return self.down
 
-    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, GatedSaved]:
+    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, GatedSaved]:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
         out, h_down = self.down.after_act(gate_up[:, : self.gate_up.width_out], run, self.activation)
         return out, GatedSaved(gate_up, h_gate_up, h_down)
 
-    def again(self, entry: Entry, run: Pass) -> GatedSaved:
+    def again(self, entry: Entry, run: PassContext) -> GatedSaved:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
         h_down = self.down.low_after_act(gate_up[:, : self.gate_up.width_out], run, self.activation)
         return GatedSaved(gate_up, h_gate_up, h_down)
@@ -75,11 +75,17 @@ class GatedMlp:
     def light(self, saved: GatedSaved) -> GatedSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
-    def complete(self, saved: GatedSaved, read: Input, run: Pass) -> GatedSaved:
+    def complete(self, saved: GatedSaved, read: Input, run: PassContext) -> GatedSaved:
         return saved._replace(gate_up=read.entry(run).product(self.gate_up, wide=True, h=saved.h_gate_up)[0])
 
     def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: GatedSaved, run: Pass, need_input: bool
+        self,
+        grad: torch.Tensor,
+        ready: ReadyGrad | None,
+        read: Input,
+        saved: GatedSaved,
+        run: PassContext,
+        need_input: bool,
     ) -> torch.Tensor | None:
         gate_up, h_gate_up, h_down = saved
         grad_act, g = self.down.backward(grad, h_down, run, ready=ready)

@@ -7,9 +7,9 @@ the room by placing the adapters behind it, since a product reads both. (Dequant
 at training's row counts a product does hundreds of operations for each value it reads, and a library's product at full
 speed behind a pass at the memory's speed loses a few percent; a product of our own would lose more.)
 
-Only the stream of the products may use it, one product after the other. model/run.py's other streams read activations
-and adapters, never a weight, so nothing else has to wait. A second buffer, to dequantise the next weight beside the
-present product, would be another Scratch given to every other weight; it has not been needed.
+Only the stream of the products may use it, one product after the other. The other streams of model/context.py read
+activations and adapters, never a weight, so nothing else has to wait. A second buffer, to dequantise the next weight
+beside the present product, would be another Scratch given to every other weight; it has not been needed.
 """
 
 from __future__ import annotations

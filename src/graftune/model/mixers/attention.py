@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import attention, rope
+from graftune.model.context import PassContext, Past, Sequences
 from graftune.model.part import Bias, Entry, Input, Maker, MixerSpec, NormWeight
 from graftune.model.projection import Projection, ReadyGrad
-from graftune.model.run import Pass, Past, Sequences
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Attention:
     def last(self) -> Projection:
         return self.o
 
-    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, AttentionSaved]:
+    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
         raw = rope.finish_(
             qkv, *run.tables[self.rope], self.heads, bias=self.bias.value if self.bias else None,
@@ -129,7 +129,7 @@ class Attention:
         ready: ReadyGrad | None,
         read: Input,
         saved: AttentionSaved,
-        run: Pass,
+        run: PassContext,
         need_input: bool,
     ) -> torch.Tensor | None:
         qkv, raw, mixed, stats, h_qkv, h_o = saved
@@ -174,7 +174,7 @@ class Attention:
     def light(self, saved: AttentionSaved) -> AttentionSaved:
         return saved
 
-    def complete(self, saved: AttentionSaved, read: Input, run: Pass) -> AttentionSaved:
+    def complete(self, saved: AttentionSaved, read: Input, run: PassContext) -> AttentionSaved:
         return saved
 
     def _attend(
@@ -251,5 +251,5 @@ class KeyValues:
         out.copy_((torch.softmax(scores, -1).to(v.dtype) @ self.values).reshape(-1, heads, width))
 
 
-def _weight(norm: NormWeight | None, run: Pass) -> torch.Tensor | None:
+def _weight(norm: NormWeight | None, run: PassContext) -> torch.Tensor | None:
     return None if norm is None else norm.of(run.adapted)

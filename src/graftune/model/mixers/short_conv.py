@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import short_conv
+from graftune.model.context import PassContext
 from graftune.model.part import Entry, Input, Maker, MixerSpec
 from graftune.model.projection import Projection, ReadyGrad
-from graftune.model.run import Pass
 
 TAPS = "conv.weight"
 
@@ -77,7 +77,7 @@ class ShortConv:
     def last(self) -> Projection:
         return self.out
 
-    def forward(self, entry: Entry, run: Pass) -> tuple[torch.Tensor, ShortConvSaved]:
+    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, ShortConvSaved]:
         bcx, h_in = entry.product(self.into)
         mixed = self.out.input_buffer(bcx, len(bcx))
         self._mix(bcx, mixed[:, : self.out.width_in], run)
@@ -90,7 +90,7 @@ class ShortConv:
         ready: ReadyGrad | None,
         read: Input,
         saved: ShortConvSaved,
-        run: Pass,
+        run: PassContext,
         need_input: bool,
     ) -> torch.Tensor | None:
         bcx, h_in, h_out = saved
@@ -110,10 +110,10 @@ class ShortConv:
     def light(self, saved: ShortConvSaved) -> ShortConvSaved:
         return saved
 
-    def complete(self, saved: ShortConvSaved, read: Input, run: Pass) -> ShortConvSaved:
+    def complete(self, saved: ShortConvSaved, read: Input, run: PassContext) -> ShortConvSaved:
         return saved
 
-    def _mix(self, bcx: torch.Tensor, mixed: torch.Tensor, run: Pass) -> None:
+    def _mix(self, bcx: torch.Tensor, mixed: torch.Tensor, run: PassContext) -> None:
         past, documents = run.sequences.past, run.sequences.documents
         if past is not None:
             cache = past.layers[self.layer]

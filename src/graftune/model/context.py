@@ -108,7 +108,7 @@ class SideStreams:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassContext:
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cos and sin [T, R/2] for each kind of layer
     positions: torch.Tensor  # [T], from 0 in every document
     sequences: Sequences
