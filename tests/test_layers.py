@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
 ROWS = [
     [
         "errors",
+        "arithmetic",
         "private",
         "files",
         "remembered",

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from graftune.arithmetic import ceil_div
 from graftune.batch import Example
 
 MAGIC = b"graftune data 1\n"
@@ -191,7 +192,7 @@ class Store:
             kept = {name: code for name, code in WEIGHTS.items() if name in places}
             self.index |= {name: array_of(content, code, count, places[name]) for name, code in kept.items()}
             self.digests = array_of(content, f"V{DIGEST}", count, places["digests"])
-            used = array_of(content, np.uint8, -(-self.vocabulary // 8), places["used"])
+            used = array_of(content, np.uint8, ceil_div(self.vocabulary, 8), places["used"])
             self.used = np.unpackbits(used, count=self.vocabulary, bitorder="little").astype(np.bool_)
         except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise Damaged(str(error)) from None

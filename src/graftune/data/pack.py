@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import flat, lengths_of
 
@@ -101,7 +102,7 @@ class _Step:
     """The bins of one step while they are filled, and the tokens the step still has room for."""
 
     def __init__(self, tokens: int, capacity: int):
-        count = -(-tokens // capacity)
+        count = ceil_div(tokens, capacity)
         self.room = tokens
         self.free = [capacity] * count
         self.bins: list[list[int]] = [[] for _ in range(count)]
@@ -136,7 +137,7 @@ def capacities(
 
 
 def _up(count: int) -> int:
-    return -(-count // TILE) * TILE
+    return ceil_div(count, TILE) * TILE
 
 
 def pack(

@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from graftune.arithmetic import ceil_div
 from graftune.batch import Example
 from graftune.data.dataset import Dataset
 from graftune.data.summary import Summary, counted, share
@@ -100,7 +101,7 @@ def lengths_view(summary: Summary) -> list[RenderableType]:
     bars = Table(show_header=False, box=None, pad_edge=False)
     for first, last, count in parts:
         bars.add_row(
-            Text(f"{first} to {last}", justify="right"), Text(BAR * -(-BARS * count // most)), Text(str(count))
+            Text(f"{first} to {last}", justify="right"), Text(BAR * ceil_div(BARS * count, most)), Text(str(count))
         )
     kept = [f"{limit}: {share(part)}" for limit, part in summary.kept().items()]
     return [

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
 from graftune.weights.gguf_io import MAGIC, _Cursor, read_gguf
@@ -94,7 +95,7 @@ class Block:
 
 
 def padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
 # What is being worked on, and how many of its bytes were written since the last call. None: what was written is read.

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from graftune.arithmetic import ceil_div
+
 LEAST_BLOCK, WIDE_BLOCK = 1024, 8192
 MANY_BLOCKS, MOST_BLOCKS = 1 << 14, 100_000  # enough to keep a GPU busy; what one program still adds up quickly
 PIECE = 1 << 20  # what the references take at a time: their temporaries stay small, their values are the same
@@ -43,7 +45,7 @@ def block_size(elements: int) -> int:
     """A power of two: small in a small arena, so that there are blocks for every multiprocessor, and wide in a large
     one, where a block's start and end cost more than they gain."""
     enough = min(max(LEAST_BLOCK, elements // MANY_BLOCKS), WIDE_BLOCK)
-    return 1 << (max(enough, -(-elements // MOST_BLOCKS)) - 1).bit_length()
+    return 1 << (max(enough, ceil_div(elements, MOST_BLOCKS)) - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from graftune.arithmetic import ceil_div
+
 MOST_RUNS = 8
 WORKSPACES, SAVED, LOGITS = "workspaces", "saved activations", "logits"  # owners that code below the plan names
 META = torch.device("meta", 0)  # with a number, so that a copy to it is seen even where the tensor is a meta tensor
@@ -140,7 +142,7 @@ def few_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     if _state.current is None or not _state.current.reads_all:
         return few(runs)
     rows = runs[-1][1] if runs else 0
-    size = max(runs[0][1], -(-rows // MOST_RUNS)) if runs else 1
+    size = max(runs[0][1], ceil_div(rows, MOST_RUNS)) if runs else 1
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from graftune.arithmetic import ceil_div
+
 PAGE = 2 << 20
 _ADVICE = 14  # MADV_HUGEPAGE
 
@@ -22,7 +24,7 @@ _ADVICE = 14  # MADV_HUGEPAGE
 def advise(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor. Only whole large pages within it are meant."""
     if tensor.device.type == "cpu" and tensor.nbytes >= 2 * PAGE and (madvise := _madvise()) is not None:
-        start = -(-tensor.data_ptr() // PAGE) * PAGE
+        start = ceil_div(tensor.data_ptr(), PAGE) * PAGE
         stop = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE
         madvise(start, stop - start, _ADVICE)
     return tensor

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.config import FUSED, PARTS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear
@@ -178,7 +179,7 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
 
 def room_of(members: Sequence[str], targets: Collection[str], rank: int) -> int:
     """Columns and rows that a group's adapters take beside its weight, a multiple of eight for aligned rows."""
-    return -(-sum(member in targets for member in members) * rank // 8) * 8
+    return ceil_div(sum(member in targets for member in members) * rank, 8) * 8
 
 
 def build_arena(

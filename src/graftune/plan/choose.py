@@ -16,6 +16,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 
+from graftune.arithmetic import ceil_div
 from graftune.config import BaseConfig
 from graftune.errors import GraftuneError
 from graftune.observe.memory import human_bytes
@@ -98,7 +99,7 @@ def largest(job: Job, policy: str) -> int:
     below; 0: none does.
     Memory grows with tokens in a straight line as soon as there are as many logits as exist at once: a line through the
     two sizes that come nearest to what is free ends at the right one, or close by."""
-    least, top = -(-job.longest // 512), furthest(job) // 512
+    least, top = ceil_div(job.longest, 512), furthest(job) // 512
     below, beyond = least - 1, top + 1  # in steps: the largest known to fit, and the smallest known not to
     over: dict[int, int] = {}
     tries = [max(least, top // 8), max(least, top // 4)]
@@ -125,7 +126,7 @@ def largest(job: Job, policy: str) -> int:
 
 def furthest(job: Job) -> int:
     """How far `largest` looks."""
-    return max(FURTHEST[_kind(job)], -(-job.longest // 512) * 512)
+    return max(FURTHEST[_kind(job)], ceil_div(job.longest, 512) * 512)
 
 
 def policies_of(job: Job) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout
 from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
@@ -285,8 +286,8 @@ def any_data(longest: int) -> Callable[[int], Capacities]:
     """Without data: documents as long as allowed, every token of them trained."""
 
     def shape(capacity: int) -> Capacities:
-        tokens = -(-max(capacity, longest) // TILE) * TILE
-        bound = min(tokens, -(-longest // TILE) * TILE)
-        return Capacities(tokens, -(-tokens // bound), tokens, bound)
+        tokens = ceil_div(max(capacity, longest), TILE) * TILE
+        bound = min(tokens, ceil_div(longest, TILE) * TILE)
+        return Capacities(tokens, ceil_div(tokens, bound), tokens, bound)
 
     return shape

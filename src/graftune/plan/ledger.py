@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.private import find, storage_id
 
 MIB = 1 << 20
@@ -27,8 +28,8 @@ SCRATCH, MAPPED = "scratch", "mapped"  # what is mapped lies in a file's pages a
 def block_bytes(size: int) -> int:
     """What the caching allocator counts for a tensor: whole units of 512 bytes. Ten MiB and more are asked of the
     driver in whole 2 MiB, and what is left over of that is split off for others only if it is more than one MiB."""
-    rounded = -(-size // 512) * 512
-    whole = -(-rounded // (2 * MIB)) * 2 * MIB
+    rounded = ceil_div(size, 512) * 512
+    whole = ceil_div(rounded, 2 * MIB) * 2 * MIB
     return whole if rounded >= 10 * MIB and whole - rounded <= MIB else rounded
 
 

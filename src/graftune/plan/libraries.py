@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graftune import graph
+from graftune.arithmetic import ceil_div
 from graftune.kernels.rehearsal import META, WORKSPACES
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.plan.ledger import MIB, Ledger
@@ -31,7 +32,7 @@ def workspace_bytes(shape: Any) -> int:
     fp32, the row sums of the softmax, and with grouped heads dk and dv of every query head before they are added."""
     if shape.grad_strides is None:
         return 0
-    tokens = -(-shape.tokens // 64) * 64
+    tokens = ceil_div(shape.tokens, 64) * 64
     values = tokens * shape.heads * shape.width
     grouped = shape.heads != shape.key_heads
     return 4 * values * (3 if grouped else 1) + 4 * tokens * shape.heads

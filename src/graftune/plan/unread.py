@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.kernels.nf4 import Nf4
 from graftune.kernels.nf4.reference import BLOCK, GROUP
 from graftune.model.frozen import Nf4Rows
@@ -58,12 +59,12 @@ class Unread:
 
     def _loaded(self, device: torch.device) -> Nf4Rows:
         count = math.prod(self.shape)
-        blocks, parts = -(-count // BLOCK), vars(self)["parts"]
+        blocks, parts = ceil_div(count, BLOCK), vars(self)["parts"]
         codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=device)
         if not any(name.endswith(".nested_absmax") for name in parts):
             return Nf4Rows(Nf4(self.shape, torch.bfloat16, codes, torch.empty(blocks, device=device)))
         scales = torch.empty(blocks, dtype=torch.uint8, device=device)
-        groups, entries, offset = (torch.empty(n, device=device) for n in ((-(-blocks // GROUP),), (256,), ()))
+        groups, entries, offset = (torch.empty(n, device=device) for n in ((ceil_div(blocks, GROUP),), (256,), ()))
         return Nf4Rows(Nf4(self.shape, torch.bfloat16, codes, scales, groups, entries, offset))
 
     @property

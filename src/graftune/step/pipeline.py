@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
 from graftune.kernels.adamw import Hyper
@@ -153,7 +154,7 @@ class Flat:
         self.places.append(("cu_seqlens", torch.int32, shape.documents + 1))
         self.own = len(self.places)
         self.places.extend(shape.extra)
-        self.sizes = [-(-count * dtype.itemsize // 8) for _, dtype, count in self.places]  # in int64 numbers
+        self.sizes = [ceil_div(count * dtype.itemsize, 8) for _, dtype, count in self.places]  # in int64 numbers
         self.size = sum(self.sizes)
 
     def views(self, flat: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

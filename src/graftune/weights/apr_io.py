@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.files import new_file
 from graftune.kernels import gguf_dequant
@@ -127,7 +128,7 @@ def _pieces(file: AprFile, path: Path) -> list[bytes | memoryview]:
 
 
 def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    return ceil_div(size, ALIGN) * ALIGN
 
 
 def _header_checksum(header: bytes) -> int:

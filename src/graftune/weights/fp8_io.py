@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels.fp8 import Rows
 from graftune.weights.safetensors_io import READABLE, SafetensorsTensor
@@ -104,7 +105,7 @@ def _put_together(
     if stored.dtype_name not in (*READABLE, "F8_E8M0"):
         raise _refused(f"the scales of {name} are {stored.dtype_name}", folder)
     rows, width = codes.shape
-    blocks = (-(-rows // block[0]), -(-width // block[1]))
+    blocks = (ceil_div(rows, block[0]), ceil_div(width, block[1]))
     if math.prod(stored.shape) == 1:
         shape, block = (1, 1), (rows, width)
     elif stored.shape in ((rows,), (rows, 1)):

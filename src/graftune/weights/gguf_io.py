@@ -20,6 +20,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import gguf_dequant
 from graftune.private import find
@@ -173,7 +174,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise cursor.broken(f"general.alignment is {alignment!r}")
-    start = -(-cursor.at // alignment) * alignment
+    start = ceil_div(cursor.at, alignment) * alignment
     raw = np.frombuffer(data, dtype=np.uint8)
     tensors = {}
     for name, shape, kind, offset in described:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.graph import is_capturing
 from graftune.kernels import launch, rehearsal
@@ -308,4 +309,4 @@ def _index(device: torch.device) -> int:
 
 
 def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
+    return ceil_div(number, step) * step

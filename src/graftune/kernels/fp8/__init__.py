@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear, matmul, rope
 from graftune.kernels.fp8 import reference
@@ -52,12 +53,12 @@ def require(device: torch.device, compute: torch.dtype) -> None:
 
 def aligned(width: int) -> int:
     """Bytes from row to row: whole lines of memory."""
-    return -(-width // LINE) * LINE
+    return ceil_div(width, LINE) * LINE
 
 
 def room_of(ranks: int) -> int:
     """Columns that a group of so many ranks in all takes beside its weight."""
-    return -(-PIECES * ranks // 16) * 16
+    return ceil_div(PIECES * ranks, 16) * 16
 
 
 def buffer(rows: int, width: int, device: torch.device, *, zero: bool = False) -> torch.Tensor:

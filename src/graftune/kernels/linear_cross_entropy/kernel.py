@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graftune.arithmetic import ceil_div
 from graftune.kernels import launch
 from graftune.kernels.linear_cross_entropy.reference import Product
 
@@ -153,5 +154,5 @@ def to_gradient_(
 def chunk_rows(rows: int, row_bytes: int) -> int:
     """As few chunks as the limit allows, all of one size but for the last: a function of the shape alone."""
     most = max(1, CHUNK_BYTES // row_bytes // CHUNK_STEP) * CHUNK_STEP
-    count = max(1, -(-rows // most))
-    return max(1, -(-rows // count // CHUNK_STEP)) * CHUNK_STEP
+    count = max(1, ceil_div(rows, most))
+    return max(1, ceil_div(ceil_div(rows, count), CHUNK_STEP)) * CHUNK_STEP

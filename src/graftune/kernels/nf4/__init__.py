@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
 from graftune.kernels.nf4 import reference
@@ -60,9 +61,9 @@ def quantise_pieces(
         if codes is None or absmax is None:
             device = device or values.device
             codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=device)
-            absmax = torch.empty(-(-count // BLOCK), dtype=torch.float32, device=device)
+            absmax = torch.empty(ceil_div(count, BLOCK), dtype=torch.float32, device=device)
         stop = at + len(values)
-        part = codes[at // 2 : (stop + 1) // 2], absmax[at // BLOCK : -(-stop // BLOCK)]
+        part = codes[at // 2 : (stop + 1) // 2], absmax[at // BLOCK : ceil_div(stop, BLOCK)]
         target = (
             part if values.device == codes.device else tuple(torch.empty_like(x, device=values.device) for x in part)
         )
@@ -145,14 +146,14 @@ def from_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> Nf4:
     codes = _part(tensors, name, "").contiguous().view(-1).view(torch.uint8)[: (count + 1) // 2]
     absmax = _part(tensors, name, ".absmax").view(-1)
     _expect(name, "number of codes", len(codes), (count + 1) // 2)
-    _expect(name, "number of scales", len(absmax), -(-count // BLOCK))
+    _expect(name, "number of scales", len(absmax), ceil_div(count, BLOCK))
     if not double:
         return Nf4(shape, FLOATS[state["dtype"]], codes, absmax.float())
     _expect(name, "kind of scales", absmax.dtype, torch.uint8)
     _expect(name, "nested block size", state.get("nested_blocksize"), GROUP)
     _expect(name, "dtype of the scales", state.get("nested_dtype"), "float32")
     groups, entries = (_part(tensors, name, key).float().view(-1) for key in (".nested_absmax", ".nested_quant_map"))
-    _expect(name, "number of nested scales", len(groups), -(-len(absmax) // GROUP))
+    _expect(name, "number of nested scales", len(groups), ceil_div(len(absmax), GROUP))
     _expect(name, "number of nested codes", len(entries), 256)
     _expect(name, "offset a number", isinstance(state.get("nested_offset"), int | float), True)
     offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=codes.device)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
 from graftune.kernels.rehearsal import cached
@@ -65,14 +66,14 @@ class Nf4:
     offset: torch.Tensor | None = None  # fp32 scalar
 
     def __post_init__(self) -> None:
-        n, blocks = self.numel, -(-self.numel // BLOCK)
+        n, blocks = self.numel, ceil_div(self.numel, BLOCK)
         assert n > 0 and self.codes.dtype == torch.uint8 and self.codes.shape == ((n + 1) // 2,)
         assert self.absmax.shape == (blocks,) and self.absmax.dtype == (torch.uint8 if self.double else torch.float32)
         if self.nested_absmax is None:
             assert self.nested_map is None and self.offset is None
             return
         assert self.nested_map is not None and self.offset is not None
-        assert self.nested_absmax.shape == (-(-blocks // GROUP),) and self.nested_map.shape == (256,)
+        assert self.nested_absmax.shape == (ceil_div(blocks, GROUP),) and self.nested_map.shape == (256,)
         assert self.offset.dim() == 0
         assert {x.dtype for x in (self.nested_absmax, self.nested_map, self.offset)} == {torch.float32}
 
@@ -116,7 +117,7 @@ def encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> N
         x = values[at : at + PIECE].float()
         whole = len(x) // BLOCK * BLOCK
         blocks, rest, scaled = x[:whole].view(-1, BLOCK), x[whole:], x.new_zeros((len(x) + 1) // 2 * 2)
-        scales = absmax[at // BLOCK : -(-(at + len(x)) // BLOCK)]
+        scales = absmax[at // BLOCK : ceil_div(at + len(x), BLOCK)]
         torch.amax(blocks.abs(), 1, out=scales[: len(blocks)])
         factors = 1.0 / scales[: len(blocks)].clamp(min=LEAST)
         torch.mul(blocks, factors[:, None], out=scaled[:whole].view(-1, BLOCK))
@@ -166,7 +167,7 @@ def nest(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     """Scales on a CPU -> (their codes, the groups' scales, the offset)."""
     offset = absmax.mean()
     centred = absmax - offset
-    padded = torch.zeros(-(-len(absmax) // GROUP) * GROUP)
+    padded = torch.zeros(ceil_div(len(absmax), GROUP) * GROUP)
     padded[: len(absmax)] = centred
     groups = padded.view(-1, GROUP)
     scales = groups.abs().amax(1)
@@ -249,7 +250,7 @@ def scales(nf4: Nf4, blocks: torch.Tensor) -> torch.Tensor:
 
 def values(nf4: Nf4, start: int, stop: int) -> torch.Tensor:
     """Elements start to stop of the flattened tensor in fp32."""
-    first, last = start // BLOCK, -(-stop // BLOCK)
+    first, last = start // BLOCK, ceil_div(stop, BLOCK)
     codes = nf4.codes[first * (BLOCK // 2) : last * (BLOCK // 2)]
     found = pairs(nf4.device).index_select(0, codes.int()).view(torch.float32)
     scale = scales(nf4, torch.arange(first, last, device=nf4.device))

@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch
 from graftune.kernels.fp8 import Rows, Share
@@ -315,4 +316,4 @@ class Fp8(Augmented):
 
 def _tiled(rows: int) -> int:
     """Rows in whole words of 16 bytes of the transposed codes."""
-    return -(-rows // 64) * 64
+    return ceil_div(rows, 64) * 64

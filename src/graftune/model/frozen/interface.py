@@ -7,13 +7,14 @@ from typing import Protocol
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.kernels.lora_linear import Copy
 from graftune.kernels.room import Adapters
 
 
 def row_stride(width: int, room: int) -> int:
     """The row stride of `width` values: as it is, or with room beside them in whole lines of 64 values."""
-    return -(-(width + room) // 64) * 64 if room else width
+    return ceil_div(width + room, 64) * 64 if room else width
 
 
 class RowSource(Protocol):
