@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graftune.config import LoraConfig
+from graftune.losses.anchored import Anchored
 from graftune.plan import rehearse
 from graftune.plan.counting import without_memory
 from graftune.plan.shapes import RULES
@@ -15,6 +16,7 @@ from tests.plan.test_plan import Setup, gpu, setup, spec
 
 CAPPED = {"family": "gemma2", "attention_cap": 50.0, "logit_cap": 30.0, "activation": "gelu", "norms": "around"}
 CAPPED |= {"window": 16, "window_layers": (0, 2), "embedding_scale": 8.0}
+CONVOLVED = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 1), "conv_taps": 3}
 SETUPS = {
     "gpu": lambda: gpu(asked=(90, 20, 30), new_tokens=8, room=100),
     "gpu flash": lambda: gpu(backend="flash", lora=LoraConfig(rank=4, dropout=0.1, train_norms=True)),
@@ -25,6 +27,10 @@ SETUPS = {
     "gpu experts": lambda: gpu(spec=spec(experts=4, experts_chosen=2, family="qwen3_moe", width=256)),
     "gpu, caps": lambda: gpu(backend="triton", spec=spec(width=256, **CAPPED)),
     "cpu experts": lambda: setup(spec=spec(experts=4, experts_chosen=2, family="qwen3_moe")),
+    "gpu convolutions": lambda: gpu(backend="triton", spec=spec(width=256, **CONVOLVED)),
+    "gpu, anchored": lambda: gpu(loss=Anchored(0.1)),
+    "cpu convolutions": lambda: setup(spec=spec(**CONVOLVED), asked=(90, 20, 30), new_tokens=8, room=100),
+    "cpu, anchored": lambda: setup(loss=Anchored(0.1)),
     "cpu, caps": lambda: setup(spec=spec(**CAPPED), recompute="selective"),
     "cpu": lambda: setup(asked=(90, 20, 30), new_tokens=8, room=100),
     "cpu bf16": lambda: setup(kind="bf16", compute=torch.bfloat16, lora=LoraConfig(rank=4, dropout=0.1)),

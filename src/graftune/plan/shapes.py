@@ -109,6 +109,11 @@ def _full(shape: Sequence[int], value: Any, *, dtype: torch.dtype | None = None,
     return empty(shape, dtype or kinds.get(type(value), torch.get_default_dtype()))
 
 
+@rule(aten.scalar_tensor)
+def _scalar(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return empty((), dtype)
+
+
 @rule(aten.arange)
 def _arange(*ends: Any, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     start, stop, step = (0, ends[0], 1) if len(ends) == 1 else (*ends, 1)[:3]
