@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ import torch
 from graftune import digest
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
-from graftune.model.frozen import RowSource
+from graftune.model.frozen import BlockSource, RowSource
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import norm_names
@@ -112,6 +112,11 @@ class FirstRows(rows_.Over):
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self.source.gather(ids)
+
+    @property
+    def raw(self) -> Callable[[int, int], torch.Tensor]:
+        """A GGUF's blocks; an AttributeError where the source has none."""
+        return cast(BlockSource, self.source).raw
 
     def values(self) -> torch.Tensor:
         return self.read(0, self.count)

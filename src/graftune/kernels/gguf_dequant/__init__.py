@@ -13,8 +13,9 @@ from graftune.kernels import launch
 from graftune.kernels.gguf_dequant import reference
 from graftune.kernels.gguf_dequant.reference import KINDS, PLAIN, Block, row_bytes
 
-__all__ = ["KINDS", "Block", "cast", "dequantise", "gather", "row_bytes"]
+__all__ = ["KINDS", "QUANTISED", "Block", "cast", "dequantise", "gather", "row_bytes"]
 
+QUANTISED = frozenset(KINDS) - frozenset(PLAIN)  # kinds of blocks, not of plain floats
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -17,9 +17,9 @@ each is by itself, as in its file. resident.py, fp8.py, scratch.py and mapped.py
 
 from __future__ import annotations
 
-from graftune.model.frozen.interface import Augmented, Frozen, Packed, RowSource, row_stride
+from graftune.model.frozen.interface import Augmented, BlockSource, Frozen, Packed, RowSource, row_stride
 from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
-from graftune.model.frozen.packed import BlockSource, FloatRows, GgufRows, Nf4Rows
+from graftune.model.frozen.packed import FloatRows, GgufRows, Nf4Rows
 from graftune.model.frozen.resident import Dense, Trained
 from graftune.model.frozen.scratch import Scratch, Table, Unpacked
 

@@ -29,7 +29,7 @@ from graftune.kernels.fp8 import Rows, Share
 from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.kernels.room import Adapters
 from graftune.model.frozen.interface import Augmented, RowSource
-from graftune.model.frozen.mapped import pieces
+from graftune.model.frozen.mapped import pieces, read_to
 
 MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
 
@@ -126,7 +126,7 @@ class Fp8(Augmented):
                 if isinstance(source, CodedRows):
                     made.fill_codes(at + start, source.read_codes(start, stop))
                 else:
-                    made.fill(at + start, source.read(start, stop))
+                    made.fill(at + start, read_to(source, start, stop, device))
             at += source.shape[0]
         made.finish()
         return made

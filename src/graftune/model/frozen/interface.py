@@ -33,6 +33,18 @@ class RowSource(Protocol):
         ...
 
 
+class BlockSource(Protocol):
+    """Rows of GGUF blocks in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype_name(self) -> str: ...
+    def raw(self, start: int, stop: int) -> torch.Tensor:
+        """[rows, bytes of a row] uint8, in the model's order."""
+        ...
+
+
 class Packed(Protocol):
     """Rows of a weight matrix on the device, in another form than the products want."""
 

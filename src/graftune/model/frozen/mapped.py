@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
-from graftune.kernels import rehearsal
+from graftune.kernels import gguf_dequant, launch, rehearsal
+from graftune.kernels.gguf_dequant import QUANTISED
 from graftune.kernels.lora_linear import add_product_
-from graftune.model.frozen.interface import RowSource
+from graftune.model.frozen.interface import BlockSource, RowSource
 
 MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
 
@@ -63,8 +65,31 @@ class Mapped(ByPieces):
 
 def fill(target: torch.Tensor, source: RowSource) -> None:
     """Copy a source into a matrix of its shape, a few rows at a time."""
+    device = launch.device_of(target)
     for start, stop in pieces(*source.shape):
-        target[start:stop].copy_(source.read(start, stop))
+        if dequantised_there(source, device):
+            gguf_dequant.dequantise(_blocks(source, start, stop, device), source.dtype_name, target[start:stop])
+        else:
+            target[start:stop].copy_(source.read(start, stop))
+
+
+def read_to(source: RowSource, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """Rows of a source on a device, as `read` has them."""
+    if not dequantised_there(source, device):
+        return source.read(start, stop).to(device)
+    out = torch.empty(stop - start, source.shape[1], dtype=torch.float32, device=device)
+    gguf_dequant.dequantise(_blocks(source, start, stop, device), source.dtype_name, out)
+    return out
+
+
+def dequantised_there(source: RowSource, device: torch.device) -> bool:
+    """Whether a source has GGUF blocks that are sent to a GPU as they are and become numbers there, to the same bits.
+    On the CPU the same work would take every core, and two runs that start at once would wait for each other."""
+    return launch.on_gpu(device) and source.dtype_name in QUANTISED and hasattr(source, "raw")
+
+
+def _blocks(source: RowSource, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    return cast(BlockSource, source).raw(start, stop).to(device)
 
 
 def pieces(rows: int, width: int) -> list[tuple[int, int]]:

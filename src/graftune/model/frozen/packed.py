@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from graftune.kernels import gguf_dequant, nf4
 from graftune.kernels.nf4 import Nf4
-from graftune.model.frozen.interface import RowSource
-from graftune.model.frozen.mapped import fill, pieces
+from graftune.model.frozen.interface import BlockSource, RowSource
+from graftune.model.frozen.mapped import fill, pieces, read_to
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Nf4Rows:
         """Streamed: beside the result a few rows exist at a time, in the file's dtype, quantised on the device."""
         rows, width = source.shape
         dtype = source.read(0, 1).dtype
-        parts = (source.read(start, stop).to(device) for start, stop in pieces(rows, width))
+        parts = (read_to(source, start, stop, device) for start, stop in pieces(rows, width))
         return Nf4Rows(nf4.quantise_pieces(parts, source.shape, dtype))
 
     @property
@@ -50,18 +49,6 @@ class Nf4Rows:
 
     def values(self) -> torch.Tensor:
         return nf4.dequantise(self.nf4, torch.float32)
-
-
-class BlockSource(Protocol):
-    """Rows of GGUF blocks in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype_name(self) -> str: ...
-    def raw(self, start: int, stop: int) -> torch.Tensor:
-        """[rows, bytes of a row] uint8, in the model's order."""
-        ...
 
 
 @dataclass(frozen=True)
