@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graftune.errors import GraftuneError
+from graftune.observe import plot
 from graftune.observe.events import EventLog
 from graftune.observe.plot import EVERY, Picture, _figure, loss_plot, running_mean
 
@@ -109,3 +111,35 @@ def test_an_unreadable_log_leaves_the_old_picture(tmp_path: Path) -> None:
 def test_running_mean_is_centred_and_keeps_the_ends() -> None:
     assert running_mean([1.0, 2.0, 3.0, 4.0, 10.0], 3) == [1.0, 2.0, 3.0, 17 / 3, 10.0]
     assert running_mean([], 3) == []
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[plot.Helper]:
+    monkeypatch.setattr(plot, "_helper", None)
+    plot.prepare()
+    assert plot._helper is not None
+    yield plot._helper
+    process = plot._helper.process
+    process.communicate()
+    assert process.wait(10) == 0, "it ends when its input does"
+
+
+def test_another_process_draws(tmp_path: Path, helper: plot.Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[object] = []
+    monkeypatch.setattr(plot, "_draw", lambda *what: here.append(what))
+    first, png = helper.process.pid, tmp_path / "loss.png"
+    loss_plot(log_of(tmp_path / "m.jsonl", 3), png, "a title")
+    assert png.read_bytes().startswith(b"\x89PNG") and not here
+    with pytest.raises(OSError, match="nowhere"):
+        loss_plot(tmp_path / "m.jsonl", tmp_path / "nowhere" / "loss.png", "a title")
+    plot.prepare()
+    assert plot._helper is helper and helper.process.pid == first, "there is one, and it goes on"
+
+
+def test_without_that_process_it_is_drawn_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = plot.Helper()
+    ended.process.kill()
+    ended.process.wait()
+    monkeypatch.setattr(plot, "_helper", ended)
+    loss_plot(log_of(tmp_path / "m.jsonl", 3), tmp_path / "loss.png", "a title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG") and not ended.alive

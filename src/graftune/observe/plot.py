@@ -5,17 +5,22 @@ matplotlib's object interface on the Agg canvas: no pyplot, hence no global stat
 
 The evaluation before step 1 is a point that no line leads to: a straight line from there would lie far above the
 training curve and read as overfitting, where nothing was measured at all. A run that goes on draws in a thread, now and
-then: importing matplotlib takes a second and drawing half a one, which steps on a GPU should not wait for.
+then: importing matplotlib takes a second and drawing half a one, which steps on a GPU should not wait for. `prepare`
+starts a process that has matplotlib imported by the time there is something to draw: a thread would take the
+interpreter from the run for as long, and at the end of a short run everybody would wait for it.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from graftune.files import new_file
 from graftune.observe.events import Event, evals, read_events, steps
@@ -27,10 +32,69 @@ EVERY = 60.0  # seconds between two pictures
 
 def loss_plot(events_path: Path, png: Path, title: str) -> None:
     """Draw the run logged in `events_path` to `png`, written aside and renamed. Without steps: empty axes."""
+    if _helper is None or not _helper.draws(events_path, png, title):
+        _draw(events_path, png, title)
+
+
+def _draw(events_path: Path, png: Path, title: str) -> None:
     events = read_events(events_path)
     figure = _figure(steps(events), evals(events), title)
     with new_file(png, unique=True) as aside:
         figure.savefig(aside, format="png", dpi=150)
+
+
+def prepare() -> None:
+    """Start the process that will draw, unless there is one."""
+    global _helper
+    if _helper is None or not _helper.alive:
+        _helper = Helper()
+
+
+class Helper:
+    """A process that draws what it is asked to, one line in and one line out. It ends when this one does: its input is
+    then at its end. In a session of its own, because a Ctrl-C is for the run."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-m", "graftune.observe.plot"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(words, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def draws(self, events_path: Path, png: Path, title: str) -> bool:
+        """Whether it could be asked; what kept it from drawing is an OSError."""
+        asked = json.dumps([str(events_path.resolve()), str(png.resolve()), title])
+        try:
+            to, back = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
+            to.write(asked + "\n")
+            to.flush()
+            answer = back.readline()
+        except OSError:
+            return False
+        if why := json.loads(answer) if answer else "":
+            raise OSError(why)
+        return bool(answer)
+
+
+_helper: Helper | None = None
+
+
+def serve(asked: IO[str], answers: IO[str]) -> None:
+    """What the helping process does."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
+    for line in asked:
+        events_path, png, title = json.loads(line)
+        why = ""
+        try:
+            _draw(Path(events_path), Path(png), title)
+        except (OSError, ValueError) as error:
+            why = str(error) or type(error).__name__
+        answers.write(json.dumps(why) + "\n")
+        answers.flush()
 
 
 class Picture:
@@ -154,3 +218,7 @@ def _halo() -> list[Any]:
     from matplotlib.patheffects import withStroke
 
     return [withStroke(linewidth=3, foreground="white")]
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)

@@ -26,6 +26,7 @@ from graftune.errors import GraftuneError
 from graftune.files import LOCK, FolderLock
 from graftune.losses import choose
 from graftune.mixture import DataValue, label, slug
+from graftune.observe import plot
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.plan import CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
@@ -70,8 +71,11 @@ def prepare_resume(config: Config, console: Console, folder: Path, before: Confi
 def _prepare(
     config: Config, console: Console, folder_for: Callable[[Config, DataValue], Path], before: Config | None = None
 ) -> Prepared:
-    for note in set_up(device_of(config.base.device)):  # what is not there is said before data is read
+    device = device_of(config.base.device)
+    for note in set_up(device):  # what is not there is said before data is read
         console.note(note)
+    if device.type == "cuda":
+        plot.prepare()  # drawing would be a good part of a short run
     forget_earlier_runs()
     with console.working("opening the base"):
         config, base, adapter = _opened(config)
