@@ -14,9 +14,9 @@ _rehearse = job.rehearse
 _rehearsed: dict[str, Any] = {}
 
 
-def rehearse(setup: Any) -> Any:
+def rehearse(setup: Any, launched: Any = None) -> Any:
     if setup.card is not None:
-        return _rehearse(setup)
+        return _rehearse(setup, launched=launched)
     rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name != "base"}
     tensors = [(name, type(rows), rows.dtype_name, rows.shape) for name, rows in setup.base.tensors.items()]
     key = repr((setup.base.path, setup.base.kind, setup.base.spec, tensors, rest))

@@ -21,7 +21,7 @@ from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_room
-from graftune.kernels.rehearsal import META, Rehearsal, rehearsing
+from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
@@ -119,6 +119,7 @@ class Job:
     tokens: int = 0  # different ones that occur in the data; 0: not known
     resuming: bool = False  # what the run has begun with has to stay
     loss: Loss | None = None  # None: that of the settings
+    launched: Launched | None = None  # told of every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
     _made: dict[tuple[str, int, str, ModelSpec], Bytes] = field(default_factory=dict)
 
@@ -202,7 +203,7 @@ class Job:
         held = f"{setup.placement.base_dtype}{' generous' * setup.placement.generous}"
         key = (setup.recompute, capacity, held, setup.base.spec)
         if key not in self._made:
-            self._made[key] = rehearse(setup)
+            self._made[key] = rehearse(setup, launched=self.launched)
         return self._made[key]
 
     def _rest(self, setup: Setup) -> dict[str, int]:

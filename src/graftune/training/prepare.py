@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,8 @@ from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
 from graftune.files import LOCK, FolderLock
+from graftune.kernels.rehearsal import Launched
+from graftune.kernels.warm import Warming
 from graftune.losses import choose
 from graftune.mixture import DataValue, label, slug
 from graftune.observe import plot
@@ -68,6 +70,12 @@ def prepare_resume(config: Config, console: Console, folder: Path, before: Confi
     return _prepare(config, console, lambda config, path: folder, before)
 
 
+class Opened(NamedTuple):
+    base: Base
+    data: Read
+    path: DataValue
+
+
 def _prepare(
     config: Config, console: Console, folder_for: Callable[[Config, DataValue], Path], before: Config | None = None
 ) -> Prepared:
@@ -85,8 +93,24 @@ def _prepare(
     if before is not None and config.train.max_steps != before.train.max_steps:
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
+    with Warming(device) if device.type == "cuda" else nullcontext() as launched:
+        return _placed(config, console, folder_for, before, Opened(base, data, path), launched)
+
+
+def _placed(
+    config: Config,
+    console: Console,
+    folder_for: Callable[[Config, DataValue], Path],
+    before: Config | None,
+    opened: Opened,
+    launched: Launched | None,
+) -> Prepared:
+    """Planned, and loaded as planned. `launched` is told of every kernel that the plan foresees."""
+    base, data, path = opened
     with console.working("planning memory"):
         job = plan_job(config, base, data, resuming=before is not None)
+        if job is not None:
+            job.launched = launched
         plan = resolve_auto(job) if job else None
     if plan is not None:
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)

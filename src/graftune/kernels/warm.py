@@ -1,0 +1,94 @@
+"""Triton kernels compiled ahead, side by side, while a run is still being prepared.
+
+A run's kernels are compiled when they are first launched, one after the other: 12 seconds of a first run. Its plan has
+rehearsed the step by then, and told of every kernel that will be launched, with its arguments (launch.py). Here each is
+handed to Triton's own `warmup` as soon as it is heard of, in threads: most of a compilation is in MLIR, LLVM and ptxas,
+which do not hold the interpreter. What is compiled lands where the launch looks for it, because the same function with
+arguments of the same kinds makes the key. A kernel that cannot be compiled is left for its launch to say so.
+
+A table of kernels by kind of model was rejected: it would be wrong on the day a kernel gains an argument.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from graftune.kernels import launch
+
+MOST_THREADS = 16
+
+
+class Pointer:
+    """Stands for a tensor: Triton asks for its dtype and whether its address is a multiple of 16."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self._address, self._stride = launch.address(tensor), tensor.stride()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._stride if dim is None else self._stride[dim]
+
+
+class Warming:
+    """To be called with every kernel that will be launched (a `rehearsal.Launched`)."""
+
+    def __init__(self, device: torch.device, threads: int = 0):
+        self.device = device
+        self.pool = ThreadPoolExecutor(threads or min(MOST_THREADS, os.cpu_count() or 1), "graftune-compile")
+        self.work: dict[tuple[Any, ...], Future[None]] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        key = (kernel, *_kinds(kernel, args, options))
+        with self.lock:
+            if key not in self.work:
+                mine = tuple(_untensored(arg) for arg in args)
+                named = {name: _untensored(value) for name, value in options.items()}
+                self.work[key] = self.pool.submit(self._compile, kernel, grid, mine, named)
+
+    def _compile(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        with torch.cuda.device(self.device):
+            kernel.warmup(*args, grid=grid, **options).run  # noqa: B018 (loaded, and its launcher made, when asked for)
+
+    def __enter__(self) -> Warming:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for all that was begun: a launch would compile what is under way a second time. A run that is refused
+        waits for nothing."""
+        self.pool.shutdown(wait=error is None, cancel_futures=error is not None)
+
+
+def _untensored(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Pointer(value)
+    return tuple(map(_untensored, value)) if isinstance(value, tuple) else value
+
+
+def _kinds(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
+    """What a compilation depends on, or more."""
+    names = [parameter.name for parameter in kernel.params]
+    fixed = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    values = dict(zip(names, args, strict=False)) | options
+    return [(name, value if name in fixed or name not in names else _kind(value)) for name, value in values.items()]
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, launch.address(value) % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value == 1, value % 16 == 0, abs(value) >= 2**31
+    return value if value is None else type(value)
