@@ -51,7 +51,6 @@ CHECKS = {
     ("checks", "graph, 1.5b-4x512"): "graph against eager, 1.5b-4x512 (`step.py --who ours,eager`)",
     ("checks", "graph, 350m-full-4x512"): "accumulation, 350m-full-4x512 (`step.py 350m-full-4x512 350m-full-4x512x4`)",
     ("checks", "curves"): "SmolLM2 on GSM8K, 200 steps, against the CPU in fp32 (`curves.py`)",
-    ("checks", "curves, fp8"): "the same over FP8 against bf16, 200 steps (`curves.py`)",
     ("checks", "curves, quantised"): "over NF4 and the file's blocks against both dequantised, 100 steps",
     ("kernels",): "dequantisation of every kind, to the bit and near a copy's speed (`kernels.py`)",
     ("plan",): "memory planned against measured (`plan.py`)",
