@@ -33,7 +33,7 @@ def _rehearsed_once() -> Iterator[None]:
     more and less memory: one rehearsal of each is enough."""
     made: dict[Any, Any] = {}
 
-    def once(setup: Setup) -> Bytes:
+    def once(setup: Setup, launched: object = None) -> Bytes:
         card = setup.card and dataclasses.replace(setup.card, name="", free=0, total=0)
         rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name not in ("base", "card")}
         key = repr((setup.base.path, setup.base.spec, card, rest))

@@ -13,10 +13,14 @@ from graftune.kernels import launch
 from graftune.kernels.gguf_dequant import reference
 from graftune.kernels.gguf_dequant.reference import KINDS, PLAIN, Block, row_bytes
 
-__all__ = ["KINDS", "QUANTISED", "Block", "cast", "dequantise", "gather", "row_bytes"]
+__all__ = ["KINDS", "Block", "cast", "dequantise", "gather", "is_quantised", "row_bytes"]
 
-QUANTISED = frozenset(KINDS) - frozenset(PLAIN)  # kinds of blocks, not of plain floats
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def is_quantised(kind: str) -> bool:
+    """Whether it is a kind of blocks that is read here, and not of plain floats."""
+    return kind in KINDS and kind not in PLAIN
 
 
 def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:

@@ -9,7 +9,6 @@ from typing import cast
 import torch
 
 from graftune.kernels import gguf_dequant, launch, rehearsal
-from graftune.kernels.gguf_dequant import QUANTISED
 from graftune.kernels.lora_linear import add_product_
 from graftune.model.frozen.interface import BlockSource, RowSource
 
@@ -85,7 +84,7 @@ def read_to(source: RowSource, start: int, stop: int, device: torch.device) -> t
 def dequantised_there(source: RowSource, device: torch.device) -> bool:
     """Whether a source has GGUF blocks that are sent to a GPU as they are and become numbers there, to the same bits.
     On the CPU the same work would take every core, and two runs that start at once would wait for each other."""
-    return launch.on_gpu(device) and source.dtype_name in QUANTISED and hasattr(source, "raw")
+    return launch.on_gpu(device) and gguf_dequant.is_quantised(source.dtype_name) and hasattr(source, "raw")
 
 
 def _blocks(source: RowSource, start: int, stop: int, device: torch.device) -> torch.Tensor:
