@@ -107,9 +107,11 @@ def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
     if adapter and not tuned:
         raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
     if tuned and is_run(folder):
-        # What the run took for data is what its evaluation means too; its template travels with the adapter.
-        data = Config.of_run(folder).nested()["data"]
-        settings = {k: v for k, v in data.items() if k not in ("template", "append_eos")} | settings
+        # What the run took for data and for its loss is what its evaluation means too; its template travels with the
+        # adapter.
+        stored = Config.of_run(folder).nested()
+        kept = {k: v for k, v in stored["data"].items() if k not in ("template", "append_eos")}
+        settings = kept | {name: stored["train"][name] for name in ("loss", "anchor")} | settings
     config = Config.of(settings | {"base": base if adapter or not tuned else ""}, where="settings")
     if tuned:
         config = with_adapter(config, load_adapter(adapter_folder(folder)))

@@ -223,7 +223,7 @@ def open_state(state: State, settings: dict[str, Any]) -> Session:
     """The model at that step. `settings` go before the run's own, which say nothing of this machine."""
     stored = state.config.nested()
     base = {name: value for name, value in stored["base"].items() if name not in _HERE}
-    train = {name: stored["train"][name] for name in ("method", "seed")}
+    train = {name: stored["train"][name] for name in ("method", "seed", "loss", "anchor")}
     config = Config.of({**base, **stored["lora"], **stored["data"], **train, **settings}, where="settings")
     session = open_session(config)
     _check(state, session.base, session.arena, config.base.any_base)

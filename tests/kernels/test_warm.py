@@ -72,3 +72,13 @@ def test_triton_takes_it_for_the_tensor(at: int, dtype: torch.dtype) -> None:
     assert real.data_ptr() % 16 == at * dtype.itemsize % 16
     wanted = jit.native_specialize_impl(backend, real, False, True, True)
     assert jit.native_specialize_impl(backend, Pointer(meta), False, True, True) == wanted
+
+
+def test_what_fails_is_told() -> None:
+    class Broken(Kernel):
+        def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+            raise RuntimeError("no such instruction")
+
+    with Warming(CUDA, threads=1) as warming:
+        warming(Broken(), (1,), (torch.empty(64, device="meta"), 32, 16), {})
+    assert warming.failures == ["RuntimeError: no such instruction"]

@@ -4,7 +4,8 @@ A run's kernels are compiled when they are first launched, one after the other: 
 rehearsed the step by then, and told of every kernel that will be launched, with its arguments (launch.py). Here each is
 handed to Triton's own `warmup` as soon as it is heard of, in threads: most of a compilation is in MLIR, LLVM and ptxas,
 which do not hold the interpreter. What is compiled lands where the launch looks for it, because the same function with
-arguments of the same kinds makes the key. A kernel that cannot be compiled is left for its launch to say so.
+arguments of the same kinds makes the key. A kernel that cannot be compiled ahead is compiled at its launch, and
+`failures` says so.
 
 A table of kernels by kind of model was rejected: it would be wrong on the day a kernel gains an argument.
 """
@@ -58,6 +59,12 @@ class Warming:
     def _compile(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         with torch.cuda.device(self.device):
             kernel.warmup(*args, grid=grid, **options).run  # noqa: B018 (loaded, and its launcher made, when asked for)
+
+    @property
+    def failures(self) -> list[str]:
+        """What went wrong, once all are done."""
+        done = [work for work in self.work.values() if work.done() and not work.cancelled()]
+        return [f"{type(error).__name__}: {error}" for work in done if (error := work.exception()) is not None]
 
     def __enter__(self) -> Warming:
         return self

@@ -94,7 +94,10 @@ def _prepare(
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
     with Warming(device) if device.type == "cuda" else nullcontext() as launched:
-        return _placed(config, console, folder_for, before, Opened(base, data, path), launched)
+        prepared = _placed(config, console, folder_for, before, Opened(base, data, path), launched)
+    if launched is not None and (failures := launched.failures):
+        console.warn(f"{counted(len(failures), 'kernel')} could not be compiled ahead, the first by {failures[0]}")
+    return prepared
 
 
 def _placed(
