@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graftune import remembered
-from graftune.kernels.attention import Documents, timing
+from graftune.kernels.attention import timing
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def choose(monkeypatch, tmp_path):
             return times[name]
 
         monkeypatch.setattr(timing, "_time", time)
-        docs = Documents(torch.tensor([0, tokens], dtype=torch.int32), None, longest)
-        case = timing.Case(tokens, heads, torch.bfloat16, 0.25, 64, 96)
-        found = timing.fastest(("cudnn", "triton"), docs, case)
+        borders = torch.tensor([0, tokens], dtype=torch.int32)
+        case = timing.Case(tokens, longest, heads, torch.bfloat16, 0.25, 64, 96)
+        found = timing.fastest(("cudnn", "triton"), borders, case)
         return found, timed
 
     return chosen

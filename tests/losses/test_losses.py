@@ -15,9 +15,8 @@ from graftune.batch import BatchLayout, Example, Field, PackedBatch
 from graftune.config import LoraConfig, TrainConfig
 from graftune.data.pack import capacities, pack, plan_epoch
 from graftune.errors import GraftuneError
-from graftune.kernels import attention, linear_cross_entropy, rms_norm
+from graftune.kernels import linear_cross_entropy, rms_norm
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
-from graftune.model.decoder import PackedDocuments
 from graftune.model.projection import augmented_buffer
 from graftune.step.evaluate import evaluate
 from graftune.step.pipeline import Figures, Flat, HostLoop, Shape
@@ -109,8 +108,7 @@ def test_plain_cross_entropy_is_to_the_bit_what_it_was(tiny_folder: Folder) -> N
     loss, grads = step.loss_sum.clone(), ours.arena.grads.clone()
     ours.arena.grads.zero_()
 
-    attend = PackedDocuments(attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths)))
-    run, spec = decoder.begin(batch.positions, attend), decoder.spec
+    run, spec = decoder.begin_batch(batch, "cpu"), decoder.spec
     tape = step.tapes.new(len(decoder.blocks), len(batch.tokens), spec.width, decoder.compute, decoder.device)
     stream = decoder.forward(batch.tokens, run, batch.rows, tape)
     weight, normed = decoder.norm.of(True), torch.empty_like(stream.x)

@@ -16,7 +16,8 @@ import torch
 from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
-from graftune.kernels import nf4
+from graftune.kernels import attention, nf4
+from graftune.kernels.attention import timing
 from graftune.losses import Anchored, CrossEntropy
 from graftune.losses.interface import WEIGHTED
 from graftune.model.spec import ModelSpec
@@ -26,6 +27,7 @@ from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
 from graftune.plan.counting import Counting
 from graftune.plan.ledger import Ledger, block_bytes
 from graftune.runtime import Runtime
+from graftune.session import attention_for
 from graftune.training import prepare
 from graftune.weights import placement
 from graftune.weights.base import open_base
@@ -258,6 +260,32 @@ def test_timing_attention_is_part_of_it_and_builds_the_plans_of_the_step(monkeyp
     timed = rehearse(gpu(spec=bare, evaluates=False, others=("triton",)))
     assert len(used) == 2 and set(built) == used and len(built) == 2 + 2 * 2 * bare.layers
     assert timed.peak >= rehearse(gpu(spec=bare, evaluates=False)).peak
+
+
+@pytest.mark.parametrize("convolutions", [(0,), (0, 1, 2)])
+def test_attention_is_timed_in_the_layers_that_have_it(convolutions: tuple[int, ...], monkeypatch: Any) -> None:
+    timed, fastest = [], timing.fastest
+    monkeypatch.setattr(timing, "fastest", lambda *told: timed.append(told[2].heads) or fastest(*told))
+    mixed = {"family": "lfm2", "norms": "operator", "conv_layers": convolutions, "conv_taps": 3, "head_width": 128}
+    of = gpu(spec=spec(width=512, ffn=64, vocab=300, **mixed), others=("triton",))
+    assert rehearse(of).peak > 0
+    assert timed == ([(4, 2, 128)] if len(convolutions) < 3 else [])
+
+
+def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(attention, "choose", lambda *how, capped: asked.append(how[4]))
+    where = Runtime(torch.device("cpu"), torch.float32, "for the test")
+
+    def windowed(longest: int, **more: Any) -> bool:
+        attention_for(random_base(spec(**more), where.device), where, longest)
+        return asked.pop()
+
+    mixed = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 2), "conv_taps": 3, "window": 16}
+    assert windowed(64, **mixed, window_layers=(1,)), "the only layer with attention has a window"
+    assert not windowed(64, **mixed, window_layers=(0, 2)), "a convolution's window is none"
+    assert not windowed(16, **mixed, window_layers=(1,)), "no document reaches it"
+    assert not windowed(64, window=16, window_layers=(0, 1)) and windowed(64, window=16, window_layers=(0, 1, 2))
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full", "offload"])

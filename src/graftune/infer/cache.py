@@ -6,8 +6,6 @@ gets one new token a pass.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 
 from graftune.kernels import attention
@@ -48,8 +46,7 @@ class Prefill:
 
     def __init__(self, cache: Cache, lengths: tuple[int, ...], backend: str = "cpu"):
         self.past, self.backend = cache, backend
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=cache.lengths.device)
-        self.documents = attention.Documents(starts, lengths, max(lengths))
+        self.documents = attention.Documents.of(lengths, cache.lengths.device)
 
     def reach(self, positions: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor(self.documents.lengths, device=positions.device)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from graftune.batch import PackedBatch
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import Block
 from graftune.model.context import Dropout, PassContext, Sequences, SideStreams
@@ -63,6 +63,28 @@ class Decoder:
                 frequencies = torch.where(is_far, kind.far, frequencies)
             tables.append(rope.tables(positions, frequencies, kind.scaling))
         return PassContext(tuple(tables), positions, sequences, adapted, dropout, side_streams)
+
+    def begin_batch(
+        self,
+        batch: PackedBatch,
+        backend: str,
+        longest: int | None = None,
+        *,
+        adapted: bool = True,
+        dropout: Dropout | None = None,
+        side_streams: SideStreams | None = None,
+    ) -> PassContext:
+        """Begin a pass over the documents of a batch. `longest` bounds their lengths where the shape of the pass is
+        fixed; None: the longest of this batch. `backend` is attention's."""
+        bound = max(batch.lengths) if longest is None else longest
+        documents = attention.Documents(batch.cu_seqlens, batch.lengths, bound)
+        return self.begin(
+            batch.positions,
+            PackedDocuments(documents, backend),
+            adapted=adapted,
+            dropout=dropout,
+            side_streams=side_streams,
+        )
 
     def forward(
         self, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None, tape: Tape | None = None
@@ -182,8 +204,7 @@ class PackedDocuments:
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu", backend: str = "cpu") -> PackedDocuments:
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        return PackedDocuments(attention.Documents(starts, tuple(lengths), max(lengths)), backend)
+        return PackedDocuments(attention.Documents.of(lengths, device), backend)
 
     def reach(self, positions: torch.Tensor) -> torch.Tensor:
         starts, tokens = self.documents.cu_seqlens, torch.arange(len(positions), device=positions.device)

@@ -19,6 +19,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import attention
 from graftune.losses import choose
 from graftune.model.lora import build_arena, initialise, start_from_scratch
+from graftune.model.mixers.attention import AttentionSpec
 from graftune.runtime import Runtime, resolve
 from graftune.session.session import Session
 from graftune.weights.adapter import Adapter, load_adapter, place_adapter
@@ -93,10 +94,11 @@ def check_recompute(asked: str, device: torch.device) -> None:
 
 
 def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choice:
-    """Chosen once. Where only some layers have a window that documents reach, those take our own kernels and the others
-    the fastest."""
+    """Chosen once. Where only some attention layers have a window that documents reach, those take our own kernels and
+    the others the fastest."""
     spec = base.spec
-    windowed = len(spec.window_layers) == spec.layers and spec.window < longest
+    windows = [kind.mixer.window for kind in spec.kinds if isinstance(kind.mixer, AttentionSpec)]
+    windowed = bool(windows) and all(0 < window < longest for window in windows)
     how = runtime.device, runtime.compute, spec.head_width, runtime.deterministic
     return attention.choose(*how, windowed, capped=spec.attention_cap > 0)
 

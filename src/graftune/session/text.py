@@ -18,8 +18,6 @@ from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import pack
 from graftune.infer.generate import Token, cache_room, in_groups, reaches_of, rounds
 from graftune.infer.sample import Sampling
-from graftune.kernels import attention
-from graftune.model.decoder import PackedDocuments
 from graftune.session.parts import Parts
 from graftune.tokenizer import Tokenizer
 
@@ -160,8 +158,7 @@ def logprobs_of(parts: Parts, examples: Sequence[Example], capacity: int, adapte
             end += 1
         held = take(examples, range(start, end))
         batch = pack(held).to(decoder.device)
-        documents = attention.Documents(batch.cu_seqlens, batch.lengths, max(batch.lengths))
-        run = decoder.begin(batch.positions, PackedDocuments(documents, parts.eager_attention), adapted=adapted)
+        run = decoder.begin_batch(batch, parts.eager_attention, adapted=adapted)
         output = decoder.read_out(decoder.forward(batch.tokens, run, batch.rows), adapted=adapted)
         found += output.log_probs(batch.labels).float().cpu().split(responses_of(held).tolist())
         start = end

@@ -15,9 +15,8 @@ import torch
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import Capacities, capacities, members, pack, unit_lengths, units_of
-from graftune.kernels import attention
 from graftune.losses import Computed, CrossEntropy, Loss, base_log_probs
-from graftune.model.decoder import Decoder, PackedDocuments
+from graftune.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,14 @@ def evaluate(
     divisor, tokens, done = 0.0, 0, 0
     layout = loss.layout(examples)
     groups = _bins(examples, capacity, layout)
-    limits, longest = {}, 0
+    limits, longest = {}, None
     if backend != "cpu" and groups:
         shape = shape_of(examples, capacity, layout)
         limits, longest = shape._asdict(), shape.longest
     with torch.no_grad():
         for group in groups:
             batch = pack(take(examples, group), layout=layout, **limits).to(decoder.device)
-            bound = longest or max(batch.lengths)
-            found = evaluate_batch(decoder, batch, loss, bound, adapted=adapted, backend=backend)
+            found = evaluate_batch(decoder, batch, loss, longest, adapted=adapted, backend=backend)
             sums[0] += found.total
             if found.figures is not None:
                 sums[1:] += found.figures
@@ -73,11 +71,10 @@ def evaluate(
 
 
 def evaluate_batch(
-    decoder: Decoder, batch: PackedBatch, loss: Loss, longest: int, *, adapted: bool = True, backend: str = "cpu"
+    decoder: Decoder, batch: PackedBatch, loss: Loss, longest: int | None, *, adapted: bool = True, backend: str = "cpu"
 ) -> Computed:
     """The loss of one batch, without a gradient."""
-    documents = attention.Documents(batch.cu_seqlens, batch.lengths, longest)
-    run = decoder.begin(batch.positions, PackedDocuments(documents, backend), adapted=adapted)
+    run = decoder.begin_batch(batch, backend, longest, adapted=adapted)
     base = base_log_probs(decoder, batch, run) if loss.needs_base else None
     return loss(
         decoder.read_out(decoder.forward(batch.tokens, run, batch.rows), adapted=adapted), batch, base, need_grad=False

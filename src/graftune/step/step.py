@@ -19,12 +19,12 @@ from collections.abc import Mapping
 import torch
 
 from graftune.batch import PackedBatch
-from graftune.kernels import adamw, attention, grad_norm, launch, matmul, rehearsal
+from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, base_log_probs
 from graftune.model.context import Dropout, SideStreams
-from graftune.model.decoder import Decoder, PackedDocuments, Stream
+from graftune.model.decoder import Decoder, Stream
 from graftune.model.frozen import row_stride
 from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
@@ -101,12 +101,10 @@ class Step:
         if self.side_streams is not None:
             self.side_streams.forget()
         dropout = Dropout(self.dropout, self.draw) if self.dropout else None
-        longest = max(batch.lengths) if any_shape or self.longest is None else self.longest
-        documents = attention.Documents(batch.cu_seqlens, batch.lengths, longest)
         if self.other_backends and not any_shape:
-            self._choose_attention(documents, len(batch.tokens))
-        attend = PackedDocuments(documents, self.eager_backend if any_shape else self.backend)
-        run = decoder.begin(batch.positions, attend, dropout=dropout, side_streams=self.side_streams)
+            self._choose_attention(batch)
+        backend, longest = (self.eager_backend, None) if any_shape else (self.backend, self.longest)
+        run = decoder.begin_batch(batch, backend, longest, dropout=dropout, side_streams=self.side_streams)
         tape = self.tapes.new(
             len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute, decoder.device
         )
@@ -135,16 +133,19 @@ class Step:
             self.figure_sums.add_(figures, alpha=self.unit)
         return grad
 
-    def _choose_attention(self, documents: attention.Documents, tokens: int) -> None:
-        """Timed with a block's own scale and distances of rows: the plans that are built for it are the step's."""
+    def _choose_attention(self, batch: PackedBatch) -> None:
+        """Timed with a block's own scale and distances of rows: the plans that are built for it are the step's. A
+        model without attention has nothing to choose."""
         from graftune.kernels.attention import timing
 
-        names = (self.backend, *self.other_backends)
-        one = next(block.mixer for block in self.decoder.blocks if isinstance(block.mixer, Attention))
+        names, self.other_backends = (self.backend, *self.other_backends), ()
+        one = next((block.mixer for block in self.decoder.blocks if isinstance(block.mixer, Attention)), None)
+        if one is None:
+            return
+        longest = max(batch.lengths) if self.longest is None else self.longest
         rows = row_stride(one.o.width_in, one.o.room), row_stride(one.qkv.width_out, one.qkv.room)
-        case = timing.Case(tokens, one.heads, self.decoder.compute, one.score_scale, *rows)
-        self.backend = timing.fastest(names, documents, case)
-        self.other_backends = ()
+        case = timing.Case(len(batch.tokens), longest, one.heads, self.decoder.compute, one.score_scale, *rows)
+        self.backend = timing.fastest(names, batch.cu_seqlens, case)
 
     def update_step(self) -> torch.Tensor:
         """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""

@@ -12,7 +12,9 @@ the backward: the log-sum-exp of the scores in the backend's own layout, empty w
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,12 @@ class Documents:
     lengths: tuple[int, ...] | None  # the same on the host; the CPU's path needs them, the GPU's never look
     longest: int  # no document is longer: a fixed bound, not the longest of this pass
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Documents:
+        """Documents of exactly these lengths, end to end."""
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return Documents(starts, tuple(lengths), max(lengths))
 
 
 class Choice(NamedTuple):

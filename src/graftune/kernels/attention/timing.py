@@ -29,6 +29,7 @@ class Case(NamedTuple):
     """What is timed. Rows of buffers with room lie apart; those of qkv and of the output's gradient have none."""
 
     tokens: int
+    longest: int  # tokens of a document, at most
     heads: tuple[int, int, int]  # N, K, H
     dtype: torch.dtype
     scale: float
@@ -36,31 +37,31 @@ class Case(NamedTuple):
     grads_apart: int  # of qkv's gradient, where the backend has no buffers of its own
 
 
-def fastest(names: Sequence[str], docs: Documents, case: Case) -> str:
+def fastest(names: Sequence[str], cu_seqlens: torch.Tensor, case: Case) -> str:
     """The name of the fastest backend on random values in these documents. It waits for the device."""
     if len(names) == 1 or (case.tokens >= LARGE and "cudnn" in names):
         return names[0]
-    if docs.cu_seqlens.is_meta:
+    if cu_seqlens.is_meta:
         for name in names:
-            _pass(name, docs, case)()
+            _pass(name, cu_seqlens, case)()
         return names[0]
-    key = _key(names, docs, case)
+    key = _key(names, cu_seqlens, case)
     known = remembered.recall(REMEMBERED).get(key)
     if known in names:
         return str(known)
-    times = {name: _time(_pass(name, docs, case)) for name in names}
+    times = {name: _time(_pass(name, cu_seqlens, case)) for name in names}
     best = min(times, key=times.__getitem__)
     remembered.remember(REMEMBERED, key, best, KEPT)
     return best
 
 
-def _key(names: Sequence[str], docs: Documents, case: Case) -> str:
+def _key(names: Sequence[str], cu_seqlens: torch.Tensor, case: Case) -> str:
     """All that the choice depends on."""
-    device, slots = docs.cu_seqlens.device, len(docs.cu_seqlens) - 1
+    device, slots = cu_seqlens.device, len(cu_seqlens) - 1
     card = torch.cuda.get_device_name(device), torch.__version__, torch.backends.cudnn.version()
     packages = [_version(name) for name in ("graftune", "triton", "nvidia-cudnn-frontend")]
     shape = case._replace(scale=0.0)  # which costs nothing
-    return "|".join(map(str, (FORMAT, *card, *packages, *names, *shape, slots, docs.longest)))
+    return "|".join(map(str, (FORMAT, *card, *packages, *names, *shape, slots)))
 
 
 def _version(package: str) -> str:
@@ -70,9 +71,9 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _pass(name: str, docs: Documents, case: Case) -> Callable[[], None]:
-    tokens, (n, k, h), dtype, scale, out_apart, grads_apart = case
-    device = docs.cu_seqlens.device
+def _pass(name: str, cu_seqlens: torch.Tensor, case: Case) -> Callable[[], None]:
+    tokens, longest, (n, k, h), dtype, scale, out_apart, grads_apart = case
+    device = cu_seqlens.device
 
     def random(count: int, distance: int) -> torch.Tensor:
         rows = torch.randn(tokens, distance, device=device, dtype=dtype)
@@ -84,7 +85,7 @@ def _pass(name: str, docs: Documents, case: Case) -> Callable[[], None]:
     spare = first, second, third
 
     def run() -> None:
-        mine = Documents(docs.cu_seqlens, None, docs.longest)
+        mine = Documents(cu_seqlens, None, longest)
         out, stats = attention.forward(q, keys, values, mine, scale, 0, name, place)
         grads = attention.grad_buffers(q, keys, name) or spare
         attention.backward(grad, q, keys, values, out, stats, mine, scale, 0, grads, name)
