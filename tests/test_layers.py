@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
 ROWS = [
     [
         "errors",
+        "ranks",
         "arithmetic",
         "private",
         "files",
@@ -30,7 +31,7 @@ ROWS = [
     ],
     ["kernels", "observe", "tokenizer"],
     ["model", "data"],
-    ["weights", "losses"],
+    ["weights", "dist", "losses"],
     ["infer", "step"],
     ["session"],
     ["plan", "run_folder"],

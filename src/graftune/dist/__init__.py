@@ -1,0 +1,1 @@
+"""Several processes, one run: who is there (world.py), and what they add up (reduce.py)."""

@@ -1,0 +1,202 @@
+"""The processes of one run, and how they talk.
+
+Two groups. `group` carries tensors of a step, over NCCL where every rank has a CUDA device of its own and over gloo
+elsewhere; `host` carries what the hosts have to agree on, over gloo, as JSON. Pickled objects, which torch would send,
+are never read here. Before any of it the ranks meet in a key-value store: that is where a rank which is missing, came
+twice or runs another version can still be named, since no collective would tell.
+
+Importing torch has imported torch.distributed already; a run of one process makes no group and opens no socket.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from graftune import __version__
+from graftune.errors import GraftuneError
+from graftune.ranks import Ranks
+
+JOIN_SECONDS = 300.0  # until every rank has to be there
+# The watch sees a rank that is gone; a collective's own time limit would end a run in which rank 0 writes for long.
+HOST_SECONDS, DEVICE_SECONDS = 3600.0, 86400.0
+POLL_SECONDS = 0.05
+
+Made = TypeVar("Made")
+
+
+class World:
+    """One process among those of a run. `join` makes one; `attach` adds the group for a device's tensors."""
+
+    def __init__(self, ranks: Ranks, store: dist.Store, host: dist.ProcessGroup):
+        self.ranks, self.store, self.host = ranks, store, host
+        self.rank, self.size, self.local_rank = ranks.rank, ranks.size, ranks.local_rank
+        self.backend = ""
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which speaks and owns the files."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """For the tensors of a step."""
+        assert self._group is not None, "attach a device first"
+        return self._group
+
+    @property
+    def captured(self) -> bool:
+        """Whether collectives over `group` can be part of a CUDA graph."""
+        return self.backend == "nccl"
+
+    def attach(self, device: torch.device) -> None:
+        """The group for tensors on `device`. All ranks call it."""
+        if self._group is not None:
+            return
+        places = [tuple(place) for place in self.gather([platform.node(), str(device)])]
+        shared = device.type == "cuda" and len(set(places)) < self.size  # NCCL refuses two ranks of one GPU
+        self.backend = "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
+        if self.backend == "nccl":
+            # Buffers of a graph that NCCL registers may not lie in segments that grow.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        timeout = datetime.timedelta(seconds=DEVICE_SECONDS)
+        self._group = dist.new_group(backend=self.backend, timeout=timeout, group_desc="graftune step")
+        # The communicator is made by its first collective, which no capture may contain.
+        first = torch.zeros(1, device=device)
+        dist.all_reduce(first, group=self._group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks. A value is what JSON can hold."""
+        written = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(written)]), group=self.host)
+        counts = [int(size) for size in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        padded[: len(written)] = written
+        found = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(found, padded, group=self.host)
+        return [json.loads(bytes(one[:count].numpy())) for one, count in zip(found, counts, strict=True)]
+
+    def from_lead(self, value: Any = None) -> Any:
+        """Rank 0's value; what the others give is not looked at."""
+        written = json.dumps(value).encode() if self.leads else b""
+        size = torch.tensor([len(written)])
+        dist.broadcast(size, 0, group=self.host)
+        held = torch.frombuffer(bytearray(written), dtype=torch.uint8) if self.leads else torch.empty(int(size)).byte()
+        dist.broadcast(held, 0, group=self.host)
+        return json.loads(bytes(held.numpy()))
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        """Rank 0's content of the tensor, on every rank."""
+        dist.broadcast(tensor, 0, group=self.group)
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        dist.barrier(group=self.host)
+
+    def in_turn(self, work: Callable[[], Made]) -> Made:
+        """`work` on every rank, on rank 0 first, then on the first rank of every other machine, then on the rest: what
+        one of them leaves in a cache the next ones find, and none of them makes it beside another."""
+        mine = 0 if self.leads else 1 if not self.local_rank else 2
+        made: list[Made] = []
+        for turn in range(1 + max(self.gather(mine))):
+            if turn == mine:
+                made.append(work())
+            self.wait()
+        return made[0]
+
+    def leave(self) -> None:
+        """End the groups. Not a collective: a rank that is late may still be writing."""
+        dist.destroy_process_group()
+        self._group = None
+
+
+def join(ranks: Ranks, *, seconds: float = JOIN_SECONDS) -> World:
+    """Meet the others, make sure that all of them fit together, and make the host's group."""
+    store = _store(ranks, seconds)
+    _meet(ranks, store, seconds)
+    timeout = datetime.timedelta(seconds=HOST_SECONDS)
+    try:
+        dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
+    except RuntimeError as error:
+        raise GraftuneError(
+            f"the ranks cannot connect to each other over gloo ({error})",
+            where=f"rank {ranks.rank}",
+            mend="name the network interface in GLOO_SOCKET_IFNAME, and let its ports through",
+        ) from None
+    return World(ranks, store, dist.group.WORLD)
+
+
+def _store(ranks: Ranks, seconds: float) -> dist.Store:
+    """The store where the launcher says, under a prefix of this start: a restart finds nothing of the last one."""
+    try:
+        store = dist.TCPStore(
+            ranks.host,
+            ranks.port,
+            None,
+            ranks.leads and not ranks.agent_store,
+            timeout=datetime.timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise GraftuneError(
+            f"the rendezvous at {ranks.host}:{ranks.port} cannot be reached ({_first_line(error)})",
+            where=f"rank {ranks.rank}",
+            mend="check the address and port that the launcher was given, and that rank 0 is up",
+        ) from None
+    return dist.PrefixStore(f"graftune/{ranks.restarts}", store)
+
+
+def _meet(ranks: Ranks, store: dist.Store, seconds: float) -> None:
+    """Every rank there once, of one size and one version. What does not fit is refused by all of them."""
+    if store.add(f"seats/{ranks.rank}", 1) > 1:
+        raise GraftuneError(
+            f"two processes say that they are rank {ranks.rank}", mend="give every process a rank of its own"
+        )
+    mine = _card(ranks)
+    store.set(f"here/{ranks.rank}", json.dumps(mine))
+    missing, limit = list(range(ranks.size)), time.monotonic() + seconds
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        if time.monotonic() > limit:
+            who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} are"
+            raise GraftuneError(
+                f"{who} not here after {seconds:g} s, of {ranks.size} in all",
+                where=f"{ranks.host}:{ranks.port}",
+                mend="start every rank with the same rendezvous and the same number of processes",
+            )
+        time.sleep(POLL_SECONDS)
+    lead = json.loads(store.get("here/0"))
+    for rank in range(1, ranks.size):
+        card = json.loads(store.get(f"here/{rank}"))
+        for name, value in lead.items():
+            if card.get(name) != value:
+                raise GraftuneError(
+                    f"{name} is {card.get(name)} on rank {rank} and {value} on rank 0",
+                    mend="start all ranks in the same environment",
+                )
+
+
+def _card(ranks: Ranks) -> dict[str, Any]:
+    """What has to be the same on every rank."""
+    return {
+        "the number of ranks": ranks.size,
+        "graftune's version": __version__,
+        "torch's version": torch.__version__,
+        "Python's version": ".".join(map(str, sys.version_info[:2])),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
