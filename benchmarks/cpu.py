@@ -36,29 +36,39 @@ from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.runtime import has_fast_bf16
 from graftune.session import Session, open_session
-from graftune.step.step import Step
+
+SHAPE: dict[str, Any] = {  # SmolLM2-135M's
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 
 
 class OursRunner:
-    def __init__(self, engine: Session):
-        self.step = Step(engine.decoder, engine.arena)
-        self.name = f"graftune {engine.runtime.compute_name}"
+    def __init__(self, session: Session):
+        self.session, self.name = session, f"graftune {session.runtime.compute_name}"
 
     def __call__(self, tokens: torch.Tensor) -> tuple[float, float]:
         half = tokens.shape[1] // 2
         batch = pack([Example(row, [i >= half for i in range(len(row))]) for row in tokens.tolist()])
-        self.step.set_hyper(HYPER | {"divisor": float(batch.response_tokens)})
-        self.step.micro_step(batch)
-        loss, norm, skipped = self.step.update_step().tolist()
-        assert not skipped
-        return loss, norm
+        self.session.forward_backward(batch)
+        stats = self.session.optim_step(**HYPER)
+        assert not stats.skipped
+        return stats.loss, stats.grad_norm
 
 
 class PeftRunner:
-    def __init__(self, engine: Session, start: dict[str, torch.Tensor], dtype: torch.dtype):
+    def __init__(self, session: Session, start: dict[str, torch.Tensor], dtype: torch.dtype):
         import peft
 
-        model = smollm2_in_transformers(engine.base).to(dtype)
+        model = smollm2_in_transformers(session.base).to(dtype)
         config = peft.LoraConfig(
             r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
         )
@@ -84,16 +94,14 @@ class PeftRunner:
         return float(loss.detach()), float(norm)
 
 
-def floor_seconds(engine: Session, tokens: int, responses: int) -> float:
+def floor_seconds(session: Session, tokens: int, responses: int) -> float:
     """The frozen products of one step and nothing else, in the step's order."""
-    decoder, compute = engine.decoder, engine.runtime.compute
-    inputs = {w: torch.randn(tokens, w).to(compute) for w in (decoder.spec.width, decoder.spec.ffn)}
-    inputs |= {b.in_features: torch.randn(tokens, b.in_features).to(compute) for b in [decoder.blocks[0].mixer.o]}
+    decoder, compute = session.decoder, session.runtime.compute
+    weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
+    inputs = {width: torch.randn(tokens, width).to(compute) for width in {weight.in_features for weight in weights}}
     started = time.perf_counter()
-    for block in decoder.blocks:
-        for weight in block.projections:
-            out = weight.matmul(inputs[weight.in_features])
-            weight.input_grad(out)
+    for weight in weights:
+        weight.input_grad(weight.matmul(inputs[weight.in_features]))
     rows = torch.randn(responses, decoder.spec.width).to(compute)
     for part in rows.split(256):
         decoder.head.frozen.input_grad(decoder.head.frozen.matmul(part))
@@ -106,57 +114,45 @@ def timed(runner: Callable[[torch.Tensor], tuple[float, float]], tokens: torch.T
     return time.perf_counter() - started, loss, norm
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", default="")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--random", action="store_true", help="random weights of SmolLM2's shape: needs no model file")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         base = random_base(Path(folder)) if options.random else ""
-        engine = open_session(Config.of({"base": base, "device": "cpu", "rank": 16, "alpha": 32.0}))
-        compare(options, engine)
+        session = open_session(Config.of({"base": base, "device": "cpu", "rank": 16, "alpha": 32.0}))
+        compare(options, session)
 
 
 def random_base(folder: Path) -> str:
     import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
     make_tokenizer().save(folder)
     return str(folder)
 
 
-def compare(options: argparse.Namespace, engine: Session) -> None:
+def compare(options: argparse.Namespace, session: Session) -> None:
     generator = torch.Generator().manual_seed(0)
-    for name in engine.arena.slots:  # B not zero, so that every gradient is there from the first step
+    for name in session.arena.slots:  # B not zero, so that every gradient is there from the first step
         if name.endswith("lora_B.weight"):
-            view = engine.arena.view(name, engine.arena.weights)
+            view = session.arena.view(name, session.arena.weights)
             view.copy_(torch.empty(view.shape).normal_(0, 0.01, generator=generator))
-    engine.arena.publish()
-    start = {n: engine.arena.view(n, engine.arena.weights).clone() for n in engine.arena.slots}
+    session.arena.publish()
+    start = {n: session.arena.view(n, session.arena.weights).clone() for n in session.arena.slots}
     batches = [
-        torch.randint(0, engine.base.spec.vocab, (options.rows, options.length), generator=generator)
+        torch.randint(0, session.base.spec.vocab, (options.rows, options.length), generator=generator)
         for _ in range(options.steps + 1)
     ]
     fast_bf16 = has_fast_bf16(torch.device("cpu"))
-    runners: list[Any] = [OursRunner(engine), PeftRunner(engine, start, torch.float32)]
+    runners: list[Any] = [OursRunner(session), PeftRunner(session, start, torch.float32)]
     if fast_bf16:
-        runners.append(PeftRunner(engine, start, torch.bfloat16))
+        runners.append(PeftRunner(session, start, torch.bfloat16))
     times: dict[str, list[tuple[float, float, float]]] = {r.name: [] for r in runners}
     floors: list[float] = []
     for index, tokens in enumerate(batches):
@@ -166,23 +162,23 @@ def compare(options: argparse.Namespace, engine: Session) -> None:
                 times[runner.name].append(figures)
             print(f"step {index} {runner.name:14} {figures[0]:8.2f} s  loss {figures[1]:.5f}  norm {figures[2]:.5f}")
         if index:
-            floors.append(floor_seconds(engine, options.rows * options.length, options.rows * options.length // 2))
+            floors.append(floor_seconds(session, options.rows * options.length, options.rows * options.length // 2))
     count = options.rows * options.length
     speeds = {name: count / statistics.median(t[0] for t in rows) for name, rows in times.items()}
     note = ""
     if not fast_bf16:
         del runners[1:]
-        short = torch.randint(0, engine.base.spec.vocab, (1, 32), generator=generator)
-        seconds, loss, norm = timed(PeftRunner(engine, start, torch.bfloat16), short)
+        short = torch.randint(0, session.base.spec.vocab, (1, 32), generator=generator)
+        seconds, loss, norm = timed(PeftRunner(session, start, torch.bfloat16), short)
         speeds["PEFT bf16"] = short.numel() / seconds
         times["PEFT bf16"] = [(seconds, loss, norm)]
         note = f"no bf16 units here: PEFT bf16 timed on one row of {short.numel()} tokens only"
-    report(options, engine, speeds, times, count / statistics.median(floors), note)
+    report(options, session, speeds, times, count / statistics.median(floors), note)
 
 
 def report(
     options: argparse.Namespace,
-    engine: Session,
+    session: Session,
     speeds: dict[str, float],
     times: dict[str, list[tuple[float, float, float]]],
     floor: float,
@@ -202,7 +198,7 @@ def report(
         "last_loss": {n: round(rows[-1][1], 5) for n, rows in times.items()},
         "last_grad_norm": {n: round(rows[-1][2], 5) for n, rows in times.items()},
         "note": note,
-        "machine": engine.runtime.describe(),
+        "machine": session.runtime.describe(),
         "cpu": platform.processor() or platform.machine(),
     } | measure.facts()
     print(f"\n{'':16}{'tok/s':>10}{'last loss':>12}{'last norm':>12}")

@@ -86,54 +86,39 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     the tests, the process's)."""
     from graftune.batch import Example
     from graftune.data.pack import pack
-    from graftune.step.evaluate import evaluate
-    from graftune.step.pipeline import pipeline_for
-    from graftune.step.step import Step
 
-    engine = opened(case, job.runtime.device)
-    arena, device, spec = engine.arena, engine.runtime.device, job.base.spec
+    session = opened(case, job.runtime.device, recompute=plan.recompute, tokens_per_micro_batch=plan.capacity)
+    arena, device, spec = session.arena, session.runtime.device, job.base.spec
     grown = {"load": reserved(device)}
     drawn = torch.Generator().manual_seed(7)
     rows = torch.randint(0, spec.vocab, (case.rows, case.length), generator=drawn).tolist()
     examples = [Example(row, case.supervised) for row in rows]
-    step = Step(
-        engine.decoder,
-        arena,
-        recompute=plan.recompute,
-        attention_backend=engine.attention.backend,
-        other_backends=engine.attention.others,
-        longest=case.length,
-        tuned=device.type == "cuda",
-    )
-    evaluate(engine.decoder, examples, capacity=plan.capacity, backend=engine.attention.backend)
-    answer(engine, job, plan, rows[0])
+    loop = session.pipeline
+    session.evaluated(examples)
+    answer(session, job, rows[0])
     grown["evaluate"] = reserved(device)
-    loop, batch = pipeline_for(step), pack(examples, **shape_of(case)._asdict())
+    loop.hold(case.length)
+    batch = pack(examples, **shape_of(case)._asdict())
     before = fingerprint(arena.weights)
     for _ in range(STEPS):
         loop.step([loop.stage(batch)], HYPER | {"divisor": float(batch.response_tokens)}, [0])
     figures = loop.finished(wait=True)
-    answer(engine, job, plan, rows[0])
+    answer(session, job, rows[0])
     return memory_of(device) | {
         "reserved_after": grown,
         "loss": figures[-1].loss,
         "grad_norm": figures[-1].grad_norm,
         "moved": fingerprint(arena.weights) != before,
-        "attention": step.backend,
+        "attention": session.step.backend,
         "captures": loop.captures,
     }
 
 
-def answer(engine: Session, job: Job, plan: Plan, row: list[int]) -> None:
+def answer(session: Session, job: Job, row: list[int]) -> None:
     """As a run answers its samples."""
-    from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
     from graftune.infer.sample import Sampling
 
-    new = job.config.run.sample_tokens
-    reaches = reaches_of(job.asked, new, job.base.spec.max_positions)
-    for group in in_groups(reaches, cache_room(plan.capacity, plan.recompute)):
-        prompts = [row[: job.asked[i]] for i in group]
-        generate(engine.decoder, prompts, Sampling(max_new_tokens=new), (), backend=engine.eager_attention)
+    session.continued([row[:length] for length in job.asked], Sampling(max_new_tokens=job.config.run.sample_tokens), ())
 
 
 def memory_of(device: torch.device) -> dict[str, int]:

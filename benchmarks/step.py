@@ -15,8 +15,6 @@ every case; --json - prints them. The exit code is 1 where somebody failed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -54,34 +52,21 @@ def opened(case: Case, device: torch.device, **more: Any) -> Session:
     if case.method == "lora" and device.type == "cuda":
         runtime = resolve(str(device), config.base.compute_dtype)
         placement = choose_placement(base, config.base.base_dtype, runtime, torch.cuda.mem_get_info(device)[0])
-    with tempfile.TemporaryDirectory() as folder:  # a run that trains every weight looks for a config.json to save
-        (Path(folder) / "config.json").write_text(json.dumps(case.shape.settings))
-        return open_session(config, base=dataclasses.replace(base, path=Path(folder)), placement=placement)
+    return open_session(config, base=base, placement=placement)
 
 
 def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Runner:
     """The hot loop of a run, batches staged by a thread as its loader does."""
     from graftune.batch import Example
     from graftune.data.pack import pack
-    from graftune.step.pipeline import pipeline_for
-    from graftune.step.step import Step
 
-    engine = opened(case, device)
-    arena, runtime = engine.arena, engine.runtime
+    session = opened(case, device, graph=graph)
+    arena, loop, step = session.arena, session.pipeline, session.step
     batches = [
         [pack([Example(row, case.supervised) for row in micro]) for micro in batch]
         for batch in cases.tokens(case).tolist()
     ]
-    step = Step(
-        engine.decoder,
-        arena,
-        recompute=case.recompute,
-        attention_backend=engine.attention.backend,
-        longest=case.length,
-        tuned=True,
-        other_backends=engine.attention.others,
-    )
-    loop = pipeline_for(step, graph=graph)
+    loop.hold(case.length)
     hyper = HYPER | {"divisor": float(sum(micro.response_tokens for micro in batches[0]))}
 
     def staged(index: int) -> list[Any]:
@@ -101,7 +86,8 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Run
 
     def note() -> str:
         how = "captured" if graph and device.type == "cuda" else "eager"
-        return f"{runtime.describe()}; attention {step.backend}; {how}; base {case.base}; recompute {case.recompute}"
+        where = session.runtime.describe()
+        return f"{where}; attention {step.backend}; {how}; base {case.base}; recompute {case.recompute}"
 
     return measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
 

@@ -86,6 +86,24 @@ def test_the_check_itself_sees_an_import_inside_a_function():
     assert not allowed("errors", "runtime")
 
 
+# Where each part of a session is made: nowhere else, so that a benchmark runs what a run does.
+MADE_IN = {
+    "Step": "session/parts.py",
+    "Loader": "session/parts.py",
+    "pipeline_for": "session/parts.py",
+    "Decoder": "weights/load.py",
+}
+
+
+def test_the_parts_of_a_session_are_made_in_one_place():
+    found = set()
+    for path in [*ROOT.rglob("*.py"), *(ROOT.parents[1] / "benchmarks").glob("*.py")]:
+        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        made = {call.id for call in calls if isinstance(call, ast.Name)} & set(MADE_IN)
+        found |= {(name, str(path.relative_to(ROOT.parents[1]))) for name in made}
+    assert found == {(name, f"src/graftune/{place}") for name, place in MADE_IN.items()}
+
+
 def test_the_hot_path_imports_without_optional_packages():
     """A GPU machine may have torch, numpy, safetensors and tokenizers only."""
     import subprocess

@@ -10,7 +10,7 @@ import torch
 from benchmarks.floor import Floor, flops
 from benchmarks.floor import plan as floor_plan
 
-from benchmarks import cases, curves, data, kernels, measure, plan, start, step
+from benchmarks import cases, cpu, curves, data, kernels, measure, plan, start, step
 from tests.training.runs import write_data
 
 CPU = torch.device("cpu")
@@ -56,6 +56,23 @@ def test_a_step_of_ours_beside_the_floor(name: str, record: Path, here: None) ->
     assert ours["ms"] > 0 and ours["grad_norm"] > 0 and ours["moved"] == 1 and "eager" in ours["note"]
     recomputed = cases.parse(name).recompute != "none"
     assert ("floor" in found[name]["participants"]) != recomputed
+
+
+def test_a_loop_of_the_api_steps_as_ours_does(record: Path, here: None) -> None:
+    assert step.main(["tiny-2x16", "--who", "ours,api", *options(record)]) == 0
+    ours, api = (measure.read(record)["steps"]["tiny-2x16"]["participants"][who] for who in ("ours", "api"))
+    assert ours["moved"] == api["moved"] == 1 and abs(ours["loss_first"] / api["loss_first"] - 1) < 0.05
+
+
+def test_ours_and_peft_take_the_same_steps_on_a_cpu(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
+    monkeypatch.setattr(cpu, "SHAPE", cpu.SHAPE | small | {"num_key_value_heads": 1, "vocab_size": 512})
+    cpu.main(["--random", "--rows", "2", "--length", "16", "--steps", "1", "--json", str(record)])
+    found = measure.read(record)
+    assert found["share_of_floor"] > 0 and found["ratio"] > 0
+    for figure in ("last_loss", "last_grad_norm"):
+        ours, peft = (found[figure][name] for name in (next(iter(found[figure])), "PEFT fp32"))
+        assert ours == pytest.approx(peft, rel=1e-3 if found["note"] else 3e-2), figure
 
 
 def test_a_participant_that_fails_is_told(record: Path) -> None:

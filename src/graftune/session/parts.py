@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from graftune.batch import BatchLayout, Example
 from graftune.config import Config, LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
-from graftune.infer.generate import generate
+from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch
 from graftune.losses import CrossEntropy, Loss, choose
@@ -35,6 +35,7 @@ from graftune.weights.model import save_model
 from graftune.weights.placement import Placement
 
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
+CACHED = 8192  # tokens of a step that the cache may take as much memory as, where no step was planned
 
 
 def loader_of(
@@ -139,18 +140,30 @@ class Parts:
         stop_ids: Sequence[int],
         *,
         adapted: bool = True,
-        on_tokens: Callable[[dict[int, int]], None] = lambda new: None,
+        on_progress: Callable[[int], None] = lambda done: None,
     ) -> list[list[int]]:
-        """Prompts as tokens -> the tokens that follow each, without the one that stops it."""
-        return generate(
-            self.decoder,
-            prompts,
-            sampling,
-            stop_ids,
-            adapted=adapted,
-            backend=self.eager_attention,
-            on_tokens=on_tokens,
-        )
+        """Prompts as tokens -> the tokens that follow each, without the one that stops it. `on_progress` is called
+        after every token with the number of prompts that are done."""
+        found: list[list[int]] = []
+        for group in self.groups_of(prompts, sampling.max_new_tokens):
+            end = len(found) + len(group)
+            found += generate(
+                self.decoder,
+                [prompts[index] for index in group],
+                sampling,
+                stop_ids,
+                adapted=adapted,
+                backend=self.eager_attention,
+                on_tokens=partial(_tell_done, on_progress, end),
+            )
+            on_progress(end)
+        return found
+
+    def groups_of(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+        """Prompts, by number, that are continued together: as many in a row as their cache has room for."""
+        settings = self.config.train
+        reaches = reaches_of([len(prompt) for prompt in prompts], new_tokens, self.base.spec.max_positions)
+        return in_groups(reaches, cache_room(settings.tokens_per_micro_batch or CACHED, settings.recompute))
 
     # Saving
 
@@ -179,3 +192,8 @@ class Parts:
             "revision": self.config.base.revision,
         }
         save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
+
+
+def _tell_done(on_progress: Callable[[int], None], asked: int, new: dict[int, int]) -> None:
+    """Of the prompts asked so far those are done that have no new token."""
+    on_progress(asked - len(new))

@@ -16,12 +16,10 @@ import torch
 from graftune.batch import Example
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import pack
-from graftune.infer.generate import Token, cache_room, in_groups, reaches_of, rounds
+from graftune.infer.generate import Token, rounds
 from graftune.infer.sample import Sampling
 from graftune.session.parts import Parts
 from graftune.tokenizer import Tokenizer
-
-ROOM = 8192  # tokens of a step that the cache may take as much memory as, where no step was planned
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,8 @@ def drawn(
     reads: bool = False,
 ) -> Iterator[tuple[int, str, Sample | None]]:
     """(prompt, new text, its Sample once it is whole) as they come; text comes piece by piece if somebody `reads`."""
-    settings, ending = parts.config.train, (*parts.tokenizer.stop_ids, *sampling.stop_ids)
-    reaches = reaches_of([len(prompt) for prompt in prompts], sampling.max_new_tokens, parts.base.spec.max_positions)
-    room = cache_room(settings.tokens_per_micro_batch or ROOM, settings.recompute)
-    for group in in_groups(reaches, room):
+    ending = (*parts.tokenizer.stop_ids, *sampling.stop_ids)
+    for group in parts.groups_of(prompts, sampling.max_new_tokens):
         answers = [Answer(parts.tokenizer, ending, stop, reads) for _ in group]
         ended: set[int] = set()
         for fresh in rounds(

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +14,6 @@ from graftune.config import Config, RunConfig
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import stop_ids, usable_format
-from graftune.infer.generate import cache_room, in_groups, reaches_of
 from graftune.infer.sample import Sampling
 from graftune.observe.console import Answer, Console
 from graftune.session import Session
@@ -52,7 +50,7 @@ class Answers:
         asked = (Question(tokenizer.encode(p), _asked(turns, p), reference) for p, turns, reference in records if p)
         self.questions = list(islice((q for q in asked if len(q.prompt) <= most), count))
         self.shown = min(config.samples, len(self.questions))
-        self.length, self.positions = config.sample_tokens, positions
+        self.length = config.sample_tokens
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -66,20 +64,9 @@ class Answers:
 
     def ask(self, session: Session, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
         """Greedily, as many questions at once as there is room for. `between` gets the count of those answered."""
-        tokenizer, settings = session.tokenizer, session.config.train
-        reaches = reaches_of(self.lengths, self.length, self.positions)
-        found: list[str] = []
-        for group in in_groups(reaches, cache_room(settings.tokens_per_micro_batch, settings.recompute)):
-            answers = session.continued(
-                [self.questions[i].prompt for i in group],
-                Sampling(max_new_tokens=self.length),
-                self.stops,
-                adapted=adapted,
-                on_tokens=partial(_count, between, len(found) + len(group)),
-            )
-            found += [tokenizer.decode(answer, skip_special=True) for answer in answers]
-            between(len(found))
-        return found
+        prompts, how = [question.prompt for question in self.questions], Sampling(max_new_tokens=self.length)
+        answers = session.continued(prompts, how, self.stops, adapted=adapted, on_progress=between)
+        return [session.tokenizer.decode(answer, skip_special=True) for answer in answers]
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
         """Base and tuned answers side by side, and their scores; the scores are returned. `before` may be empty."""
@@ -95,10 +82,6 @@ class Answers:
         shares = ", ".join(f"{name} {score.share:.0%}" for name, score in scores.items())
         console.line(f"score on {len(references)} unseen records: {shares} exactly right")
         return {"score": {name: _figures(score) for name, score in scores.items()}}
-
-
-def _count(between: Callable[[int], None], asked: int, alive: dict[int, int]) -> None:
-    between(asked - len(alive))
 
 
 def _figures(report: ScoreReport) -> dict[str, Any]:

@@ -37,7 +37,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 class Base:
     name: str  # as the user gave it
     path: Path
-    kind: str  # gguf | safetensors | config (no weights: a model to train from scratch)
+    kind: str  # gguf | safetensors | config (no weights: a model to train from scratch) | random (of synthetic.py)
     spec: ModelSpec
     tokenizer: tok.Tokenizer
     tensors: Mapping[str, RowSource] = field(repr=False)  # by our names
@@ -71,9 +71,7 @@ class Base:
     @property
     def config_file(self) -> Path | None:
         """The Hugging Face configuration it was read from, if it was."""
-        if self.kind == "gguf":
-            return None
-        return self.path if self.kind == "config" else self.path / "config.json"
+        return {"config": self.path, "safetensors": self.path / "config.json"}.get(self.kind)
 
     def describe(self) -> dict[str, Any]:
         dtypes = sorted({t.dtype_name for t in self.tensors.values()})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
+import tokenizers
 import torch
 
 from graftune.model.lora import norm_names
@@ -39,7 +39,7 @@ class RandomRows:
 
 
 def random_base(spec: ModelSpec, device: torch.device) -> Base:
-    """It has no tokenizer: tokens are numbers here."""
+    """Its tokenizer knows one word: tokens are numbers here."""
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab, spec.width)}
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.width)
@@ -47,4 +47,5 @@ def random_base(spec: ModelSpec, device: torch.device) -> Base:
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in spec.layer(layer).weights.items()}
     shapes |= {name: (width,) for _, name, width in norm_names(spec)}
     tensors = {name: RandomRows(shape, device) for name, shape in shapes.items()}
-    return Base("random", Path("random"), "random", spec, cast(Tokenizer, None), tensors)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))
+    return Base("random", Path("random"), "random", spec, Tokenizer(words), tensors)
