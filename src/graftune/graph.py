@@ -5,8 +5,8 @@ caches, libraries get to know the stream (cuDNN keeps streams of its own for eve
 callable is captured, which runs nothing, and every later call replays. So capturing neither loses a call's effect nor
 makes it twice. What the callable reads and writes beyond its own temporaries must stay where it is.
 
-Streams and events are asked for here, by device: for meta tensors, on which a step is rehearsed, they are objects that
-do nothing.
+Streams and events are asked for here, by device: on a CPU, and for meta tensors, on which a step is rehearsed, they are
+objects that do nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, on: torch.cud
 
 
 class NullStream:
-    """A stream of meta tensors: it has an identity, and nothing runs on it."""
+    """A stream of meta tensors or of the CPU: it has an identity, and work on it runs in order with all other."""
 
     _numbers = itertools.count(1)
 
@@ -105,9 +105,9 @@ class _Null:
 
 def stream(name: str, device: torch.device | None = None, priority: int = 0) -> Any:
     """The process's stream of this name. Every run has the same ones: libraries keep memory for every stream they have
-    seen, and of torch's, which are 32 in turn, two that are meant to be apart may be one. For meta tensors it is
-    a new one."""
-    if _is_meta(device):
+    seen, and of torch's, which are 32 in turn, two that are meant to be apart may be one. Where a device has
+    none it is a new stand-in."""
+    if _in_order(device):
         return NullStream()
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     return _stream(index, name, priority)
@@ -119,11 +119,11 @@ def _stream(device: int, name: str, priority: int) -> torch.cuda.Stream:
 
 
 def current_stream(device: torch.device | None = None) -> Any:
-    return _Null.current if _is_meta(device) else torch.cuda.current_stream(device)
+    return _Null.current if _in_order(device) else torch.cuda.current_stream(device)
 
 
 def event(device: torch.device | None = None) -> Any:
-    return NullEvent() if _is_meta(device) else torch.cuda.Event()
+    return NullEvent() if _in_order(device) else torch.cuda.Event()
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def on(side: Any) -> Iterator[None]:
 
 
 def is_capturing(device: torch.device | None = None) -> bool:
-    return _Null.capturing if _is_meta(device) else torch.cuda.is_current_stream_capturing()
+    return _Null.capturing if _in_order(device) else torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
@@ -155,5 +155,6 @@ def null_capture(side: NullStream) -> Iterator[None]:
         _Null.capturing = False
 
 
-def _is_meta(device: torch.device | None) -> bool:
-    return device is not None and device.type == "meta"
+def _in_order(device: torch.device | None) -> bool:
+    """Whether a device has no streams."""
+    return device is not None and device.type in ("meta", "cpu")

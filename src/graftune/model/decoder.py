@@ -8,7 +8,7 @@ which of them belong together is the business of `PassContext.sequences`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from graftune.batch import PackedBatch
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import Block
+from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Residents
 from graftune.model.context import Dropout, PassContext, Sequences, SideStreams
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.head import Head, NewRows, Output
@@ -44,6 +45,7 @@ class Decoder:
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None
+    bundles: Bundles | Residents = field(default_factory=Residents)  # brings frozen weights here that lie elsewhere
 
     def begin(
         self,
@@ -93,12 +95,15 @@ class Decoder:
 
         The last feed-forward sees no other row: its output elsewhere is never used. `tape` keeps what `backward` needs.
         """
+        self.bundles.begin()
         x, y = self.embed(tokens, run.adapted), None
         for block in self.blocks:
+            self.bundles.enter(block.index)
             x, y, mixed = block.mixing.forward(x, y, run)
             if rows is not None and block is self.blocks[-1]:
                 x, y = x.index_select(0, rows), y.index_select(0, rows)
             x, y, fed = block.feeding.forward(x, y, run)
+            self.bundles.leave(block.index, following=block.index + 2)
             if tape is not None:
                 tape.keep(block, mixed, fed)
             del mixed, fed
@@ -112,8 +117,10 @@ class Decoder:
         stream: torch.Tensor | None = grad
         del grad
         learns_below, ready = self.added is not None or isinstance(self.embedding, Trained), None
+        self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):
             last = block is self.blocks[-1]
+            self.bundles.enter(block.index)
             mixed, fed = tape.take(block, run, rows if last else None)
             assert stream is not None
             stream, ready = block.feeding.backward(stream, ready, fed, run, below=block.mixing)
@@ -126,6 +133,7 @@ class Decoder:
             below = self.blocks[block.index - 1].feeding if block.index else None
             need = learns_below or below is not None
             stream, ready = block.mixing.backward(stream, ready, mixed, run, below, need)
+            self.bundles.leave(block.index, following=block.index - 2)
             run.join()
             del mixed
             if stream is None:
@@ -134,6 +142,7 @@ class Decoder:
         run.join()
         if learns_below and stream is not None:
             self._embed_backward(tokens, stream[:, : self.spec.width])
+        self.bundles.settle()
 
     def hidden(self, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The same without a backward: [T, D] or [R, D]."""
@@ -142,7 +151,9 @@ class Decoder:
 
     def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
         """Lookup in the base's table and, from its end on, in the rows of added tokens; scaled as the family has it."""
+        self.bundles.enter(EMBEDDING)
         x = self._lookup(tokens, adapted)
+        self.bundles.leave(EMBEDDING, following=HEAD)
         return x if self.spec.embedding_scale == 1 else x * self._embedding_scale
 
     @property
@@ -182,6 +193,7 @@ class Decoder:
 
     def read_out(self, stream: Stream, *, adapted: bool = True) -> Output:
         """Final norm and head over the rows of a forward pass: what a loss computes from."""
+        self.bundles.enter(HEAD)
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
         head, spec = self.head.of(adapted), self.spec
@@ -189,6 +201,7 @@ class Decoder:
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""
+        self.bundles.enter(HEAD)
         normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)
         logits = self.head.of(adapted).matmul(normed).float()
         return linear_cross_entropy.soft_capped(logits, self.spec.logit_scale, self.spec.logit_cap)

@@ -17,7 +17,7 @@ import torch
 
 from graftune.kernels.fp8 import Rows
 from graftune.model.context import PassContext
-from graftune.model.frozen.fp8 import MOST_RANK, Fp8, Workspace
+from graftune.model.frozen.fp8 import MOST_RANK, FetchedFp8, Fp8, Workspace
 from graftune.model.frozen.interface import RowSource
 from graftune.model.lora import LoraGroup
 from graftune.model.projection import Normed, Projection, ReadyGrad
@@ -131,7 +131,7 @@ class Fp8Projection(Projection):
 
 class Fp8Projections:
     """Makes a model's projections over FP8, which share a workspace. `products`: (out, in, ranks of the adapters) of
-    each. `generous`: codes are kept transposed too (frozen/fp8.py)."""
+    each. `generous`: codes are kept transposed too (frozen/fp8.py). `fetched`: blocks share their memory."""
 
     def __init__(
         self,
@@ -141,14 +141,18 @@ class Fp8Projections:
         *,
         dropout: float = 0.0,
         generous: bool = False,
+        fetched: bool = False,
     ):
         found = list(products)
         self.device, self.compute, self.both = device, compute, generous
+        self.kind = FetchedFp8 if fetched else Fp8
         self.slack = 1 / (1 - dropout)  # by this dropout may lengthen what the adapters read
         size = 0 if generous else max(Workspace.size(*product) for product in found)
         self.workspace = Workspace(size, max(width for _, width, _ in found), device)
 
     def make(self, sources: Sequence[RowSource], room: int, lora: LoraGroup | None, place: int) -> Projection:
         room = room if lora is not None and lora.up.shape[1] <= MOST_RANK else 0
-        weight = Fp8.of(sources, self.device, self.compute, self.workspace, room=room, slack=self.slack, both=self.both)
+        weight = self.kind.of(
+            sources, self.device, self.compute, self.workspace, room=room, slack=self.slack, both=self.both
+        )
         return Fp8Projection(weight, lora, place)

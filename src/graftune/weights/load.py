@@ -7,8 +7,10 @@ its rows exist at any time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +18,7 @@ from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
 from graftune.model.block import Block, Branch, FeedForwardBranch
+from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Home, Key
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
@@ -23,6 +26,7 @@ from graftune.model.fp8_projection import Fp8Projections
 from graftune.model.frozen import (
     BlockSource,
     Dense,
+    Fetched,
     FloatRows,
     Frozen,
     GgufRows,
@@ -44,6 +48,7 @@ from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, Runtime
 from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
+from graftune.weights.divided import divided
 from graftune.weights.placement import Placement
 
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
@@ -65,8 +70,13 @@ def _products(spec: ModelSpec, lora: LoraConfig) -> Iterator[tuple[int, int, int
             yield out, width, room_of(part.groups.get(name, ()), targets, lora.rank)
 
 
-def build_decoder(base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement) -> Decoder:
-    return _Placer(base, arena, lora, runtime, placement).decoder()
+def build_decoder(
+    base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement, home: Home | None = None
+) -> Decoder:
+    """`home`: where the frozen weights lie and are fetched from; None: on the device."""
+    if home is not None and home.reading is not None:
+        base = replace(base, tensors=divided(base.tensors, home.reading))
+    return _Placer(base, arena, lora, runtime, placement, home).decoder()
 
 
 def _in_memory(source: RowSource) -> RowSource:
@@ -77,19 +87,26 @@ def _in_memory(source: RowSource) -> RowSource:
 class _Placer:
     """Takes tensors out of the base by name, checks their shapes and puts them where the placement says."""
 
-    def __init__(self, base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement):
+    def __init__(
+        self, base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement, home: Home | None
+    ):
         self.base, self.arena, self.lora, self.placement = base, arena, lora, placement
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
         self.on_gpu = launch.augments(runtime.device)
         self.quantised = is_quantised(base.tensors)
+        self.bundles = None if home is None else Bundles(home, runtime.device)
+        self.made: list[Any] = []  # frozen weights of the bundle that is being made
 
     def decoder(self) -> Decoder:
         spec = self.spec
-        embedding = self.table("embed_tokens.weight")
-        head = embedding if spec.tied else self.table("lm_head.weight")
-        embed_rows = self.new_rows("embed_tokens.rows", embedding)
-        head_rows = embed_rows if spec.tied else self.new_rows("lm_head.rows", head)
-        return Decoder(
+        with self.bundle(None if spec.tied else EMBEDDING):  # a tied table is used at both ends: it stays
+            embedding = self.table("embed_tokens.weight")
+            head, head_rows = embedding, embed_rows = embedding, self.new_rows("embed_tokens.rows", embedding)
+        if not spec.tied:
+            with self.bundle(HEAD):
+                head = self.table("lm_head.weight")
+                head_rows = self.new_rows("lm_head.rows", head)
+        decoder = Decoder(
             spec=spec,
             embedding=embedding,
             blocks=[self.block(i) for i in range(spec.layers)],
@@ -100,8 +117,24 @@ class _Placer:
             compute=self.compute,
             added=embed_rows,
         )
+        if self.bundles is not None:
+            self.bundles.finish()
+            decoder.bundles = self.bundles
+        return decoder
+
+    @contextmanager
+    def bundle(self, key: Key | None) -> Iterator[None]:
+        """Frozen weights that are made inside belong together, and go to their home when all of them are there."""
+        self.made = []
+        yield
+        if self.bundles is not None and key is not None:
+            self.bundles.add(key, self.made)
 
     def block(self, index: int) -> Block:
+        with self.bundle(index):
+            return self._block(index)
+
+    def _block(self, index: int) -> Block:
         spec, layer = self.spec, self.spec.layer(index)
         before_mixer, behind_mixer, before, behind = (
             None if name is None else self.norm(f"layers.{index}.{name}.weight", spec.width) for name in layer.norms
@@ -135,8 +168,7 @@ class _Placer:
             return self.trained(names, shapes[0][1])
         sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
         if self.placement.base_dtype == "nf4" and not self.quantised:
-            quantised = [Nf4Rows.quantised(source, self.device) for source in sources]
-            return self.unpacked(quantised, room) if self.on_gpu else Mapped(quantised, self.device, self.compute)
+            return self.unpacked([Nf4Rows.quantised(source, self.device) for source in sources], room)
         return self.frozen(sources, room)
 
     @cached_property
@@ -146,7 +178,8 @@ class _Placer:
         if kind is None or self.arena.full:
             return None
         products, generous = _products(self.spec, self.lora), self.placement.generous
-        return kind(products, self.device, self.compute, dropout=self.lora.dropout, generous=generous)
+        fetched = self.bundles is not None
+        return kind(products, self.device, self.compute, dropout=self.lora.dropout, generous=generous, fetched=fetched)
 
     def table(self, name: str) -> Frozen:
         """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the
@@ -174,13 +207,14 @@ class _Placer:
         sources = [_in_memory(source) for source in sources]
         if self.on_gpu and dtype != self.compute:
             return self.unpacked([FloatRows.loaded(source, dtype, self.device) for source in sources], room)
-        return Dense.of(sources, self.device, dtype, self.compute, room)
+        kind = Dense if self.bundles is None else Fetched
+        return self.noted(kind.of(sources, self.device, dtype, self.compute, room))
 
     def kept(self, sources: Sequence[RowSource], room: int) -> Frozen:
         """As the file has them."""
-        if not self.on_gpu:
+        if not self.on_gpu and self.bundles is None:
             return Mapped([_in_memory(source) for source in sources], self.device, self.compute)
-        if all(self.float_of(source) == self.compute for source in sources):
+        if self.on_gpu and all(self.float_of(source) == self.compute for source in sources):
             return self.resident(sources, self.compute, room)
         return self.unpacked([self.uploaded(source) for source in sources], room)
 
@@ -194,6 +228,16 @@ class _Placer:
         return GgufRows.uploaded(cast(BlockSource, file), source.shape[0], self.device)
 
     def unpacked(self, members: Sequence[Packed], room: int) -> Frozen:
+        """Weights in memory that products dequantise: as a whole into the scratch, or on a CPU by pieces."""
+        return self.noted(self._unpacked(members, room))
+
+    def noted(self, weight: Frozen) -> Frozen:
+        self.made.append(weight)
+        return weight
+
+    def _unpacked(self, members: Sequence[Packed], room: int) -> Frozen:
+        if not self.on_gpu:
+            return Mapped(members, self.device, self.compute)
         rows, width = sum(member.shape[0] for member in members), members[0].shape[1]
         if Scratch.size(rows, width, room) <= len(self.scratch.flat):
             return Unpacked(members, self.scratch, room)
@@ -275,7 +319,9 @@ class _PartMaker:
         place = self.layer * 8 + self.first + list(self.part.groups).index(group)
         if placer.own:
             sources = [_in_memory(placer.source(name, shape)) for name, shape in zip(names, shapes, strict=True)]
-            return placer.own.make(sources, room, adapter, place)
+            made = placer.own.make(sources, room, adapter, place)
+            placer.noted(made.frozen)
+            return made
         return Projection(placer.projection(names, shapes, room), adapter, place)
 
     def experts(self, group: str) -> ExpertProjection:

@@ -4,6 +4,7 @@ The step never asks which kind it holds: that is a property of the weight, not a
 projection of its own, fp8_projection.py, since norm, SwiGLU and rope write the codes that it reads; nobody else knows.
 
     Dense      resident in a float dtype, as a rule the compute dtype, with room for adapters beside it where asked
+    Fetched    likewise, in a buffer that blocks take in turn (model/bundles.py)
     Fp8        on a GPU as 8-bit codes with a scale a row, and multiplied as such
     Unpacked   on a GPU in fewer bits (NF4, GGUF blocks as in the file, or another float dtype): each product
                dequantises the weight into a scratch that all layers share, and then is the same product
@@ -20,7 +21,7 @@ from __future__ import annotations
 from graftune.model.frozen.interface import Augmented, BlockSource, Frozen, Packed, RowSource, row_stride
 from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
 from graftune.model.frozen.packed import FloatRows, GgufRows, Nf4Rows
-from graftune.model.frozen.resident import Dense, Trained
+from graftune.model.frozen.resident import Dense, Fetched, Trained
 from graftune.model.frozen.scratch import Scratch, Table, Unpacked
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Augmented",
     "BlockSource",
     "Dense",
+    "Fetched",
     "FloatRows",
     "Frozen",
     "GgufRows",

@@ -18,7 +18,7 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 
@@ -28,6 +28,7 @@ from graftune.kernels import fp8, launch
 from graftune.kernels.fp8 import Rows, Share
 from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.kernels.room import Adapters
+from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource
 from graftune.model.frozen.mapped import pieces, read_to
 
@@ -106,8 +107,9 @@ class Fp8(Augmented):
             self.kept = fp8.buffer(in_features, out_features + codes_room, device, zero=True)
         self.share: Share | None = None
 
-    @staticmethod
+    @classmethod
     def of(
+        cls,
         sources: Sequence[RowSource],
         device: torch.device,
         compute: torch.dtype,
@@ -116,10 +118,10 @@ class Fp8(Augmented):
         room: int = 0,
         slack: float = 1.0,
         both: bool = False,
-    ) -> Fp8:
+    ) -> Self:
         """Quantised while it is read, on the device: the peak is the codes and a few rows."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
-        made = Fp8(rows, width, device, compute, workspace, room=room, slack=slack, both=both)
+        made = cls(rows, width, device, compute, workspace, room=room, slack=slack, both=both)
         at = 0
         for source in sources:
             for start, stop in pieces(*source.shape):
@@ -312,6 +314,35 @@ class Fp8(Augmented):
             fp8.transpose(codes, turned)
             turned = turned[:, :height]
         return fp8.mm(rows, Rows(turned, self.workspace.ones[: self.in_features]), self.compute)
+
+
+class FetchedFp8(Fp8):
+    """The same in a buffer that other blocks use too (model/bundles.py): the adapters' codes have memory of their own,
+    from which they are copied beside and below the weight's for each product. The rows' scales stay on the device: the
+    adapters' codes are made with them after every update, and the block above writes dY times them."""
+
+    def move(self, place: Place) -> None:
+        rows, width = self.whole.shape
+        codes = self.whole.view(torch.uint8)
+        codes = place(codes.as_strided((rows, fp8.aligned(width)), (fp8.aligned(width), 1)))
+        self.whole = codes.view(fp8.E4M3)[:, :width]
+        self.storage = self.whole[: len(self.storage)]
+
+    def place_adapters(self, adapters: Adapters) -> list[Copy]:
+        super().place_adapters(adapters)
+        beside, below = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.beside, self.below))
+        self.share = self.workspace.shares[-1] = self._share._replace(beside=beside, below=below)
+        return []
+
+    def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:
+        if width is None:
+            self.beside.view(torch.uint8).copy_(self._share.beside.view(torch.uint8))
+        return super()._product(rows, width)
+
+    def _grad_product(self, rows: Rows, height: int | None = None) -> torch.Tensor:
+        if height is None:
+            self.below.view(torch.uint8).copy_(self._share.below.view(torch.uint8))
+        return super()._grad_product(rows, height)
 
 
 def _tiled(rows: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.kernels.lora_linear import Copy
 from graftune.kernels.room import Adapters
+from graftune.model.bundles import Place
 
 
 def row_stride(width: int, room: int) -> int:
@@ -45,21 +46,19 @@ class BlockSource(Protocol):
         ...
 
 
-class Packed(Protocol):
-    """Rows of a weight matrix on the device, in another form than the products want."""
+class Packed(RowSource, Protocol):
+    """Rows of a weight matrix in memory, in another form than the products want."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype_name(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
     def unpack(self, out: torch.Tensor, start: int = 0) -> None:
         """Rows from `start` on into out [rows, in], rounded to its dtype; the rows of `out` may lie apart."""
         ...
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows `ids` [T] -> [T, in]."""
+        ...
+
+    def moved(self, place: Place) -> Packed:
+        """The same with its tensors elsewhere (model/bundles.py)."""
         ...
 
 

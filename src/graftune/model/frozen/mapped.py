@@ -10,7 +10,8 @@ import torch
 
 from graftune.kernels import gguf_dequant, launch, rehearsal
 from graftune.kernels.lora_linear import add_product_
-from graftune.model.frozen.interface import BlockSource, RowSource
+from graftune.model.bundles import Place
+from graftune.model.frozen.interface import BlockSource, Packed, RowSource
 
 MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
 
@@ -49,6 +50,10 @@ class Mapped(ByPieces):
     @property
     def nbytes(self) -> int:
         return sum(s.nbytes for s in self.sources)
+
+    def move(self, place: Place) -> None:
+        """Only where all sources are in memory (packed.py)."""
+        self.sources = [cast(Packed, source).moved(place) for source in self.sources]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         assert len(self.sources) == 1, "lookups are made in a single table"

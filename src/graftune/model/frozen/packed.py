@@ -1,20 +1,25 @@
-"""The formats a weight may have on the device. Values are computed in fp32 and rounded once, to the compute dtype."""
+"""The formats a weight may have in memory. Values are computed in fp32 and rounded once, to the compute dtype.
+
+On a GPU a product unpacks them into the scratch; on a CPU they are sources of rows (mapped.py), as those of a file are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from graftune.kernels import gguf_dequant, nf4
 from graftune.kernels.nf4 import Nf4
+from graftune.model.bundles import Place
 from graftune.model.frozen.interface import BlockSource, RowSource
 from graftune.model.frozen.mapped import fill, pieces, read_to
 
 
 @dataclass(frozen=True)
 class Nf4Rows:
-    """NF4 in bitsandbytes' layout, on any device (packed, and on a CPU a source of rows too)."""
+    """NF4 in bitsandbytes' layout."""
 
     nf4: Nf4
     dtype_name: str = "nf4"
@@ -50,6 +55,10 @@ class Nf4Rows:
     def values(self) -> torch.Tensor:
         return nf4.dequantise(self.nf4, torch.float32)
 
+    def moved(self, place: Place) -> Nf4Rows:
+        elsewhere: dict[str, Any] = {name: place(x) for name, x in vars(self.nf4).items() if isinstance(x, torch.Tensor)}
+        return replace(self, nf4=replace(self.nf4, **elsewhere))
+
 
 @dataclass(frozen=True)
 class GgufRows:
@@ -83,6 +92,20 @@ class GgufRows:
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return gguf_dequant.gather(self.blocks, self.dtype_name, ids, dtype)
 
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, self.width, dtype=torch.float32, device=self.blocks.device)
+        self.unpack(out, start)
+        return out
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lookup(ids, torch.float32)
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, len(self.blocks))
+
+    def moved(self, place: Place) -> GgufRows:
+        return replace(self, blocks=place(self.blocks))
+
 
 @dataclass(frozen=True)
 class FloatRows:
@@ -113,3 +136,15 @@ class FloatRows:
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.index_select(0, ids).to(dtype)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor[start:stop]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor.index_select(0, ids)
+
+    def values(self) -> torch.Tensor:
+        return self.tensor
+
+    def moved(self, place: Place) -> FloatRows:
+        return replace(self, tensor=place(self.tensor))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 
-from graftune.kernels import matmul
+from graftune.kernels import matmul, room
 from graftune.kernels.lora_linear import Copy, add_product_, members
 from graftune.kernels.room import Adapters
 from graftune.model import huge_pages
+from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource, row_stride
 from graftune.model.frozen.mapped import fill
 
@@ -20,28 +22,24 @@ class Dense(Augmented):
     """Resident, as a rule in the compute dtype; `room` columns and rows lie beside and below, zero at first. Adapters
     stay in the room from update to update."""
 
-    def __init__(self, weight: torch.Tensor, compute: torch.dtype, room: int = 0):
-        self.storage, self.compute, self.room = weight, compute, room
-        self.out_features, self.in_features = (n - room for n in weight.shape)
-        self.kind = KINDS[weight.dtype]
+    def __init__(
+        self, rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int = 0
+    ):
+        """Memory for the weight; the room is zero."""
+        self.out_features, self.in_features, self.compute, self.room = rows, width, compute, room
+        self.kind = KINDS[dtype]
+        self.whole = huge_pages.advise(torch.empty(rows + room, row_stride(width, room), dtype=dtype, device=device))
+        self.storage = self.whole[:, : width + room]
+        self.storage[rows:].zero_()
+        self.storage[:, width:].zero_()
 
-    @staticmethod
-    def empty(
-        rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int
-    ) -> Dense:
-        whole = huge_pages.advise(torch.empty(rows + room, row_stride(width, room), dtype=dtype, device=device))
-        storage = whole[:, : width + room]
-        storage[rows:].zero_()
-        storage[:, width:].zero_()
-        return Dense(storage, compute, room)
-
-    @staticmethod
+    @classmethod
     def of(
-        sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int = 0
-    ) -> Dense:
+        cls, sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int = 0
+    ) -> Self:
         """Filled straight from the sources, a few rows at a time: the peak is the weight and one piece."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
-        dense = Dense.empty(rows, width, device, dtype, compute, room)
+        dense = cls(rows, width, device, dtype, compute, room)
         at = 0
         for source in sources:
             fill(dense.weight[at : at + source.shape[0]], source)
@@ -50,7 +48,7 @@ class Dense(Augmented):
 
     @property
     def nbytes(self) -> int:
-        return self.storage.untyped_storage().nbytes()
+        return self.whole.nbytes
 
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
         below = Copy(adapters.down, self.below[: len(adapters.down)], 1.0)
@@ -78,6 +76,27 @@ class Dense(Augmented):
     def _as(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in the product's dtype: itself, or (bf16 weights on a CPU without bf16 units) a cast copy."""
         return self.weight if self.storage.dtype == dtype else self.weight.to(dtype)
+
+
+class Fetched(Dense):
+    """A dense weight in a buffer that other blocks use too (model/bundles.py): what lies beside and below it is
+    theirs, so the adapters are written there for each product."""
+
+    def move(self, place: Place) -> None:
+        self.whole = place(self.whole)
+        self.storage = self.whole[:, : self.in_features + self.room]
+
+    def place_adapters(self, adapters: Adapters) -> list[Copy]:
+        self.adapters = adapters
+        return []
+
+    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        room.beside(self.beside, self.adapters)
+        return super().matmul_augmented(x, out)
+
+    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
+        room.below(self.below, self.adapters)
+        return super().input_grad_augmented(grad)
 
 
 class Trained:

@@ -21,6 +21,7 @@ import torch
 from graftune.kernels import matmul, room
 from graftune.kernels.lora_linear import Copy
 from graftune.kernels.room import Adapters
+from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, Packed, row_stride
 from graftune.model.frozen.mapped import ByPieces
 
@@ -68,6 +69,9 @@ class Unpacked(Augmented):
     @property
     def shared(self) -> tuple[torch.Tensor, ...]:
         return (self.storage,)
+
+    def move(self, place: Place) -> None:
+        self.members = [member.moved(place) for member in self.members]
 
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
         self.adapters = adapters
@@ -120,6 +124,9 @@ class Table(ByPieces):
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes
+
+    def move(self, place: Place) -> None:
+        self.packed = self.packed.moved(place)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.packed.lookup(ids, self.scratch.dtype)

@@ -1,0 +1,69 @@
+"""A frozen base in equal parts on all ranks: a home of model/bundles.py whose bundles are gathered when they are used.
+
+Of every bundle each rank keeps one part, and `all_gather_into_tensor` brings the whole into the buffer: one collective
+a block, forward and backward, and no other. A frozen weight has no gradient to scatter and no state, so nothing here
+knows what the bytes mean: 4-bit codes and their scales are gathered as bytes. (FSDP2 makes a DTensor of every
+parameter; quantised ones lose their state in it.)
+
+The file is read once by all ranks together, too: each reads its rows of a piece, and the others' come over the link
+(`Reading`). So loading makes the same values, to the bit, as on one rank, whatever the weight is quantised to.
+
+With `on_host` a rank's parts lie in pinned host memory: a node then holds the base once, and each GPU's own link
+carries only its part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from graftune.arithmetic import ceil_div
+from graftune.kernels import launch
+from graftune.model.bundles import ALIGNMENT
+
+PIECE = 256 << 20  # bytes that are gathered at once, at most
+
+Gather = Callable[[torch.Tensor, torch.Tensor], object]  # into [size * n], a rank's own [n]
+
+
+class RankReading:
+    """A file read by all ranks together."""
+
+    def __init__(self, rank: int, size: int, gather: Gather, device: torch.device):
+        self.rank, self.size, self.device, self._gather = rank, size, device, gather
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        own = own.to(self.device).contiguous()
+        everyone = own.new_empty(self.size * len(own), *own.shape[1:])
+        self._gather(everyone.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8))
+        return everyone
+
+
+class Shards:
+    """`gather` is the collective; a plan, which has no ranks to talk to, gives one that does nothing."""
+
+    def __init__(self, rank: int, size: int, gather: Gather, device: torch.device, *, on_host: bool = False):
+        self.rank, self.size, self._gather, self.device = rank, size, gather, device
+        self.on_host = on_host and launch.on_gpu(device)
+        self.reading = RankReading(rank, size, gather, device)
+        self.staged: torch.Tensor | None = None  # a rank's part on its way from host memory
+
+    def sizes(self, count: int) -> list[int]:
+        unit = self.size * ALIGNMENT
+        most = PIECE // unit * unit
+        rest = count % most
+        return [most] * (count // most) + ([ceil_div(rest, unit) * unit] if rest else [])
+
+    def keep(self, piece: torch.Tensor) -> torch.Tensor:
+        own = piece.view(self.size, -1)[self.rank]
+        if not self.on_host:
+            return own.clone()
+        if self.staged is None or len(self.staged) < len(own):
+            self.staged = torch.empty_like(own)
+        return torch.empty(len(own), dtype=torch.uint8, device="cpu", pin_memory=True).copy_(own)
+
+    def fetch(self, kept: torch.Tensor, into: torch.Tensor) -> None:
+        if self.staged is not None:
+            kept = self.staged[: len(kept)].copy_(kept, non_blocking=True)
+        self._gather(into, kept)

@@ -1,0 +1,285 @@
+"""Frozen weights that are on the device only while they are used: two buffers that the blocks take in turn.
+
+A bundle is the frozen weights of one block, or of the embedding, or of the head, as one flat run of bytes. Its home,
+where the bytes lie for good, is host memory (`HostMemory`) or all ranks together (dist/shard.py); weights in 4 bits
+travel as 4 bits. Block i always uses buffer i % 2, so each of its weights is a view with a fixed address: kernels know
+nothing of bundles, and passes are captured in graphs like any other.
+
+    forward     while block i + 1 computes, block i + 2 is fetched into the buffer that block i has left
+    backward    the same downwards; the last two blocks are still there
+
+A backward therefore ends with the first two blocks in the buffers, which is how every captured pass begins. Embedding
+and head, which may be as large as twenty blocks, share a third buffer: the head is fetched piece by piece between the
+blocks of the forward, the embedding between those of the backward. (In one queue with the blocks, as a whole, each
+would stop the pass for as long as it takes to arrive. Buffers for three blocks were not needed.) A table that is both
+embedding and head stays on the device.
+
+Fetches run on a stream of their own. The host keeps track of what each buffer holds, and of the event to wait for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from graftune import graph
+from graftune.arithmetic import ceil_div
+from graftune.kernels import launch
+
+EMBEDDING, HEAD = "embedding", "head"
+ALIGNMENT = 256  # bytes, of a tensor in its bundle: as the allocator gives memory out
+LARGEST_PIECE, SMALLEST_PIECE = 64 << 20, 64 << 10  # bytes that are copied from host memory at once
+
+Key = int | str  # a block's number, EMBEDDING or HEAD
+Place = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Movable(Protocol):
+    """A frozen weight whose tensors can be put elsewhere."""
+
+    def move(self, place: Place) -> None:
+        """Replace each tensor by what `place` returns for it, a tensor of the same shape; always in the same order."""
+        ...
+
+
+class Reading(Protocol):
+    """Divides the reading of a file among ranks."""
+
+    rank: int
+    size: int
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The same number of rows of every rank, one behind the other."""
+        ...
+
+
+class Home(Protocol):
+    """Where the bytes of bundles lie for good."""
+
+    reading: Reading | None  # how ranks read the file together; None: each for itself
+
+    def sizes(self, count: int) -> list[int]:
+        """The pieces in which so many bytes are kept; together they may be longer."""
+        ...
+
+    def keep(self, piece: torch.Tensor) -> torch.Tensor:
+        """What stays of a piece."""
+        ...
+
+    def fetch(self, kept: torch.Tensor, into: torch.Tensor) -> None:
+        """The piece back into a buffer, on the current stream."""
+        ...
+
+
+class HostMemory:
+    """Pinned, where the device is a GPU. torch rounds pinned memory up to powers of two, so pieces have such sizes."""
+
+    reading = None
+
+    def __init__(self, device: torch.device):
+        self.pinned = launch.on_gpu(device)
+
+    def sizes(self, count: int) -> list[int]:
+        sizes = [LARGEST_PIECE] * (count // LARGEST_PIECE)
+        rest = count % LARGEST_PIECE
+        while rest >= SMALLEST_PIECE:
+            sizes.append(1 << (rest.bit_length() - 1))
+            rest -= sizes[-1]
+        return [*sizes, rest] if rest else sizes
+
+    def keep(self, piece: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(piece), dtype=torch.uint8, device="cpu", pin_memory=self.pinned).copy_(piece)
+
+    def fetch(self, kept: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(kept, non_blocking=True)
+
+
+class Residents:
+    """Every frozen weight stays on the device: nothing is fetched."""
+
+    collective = False
+
+    def begin(self) -> None: ...
+    def enter(self, key: Key) -> None: ...
+    def leave(self, key: Key, following: Key) -> None: ...
+    def settle(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor lies in its bundle."""
+
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    weights: Sequence[Movable]
+    places: Sequence[TensorPlace]
+    sizes: Sequence[int]  # of its pieces
+    kept: Sequence[torch.Tensor] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    def attach(self, flat: torch.Tensor) -> None:
+        """The weights are views into `flat` from now on."""
+        views = iter([place.view(flat) for place in self.places])
+        for weight in self.weights:
+            weight.move(lambda _: next(views))
+
+
+@dataclass
+class Buffer:
+    flat: torch.Tensor
+    holds: Key | None = None
+    arrived: Any = None  # the event behind the last fetch, until the stream of the pass has waited for it
+
+
+class Bundles:
+    """The bundles of a decoder, their home and the buffers. While loading, `add` takes one after the other from the
+    device to the home; `finish` makes the buffers."""
+
+    def __init__(self, home: Home, device: torch.device):
+        self.home, self.device = home, device
+        self.bundles: dict[Key, Bundle] = {}
+        self.buffers: dict[Key, Buffer] = {}  # by the bundle; shared
+        self.side = graph.stream("weights", device)
+        self.pending: deque[tuple[Buffer, torch.Tensor, torch.Tensor]] = deque()  # pieces of a table on its way
+        self.at_once = 1
+
+    @property
+    def collective(self) -> bool:
+        """Whether every rank has to make every pass, since they fetch together."""
+        return self.home.reading is not None
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(kept.nbytes for bundle in self.bundles.values() for kept in bundle.kept)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.flat.nbytes for buffer in {id(b): b for b in self.buffers.values()}.values())
+
+    def add(self, key: Key, weights: Sequence[Movable]) -> None:
+        held: list[torch.Tensor] = []
+
+        def noted(tensor: torch.Tensor) -> torch.Tensor:
+            held.append(tensor)
+            return tensor
+
+        for weight in weights:
+            weight.move(noted)
+        places = _laid_out(held)
+        sizes = self.home.sizes(places[-1].stop)
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        for place, tensor in zip(places, held, strict=True):
+            place.view(flat).copy_(tensor)
+        kept = [self.home.keep(piece) for piece in flat.split(sizes)]
+        for weight in weights:
+            weight.move(_absent)
+        self.bundles[key] = Bundle(weights, places, sizes, kept)
+
+    def finish(self) -> None:
+        blocks = [key for key in self.bundles if isinstance(key, int)]
+        tables = [key for key in self.bundles if not isinstance(key, int)]
+        for keys in (blocks[::2], blocks[1::2], tables):
+            if not keys:
+                continue
+            flat = torch.empty(max(self.bundles[key].nbytes for key in keys), dtype=torch.uint8, device=self.device)
+            buffer = Buffer(flat)
+            for key in keys:
+                self.buffers[key] = buffer
+                self.bundles[key].attach(flat)
+        most = max((len(self.bundles[key].sizes) for key in tables), default=0)
+        self.at_once = max(1, ceil_div(2 * most, max(1, len(blocks))))  # so that a table arrives half-way
+
+    # In a pass
+
+    def begin(self) -> None:
+        """Fetch what a forward needs first."""
+        for key in (EMBEDDING, 0, 1):
+            self._fetch(key)
+
+    def enter(self, key: Key) -> None:
+        """From now on the current stream reads this bundle's weights."""
+        self._fetch(key)
+        buffer = self.buffers.get(key)
+        if buffer is None:
+            return
+        if any(on_its_way is buffer for on_its_way, *_ in self.pending):
+            self._send(len(self.pending))
+        if buffer.arrived is not None:
+            graph.current_stream(self.device).wait_event(buffer.arrived)
+            buffer.arrived = None
+
+    def leave(self, key: Key, following: Key) -> None:
+        """The current stream has read them; the buffer's next bundle is fetched, if there is one of this name."""
+        if key in self.bundles:
+            self._fetch(following)
+            if isinstance(key, int):
+                self._send(self.at_once)
+
+    def settle(self) -> None:
+        """As a captured pass begins, and a backward ends: the first bundles are there, and nothing is under way."""
+        self.begin()
+        for key in (EMBEDDING, 0, 1):
+            self.enter(key)
+
+    def _fetch(self, key: Key) -> None:
+        """A block at once, a table piece by piece behind the blocks that are fetched next."""
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.holds == key:
+            return
+        bundle, buffer.holds = self.bundles[key], key
+        pieces = zip(buffer.flat[: bundle.nbytes].split(list(bundle.sizes)), bundle.kept, strict=True)
+        if isinstance(key, int):
+            self._copy((buffer, into, kept) for into, kept in pieces)
+        else:
+            self.pending.clear()
+            self.pending.extend((buffer, into, kept) for into, kept in pieces)
+
+    def _send(self, count: int) -> None:
+        self._copy(self.pending.popleft() for _ in range(min(count, len(self.pending))))
+
+    def _copy(self, pieces: Iterable[tuple[Buffer, torch.Tensor, torch.Tensor]]) -> None:
+        pieces = list(pieces)
+        if not pieces:
+            return
+        self.side.wait_stream(graph.current_stream(self.device))  # what was sent there may still read the buffer
+        with graph.on(self.side):
+            for _, into, kept in pieces:
+                self.home.fetch(kept, into)
+            arrived = graph.event(self.device)
+            arrived.record(self.side)
+        pieces[-1][0].arrived = arrived
+
+
+def _laid_out(tensors: Sequence[torch.Tensor]) -> list[TensorPlace]:
+    """One behind the other, each at a border of ALIGNMENT."""
+    places: list[TensorPlace] = []
+    for tensor in tensors:
+        assert tensor.is_contiguous(), "a bundle is made of whole tensors"
+        start = ceil_div(places[-1].stop, ALIGNMENT) * ALIGNMENT if places else 0
+        places.append(TensorPlace(start, tensor.shape, tensor.dtype))
+    return places
+
+
+def _absent(tensor: torch.Tensor) -> torch.Tensor:
+    """The shape without the memory, until the buffers exist."""
+    return tensor.new_empty(()).expand(tensor.shape)

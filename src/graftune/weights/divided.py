@@ -1,0 +1,86 @@
+"""A base that several ranks read together: each reads its share of the rows, and the others' are gathered.
+
+Every rank has to read the same tensors in the same order, as loading does. Vectors are small, and every rank reads them
+itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from graftune.arithmetic import ceil_div
+from graftune.kernels.fp8 import Rows
+from graftune.model.bundles import Reading
+from graftune.model.frozen import RowSource
+from graftune.weights.bnb_io import Nf4Tensor
+from graftune.weights.rows import Over
+
+
+def divided(tensors: Mapping[str, RowSource], reading: Reading) -> dict[str, RowSource]:
+    return {name: _divided(source, reading) for name, source in tensors.items()}
+
+
+def _divided(source: RowSource, reading: Reading) -> RowSource:
+    if isinstance(source, Nf4Tensor):  # read as a whole, part by part
+        parts = {name: Divided(part, reading) for name, part in source.parts.items()}
+        return dataclasses.replace(source, parts=cast(Any, parts))
+    return Divided(source, reading) if len(source.shape) == 2 else source
+
+
+@dataclass(frozen=True)
+class Divided(Over):
+    """Another source, of which each rank reads its share of the rows that are asked for (a RowSource)."""
+
+    reading: Reading
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._together(self.source.read, start, min(stop, self.shape[0]))
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.source.gather(ids)
+
+    def values(self) -> torch.Tensor:
+        """Of a vector, or of a tensor with fewer rows than ranks, each rank reads all."""
+        if len(self.shape) < 2 or self.shape[0] < self.reading.size:
+            return self.source.values()
+        return self.read(0, self.shape[0])
+
+    @property
+    def raw(self) -> Callable[[int, int], torch.Tensor]:
+        """A GGUF's blocks; an AttributeError where the source has none."""
+        read = cast(Any, self.source).raw
+        return lambda start, stop: self._together(read, start, stop)
+
+    @property
+    def read_codes(self) -> Callable[[int, int], Rows]:
+        """An FP8 checkpoint's codes; an AttributeError where the source has none with a scale a row."""
+        read = cast(Any, self.source).read_codes
+
+        def together(start: int, stop: int) -> Rows:
+            first, last, share = self._share(start, stop)
+            own = read(first, last)
+            parts = own.codes.view(torch.uint8), own.scale
+            return Rows(*(self._gathered(part, share)[: stop - start] for part in parts))
+
+        return together
+
+    def _together(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        first, last, share = self._share(start, stop)
+        return self._gathered(read(first, last), share)[: stop - start]
+
+    def _share(self, start: int, stop: int) -> tuple[int, int, int]:
+        """(first row of this rank's, the row behind its last, rows of a share). Where rows do not divide, or are fewer
+        than ranks, the last ranks read rows that are dropped."""
+        share = ceil_div(stop - start, self.reading.size)
+        first = min(start + self.reading.rank * share, stop - 1)
+        return first, min(first + share, stop), share
+
+    def _gathered(self, own: torch.Tensor, share: int) -> torch.Tensor:
+        if len(own) < share:
+            own = torch.cat((own, own.new_zeros(share - len(own), *own.shape[1:])))
+        return self.reading.gather(own)
