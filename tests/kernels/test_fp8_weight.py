@@ -10,7 +10,8 @@ from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch, lora_linear, rms_norm, swiglu
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.room import Adapters
-from graftune.model.frozen.fp8 import Fp8, Workspace
+from graftune.model.bundles import Bundles, HostMemory
+from graftune.model.frozen.fp8 import FetchedFp8, Fp8, Workspace
 from graftune.step.step import Step
 from graftune.weights.placement import Placement
 from tests import oracle
@@ -19,13 +20,13 @@ from tests.kernels.test_fp8_kernel import honest_rounding as _honest_rounding  #
 from tests.kernels.test_whole_step import batch
 
 
-def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False):
+def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False, kind=Fp8):
     """A weight with adapters settled, its values and the adapters'."""
     torch.manual_seed(out * into)
     values = torch.randn(out, into) * 0.02 * torch.exp(torch.randn(out, 1) * 0.3)
     room = -(-rank * len(columns) // 8) * 8
     workspace = Workspace(Workspace.size(out, into, room), into, torch.device(device))
-    weight = Fp8(out, into, torch.device(device), torch.float32, workspace, room=room, both=both)
+    weight = kind(out, into, torch.device(device), torch.float32, workspace, room=room, both=both)
     for start in range(0, out, 24):
         weight.fill(start, values[start : start + 24])
     weight.finish()
@@ -87,6 +88,31 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     exact = grad.float() @ values
     for got in (weight.input_grad(grad.to(device)).cpu(), base):
         assert (got - exact).norm() <= 0.035 * exact.norm()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fetched_codes_give_the_products_of_resident_ones(request, device, fused):
+    """In a buffer that another block has used in between; the adapters' codes are copied beside them each time."""
+    if fused:
+        request.getfixturevalue("kernels_on")
+    device = device if fused else "cpu"
+    shape = 64, 128, ((0, 64),), 16
+    (resident, _, given), (fetched, *_) = (
+        weight_of(*shape, size=0.1, device=device, kind=kind) for kind in (Fp8, FetchedFp8)
+    )
+    bundles = Bundles(HostMemory(torch.device(device)), torch.device(device))
+    for key in range(3):
+        bundles.add(key, [weight_of(*shape, size=2.0, device=device, kind=FetchedFp8)[0] if key else fetched])
+    bundles.finish()
+    for _ in range(2):
+        bundles.enter(2)
+        bundles.enter(0)
+        x, grad = rows_of(5, 128, torch.bfloat16).to(device), rows_of(5, 64, torch.bfloat16).to(device)
+        low = low_of(given, 5, device)
+        low = low._replace(h=low.h.bfloat16())
+        for name, *how in (("forward", x), ("backward", grad, low), ("matmul", x), ("input_grad", grad)):
+            got, want = (getattr(weight, name)(*how) for weight in (fetched, resident))
+            assert all(same(one, other) for one, other in zip(got, want, strict=True)), name
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from graftune.arithmetic import ceil_div
+from graftune.dist.world import World
 from graftune.kernels import launch
 from graftune.model.bundles import ALIGNMENT
 
@@ -67,3 +69,12 @@ class Shards:
         if self.staged is not None:
             kept = self.staged[: len(kept)].copy_(kept, non_blocking=True)
         self._gather(into, kept)
+
+
+def shards_of(world: World, device: torch.device, *, on_host: bool = False) -> Shards:
+    """Over the group that `world` has for tensors on the device."""
+
+    def gather(into: torch.Tensor, own: torch.Tensor) -> None:
+        dist.all_gather_into_tensor(into, own, group=world.group)
+
+    return Shards(world.rank, world.size, gather, device, on_host=on_host)

@@ -33,6 +33,7 @@ from graftune.kernels import launch
 
 EMBEDDING, HEAD = "embedding", "head"
 ALIGNMENT = 256  # bytes, of a tensor in its bundle: as the allocator gives memory out
+SMALL = 4096  # bytes; what is smaller (the table of NF4's scales, say) stays on the device
 LARGEST_PIECE, SMALLEST_PIECE = 64 << 20, 64 << 10  # bytes that are copied from host memory at once
 
 Key = int | str  # a block's number, EMBEDDING or HEAD
@@ -141,7 +142,7 @@ class Bundle:
         """The weights are views into `flat` from now on."""
         views = iter([place.view(flat) for place in self.places])
         for weight in self.weights:
-            weight.move(lambda _: next(views))
+            weight.move(_large(lambda _: next(views)))
 
 
 @dataclass
@@ -184,7 +185,9 @@ class Bundles:
             return tensor
 
         for weight in weights:
-            weight.move(noted)
+            weight.move(_large(noted))
+        if not held:
+            return
         places = _laid_out(held)
         sizes = self.home.sizes(places[-1].stop)
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
@@ -192,7 +195,7 @@ class Bundles:
             place.view(flat).copy_(tensor)
         kept = [self.home.keep(piece) for piece in flat.split(sizes)]
         for weight in weights:
-            weight.move(_absent)
+            weight.move(_large(_absent))
         self.bundles[key] = Bundle(weights, places, sizes, kept)
 
     def finish(self) -> None:
@@ -268,6 +271,10 @@ class Bundles:
             arrived = graph.event(self.device)
             arrived.record(self.side)
         pieces[-1][0].arrived = arrived
+
+
+def _large(place: Place) -> Place:
+    return lambda tensor: tensor if tensor.nbytes < SMALL else place(tensor)
 
 
 def _laid_out(tensors: Sequence[torch.Tensor]) -> list[TensorPlace]:

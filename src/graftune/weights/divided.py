@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.kernels.fp8 import Rows
 from graftune.model.bundles import Reading
 from graftune.model.frozen import RowSource
 from graftune.weights.bnb_io import Nf4Tensor
@@ -57,15 +56,15 @@ class Divided(Over):
         return lambda start, stop: self._together(read, start, stop)
 
     @property
-    def read_codes(self) -> Callable[[int, int], Rows]:
-        """An FP8 checkpoint's codes; an AttributeError where the source has none with a scale a row."""
+    def read_codes(self) -> Callable[[int, int], Any]:
+        """An FP8 checkpoint's codes and scales; an AttributeError where the source has none with a scale a row."""
         read = cast(Any, self.source).read_codes
 
-        def together(start: int, stop: int) -> Rows:
+        def together(start: int, stop: int) -> Any:
             first, last, share = self._share(start, stop)
             own = read(first, last)
             parts = own.codes.view(torch.uint8), own.scale
-            return Rows(*(self._gathered(part, share)[: stop - start] for part in parts))
+            return type(own)(*(self._gathered(part, share)[: stop - start] for part in parts))
 
         return together
 

@@ -18,6 +18,7 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -321,11 +322,15 @@ class FetchedFp8(Fp8):
     from which they are copied beside and below the weight's for each product. The rows' scales stay on the device: the
     adapters' codes are made with them after every update, and the block above writes dY times them."""
 
+    @cached_property
+    def lines(self) -> torch.Tensor:
+        """The codes with what lies between their rows."""
+        size = self.whole.stride(0)
+        return self.whole.view(torch.uint8).as_strided((len(self.whole), size), (size, 1))
+
     def move(self, place: Place) -> None:
-        rows, width = self.whole.shape
-        codes = self.whole.view(torch.uint8)
-        codes = place(codes.as_strided((rows, fp8.aligned(width)), (fp8.aligned(width), 1)))
-        self.whole = codes.view(fp8.E4M3)[:, :width]
+        self.lines = place(self.lines)
+        self.whole = self.lines.view(fp8.E4M3)[:, : self.whole.shape[1]]
         self.storage = self.whole[: len(self.storage)]
 
     def place_adapters(self, adapters: Adapters) -> list[Copy]:

@@ -56,7 +56,9 @@ class Nf4Rows:
         return nf4.dequantise(self.nf4, torch.float32)
 
     def moved(self, place: Place) -> Nf4Rows:
-        elsewhere: dict[str, Any] = {name: place(x) for name, x in vars(self.nf4).items() if isinstance(x, torch.Tensor)}
+        elsewhere: dict[str, Any] = {
+            name: place(x) for name, x in vars(self.nf4).items() if isinstance(x, torch.Tensor)
+        }
         return replace(self, nf4=replace(self.nf4, **elsewhere))
 
 

@@ -1,0 +1,157 @@
+"""One rank of tests/dist/test_shard.py, and what it and the test have in common.
+
+    RANK=0 WORLD_SIZE=2 ... python -m tests.dist.sharded FOLDER
+
+FOLDER holds the models; each rank leaves its results there, by case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from graftune.batch import Example
+from graftune.config import LoraConfig
+from graftune.dist.shard import shards_of
+from graftune.dist.world import join
+from graftune.losses import Anchored
+from graftune.model.bundles import Home
+from graftune.model.lora import build_arena, initialise
+from graftune.ranks import from_environment
+from graftune.runtime import resolve
+from graftune.step.evaluate import evaluate
+from graftune.step.step import Step
+from graftune.weights import gguf_io, names, safetensors_io
+from graftune.weights.base import open_base
+from graftune.weights.load import build_decoder
+from graftune.weights.placement import Placement
+from tests import oracle, quantised, tiny
+from tests.weights import tiny_gguf
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+LAYERS, WIDTH, VOCAB = 33, 128, 259
+CASES = {  # model, base_dtype, compute
+    "fp32": ("folder", "fp32", torch.float32),
+    "bf16": ("folder", "bf16", torch.bfloat16),
+    "nf4": ("folder", "nf4", torch.float32),
+    "gguf": ("blocks.gguf", "keep", torch.float32),
+}
+EXAMPLES = [Example([5, 60, 7, 8, 9, 10, 11], [0, 0, 1, 1, 1, 1, 1]), Example([15, 16, 17, 18], [0, 1, 1, 1])]
+
+
+def write_models(folder: Path) -> None:
+    """One model twice: fp32 safetensors, and GGUF blocks of several kinds."""
+    shape = dataclasses.replace(quantised.spec(WIDTH, layers=LAYERS), vocab=VOCAB)
+    tensors = quantised.dequantised(quantised.gguf_base("F32", shape, "F32")).tensors
+    values = {names.to_hf(name): source.values().contiguous() for name, source in tensors.items()}
+    (folder / "folder").mkdir()
+    save_file(values, folder / "folder" / "model.safetensors")
+    config = {
+        **{"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": shape.ffn, "num_hidden_layers": LAYERS},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4, "vocab_size": VOCAB},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256, "tie_word_embeddings": False},
+    }
+    (folder / "folder" / "config.json").write_text(json.dumps(config))
+    tiny.make_tokenizer().save(folder / "folder")
+    _write_gguf(folder / "blocks.gguf", values, shape.ffn)
+
+
+def _write_gguf(path: Path, values: dict[str, torch.Tensor], ffn: int) -> None:
+    keys: dict[str, Any] = {
+        **{"context_length": 256, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": ffn},
+        **{"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": WIDTH // 4},
+        **{"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0},
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in ({f"llama.{key}": value for key, value in keys.items()} | tiny_gguf.vocabulary()).items():
+        tiny_gguf._add(writer, key, value)
+    for name, value in values.items():
+        array = np.ascontiguousarray(value.numpy())
+        if array.ndim == 1:
+            writer.add_tensor(tiny_gguf.gguf_name(name), array)
+            continue
+        q = gguf.GGMLQuantizationType
+        kind = q.Q4_1 if "mlp" in name else q.F16 if "v_proj" in name else q.Q8_0
+        writer.add_tensor(tiny_gguf.gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+    tiny_gguf.finish(writer)
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Bytes of weights that our readers take out of files."""
+    count = {"read": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, method in (
+            (safetensors_io.SafetensorsTensor, "read"),
+            (safetensors_io.SafetensorsTensor, "values"),
+            (gguf_io.GgufTensor, "_rows"),
+        ):
+            real = getattr(owner, method)
+
+            def counted(self: Any, *args: Any, real: Any = real) -> Any:
+                found = real(self, *args)
+                count["read"] += found.nbytes
+                return found
+
+            patch.setattr(owner, method, counted)
+        yield count
+
+
+def made(folder: Path, case: str, home: Home | None) -> oracle.Ours:
+    model, base_dtype, compute = CASES[case]
+    base, runtime = open_base(str(folder / model)), resolve("cpu", "fp32" if compute == torch.float32 else "bf16")
+    arena = build_arena(base.spec, LORA, runtime.device, runtime.compute)
+    decoder = build_decoder(base, arena, LORA, runtime, Placement(base_dtype, "test"), home)
+    initialise(arena, dataclasses.replace(LORA, init="gaussian"), seed=7)
+    drawn = torch.Generator().manual_seed(8)
+    for name in arena.slots:
+        if name.endswith("lora_B.weight"):
+            arena.view(name, arena.weights).normal_(0, 0.05, generator=drawn)
+    arena.publish()
+    return oracle.Ours(base, decoder, arena, LORA)
+
+
+def results(ours: oracle.Ours) -> dict[str, torch.Tensor]:
+    """Logits, then gradients under each policy and of a loss that reads the base first, then an evaluation: each finds
+    the buffers as the one before left them."""
+    found = {"logits": ours.logits([[1, 2, 3, 44], [4, 5]]).contiguous()}
+    for recompute, loss in (("none", None), ("selective", None), ("full", Anchored(0.3))):
+        ours.arena.grads.zero_()
+        step = Step(ours.decoder, ours.arena, recompute=recompute, loss=loss)
+        step.micro_step(oracle.pack(EXAMPLES))
+        found[f"loss {recompute}"], found[f"gradients {recompute}"] = step.loss_sum.clone(), ours.arena.grads.clone()
+    found["evaluated"] = torch.tensor(evaluate(ours.decoder, EXAMPLES, capacity=7).loss)
+    found["logits after"] = ours.logits([[9, 8]], adapted=False).contiguous()
+    return found
+
+
+def main(folder: Path) -> None:
+    ranks = from_environment()
+    assert ranks is not None
+    world = join(ranks)
+    world.attach(torch.device("cpu"))
+    facts = {}
+    for case in CASES:
+        with counting() as count:
+            ours = made(folder, case, shards_of(world, torch.device("cpu")))
+        bundles = ours.decoder.bundles
+        facts[case] = {"read": count["read"], "kept": bundles.kept_bytes, "buffers": bundles.buffer_bytes}
+        save_file(results(ours), folder / f"{case}-{ranks.rank}.safetensors")
+    (folder / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
+    world.leave()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
