@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+from graftune.files import write_file
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 WARM_UP, WARM_UP_MOST = 3, 10
@@ -280,13 +282,11 @@ def keep(where: str, part: str, found: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Aside and renamed: a run that is cut off leaves the last whole record."""
+    """A run that is cut off leaves the last whole record."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
     text = json.dumps(record, indent=1)
     flat = re.sub(r"\[[-\d.e,\s]+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)  # numbers in one line
-    part.write_text(flat + "\n")
-    part.replace(path)
+    write_file(path, flat + "\n")
 
 
 def goal(what: str, rule: str, bound: float, value: Any) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from graftune.arithmetic import ceil_div
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, IMAGES = ROOT / "benchmarks" / "results" / "h200.json", ROOT / "docs" / "images"
 BAR, GAP, LEAST, WIDEST = 1.0, 0.9, 2.7, 32.0  # of a bar, between groups, of a group, of a row
@@ -179,7 +181,7 @@ def panel(axes: Any, groups: Sequence[Group]) -> None:
 def sweeps(found: Mapping[str, Any], title: str, target: Path) -> None:
     """One figure, two axes in a row."""
     across = min(2, len(found))
-    down = -(-len(found) // across)
+    down = ceil_div(len(found), across)
     figure = plt.figure(figsize=(7.0 * across, 5.4 * down), layout="constrained")
     parts = figure.subfigures(down, across, squeeze=False).flat
     for part, (axis, curves) in zip(parts, found.items(), strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import subprocess
@@ -186,3 +187,42 @@ def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(files.fcntl, "flock", none)
     with FolderLock(tmp_path) as lock:
         assert "locks" in lock.unsupported.lower()
+
+
+# Who else writes: into a file or folder that `new_file` or `new_folder` gave, to the end of a log, or nothing to keep.
+WRITERS = {
+    "cli/app.py": "the null device",
+    "data/cached.py": "new_file",
+    "data/memory.py": "a temporary file of this process",
+    "exporting/gguf_file.py": "new_file of its caller",
+    "observe/memory.py": "a switch of the kernel",
+    "weights/adapter.py": "new_folder",
+    "weights/apr_io.py": "new_file",
+    "weights/checkpoint.py": "new_folder",
+    "weights/model.py": "new_folder",
+    "weights/safetensors_io.py": "new_file",
+    "weights/streamed.py": "new_folder of its caller",
+}
+
+
+def writes(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name == "open":
+        texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        return any(set(text) <= set("wxb+t") and set(text) & set("wx") for text in texts)
+    of_os = isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") in ("os", "shutil")
+    moved = of_os and name in ("replace", "rename", "copy", "copy2", "copyfile", "move", "copytree")
+    return moved or name in ("write_text", "write_bytes", "save_file")
+
+
+def test_nobody_writes_a_file_another_way():
+    root = Path(files.__file__).parent
+    assert [writes(ast.parse(text).body[0].value) for text in ("open(p, 'wb')", "os.replace(a, b)", "open(p)")] == [
+        True, True, False,
+    ]  # fmt: skip
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if any(isinstance(node, ast.Call) and writes(node) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert found - {"files.py"} == set(WRITERS)

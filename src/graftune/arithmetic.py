@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypeVar
 
-def ceil_div(number: int, by: int) -> int:
-    """How many pieces of size `by` hold `number`: the quotient, rounded up."""
+if TYPE_CHECKING:
+    import numpy as np
+
+Whole = TypeVar("Whole", int, "np.ndarray[Any, Any]")
+
+
+def ceil_div(number: Whole, by: int) -> Whole:
+    """How many pieces of size `by` hold `number`: the quotient, rounded up; of an array, of each."""
     return -(-number // by)

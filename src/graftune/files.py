@@ -51,7 +51,8 @@ def flush_folder(folder: Path) -> None:
 
 
 def write_file(path: str | Path, content: bytes | str, *, unique: bool = False) -> None:
-    """Replace the file at `path`. Text is written as UTF-8. `unique`: several processes may write it at once."""
+    """Replace the file at `path`. Text is written as UTF-8, its line ends as they are. `unique`: several processes may
+    write it at once."""
     with new_file(path, unique=unique) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 

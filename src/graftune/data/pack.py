@@ -132,7 +132,7 @@ def capacities(
     rows = np.add.reduceat(np.asarray(responses, dtype=np.int64)[order], starts)
     capacity = _up(int(tokens.max()))
     longest = min(capacity, _up(int(np.max(lengths))))
-    docs = int((counts + -(-(capacity - tokens) // longest)).max())
+    docs = int((counts + ceil_div(capacity - tokens, longest)).max())
     return Capacities(capacity, docs, _up(max(1, int(rows.max()))), longest)
 
 

@@ -113,7 +113,7 @@ def write_gguf(
     on_piece: OnPiece = nothing,
     on_bytes: OnBytes = unseen,
 ) -> None:
-    """Write, flush and read back. The caller renames."""
+    """Write and read back, to a place that `files.new_file` gave."""
     with path.open("wb") as file:
         sums = _write(file, keys, tensors, on_piece, on_bytes)
     on_bytes(None, 0)

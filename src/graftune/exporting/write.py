@@ -18,7 +18,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Survival, combine, merge
 from graftune.exporting.target import Source, find, run_facts
-from graftune.files import new_file
+from graftune.files import new_file, write_file
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
@@ -349,10 +349,6 @@ def _add_modelfile(done: Exported, source: Source, base: Base, adapter_file: Pat
     adapter = None if adapter_file is None else seen_from(path.parent, adapter_file)
     form, why = source.form(base)
     text, notes = modelfile(seen_from(path.parent, weights), adapter, form, base.tokenizer, why)
-    _file(path, lambda aside: _write_text(aside, text))
+    write_file(path, text)
     done.files.append(path)
     done.notes += [*notes, f"Ollama: ollama create {source.name.lower()} -f {path}"]
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="")

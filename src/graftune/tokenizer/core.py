@@ -18,6 +18,7 @@ from pathlib import Path
 import tokenizers
 
 from graftune.errors import GraftuneError
+from graftune.files import write_file
 from graftune.tokenizer.offsets import ByteOffsets, Offsets
 from graftune.tokenizer.template import ChatTemplate
 
@@ -285,9 +286,7 @@ class Tokenizer:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
-                # newline="": a template's own line ends must survive on every system.
-                with open(folder / name, "w", encoding="utf-8", newline="") as file:
-                    file.write(text)
+                write_file(folder / name, text)
         except OSError as error:
             raise GraftuneError(f"the tokenizer cannot be saved: {error.strerror}", where=str(folder)) from error
         return [folder / name for name in files]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from graftune.data.sample.score import TOPICS
+from graftune.files import write_file
 
 T = TypeVar("T")
 
@@ -127,5 +128,5 @@ def rendered() -> bytes:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("support.jsonl")
-    target.write_bytes(rendered())
+    write_file(target, rendered())
     print(f"{target}: {COUNT} records")
