@@ -4,7 +4,7 @@
 
 Every kind is first compared with the CPU's reference, all values of a [1024, 4096] weight, in bf16, fp16 and fp32, flat
 and in rows that lie apart; a kind that differs is reported as such and the exit code is 1. Then it is timed at the
-shapes of an 8B model into the scratch that a step has, with room for its adapters (rows of 4096 values lie 4160 apart:
+shapes of an 8B model into the scratch that a step has, with adapter columns (rows of 4096 values lie 4160 apart:
 the engine's own Scratch says so), ten launches to a graph. `of copy` is the bytes it reads and writes in a second
 against those of a plain copy of as many bf16 values as the weight has, measured in the same call, which is what a
 launch of that size can reach: every kind is to come to 0.8 of it at both shapes. The exit code knows nothing of speed.
@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measure import goal, said
 
 from benchmarks import measure as record
-from graftune.kernels import gguf_dequant, nf4, room
+from graftune.kernels import augmented_weight, gguf_dequant, nf4
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
 from graftune.kernels.gguf_dequant import reference as blocks_reference
 from graftune.kernels.nf4 import reference as nf4_reference
-from graftune.kernels.room import Adapters
 from graftune.model.frozen import Scratch
 
 CHECKED = (1024, 4096)
@@ -85,9 +85,9 @@ class Bench:
         return wrong
 
     def scratch(self, shape: Shape) -> torch.Tensor:
-        """[out + room, in + room], as the engine lays it out."""
-        space = room_of(shape)
-        return Scratch(Scratch.size(*shape, space), self.device, torch.bfloat16).matrix(*shape, space)
+        """[out + adapter columns, in + adapter columns], as the engine lays it out."""
+        columns = adapter_columns(shape)
+        return Scratch(Scratch.size(*shape, columns), self.device, torch.bfloat16).matrix(*shape, columns)
 
     def timed(self, kind: str, shape: Shape) -> tuple[float, int]:
         """(microseconds, bytes read and written)"""
@@ -110,8 +110,8 @@ class Bench:
         step = rows // members
         adapters = Adapters(down, up, tuple((i * step, (i + 1) * step) for i in range(members)), 2.0)
         return {
-            "beside": round(self.microseconds(lambda: room.beside(storage[:rows, width:], adapters)), 2),
-            "below": round(self.microseconds(lambda: room.below(storage[rows:, :width], adapters)), 2),
+            "beside": round(self.microseconds(lambda: augmented_weight.beside(storage[:rows, width:], adapters)), 2),
+            "below": round(self.microseconds(lambda: augmented_weight.below(storage[rows:, :width], adapters)), 2),
         }
 
     def microseconds(self, work: Callable[[], object]) -> float:
@@ -137,7 +137,7 @@ class Bench:
         return min(times)
 
 
-def room_of(shape: Shape) -> int:
+def adapter_columns(shape: Shape) -> int:
     return RANK * MEMBERS.get(shape, 1)
 
 

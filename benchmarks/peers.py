@@ -50,10 +50,10 @@ def build(name: str, case: Case, device: torch.device) -> Runner:
 
 @contextmanager
 def weights_folder(shape: Shape, device: torch.device) -> Iterator[Path]:
-    """In memory where that has the room: a 16 GB folder is then written and read in seconds."""
+    """In memory where enough of it is free: a 16 GB folder is then written and read in seconds."""
     shm = Path("/dev/shm")
-    roomy = shm.is_dir() and shutil.disk_usage(shm).free > 2.6 * shape.parameters
-    with tempfile.TemporaryDirectory(dir=shm if roomy else None) as folder:
+    fits = shm.is_dir() and shutil.disk_usage(shm).free > 2.6 * shape.parameters
+    with tempfile.TemporaryDirectory(dir=shm if fits else None) as folder:
         write_folder(shape, Path(folder), device)
         yield Path(folder)
 

@@ -83,7 +83,7 @@ class Group(NamedTuple):
     peak: float | None
 
     @property
-    def room(self) -> float:
+    def width(self) -> float:
         return max(len(self.times) * BAR + GAP, LEAST)
 
     @property
@@ -110,7 +110,7 @@ def bars(result: Mapping[str, Any], target: Path) -> bool:
         print("nothing to draw: no case has a time")
         return False
     rows = [row for floor in (True, False) for row in wrapped([g for g in groups if bool(g.floor) == floor])]
-    widest = max(sum(group.room for group in row) for row in rows)
+    widest = max(sum(group.width for group in row) for row in rows)
     size = max(7.0, 0.42 * widest + 1.6), 0.9 + 3.7 * len(rows)
     figure, panels = plt.subplots(len(rows), 1, figsize=size, squeeze=False, layout="constrained")
     for axes, row in zip(panels[:, 0], rows, strict=True):
@@ -130,7 +130,7 @@ def wrapped(groups: Sequence[Group]) -> list[list[Group]]:
     """In rows that are not too wide to read."""
     rows: list[list[Group]] = []
     for group in groups:
-        if not rows or sum(each.room for each in rows[-1]) + group.room > WIDEST:
+        if not rows or sum(each.width for each in rows[-1]) + group.width > WIDEST:
             rows.append([])
         rows[-1].append(group)
     return rows
@@ -141,7 +141,7 @@ def panel(axes: Any, groups: Sequence[Group]) -> None:
     base = 1.0 if groups[0].floor else 0.0
     at, ticks, heights = 0.0, [], []
     for group in groups:
-        middle = at + (group.room - GAP) / 2
+        middle = at + (group.width - GAP) / 2
         ticks.append((middle, group.label))
         for place, (who, ms) in enumerate(group.times.items()):
             height = ms / group.floor if group.floor else ms
@@ -158,7 +158,7 @@ def panel(axes: Any, groups: Sequence[Group]) -> None:
                 fontsize=7.5,
                 fontweight="bold" if who == "ours" else "normal",
             )
-        at += group.room
+        at += group.width
     if base:
         axes.axhline(1.0, color=COLOURS["floor"], linewidth=1.2, zorder=3)
         axes.set_yscale("log")

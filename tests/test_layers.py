@@ -44,7 +44,7 @@ TOP = {"__init__", "__main__"}  # the package's own door: may open whatever it l
 
 
 def imports(source: str, package: str) -> set[str]:
-    """Rooms of graftune that a module's source imports, anywhere in it."""
+    """Folders or top-level modules of graftune that a module's source imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -59,24 +59,24 @@ def imports(source: str, package: str) -> set[str]:
     return found - {"__version__"}
 
 
-def allowed(room: str, other: str) -> bool:
-    if room == other or ROW[other] < ROW[room]:
+def allowed(unit: str, other: str) -> bool:
+    if unit == other or ROW[other] < ROW[unit]:
         return True
-    return ROW[room] == ROW[other] == 0 and ROWS[0].index(other) < ROWS[0].index(room)
+    return ROW[unit] == ROW[other] == 0 and ROWS[0].index(other) < ROWS[0].index(unit)
 
 
-def rooms() -> list[tuple[Path, str]]:
+def units() -> list[tuple[Path, str]]:
     files = [(path, path.relative_to(ROOT).parts[0].removesuffix(".py")) for path in ROOT.rglob("*.py")]
-    return [(path, room) for path, room in files if room not in TOP]
+    return [(path, unit) for path, unit in files if unit not in TOP]
 
 
-def test_every_room_has_a_row():
-    assert {room for _, room in rooms()} <= set(ROW)
+def test_every_unit_has_a_row():
+    assert {unit for _, unit in units()} <= set(ROW)
 
 
-@pytest.mark.parametrize(("path", "room"), rooms(), ids=lambda value: str(value).removeprefix(str(ROOT)))
-def test_imports_point_down(path, room):
-    bad = {other for other in imports(path.read_text(), room) if not allowed(room, other)}
+@pytest.mark.parametrize(("path", "unit"), units(), ids=lambda value: str(value).removeprefix(str(ROOT)))
+def test_imports_point_down(path, unit):
+    bad = {other for other in imports(path.read_text(), unit) if not allowed(unit, other)}
     assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
 
 

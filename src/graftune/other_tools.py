@@ -140,7 +140,7 @@ special_tokens add_special_tokens tokens additional_special_tokens add_tokens re
 init_lora_weights lora_init pissa_init loftq_config loftq peft_init_lora_weights
     {init} is kaiming (PEFT's default) or gaussian; PiSSA and LoftQ are not supported
 use_dora dora peft_use_dora lora_dora use_vera
-    DoRA is not supported here: use {rank} and {targets} to give plain LoRA more room
+    DoRA is not supported here: use {rank} and {targets} to give plain LoRA more capacity
 neftune_noise_alpha noisy_embedding_alpha
     NEFTune's noise is not supported here; {dropout} is there against overfitting
 scale lora_scale lora_scaling lora_parameters

@@ -93,7 +93,7 @@ def test_ends_of_an_answer_that_have_no_usual_name(more: int, monkeypatch: pytes
     ends = tuple(range(tokenizer.vocab_size - more, tokenizer.vocab_size))
     tokenizer = dataclasses.replace(tokenizer, stop_ids=(2, *ends))
     if more > 2:
-        with pytest.raises(GraftuneError, match=r"no room for '<\|speaker 2\|>' as one more"):
+        with pytest.raises(GraftuneError, match=r"cannot name '<\|speaker 2\|>' as one more"):
             gguf_vocab.vocabulary(tokenizer, tokenizer.vocab_size, None)
         return
     keys = keys_of(tokenizer, monkeypatch)

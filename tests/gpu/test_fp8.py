@@ -11,9 +11,9 @@ import torch
 from graftune import api
 from graftune.config import Config
 from graftune.kernels import fp8, lora_linear, matmul
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.kernels.lora_linear import LowRank
-from graftune.kernels.room import Adapters
 from graftune.model.frozen.fp8 import Fp8, Workspace
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
@@ -39,7 +39,7 @@ def weight_of(out: int, into: int, columns, rank: int = 16, *, both: bool = Fals
     torch.manual_seed(out)
     ranks = rank * len(columns)
     workspace = Workspace(Workspace.size(out, into, ranks), into, GPU)
-    weight = Fp8(out, into, GPU, torch.bfloat16, workspace, room=ranks, both=both)
+    weight = Fp8(out, into, GPU, torch.bfloat16, workspace, adapter_columns=ranks, both=both)
     weight.fill(0, random(out, into, scale=0.02))
     weight.finish()
     given = Adapters(random(ranks, into, scale=1 / rank), random(out, rank, scale=0.01), columns, 2.0)
@@ -53,12 +53,12 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("tuned", [False, True])
-@pytest.mark.parametrize("room", [0, 48, 144])
+@pytest.mark.parametrize("padding", [0, 48, 144])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 16), (333, 576, 1536), (2048, 4096, 4096), (511, 6144, 4096)])
-def test_the_product_is_that_of_the_codes(m, n, k, room, tuned):
+def test_the_product_is_that_of_the_codes(m, n, k, padding, tuned):
     """Rows of both operands lie apart, the number of tokens is any."""
     torch.manual_seed(m)
-    a, b = fp8.buffer(m, k + room, GPU), fp8.buffer(n, k + room, GPU)
+    a, b = fp8.buffer(m, k + padding, GPU), fp8.buffer(n, k + padding, GPU)
     for codes in (a, b):
         codes.copy_(torch.randn(codes.shape, device=GPU).mul_(60).clamp_(-448, 448).to(E4M3))
     x, w = Rows(a, torch.rand(m, device=GPU) + 0.1), Rows(b, torch.rand(n, device=GPU) + 0.1)

@@ -84,7 +84,7 @@ def test_captured_is_eager_bit_for_bit(kind, table, dropout):
         for graph in (True, False):
             ours = quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16)
             qkv = ours.decoder.blocks[0].mixer.qkv
-            assert isinstance(qkv.frozen, Unpacked) and qkv.room
+            assert isinstance(qkv.frozen, Unpacked) and qkv.adapter_columns
             figures, weights, loop = trained(ours, 6, graph=graph, deterministic=True, dropout=dropout)
             assert loop.captures == (1 if graph else 0)
             found.append((figures, weights))
@@ -129,7 +129,7 @@ def test_every_kind_gives_the_cpus_losses_in_fp32(kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", EVERY)
 def test_dequantised_on_the_device_to_the_bit(kind, dtype):
-    """As the CPU's reference has it, in the scratch with room beside it, and of a table by pieces and by rows."""
+    """As by the CPU's reference, in the scratch with adapter columns beside it, and of a table in pieces and by row."""
     base, base_dtype = base_of(kind, kind if kind not in ("nf4", "BF16") else "Q8_0", layers=1)
     ours = quantised.placed(base, LORA, base_dtype, "cuda", dtype)
     want = dequantised_of(base, base_dtype)

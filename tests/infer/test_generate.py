@@ -52,7 +52,7 @@ def greedy(
 
 
 @pytest.mark.parametrize(
-    ("reaches", "room", "groups"),
+    ("reaches", "capacity", "groups"),
     [
         ([], 10, []),
         ([4, 4, 4], 12, [[0, 1, 2]]),
@@ -61,8 +61,8 @@ def greedy(
         ([30, 5], 10, [[0], [1]]),  # one has to go by itself
     ],
 )
-def test_as_many_prompts_together_as_have_room(reaches: list[int], room: int, groups: list[list[int]]) -> None:
-    assert in_groups(reaches, room) == groups
+def test_as_many_prompts_together_as_fit_the_cache(reaches: list[int], capacity: int, groups: list[list[int]]) -> None:
+    assert in_groups(reaches, capacity) == groups
 
 
 def without_cache(

@@ -27,7 +27,7 @@ def packed(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, device:
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, H] in a buffer with room for 16 more values behind each token, full of NaN."""
+    """x [T, heads, H] in a buffer with 16 more values behind each token, full of NaN."""
     buffer = torch.full((len(x), x[0].numel() + 16), float("nan"), dtype=x.dtype, device=x.device)
     view = buffer[:, :-16].unflatten(1, x.shape[1:])
     return view.copy_(x)

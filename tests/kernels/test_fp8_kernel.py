@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graftune.kernels import fp8, lora_linear, rms_norm, rope, swiglu
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, Rows, Share, reference
 from graftune.kernels.lora_linear import LowRank
-from graftune.kernels.room import Adapters
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -167,11 +167,13 @@ def adapters(
 
 
 def share_of(given: Adapters, out: int, device: str, *, turned: bool = False) -> Share:
-    """With room for its codes, and scales as a weight has them."""
-    into, room = given.down.shape[1], fp8.room_of(len(given.down))
+    """With columns for its codes, and scales as a weight has them."""
+    into, code_columns = given.down.shape[1], fp8.adapter_code_columns(len(given.down))
     scale = torch.rand(out, generator=torch.Generator().manual_seed(3)).add(0.3).mul(2e-4).to(device)
-    beside = fp8.buffer(out, room, torch.device(device), zero=True)
-    below = fp8.buffer(into if turned else room, room if turned else into, torch.device(device), zero=True)
+    beside = fp8.buffer(out, code_columns, torch.device(device), zero=True)
+    below = fp8.buffer(
+        into if turned else code_columns, code_columns if turned else into, torch.device(device), zero=True
+    )
     return Share(*given, scale, beside, below.t() if turned else below, torch.zeros(4, device=device))
 
 
@@ -220,13 +222,16 @@ def test_settling_follows_the_adapters(kernels_on, device):
 def test_lay(request, device, n, dtype):
     h, scale, shift = torch.randn(7, n).to(dtype), torch.rand(7).add(0.01), torch.tensor(0.25)
     h[3] *= 1e-4
-    room, codes = fp8.room_of(n), torch.zeros(7, 32 + fp8.room_of(n), dtype=torch.uint8).view(E4M3)
+    code_columns, codes = (
+        fp8.adapter_code_columns(n),
+        torch.zeros(7, 32 + fp8.adapter_code_columns(n), dtype=torch.uint8).view(E4M3),
+    )
     fp8.lay(h, Rows(codes, scale), 32, shift)
     hi, again, lo = (codes[:, 32 + i * n : 32 + (i + 1) * n].float() for i in range(3))
     exact = h.float() * shift / scale[:, None]
     assert torch.equal(hi, again) and ((hi + lo - exact).abs() <= exact.abs() / 256 + 2.0**-10).all()
     request.getfixturevalue("kernels_on")
-    wide, got = poisoned(7, 32 + room, device)
+    wide, got = poisoned(7, 32 + code_columns, device)
     apart = torch.full((7, n + 5), NAN, dtype=dtype, device=device)
     apart[:, :n] = h.to(device)
     fp8.lay(apart[:, :n], Rows(got, scale.to(device)), 32, shift.to(device))
@@ -257,12 +262,12 @@ def test_down(kernels_on, device, tokens, width, n, dtype):
     weight, bits = (torch.randn(n, width) / 16).to(dtype), torch.arange(tokens * width).mul(37) % 254
     x = torch.where(bits >= 127, bits + 1, bits).to(torch.uint8).view(E4M3).view(tokens, width)  # neither is NaN
     scale, shift = torch.rand(tokens).add(0.1), torch.tensor(0.125)
-    wide, codes = poisoned(tokens, width + fp8.room_of(n), device)
+    wide, codes = poisoned(tokens, width + fp8.adapter_code_columns(n), device)
     codes[:, :width] = x.to(device)
     h = fp8.down(Rows(codes, scale.to(device)), width, weight.to(device), shift.to(device))
     assert h.dtype == dtype
     close(h, x.float() * scale[:, None] @ weight.float().t(), CLOSE[dtype])
-    want = torch.zeros(tokens, fp8.room_of(n), dtype=torch.uint8).view(E4M3)
+    want = torch.zeros(tokens, fp8.adapter_code_columns(n), dtype=torch.uint8).view(E4M3)
     reference.lay(h.cpu(), scale, shift, want)
     neighbours(codes[:, width:], want)  # a fused multiply-add may move a bit of lo
     assert untouched(wide, codes)
@@ -283,8 +288,8 @@ def test_up_backward(kernels_on, device, tokens, group, dtype, both):
     given = adapters(out, into, rank, columns, dtype, size=1.0, device=device)
     grad = rows_of(tokens, out, dtype)
     scale = reference.scale_of(grad.float())
-    room, shift = fp8.room_of(len(given.down)), torch.tensor(0.5)
-    wide, codes = poisoned(tokens, out + room, device)
+    code_columns, shift = fp8.adapter_code_columns(len(given.down)), torch.tensor(0.5)
+    wide, codes = poisoned(tokens, out + code_columns, device)
     rows, low = Rows(codes, scale.to(device)), low_of(given, tokens, device)
     h = torch.randn(low.h.shape).to(dtype)
     low = low._replace(h=h.to(device))
@@ -299,7 +304,7 @@ def test_up_backward(kernels_on, device, tokens, group, dtype, both):
         g = fp8.up_backward(grad.to(device), low, rows, shift.to(device))
     exact = [grad.float()[:, a:b] @ given.up.float().cpu()[r] for (a, b), r in members_of(given)]
     close(g, 2.0 * torch.cat(exact, 1), CLOSE[dtype])
-    tail = torch.zeros(tokens, room, dtype=torch.uint8).view(E4M3)
+    tail = torch.zeros(tokens, code_columns, dtype=torch.uint8).view(E4M3)
     reference.lay(g.cpu(), scale, shift, tail)
     neighbours(codes[:, out:], tail)
     assert untouched(wide, codes)
@@ -338,7 +343,7 @@ def test_norm_backward(kernels_on, device, tokens, width, dtype, reach):
     grad, x, residual = (rows_of(tokens, width, dtype, seed=i) for i in range(3))
     rstd, weight, factor = torch.rand(tokens).add(0.5), torch.rand(width).add(0.5), torch.rand(width).add(0.1)
     bound = None if reach is None else torch.tensor(reach)
-    apart, aside = (torch.full((tokens, width + room), NAN, dtype=dtype, device=device) for room in (8, 3))
+    apart, aside = (torch.full((tokens, width + padding), NAN, dtype=dtype, device=device) for padding in (8, 3))
     apart[:, :width] = residual.to(device)
     exact = rms_norm.reference.add_backward(grad.float(), x.float(), rstd, weight, residual.float(), None)
     for out in (aside, apart):  # elsewhere, then in place

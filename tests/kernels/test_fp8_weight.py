@@ -8,8 +8,8 @@ import torch
 from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch, lora_linear, rms_norm, swiglu
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, Rows, reference
-from graftune.kernels.room import Adapters
 from graftune.model.bundles import Bundles, HostMemory
 from graftune.model.frozen.fp8 import FetchedFp8, Fp8, Workspace
 from graftune.step.step import Step
@@ -24,9 +24,9 @@ def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: s
     """A weight with adapters settled, its values and the adapters'."""
     torch.manual_seed(out * into)
     values = torch.randn(out, into) * 0.02 * torch.exp(torch.randn(out, 1) * 0.3)
-    room = -(-rank * len(columns) // 8) * 8
-    workspace = Workspace(Workspace.size(out, into, room), into, torch.device(device))
-    weight = kind(out, into, torch.device(device), torch.float32, workspace, room=room, both=both)
+    adapter_columns = -(-rank * len(columns) // 8) * 8
+    workspace = Workspace(Workspace.size(out, into, adapter_columns), into, torch.device(device))
+    weight = kind(out, into, torch.device(device), torch.float32, workspace, adapter_columns=adapter_columns, both=both)
     for start in range(0, out, 24):
         weight.fill(start, values[start : start + 24])
     weight.finish()
@@ -64,7 +64,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     x = rows_of(20, into, torch.bfloat16)
     x[2] *= 1000
     h, want = share(given, x, out)
-    wide = torch.cat((x, h, torch.zeros(20, weight.room - h.shape[1], dtype=h.dtype)), 1).to(device)
+    wide = torch.cat((x, h, torch.zeros(20, weight.adapter_columns - h.shape[1], dtype=h.dtype)), 1).to(device)
     with_, without = weight.matmul_augmented(wide).cpu(), weight.matmul(x.to(device)).cpu()
     rows = weight._rows(x.to(device), None, weight.share.forward.reach)
     base = reference.mm(Rows(rows.codes[:, :into], rows.scale), Rows(weight.weight, weight.scale), torch.float32).cpu()
@@ -80,7 +80,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
          ((c, r) for c, r, _ in lora_linear.members(columns, rank))]  # fmt: skip
     g = torch.cat(g, 1).bfloat16()
     want = g.float() @ given.down.float().cpu()
-    wide = torch.cat((grad, g, torch.zeros(20, weight.room - g.shape[1], dtype=g.dtype)), 1).to(device)
+    wide = torch.cat((grad, g, torch.zeros(20, weight.adapter_columns - g.shape[1], dtype=g.dtype)), 1).to(device)
     with_ = weight.input_grad_augmented(wide).cpu()
     rows = weight._rows(grad.to(device), weight.scale, weight.share.backward.reach)
     base = (rows.codes[:, :out].float() * rows.scale[:, None]).cpu() @ weight.weight.float().cpu()
@@ -282,7 +282,9 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         assert {p.frozen.kind for b in ours.decoder.blocks for p in b.projections} == {kind}
         if kind == "fp8":
             assert {p.frozen.kept is not None for b in ours.decoder.blocks for p in b.projections} == {bool(both)}
-        assert kind == "fp32" or all(p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None)
+        assert kind == "fp32" or all(
+            p.adapter_columns for b in ours.decoder.blocks for p in b.projections if p.lora is not None
+        )
         start = ours.arena.weights.cpu().clone() if kind == "fp32" else start
         ours.arena.weights.copy_(start)
         ours.arena.publish()
@@ -304,7 +306,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
 
 
 def gradients(folder, recompute: str) -> torch.Tensor:
-    """Of a step by the references, with room as on a GPU."""
+    """Of a step by the references, with adapter columns as on a GPU."""
     torch.manual_seed(0)
     ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0), base_dtype="fp8")
     step = Step(ours.decoder, ours.arena, attention_backend="cpu", recompute=recompute)

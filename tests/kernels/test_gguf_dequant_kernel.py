@@ -25,9 +25,9 @@ def rounded(want: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor
     return want.to(dtype)
 
 
-def check(blocks: torch.Tensor, kind: str, dtype: torch.dtype, room: int, device: str) -> None:
+def check(blocks: torch.Tensor, kind: str, dtype: torch.dtype, padding: int, device: str) -> None:
     want = rounded(wanted(blocks, kind), dtype, device)
-    wide, out = poisoned(*want.shape, room, dtype, device)
+    wide, out = poisoned(*want.shape, padding, dtype, device)
     given = blocks.to(device)
     gguf_dequant.dequantise(given, kind, out)
     assert same(out.cpu(), want) and untouched(wide, out) and torch.equal(given.cpu(), blocks)
@@ -39,12 +39,12 @@ def test_fp32(kernels_on: None, device: str, kind: str, rows: int, per_row: int)
     check(drawn(kind, rows, per_row, seed=per_row), kind, torch.float32, 0, device)
 
 
-@pytest.mark.parametrize(("dtype", "room"), [(torch.bfloat16, 0), (torch.bfloat16, 6), (torch.float16, 1)])
+@pytest.mark.parametrize(("dtype", "padding"), [(torch.bfloat16, 0), (torch.bfloat16, 6), (torch.float16, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounded_into_rows_that_lie_apart(
-    kernels_on: None, device: str, kind: str, dtype: torch.dtype, room: int
+    kernels_on: None, device: str, kind: str, dtype: torch.dtype, padding: int
 ) -> None:
-    check(drawn(kind, 9, 2, seed=room), kind, dtype, room, device)
+    check(drawn(kind, 9, 2, seed=padding), kind, dtype, padding, device)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -17,20 +17,20 @@ from tests.kernels.test_whole_step import batch, stepped
 ALL = LoraConfig(rank=4, alpha=10.0)
 
 
-def wide(x: torch.Tensor, room: int) -> torch.Tensor:
-    """x in a buffer with room, which is full of NaN."""
-    buffer = augmented_buffer(x, len(x), x.shape[1], room).fill_(float("nan"))
+def wide(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """x in a buffer with padding, which is full of NaN."""
+    buffer = augmented_buffer(x, len(x), x.shape[1], padding).fill_(float("nan"))
     return buffer[:, : x.shape[1]].copy_(x)
 
 
 @pytest.mark.parametrize("kind", swiglu.KINDS)
-@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (37, 30), (2, 2049)])
-def test_gated_units(kernels_on, device, tokens, width, room, kind):
+def test_gated_units(kernels_on, device, tokens, width, padding, kind):
     gate_up, grad = inputs(tokens, width, torch.bfloat16, device)
     out, act, forward = torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(grad)
     swiglu.backward(grad, gate_up, out, act, kind)
-    place, coming = wide(gate_up, room), wide(grad, room)
+    place, coming = wide(gate_up, padding), wide(grad, padding)
     swiglu.forward(place, forward, kind)
     swiglu.backward(coming, place, place, coming, kind)
     assert torch.equal(place, out) and torch.equal(coming, act) and torch.equal(forward, act)

@@ -1,7 +1,7 @@
 """The adapters' thin products: the kernels against the references on the same numbers in fp32.
 
-Buffers lie as in a step: the room for h or g beside x or dY, NaN wherever nothing may be read, columns of projections
-without an adapter among them.
+Buffers lie as in a step: adapter columns for h or g beside x or dY, NaN wherever nothing may be read, columns of
+projections without an adapter among them.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ def dtype(request, device):
     return request.param
 
 
-def beside(values: torch.Tensor, dtype: torch.dtype, device: str, room: int) -> torch.Tensor:
-    """[T + 2, width + room]: values in the corner, NaN around them."""
-    wide = torch.full((len(values) + 2, values.shape[1] + room), NAN)
+def beside(values: torch.Tensor, dtype: torch.dtype, device: str, padding: int) -> torch.Tensor:
+    """[T + 2, width + padding]: values in the corner, NaN around them."""
+    wide = torch.full((len(values) + 2, values.shape[1] + padding), NAN)
     wide[: len(values), : values.shape[1]] = values
     return wide.to(dtype).to(device)
 
 
 def tail_of(wide: torch.Tensor, tokens: int, width: int, thin: int) -> torch.Tensor:
-    """The room as a step passes it: a multiple of eight, with padding behind the thin product."""
+    """The adapter columns as a step passes them: a multiple of eight, with padding behind the thin product."""
     return wide[:tokens, width : width + -(-thin // 8) * 8]
 
 
@@ -106,16 +106,16 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def room_for(thin: int) -> int:
+def padding_for(thin: int) -> int:
     return -(-thin // 8) * 8 + 3
 
 
-def gradient(tokens: int, columns, dtype, device, room: int, out: int = OUT) -> torch.Tensor:
-    """A buffer of dY [T, out + room], NaN where no member has its columns."""
+def gradient(tokens: int, columns, dtype, device, padding: int, out: int = OUT) -> torch.Tensor:
+    """A buffer of dY [T, out + padding], NaN where no member has its columns."""
     grad = torch.full((tokens, out), NAN)
     for start, stop in columns:
         grad[:, start:stop] = torch.randn(tokens, stop - start)
-    return beside(grad, dtype, device, room)
+    return beside(grad, dtype, device, padding)
 
 
 def adapters(tokens: int, columns, rank: int, dtype, device) -> LowRank:
@@ -149,7 +149,7 @@ def test_down(kernels_on, device, dtype, splits, tokens, width, thin, parts, til
     assert tile(4095) == tile(0) != tile(4096)
     monkeypatch.setattr(kernel, "_rows_tile", lambda tokens: tile(tiles))
     torch.manual_seed(tokens + width)
-    x = beside(torch.randn(tokens, width), dtype, device, room_for(thin))
+    x = beside(torch.randn(tokens, width), dtype, device, padding_for(thin))
     weight = (torch.randn(thin, width) / width**0.5).to(dtype).to(device)
     read, tail, before = x[:tokens, :width], tail_of(x, tokens, width, thin), x.clone()
     h = lora_linear.down(read, weight)
@@ -171,7 +171,10 @@ def test_up_backward(kernels_on, device, dtype, tokens, group, rank):
     torch.manual_seed(rank)
     columns = GROUPS[group]
     thin = rank * len(columns)
-    low, grad = adapters(tokens, columns, rank, dtype, device), gradient(tokens, columns, dtype, device, room_for(thin))
+    low, grad = (
+        adapters(tokens, columns, rank, dtype, device),
+        gradient(tokens, columns, dtype, device, padding_for(thin)),
+    )
     read, tail, before = grad[:tokens, :OUT], tail_of(grad, tokens, OUT, thin), grad.clone()
     g = lora_linear.up_backward(read, low)
     assert g.dtype == dtype
@@ -208,7 +211,7 @@ def test_both_in_one_pass(kernels_on, device, dtype, tokens, columns, rank):
     out, thin = columns[-1][1], rank * len(columns)
     low, grad = (
         adapters(tokens, columns, rank, dtype, device),
-        gradient(tokens, columns, dtype, device, room_for(thin), out),
+        gradient(tokens, columns, dtype, device, padding_for(thin), out),
     )
     read, tail, before = grad[:tokens, :out], tail_of(grad, tokens, out, thin), grad.clone()
     start = torch.randn(low.up.shape, device=device)
@@ -315,7 +318,7 @@ def test_members_of_unlike_width_in_parts(kernels_on, device, dtype, splits, col
     """A narrow member has nothing in the later parts."""
     torch.manual_seed(4)
     out, thin = columns[-1][1], 5 * len(columns)
-    low, grad = adapters(9, columns, 5, dtype, device), gradient(9, columns, dtype, device, room_for(thin), out)
+    low, grad = adapters(9, columns, 5, dtype, device), gradient(9, columns, dtype, device, padding_for(thin), out)
     tail = tail_of(grad, 9, out, thin)
     found = [lora_linear.up_backward(grad[:9, :out], low, tail) for _ in range(2)]
     assert len(splits) == 2 and splits[0] > 1
@@ -371,8 +374,8 @@ def test_add_product(device, dtype):
 def test_spread(kernels_on, device, dtype):
     """A below two weights and s B beside them, from odd places of one arena; the table outlives a change of values."""
     arena = torch.empty(9000, dtype=dtype, device=device)
-    rooms = [torch.full((75, 139), NAN, dtype=dtype, device=device) for _ in range(2)]
-    places = [  # in the arena, rows, width, which room, row and column there, scale
+    buffers = [torch.full((75, 139), NAN, dtype=dtype, device=device) for _ in range(2)]
+    places = [  # in the arena, rows, width, which buffer, row and column there, scale
         (7, 5, 131, 0, 70, 0, 1.0),
         (700, 33, 5, 0, 0, 131, 2.5),
         (865, 1, 3, 0, 60, 136, -1 / 3),
@@ -381,20 +384,20 @@ def test_spread(kernels_on, device, dtype):
         (2991, 41, 60, 1, 1, 3, 1.0),
     ]
     copies = [
-        Copy(arena[at:][: rows * width].view(rows, width), rooms[i][row : row + rows, column : column + width], scale)
+        Copy(arena[at:][: rows * width].view(rows, width), buffers[i][row : row + rows, column : column + width], scale)
         for at, rows, width, i, row, column, scale in places
     ]
     tables: dict[str, torch.Tensor] = {}
     for turn in range(2):
         arena.copy_(torch.randn(9000, generator=torch.Generator().manual_seed(turn)))
-        want = [torch.full_like(room, NAN) for room in rooms]
+        want = [torch.full_like(padding, NAN) for padding in buffers]
         for copy, (_, rows, width, i, row, column, scale) in zip(copies, places, strict=True):
             exact = copy.source.float() * torch.tensor(scale, dtype=torch.float32, device=device)
             want[i][row : row + rows, column : column + width] = exact.to(dtype)
         before = dict(tables)
         lora_linear.spread(copies, tables)
         assert all(tables[name] is table for name, table in before.items())
-        for got, right in zip(rooms, want, strict=True):
+        for got, right in zip(buffers, want, strict=True):
             if dtype == torch.bfloat16 and device == "cpu":  # the interpreter cuts bf16 off instead of rounding it
                 assert torch.allclose(got, right, rtol=2**-7, equal_nan=True)
             else:
@@ -403,16 +406,16 @@ def test_spread(kernels_on, device, dtype):
 
 
 @pytest.mark.parametrize("group", ["q and v", "gate", "qkv", "four"])
-def test_the_room_beside_the_weight_gives_the_whole_product(kernels_on, device, group, monkeypatch):
+def test_adapters_beside_the_weight_give_the_whole_product(kernels_on, device, group, monkeypatch):
     """y = [x | h] [W | sB]' and dX = [dY | g] [W ; A], against the references' plain way."""
     tokens, into, rank, columns = 11, 30, 3, GROUPS[group]
     thin = rank * len(columns)
-    room = -(-thin // 8) * 8
+    padding = -(-thin // 8) * 8
     torch.manual_seed(6)
     arena = torch.randn((into + OUT) * thin).to(device)
     down = arena[: thin * into].view(thin, into)
     up = arena[thin * into :][: sum(stop - start for start, stop in columns) * rank].view(-1, rank)
-    storage = torch.zeros(OUT + room, into + room, device=device)
+    storage = torch.zeros(OUT + padding, into + padding, device=device)
     storage[:OUT, :into] = torch.randn(OUT, into)
     weight = storage[:OUT, :into].clone()
     copies, row = [Copy(down, storage[OUT : OUT + thin, :into], 1.0)], 0
@@ -422,7 +425,7 @@ def test_the_room_beside_the_weight_gives_the_whole_product(kernels_on, device, 
         row += stop - start
     lora_linear.spread(copies, {})
 
-    x, grad = (beside(torch.randn(tokens, n), torch.float32, device, room)[:tokens] for n in (into, OUT))
+    x, grad = (beside(torch.randn(tokens, n), torch.float32, device, padding)[:tokens] for n in (into, OUT))
     plain, grad_y = x[:, :into].clone(), grad[:, :OUT].clone()
     h = lora_linear.down(x[:, :into], down, x[:, into:])
     y = x @ storage[:OUT].t()

@@ -64,10 +64,10 @@ def test_dequantise(kernels_on, device, shape, dtype, double):
 
 
 @pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("room", [8, 3])
+@pytest.mark.parametrize("padding", [8, 3])
 @pytest.mark.parametrize("shape", [(3, 7), (5, 12), (9, 72), (7, 640), (2, 2049), (300, 64)], ids=str)
 @pytest.mark.parametrize("fused", [True, False])
-def test_rows_apart(request, device, shape, room, double, fused):
+def test_rows_apart(request, device, shape, padding, double, fused):
     """Into the corner of a wider buffer, all rows and some: nothing beside or below is touched."""
     quantised = nf4.quantise(weight(shape), double=double)
     exact = reference.values(quantised, 0, quantised.numel).view(shape)
@@ -78,7 +78,7 @@ def test_rows_apart(request, device, shape, room, double, fused):
     quantised = quantised.to(device)
     rows, width = shape
     for start, stop in ((0, rows), (1, rows), (rows // 2, rows // 2 + 1)):
-        wide = torch.full((rows + 1, width + room), NAN, dtype=torch.float16, device=device)
+        wide = torch.full((rows + 1, width + padding), NAN, dtype=torch.float16, device=device)
         inner = wide[: stop - start, :width]
         nf4.dequantise(quantised, out=inner, rows=(start, stop))
         assert equal(inner, exact[start:stop].half())

@@ -1,6 +1,6 @@
 """A whole optimizer step over quantised bases by the kernels: each product's weight is dequantised into the scratch
-and the adapters are placed in its room. Against the references over the same base dequantised to fp32. Through the
-interpreter where there is no GPU."""
+and the adapters are written beside and below it. Against the references over the same base dequantised to fp32.
+Through the interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from graftune.config import LoraConfig
-from graftune.kernels import launch, room
-from graftune.kernels.room import Adapters, reference
+from graftune.kernels import augmented_weight, launch
+from graftune.kernels.augmented_weight import Adapters, reference
 from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.weights import load
 from graftune.weights.base import open_base
@@ -35,15 +35,15 @@ NAN = float("nan")
         (((0, 9), (9, 10), (20, 30), (31, 40)), 40, 24, 5, 24),
     ],
 )
-def test_adapters_in_the_room(columns, out, width, rank, size, dtype, device, kernels_on):
-    """All of the room is written, whatever was in it; nothing else is."""
+def test_adapters_beside_and_below_a_weight(columns, out, width, rank, size, dtype, device, kernels_on):
+    """All of the adapter columns or rows are written, whatever was in them; nothing else is."""
     rows = sum(stop - start for start, stop in columns)
     down = torch.randn(rank * len(columns), width, device=device).to(dtype)
     up = torch.randn(rows, rank, device=device).to(dtype)
     adapters = Adapters(down, up, columns, 2.0)
     for place, side in (("beside", (slice(out), slice(width, None))), ("below", (slice(out, None), slice(width)))):
         storage, want = (torch.full((out + size, width + size), NAN, dtype=dtype, device=device) for _ in range(2))
-        getattr(room, place)(storage[side], adapters)
+        getattr(augmented_weight, place)(storage[side], adapters)
         getattr(reference, place)(want[side], adapters)
         assert torch.equal(storage.nan_to_num(7e4), want.nan_to_num(7e4))
         assert not storage[side].isnan().any() and storage.isnan().sum() == storage.numel() - storage[side].numel()
@@ -60,7 +60,9 @@ def check(side, wanted, start, device, dropout, recompute="none") -> None:
     side.arena.publish()
     packed = [p for b in side.decoder.blocks for p in b.projections]
     assert all(isinstance(p.frozen, Unpacked) for p in packed)
-    assert all(bool(p.room) == (p.lora is not None) for p in packed) and any(p.room for p in packed)
+    assert all(bool(p.adapter_columns) == (p.lora is not None) for p in packed) and any(
+        p.adapter_columns for p in packed
+    )
     for p in packed:
         p.frozen.storage.fill_(NAN)  # what a product does not write it may not read
     got = stepped(side, device, "triton", batch(padded=True), dropout, recompute)

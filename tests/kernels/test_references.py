@@ -35,9 +35,9 @@ def test_rms_norm(size, dtype):
     close(grad_w - 3.0, w_.grad, dtype)
 
 
-def apart(x: torch.Tensor, room: int = 3) -> torch.Tensor:
+def apart(x: torch.Tensor, padding: int = 3) -> torch.Tensor:
     """x in rows that lie apart, NaN between them."""
-    wide = torch.full((len(x), x.shape[1] + room), float("nan"), dtype=x.dtype)
+    wide = torch.full((len(x), x.shape[1] + padding), float("nan"), dtype=x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
 
@@ -247,7 +247,7 @@ def test_add_product(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_spread(dtype):
-    """A below the weight as it is, s B beside it; the weight and the rest of the room stay what they are."""
+    """A below the weight as it is, s B beside it; the weight and the rest of the buffer stay what they are."""
     arena, storage = torch.randn(50).to(dtype), torch.full((9, 8), float("nan"), dtype=dtype)
     storage[:6, :5] = 1.0
     down, up = arena[3:13].view(2, 5), arena[13:25].view(6, 2)

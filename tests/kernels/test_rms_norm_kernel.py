@@ -47,9 +47,9 @@ def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[to
     return x, y, torch.rand(width).add(0.5).to(device)
 
 
-def buffer(x: torch.Tensor, room: int, filled: bool = False) -> torch.Tensor:
-    """NaN with room beside and rows below x; its corner is `corner`, filled with x on request."""
-    wide = torch.full((len(x) + 9, x.shape[1] + room), NAN, dtype=x.dtype, device=x.device)
+def buffer(x: torch.Tensor, padding: int, filled: bool = False) -> torch.Tensor:
+    """NaN with padding beside and rows below x; its corner is `corner`, filled with x on request."""
+    wide = torch.full((len(x) + 9, x.shape[1] + padding), NAN, dtype=x.dtype, device=x.device)
     if filled:
         corner(wide, x).copy_(x)
     return wide
@@ -64,12 +64,12 @@ def untouched(wide: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_forward(kernels_on, device, tokens, width, added, room, dtype):
+def test_forward(kernels_on, device, tokens, width, added, padding, dtype):
     x, y, weight = inputs(tokens, width, dtype, device)
-    ours, theirs, wide = y.clone(), y.clone(), buffer(x, room)
+    ours, theirs, wide = y.clone(), y.clone(), buffer(x, padding)
     out, want, before = corner(wide, x), torch.full_like(x, NAN), x.clone()
     total, rstd = rms_norm.add_forward(x, ours if added else None, weight, 1e-5, out)
     want_total, want_rstd = reference.add_forward(x, theirs if added else None, weight, 1e-5, want)
@@ -87,19 +87,19 @@ def test_forward(kernels_on, device, tokens, width, added, room, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("residual_room", [None, 0, 7])
+@pytest.mark.parametrize("residual_padding", [None, 0, 7])
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_backward(kernels_on, device, tokens, width, residual_room, learns, dtype):
-    """residual_room: None without a residual, else the columns beside it."""
+def test_backward(kernels_on, device, tokens, width, residual_padding, learns, dtype):
+    """residual_padding: None without a residual, else the columns beside it."""
     x, grad, weight = inputs(tokens, width, dtype, device)
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
-    residual = None if residual_room is None else torch.randn(tokens, width).to(dtype).to(device)
+    residual = None if residual_padding is None else torch.randn(tokens, width).to(dtype).to(device)
     totals = [torch.full_like(weight, 3.0) if learns else None for _ in range(2)]
     wide_residual = None if residual is None else residual.float().clone()
     want = reference.add_backward(grad.float(), x.float(), rstd, weight, wide_residual, totals[1])
     grad_wide, wide = buffer(grad, 3, filled=True), None
     if residual is not None:
-        wide = buffer(residual, residual_room, filled=True)
+        wide = buffer(residual, residual_padding, filled=True)
     given = None if wide is None else corner(wide, x)
     got = rms_norm.add_backward(corner(grad_wide, x), x, rstd, weight, given, totals[0])
     assert got.dtype == dtype and (given is None or got is given)

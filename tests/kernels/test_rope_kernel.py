@@ -162,18 +162,18 @@ def test_both_ways_against_autograd(path, device, request):
 def test_nothing_beyond_the_tokens_is_written(kernels_on, device):
     tokens, heads = 35, (2, 1, 20)
     columns = 4 * 20
-    room = torch.full((64, columns), float("nan"), device=device)
-    room[:tokens] = torch.randn(tokens, columns, device=device)
+    buffer = torch.full((64, columns), float("nan"), device=device)
+    buffer[:tokens] = torch.randn(tokens, columns, device=device)
     cos, sin = table(tokens, 20, device)
     bias = torch.ones(columns, device=device)
-    rope.finish_(room[:tokens], cos, sin, heads, bias=bias)
-    rope.finish_backward(by_part(room[:tokens], heads), room[:tokens], cos, sin, heads, room.new_empty(0))
-    assert room[:tokens].isfinite().all() and room[tokens:].isnan().all()
-    wide = torch.full((tokens, columns + 8), float("nan"), device=device)  # rows apart, room behind each
-    wide[:, :columns] = room[:tokens]
-    rope.finish_backward(by_part(wide[:, :columns], heads), wide[:, :columns], cos, sin, heads, room.new_empty(0))
-    rope.finish_backward(by_part(room[:tokens], heads), room[:tokens], cos, sin, heads, room.new_empty(0))
-    assert torch.equal(wide[:, :columns], room[:tokens]) and wide[:, columns:].isnan().all()
+    rope.finish_(buffer[:tokens], cos, sin, heads, bias=bias)
+    rope.finish_backward(by_part(buffer[:tokens], heads), buffer[:tokens], cos, sin, heads, buffer.new_empty(0))
+    assert buffer[:tokens].isfinite().all() and buffer[tokens:].isnan().all()
+    wide = torch.full((tokens, columns + 8), float("nan"), device=device)  # rows apart, padding behind each
+    wide[:, :columns] = buffer[:tokens]
+    rope.finish_backward(by_part(wide[:, :columns], heads), wide[:, :columns], cos, sin, heads, buffer.new_empty(0))
+    rope.finish_backward(by_part(buffer[:tokens], heads), buffer[:tokens], cos, sin, heads, buffer.new_empty(0))
+    assert torch.equal(wide[:, :columns], buffer[:tokens]) and wide[:, columns:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,8 +23,8 @@ def inputs(documents, width, taps, dtype, device):
     return bcx.to(device, dtype), torch.randn(width, taps).to(device), positions.to(device), grad.to(device, dtype)
 
 
-def buffer(tokens, width, room, like):
-    wide = torch.full((tokens + 2, width + room), NAN, dtype=like.dtype, device=like.device)
+def buffer(tokens, width, padding, like):
+    wide = torch.full((tokens + 2, width + padding), NAN, dtype=like.dtype, device=like.device)
     return wide, wide[:tokens, :width]
 
 
@@ -65,15 +65,15 @@ def test_reference_is_autograds(documents, width, taps):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("room", [0, 8])
+@pytest.mark.parametrize("padding", [0, 8])
 @pytest.mark.parametrize(("documents", "width", "taps"), CASES)
-def test_kernel_is_the_references(kernels_on, device, documents, width, taps, room, dtype):
+def test_kernel_is_the_references(kernels_on, device, documents, width, taps, padding, dtype):
     bcx, weight, positions, grad = inputs(documents, width, taps, dtype, device)
     tokens = len(bcx)
-    bcx_wide, given = buffer(tokens, 3 * width, room, bcx)
+    bcx_wide, given = buffer(tokens, 3 * width, padding, bcx)
     given.copy_(bcx)
     (out_wide, out), (grad_wide, grad_bcx), (mixed_wide, mixed) = (
-        buffer(tokens, columns, room, bcx) for columns in (width, 3 * width, width)
+        buffer(tokens, columns, padding, bcx) for columns in (width, 3 * width, width)
     )
     short_conv.forward(given, weight, positions, out)
     short_conv.backward(grad, given, weight, positions, grad_bcx, mixed)

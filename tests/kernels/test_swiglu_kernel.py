@@ -30,9 +30,9 @@ def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[to
     return gate_up.to(dtype).to(device), grad.to(dtype).to(device)
 
 
-def buffer(tokens: int, width: int, room: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """NaN with room beside and two rows below, and its corner."""
-    wide = torch.full((tokens + 2, width + room), NAN, dtype=like.dtype, device=like.device)
+def buffer(tokens: int, width: int, padding: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """NaN with padding beside and two rows below, and its corner."""
+    wide = torch.full((tokens + 2, width + padding), NAN, dtype=like.dtype, device=like.device)
     return wide, wide[:tokens, :width]
 
 
@@ -41,11 +41,11 @@ def untouched(wide: torch.Tensor, inner: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_forward(kernels_on, device, tokens, width, room, dtype):
+def test_forward(kernels_on, device, tokens, width, padding, dtype):
     gate_up, _ = inputs(tokens, width, dtype, device)
-    wide, act = buffer(tokens, width, room, gate_up)
+    wide, act = buffer(tokens, width, padding, gate_up)
     before, want = gate_up.clone(), torch.full((tokens, width), NAN, device=device)
     swiglu.forward(gate_up, act)
     reference.forward(gate_up.float(), want)
@@ -54,15 +54,15 @@ def test_forward(kernels_on, device, tokens, width, room, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rooms", [(0, 0, 0), (3, 8, 1), (0, 5, 0)], ids=str)
+@pytest.mark.parametrize("paddings", [(0, 0, 0), (3, 8, 1), (0, 5, 0)], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_backward(kernels_on, device, tokens, width, rooms, dtype):
-    """rooms: columns beside the gradient that comes, the one that goes, and the activation."""
+def test_backward(kernels_on, device, tokens, width, paddings, dtype):
+    """paddings: columns beside the gradient that comes, the one that goes, and the activation."""
     gate_up, grad = inputs(tokens, width, dtype, device)
     before = gate_up.clone()
     (grad_wide, given), (out_wide, out), (act_wide, act) = (
-        buffer(tokens, columns, room, grad)
-        for columns, room in zip((width, 2 * width, width), rooms, strict=True)
+        buffer(tokens, columns, padding, grad)
+        for columns, padding in zip((width, 2 * width, width), paddings, strict=True)
     )  # fmt: skip
     given.copy_(grad)
     swiglu.backward(given, gate_up, out, act)

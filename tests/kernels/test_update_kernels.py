@@ -238,7 +238,7 @@ def test_a_skip_changes_nothing_but_the_gradient(layout, bad, scaled, device, ke
 
 
 def test_a_skip_before_the_first_update(device, kernels_on, monkeypatch):
-    """The count is still 0, and with it the room for the bias correction."""
+    """The count is still 0, and so is the bias correction."""
     ours, plain = pair("odd", device, copy=torch.bfloat16)
     both(ours, plain, monkeypatch, torch.full((333,), NAN))
     assert ours.count == 0 and torch.isfinite(ours.weights).all() and not ours.m.any()

@@ -90,8 +90,8 @@ def check(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch
     ours = oracle.ours(shallow_folder(variant), lora, device=device)
     ours.arena.weights.copy_(start)
     ours.arena.publish()
-    rooms = [p.room for b in ours.decoder.blocks for p in b.projections if p.lora is not None]
-    assert rooms and all(rooms), "adapters lie beside the weights"
+    columns = [p.adapter_columns for b in ours.decoder.blocks for p in b.projections if p.lora is not None]
+    assert columns and all(columns), "adapters lie beside the weights"
     got = stepped(ours, device, "triton", batch(padded=True), dropout, recompute, steps)
     for (report, grads, weights), (report_, grads_, weights_) in zip(got, want, strict=True):
         assert torch.allclose(report, report_, rtol=1e-4), (report, report_)

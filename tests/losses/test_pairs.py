@@ -1,4 +1,4 @@
-"""The room for preference losses: DPO written as docs/extending.md says, in one class and nothing else changed."""
+"""Preference losses fit the interface: DPO written as docs/extending.md says, in one class and nothing else changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 has a room of its own: who may know of it."""
+"""FP8 lives in files of its own: only these may import it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "graftune"
-# The room, the loader that names it, who asks whether a card has the units, and the reader of such checkpoints.
+# FP8's own files, the loader that names it, who asks whether a card has the units, and the reader of such checkpoints.
 KNOW = {f"model/{name}.py" for name in ("fp8_projection", "frozen/fp8")}
 KNOW |= {f"weights/{name}.py" for name in ("load", "placement", "fp8_io")}
 

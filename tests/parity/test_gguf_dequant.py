@@ -63,10 +63,10 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def poisoned(
-    rows: int, width: int, room: int, dtype: torch.dtype, device: str = "cpu"
+    rows: int, width: int, padding: int, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NaN with room beside and two rows below, and its corner."""
-    wide = torch.full((rows + 2, width + room), NAN, dtype=dtype, device=device)
+    """NaN with padding beside and two rows below, and its corner."""
+    wide = torch.full((rows + 2, width + padding), NAN, dtype=dtype, device=device)
     return wide, wide[:rows, :width]
 
 
@@ -94,12 +94,12 @@ def test_random_blocks(kind: str, rows: int, per_row: int) -> None:
     assert rows < 33 or want.unique().numel() > 50
 
 
-@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounded_once_into_rows_that_lie_apart(kind: str, dtype: torch.dtype, room: int) -> None:
+def test_rounded_once_into_rows_that_lie_apart(kind: str, dtype: torch.dtype, padding: int) -> None:
     blocks = drawn(kind, 9, 2, seed=2)
-    wide, out = poisoned(9, 2 * KINDS[kind].values, room, dtype)
+    wide, out = poisoned(9, 2 * KINDS[kind].values, padding, dtype)
     gguf_dequant.dequantise(blocks, kind, out)
     assert same(out, wanted(blocks, kind).to(dtype)) and untouched(wide, out)
 

@@ -25,7 +25,7 @@ from tests import oracle
 # Two sets of prompts, and both are judged. OPEN is the one we started with. SmolLM2 is so often undecided on it that
 # llama.cpp does not agree with itself: a key cache in fp32 without flash attention instead of its default changes 3.2%
 # of its top tokens and 7 of 20 answers. We measured 96.8% to 97.0% and 15 of 20 against the default, 96.5% and 10 of
-# 20 against the other, so its limits below leave room for that noise. PLAIN was chosen after that, for being decided:
+# 20 against the other, so its limits below allow for that noise. PLAIN was chosen after that, for being decided:
 # one likely answer, code, sentences to copy. It is the easier set, and holds the full limits: 98.7% and 19 of 20.
 OPEN = (
     "Tell me how a bicycle stays upright.",

@@ -83,7 +83,7 @@ CASES = {
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
     "anchored": setup(loss=Anchored(0.1), recompute="full"),
     "anchored, with weights": setup(loss=Anchored(0.1), layout=WEIGHTED, kind="bf16", compute=torch.bfloat16),
-    "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, room=100, recompute="full"),
+    "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, cache_capacity=100, recompute="full"),
 }
 
 
@@ -115,17 +115,17 @@ def test_answers_are_planned(device: str) -> None:
     """Before the first step, and on a GPU beside the graph's pool; many long prompts take turns."""
     of = setup if device == "cpu" else gpu
     without = rehearse(of(recompute="full"))
-    few, many = (rehearse(of(recompute="full", asked=(88,) * n, new_tokens=8, room=100)) for n in (1, 9))
+    few, many = (rehearse(of(recompute="full", asked=(88,) * n, new_tokens=8, cache_capacity=100)) for n in (1, 9))
     held = spec().layers * 2 * 96 * (2 * 16 * 4 if device == "cpu" else 2 * 64 * 2)  # keys and values of 96 tokens
     before = without.phases["load"]
-    assert few.phases == many.phases, "one after the other: there is room for 96 tokens"
+    assert few.phases == many.phases, "one after the other: the cache takes 96 tokens"
     assert sum(few.phases["answer"].values()) > sum(before.values()) + held
-    together = rehearse(of(asked=(88,) * 9, new_tokens=8, room=400))
+    together = rehearse(of(asked=(88,) * 9, new_tokens=8, cache_capacity=400))
     assert sum(together.phases["answer"].values()) > sum(few.phases["answer"].values()) + 2 * held
     assert few.eager >= without.eager
     if device == "cuda":
         assert rehearse(of(recompute="full", evaluates=False, asked=(88,), new_tokens=8)).eager > held
-    mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, room=150))
+    mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, cache_capacity=150))
     assert mixed.phases["answer"] == few.phases["answer"], "short prompts with the larger cache, a long one to read"
 
 
@@ -316,10 +316,10 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
         card, shapes = Card("a card", free, free), job.any_data(64)
         return job.Job(config, random_base(wide, where.device), where, 64, shapes, card)
 
-    one, roomy = asked(8 << 30), asked(8 << 30)
+    one, large = asked(8 << 30), asked(8 << 30)
     one.placement = one.placement.frugal
-    (policy, capacity), *_ = choose.choices(roomy)
-    needs = [each.plan(policy, capacity).needed for each in (one, roomy)]
+    (policy, capacity), *_ = choose.choices(large)
+    needs = [each.plan(policy, capacity).needed for each in (one, large)]
     assert needs[0] < needs[1]
     for needed, both in zip(needs, (False, True), strict=True):
         tight = asked(needed)

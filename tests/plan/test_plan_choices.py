@@ -55,8 +55,8 @@ def test_auto_takes_the_largest_micro_batch_and_then_the_least_recompute(tiny_fo
     from graftune.plan import resolve_auto
 
     folder = tiny_folder("llama")
-    roomy = resolve_auto(job_for(folder, 80 << 30, tokens_per_step=65536))
-    assert (roomy.recompute, roomy.capacity) == ("none", 8192)
+    large = resolve_auto(job_for(folder, 80 << 30, tokens_per_step=65536))
+    assert (large.recompute, large.capacity) == ("none", 8192)
     assert resolve_auto(job_for(folder, 80 << 30)).capacity == 4096, "no more than a step has"
 
     def limit(policy: str, size: int) -> int:

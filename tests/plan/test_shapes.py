@@ -18,7 +18,7 @@ CAPPED = {"family": "gemma2", "attention_cap": 50.0, "logit_cap": 30.0, "activat
 CAPPED |= {"window": 16, "window_layers": (0, 2), "embedding_scale": 8.0}
 CONVOLVED = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 1), "conv_taps": 3}
 SETUPS = {
-    "gpu": lambda: gpu(asked=(90, 20, 30), new_tokens=8, room=100),
+    "gpu": lambda: gpu(asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "gpu flash": lambda: gpu(backend="flash", lora=LoraConfig(rank=4, dropout=0.1, train_norms=True)),
     "gpu nf4": lambda: gpu(kind="nf4", clip_mode="layer"),
     "gpu fp8": lambda: gpu(kind="fp8"),
@@ -29,10 +29,10 @@ SETUPS = {
     "cpu experts": lambda: setup(spec=spec(experts=4, experts_chosen=2, family="qwen3_moe")),
     "gpu convolutions": lambda: gpu(backend="triton", spec=spec(width=256, **CONVOLVED)),
     "gpu, anchored": lambda: gpu(loss=Anchored(0.1)),
-    "cpu convolutions": lambda: setup(spec=spec(**CONVOLVED), asked=(90, 20, 30), new_tokens=8, room=100),
+    "cpu convolutions": lambda: setup(spec=spec(**CONVOLVED), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "cpu, anchored": lambda: setup(loss=Anchored(0.1)),
     "cpu, caps": lambda: setup(spec=spec(**CAPPED), recompute="selective"),
-    "cpu": lambda: setup(asked=(90, 20, 30), new_tokens=8, room=100),
+    "cpu": lambda: setup(asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "cpu bf16": lambda: setup(kind="bf16", compute=torch.bfloat16, lora=LoraConfig(rank=4, dropout=0.1)),
     "cpu nf4": lambda: setup(kind="nf4"),
     "cpu fp8": lambda: setup(kind="fp8"),

@@ -53,23 +53,23 @@ def by_rule(
 ) -> Callable[[str], tuple[Tokenizer, LlamaCpp]]:
     """Ours and llama.cpp's over one vocabulary with the rule of that name. The file is written once, and the name in it
     replaced; a text behind the name keeps the length of both together."""
-    room, metadata = 40, boundaries(smollm_metadata)
-    longest = {"tokenizer.ggml.pre": "p" * room, "tokenizer.filler": "f"}
+    length, metadata = 40, boundaries(smollm_metadata)
+    longest = {"tokenizer.ggml.pre": "p" * length, "tokenizer.filler": "f"}
     path = write_model(tmp_path_factory.mktemp("rules") / "model.gguf", longest | metadata)
     written = path.read_bytes()
 
     def fields(pre: str) -> bytes:
-        values = {"tokenizer.ggml.pre": pre, "tokenizer.filler": "f" * (room + 1 - len(pre))}
+        values = {"tokenizer.ggml.pre": pre, "tokenizer.filler": "f" * (length + 1 - len(pre))}
         texts = [(key.encode(), value.encode()) for key, value in values.items()]
         return b"".join(
             struct.pack("<Q", len(key)) + key + struct.pack("<IQ", gguf.GGUFValueType.STRING, len(value)) + value
             for key, value in texts
         )
 
-    assert written.count(fields("p" * room)) == 1
+    assert written.count(fields("p" * length)) == 1
 
     def get(name: str) -> tuple[Tokenizer, LlamaCpp]:
-        path.write_bytes(written.replace(fields("p" * room), fields(name)))
+        path.write_bytes(written.replace(fields("p" * length), fields(name)))
         return from_gguf(metadata | {"tokenizer.ggml.pre": name}), LlamaCpp(path)
 
     return get

@@ -56,7 +56,7 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpu", "roomy", "chosen", "said"),
+    ("kind", "gpu", "fits", "chosen", "said"),
     [
         ("safetensors", True, True, "fp32", "resident: "),
         ("gguf", True, True, "fp32", "resident: "),
@@ -68,20 +68,20 @@ def refusal(folder: Path) -> str:
         ("nf4", True, False, "nf4", "as the checkpoint has it"),
     ],
 )
-def test_auto(kind, gpu, roomy, chosen, said, tiny_folder, tmp_path, monkeypatch):
+def test_auto(kind, gpu, fits, chosen, said, tiny_folder, tmp_path, monkeypatch):
     if kind == "gguf":
         base = quantised.gguf_base("Q4_0", quantised.spec())
     else:
         folder = tiny_folder("llama")
         base = open_base(str(written(folder, tmp_path / "nf4", NF4) if kind == "nf4" else folder))
     monkeypatch.setattr(launch, "augments", lambda device: gpu)
-    monkeypatch.setattr(placement, "free_bytes", lambda device: base.spec.parameters * (8 if roomy else 6))
+    monkeypatch.setattr(placement, "free_bytes", lambda device: base.spec.parameters * (8 if fits else 6))
     found = choose_placement(base, "auto", resolve("cpu", "fp32"))
     assert (found.base_dtype, found.why[: len(said)]) == (chosen, said)
     assert choose_placement(base, "nf4", resolve("cpu", "fp32")).why == "asked for"
     if kind != "nf4":  # what is free is what the caller says
-        free = base.spec.parameters * (6 if roomy else 8)
-        assert (choose_placement(base, "auto", resolve("cpu", "fp32"), free).base_dtype == "fp32") != roomy
+        free = base.spec.parameters * (6 if fits else 8)
+        assert (choose_placement(base, "auto", resolve("cpu", "fp32"), free).base_dtype == "fp32") != fits
 
 
 def test_blocks_that_no_kernel_knows_are_refused(as_on_a_gpu):
@@ -124,7 +124,7 @@ def test_one_scratch_for_all(as_on_a_gpu, monkeypatch):
     weights = [p.frozen for b in decoder.blocks for p in b.projections]
     start = decoder.head.frozen.scratch.flat.data_ptr()
     assert {w.storage.data_ptr() for w in weights} == {start}
-    assert all(w.storage.stride(0) == 128 for w in weights)  # 64 or 96 values and room, in whole lines
+    assert all(w.storage.stride(0) == 128 for w in weights)  # 64 or 96 values, adapter columns, and padding
     assert len(decoder.head.frozen.scratch.flat) == scratch_values(shape, LORA, True) == (2 * 96 + 8) * 128
     head, values = decoder.head.frozen, base.tensors["lm_head.weight"].values()
     assert isinstance(head, Table) and [columns.stop for columns, _ in head.parts()] == [256, 512, 600]
@@ -138,7 +138,7 @@ def test_one_scratch_for_all(as_on_a_gpu, monkeypatch):
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_floats_of_another_dtype(gpu, tiny_folder, monkeypatch):
-    """On a GPU they are cast into the scratch, where adapters have their room; of the compute dtype they are dense."""
+    """On a GPU they are cast into the scratch, where adapters lie beside them; of the compute dtype they are dense."""
     monkeypatch.setattr(launch, "augments", lambda device: gpu)
     base = open_base(str(tiny_folder("llama")))
     kinds = {}

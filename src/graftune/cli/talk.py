@@ -61,7 +61,7 @@ class Talk:
         """Answer one message: streamed, side by side, or as JSON."""
         console = self._console
         self._asked, self._said = text, {}
-        self._make_room(text)
+        self._drop_oldest(text)
         if len(self._sides) == 2:
             for side in self._sides:
                 with console.working(f"asking the {'base' if side == 'base' else 'tuned model'}"):
@@ -160,7 +160,7 @@ class Talk:
             messages += [{"role": "user", "content": exchange.asked}, {"role": "assistant", "content": said or ""}]
         return messages
 
-    def _make_room(self, text: str) -> None:
+    def _drop_oldest(self, text: str) -> None:
         """Leave out the oldest exchanges until the message and an answer fit, beside half a context at most."""
         context: int = self._run.context
         answer = min(self._sampling["max_new_tokens"], context // 2)

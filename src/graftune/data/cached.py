@@ -56,8 +56,8 @@ def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig) -> 
 @functools.cache
 def _code() -> str:
     digest = hashlib.sha256(f"{tokenizers.__version__} {jinja2.__version__}".encode())
-    rooms = Path(__file__).parent, Path(__file__).parents[1] / "tokenizer"
-    for file in sorted(file for room in rooms for file in room.glob("*.py")):
+    folders = Path(__file__).parent, Path(__file__).parents[1] / "tokenizer"
+    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

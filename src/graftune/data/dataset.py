@@ -251,13 +251,13 @@ def _held(order: np.ndarray, group_of: np.ndarray, sizes: np.ndarray, count: int
     if len(sizes) == len(group_of):  # no repeats
         held[group_of[order[:count]]] = True
         return held
-    room, seen = count, set()
+    left, seen = count, set()
     for group in group_of[order].tolist():
-        if group not in seen and sizes[group] <= room:
+        if group not in seen and sizes[group] <= left:
             held[group] = True
-            room -= int(sizes[group])
+            left -= int(sizes[group])
         seen.add(group)
-        if not room:
+        if not left:
             break
     if not held.any():
         held[int(sizes.argmin())] = True

@@ -1,8 +1,8 @@
-"""Texts -> examples of at most `max_seq_len` tokens, without ever losing a response to make room.
+"""Texts -> examples of at most `max_seq_len` tokens, without ever cutting a response to make them fit.
 
 What goes, in this order: whole early turns (the system turn stays; trained turns among them become examples of their
 own), then the last question's text from its left, by rendering the shortened message again so that every header of the
-template stays whole; and where even an empty question leaves no room, the prompt's tokens from the left behind BOS.
+template stays whole; and where even an empty question is too long, the prompt's tokens from the left behind BOS.
 Cutting the token list from the right, as trainers commonly do, would cut the end token and most of the answer.
 An example whose response alone does not fit is dropped.
 """

@@ -61,7 +61,7 @@ def plan_epoch(
     while order or waiting:
         step = _Step(tokens_per_step, micro_capacity)
         waiting = [index for index in waiting if not step.takes(index, sizes[index])]
-        while order and len(waiting) < LOOK_AHEAD and step.room > 0:
+        while order and len(waiting) < LOOK_AHEAD and step.tokens_left > 0:
             index = order.pop()
             if not step.takes(index, sizes[index]):
                 waiting.append(index)
@@ -99,22 +99,22 @@ def members(units: Units, held: list[int]) -> list[int]:
 
 
 class _Step:
-    """The bins of one step while they are filled, and the tokens the step still has room for."""
+    """The bins of one step while they are filled, and how many more tokens the step takes."""
 
     def __init__(self, tokens: int, capacity: int):
         count = ceil_div(tokens, capacity)
-        self.room = tokens
+        self.tokens_left = tokens
         self.free = [capacity] * count
         self.bins: list[list[int]] = [[] for _ in range(count)]
 
     def takes(self, index: int, length: int) -> bool:
-        if length > self.room and any(self.bins):  # alone, an example may be longer than a step
+        if length > self.tokens_left and any(self.bins):  # alone, an example may be longer than a step
             return False
         for place, free in enumerate(self.free):
             if length <= free:
                 self.bins[place].append(index)
                 self.free[place] -= length
-                self.room -= length
+                self.tokens_left -= length
                 return True
         return False
 

@@ -151,7 +151,7 @@ def _check(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     if not set(tokenizer.stop_ids) <= set(back.stop_ids):
         missing = tokenizer.token(min(set(tokenizer.stop_ids) - set(back.stop_ids)))
         raise GraftuneError(
-            f"a GGUF file has no room for {missing!r} as one more token that ends an answer",
+            f"a GGUF file cannot name {missing!r} as one more token that ends an answer",
             mend="export to merged and convert that",
         )
 

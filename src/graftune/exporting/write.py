@@ -136,7 +136,7 @@ def _folder_of(place: Path) -> Iterator[None]:
         raise
 
 
-def _room(place: Path, need: int) -> None:
+def _require_space(place: Path, need: int) -> None:
     free = shutil.disk_usage(place.parent).free
     if need > free:
         raise GraftuneError(
@@ -227,7 +227,7 @@ def _merged(source: Source, place: Path, kind: str, console: Console) -> Exporte
     dtypes = {n: _dtype(n, source.base, kind) for n in tensors}
     config = {k: v for k, v in hf_config(whole).items() if k != "quantization_config"}
     need = sum(torch.Size(t.shape).numel() * dtypes[n].itemsize for n, t in tensors.items())
-    _room(place, need)
+    _require_space(place, need)
     survival = Survival()
     shown = dict(zip(map(id, tensors.values()), dtypes.values(), strict=True))
     with console.progress(len(tensors), label="merging" if source.adapters else "writing", unit="tensors") as bar:
@@ -264,7 +264,7 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
     whole = merge(source.base, source.adapters)
     form, _ = source.form(whole)
     tensors = gguf_tensors(whole, kind)
-    _room(place, sum(t.nbytes for t in tensors))
+    _require_space(place, sum(t.nbytes for t in tensors))
     survival = Survival()
     shown = {id(t.source): DTYPES.get(t.kind) for t in tensors}
     end = form.end_id if form is not None and form.end_id != whole.tokenizer.eos_id else None

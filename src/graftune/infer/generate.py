@@ -129,23 +129,23 @@ def reaches_of(lengths: Sequence[int], new_tokens: int, positions: int) -> list[
     return [min(n + new_tokens, positions) for n in lengths]
 
 
-def in_groups(reaches: Sequence[int], room: int) -> list[list[int]]:
-    """Prompts, by number, that are continued together: as many in a row as have room in one cache, each at least by
-    itself. A cache has the longest one's length for all."""
+def in_groups(reaches: Sequence[int], capacity: int) -> list[list[int]]:
+    """Prompts, by index, that are continued together: as many consecutive ones as fit a cache of `capacity` tokens, at
+    least one. The cache keeps the longest prompt's length for each."""
     groups: list[list[int]] = []
     for index, reach in enumerate(reaches):
-        held = [reaches[i] for i in groups[-1]] if groups else []
-        if held and max(*held, reach) * (len(held) + 1) <= room:
+        group = [reaches[i] for i in groups[-1]] if groups else []
+        if group and max(*group, reach) * (len(group) + 1) <= capacity:
             groups[-1].append(index)
         else:
             groups.append([index])
     return groups
 
 
-def cache_room(capacity: int, recompute: str) -> int:
-    """Tokens of the cache that questions are answered in: no more than what a step of so many tokens takes. One that
-    keeps its activations takes several times as much a token."""
-    return capacity * (4 if recompute in ("none", "selective") else 1)
+def cache_capacity(tokens: int, recompute: str) -> int:
+    """Tokens of the cache that questions are answered in. It takes no more memory than a step of `tokens` tokens; one
+    that saves its activations takes several times as much per token."""
+    return tokens * (4 if recompute in ("none", "selective") else 1)
 
 
 class TextStream:

@@ -78,7 +78,7 @@ def fused(x: torch.Tensor) -> bool:
 
 
 def augments(device: torch.device) -> bool:
-    """Whether weights get room for their adapters beside them (model/projection.py)."""
+    """Whether weights get adapter columns beside them (model/projection.py)."""
     return on_gpu(device)
 
 

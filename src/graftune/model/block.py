@@ -58,9 +58,9 @@ class Branch(Generic[SomePart]):
         self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, run: PassContext,
         below: Branch[Any] | None, need_input: bool = True,
     ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
-        """The stream's gradient in a buffer with room, perhaps also `ready` for the part's last projection -> both
-        ahead of the branch. `below` is the branch that wrote the stream before; without one the gradient may be
-        needed by nobody."""
+        """The stream's gradient after the branch, in a buffer with adapter columns and perhaps `ready` for the part's
+        last projection -> both before the branch. `below` is the branch that wrote the stream before this one; without
+        one, the gradient may not be needed."""
         read = self._read(saved, run)
         need_input = need_input or (self.norm is not None and self.norm.grad is not None)
         grad_out = self._grad_out(grad, saved, run)
@@ -83,9 +83,9 @@ class Branch(Generic[SomePart]):
         return self.part.last if self.out_norm is None and self.scale == 1 else None
 
     @property
-    def room(self) -> int:
+    def adapter_columns(self) -> int:
         """Columns that the stream's gradient has beside it, for the part's last projection."""
-        return 0 if self.part.last is None else self.part.last.room
+        return 0 if self.part.last is None else self.part.last.adapter_columns
 
     def _entry(self, x: torch.Tensor, y: torch.Tensor | None, run: PassContext) -> Entry:
         return Entry(x, y, None if self.norm is None else self.norm.of(run.adapted), self.norm_eps, run)
@@ -95,11 +95,11 @@ class Branch(Generic[SomePart]):
         return Input(saved.x, saved.rstd, weight, self.norm_eps)
 
     def _grad_out(self, grad: torch.Tensor, saved: BranchSaved, run: PassContext) -> torch.Tensor:
-        """The gradient of what the part returned, in a buffer with the room of its last projection."""
+        """The gradient of what the part returned, in a buffer with the adapter columns of its last projection."""
         if self.out_norm is None and self.scale == 1:
             return grad
         width = saved.x.shape[1]
-        grad_out = augmented_buffer(grad, len(grad), width, self.room)
+        grad_out = augmented_buffer(grad, len(grad), width, self.adapter_columns)
         if self.out_norm is None:
             torch.mul(grad[:, :width], self.scale, out=grad_out[:, :width])
         else:

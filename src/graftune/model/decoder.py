@@ -183,13 +183,13 @@ class Decoder:
         return (tokens - known).clamp(min=0), (tokens >= known).unsqueeze(1)
 
     def _stream_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, D + room] for the stream's gradient."""
-        return augmented_buffer(like, rows, self.spec.width, self._room)
+        """[rows, D + adapter_columns] for the stream's gradient."""
+        return augmented_buffer(like, rows, self.spec.width, self._adapter_columns)
 
     @property
-    def _room(self) -> int:
-        """The stream's gradient is what the parts' last projections get, so it has their room."""
-        return max(max(block.mixing.room, block.feeding.room) for block in self.blocks)
+    def _adapter_columns(self) -> int:
+        """The stream's gradient is what the parts' last projections read, so it has their adapter columns."""
+        return max(max(block.mixing.adapter_columns, block.feeding.adapter_columns) for block in self.blocks)
 
     def read_out(self, stream: Stream, *, adapted: bool = True) -> Output:
         """Final norm and head over the rows of a forward pass: what a loss computes from."""
@@ -197,7 +197,9 @@ class Decoder:
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
         head, spec = self.head.of(adapted), self.spec
-        return Output(head, normed, x, rstd, weight, self.norm.grad, self._room, spec.logit_scale, spec.logit_cap)
+        return Output(
+            head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, spec.logit_scale, spec.logit_cap
+        )
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""

@@ -25,7 +25,7 @@ from graftune.model.projection import Normed, Projection, ReadyGrad
 
 @dataclass(frozen=True)
 class GradCodes(ReadyGrad):
-    """dY times the weight's row scales, as codes with room for those of g."""
+    """dY times the weight's row scales, as codes, with columns behind them for the codes of g."""
 
     rows: Rows
 
@@ -37,12 +37,12 @@ class Fp8Projection(Projection):
     def __post_init__(self) -> None:
         super().__post_init__()
         publish = self.frozen.workspace.publish
-        if self.lora is not None and self.room and publish not in self.lora.arena.followers:
+        if self.lora is not None and self.adapter_columns and publish not in self.lora.arena.followers:
             self.lora.arena.followers.append(publish)
 
     def _from_codes(self, run: PassContext) -> bool:
         """Whether the adapters read what the weight reads, so that no other reader needs x in bf16."""
-        return bool(self.room) and run.adapted and run.dropout is None
+        return bool(self.adapter_columns) and run.adapted and run.dropout is None
 
     def after_norm(
         self,
@@ -108,7 +108,7 @@ class Fp8Projection(Projection):
     def forward(
         self, x: torch.Tensor, run: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A `wide` product is as any other: the room that its gradient needs is that of the codes."""
+        """A `wide` product is as any other: the columns that its gradient needs are those of the codes."""
         if self._from_codes(run):
             return self.frozen.forward(x[:, : self.width_in])
         return super().forward(x, run, h=h)
@@ -150,9 +150,17 @@ class Fp8Projections:
         size = 0 if generous else max(Workspace.size(*product) for product in found)
         self.workspace = Workspace(size, max(width for _, width, _ in found), device)
 
-    def make(self, sources: Sequence[RowSource], room: int, lora: LoraGroup | None, place: int) -> Projection:
-        room = room if lora is not None and lora.up.shape[1] <= MOST_RANK else 0
+    def make(
+        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, place: int
+    ) -> Projection:
+        adapter_columns = adapter_columns if lora is not None and lora.up.shape[1] <= MOST_RANK else 0
         weight = self.kind.of(
-            sources, self.device, self.compute, self.workspace, room=room, slack=self.slack, both=self.both
+            sources,
+            self.device,
+            self.compute,
+            self.workspace,
+            adapter_columns=adapter_columns,
+            slack=self.slack,
+            both=self.both,
         )
         return Fp8Projection(weight, lora, place)

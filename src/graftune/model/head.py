@@ -70,7 +70,7 @@ class Output:
     rstd: torch.Tensor  # [R]
     weight: torch.Tensor  # of the norm
     weight_grad: torch.Tensor | None
-    room: int  # columns that the stream's gradient has behind its own, for the adapters below
+    adapter_columns: int  # that the stream's gradient has behind its own, for the adapters of the last block
     logit_scale: float = 1.0
     logit_cap: float = 0.0
 
@@ -109,6 +109,6 @@ class Output:
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the normed rows -> that of the stream, in a buffer for `Decoder.backward` to work in."""
         width = self.x.shape[1]
-        out = augmented_buffer(self.x, len(self.x), width, self.room)
+        out = augmented_buffer(self.x, len(self.x), width, self.adapter_columns)
         rms_norm.add_backward(grad, self.x, self.rstd, self.weight, None, self.weight_grad, out[:, :width])
         return out

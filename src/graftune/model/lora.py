@@ -23,8 +23,8 @@ from graftune.arithmetic import ceil_div
 from graftune.config import FUSED, PARTS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, LowRank
-from graftune.kernels.room import Adapters
 from graftune.model.feed_forward.expert_projection import ExpertLora
 from graftune.model.frozen import Augmented
 
@@ -177,7 +177,7 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
     return tuple(p for p in spec.projections if p in wanted)
 
 
-def room_of(members: Sequence[str], targets: Collection[str], rank: int) -> int:
+def adapter_columns_of(members: Sequence[str], targets: Collection[str], rank: int) -> int:
     """Columns and rows that a group's adapters take beside its weight, a multiple of eight for aligned rows."""
     return ceil_div(sum(member in targets for member in members) * rank, 8) * 8
 

@@ -189,7 +189,7 @@ class Entry:
             return product, h
         self._add()
         read = self.x
-        if projection.room:
+        if projection.adapter_columns:
             read = projection.input_buffer(self.x, len(self.x))
             read[:, : projection.width_in].copy_(self.x)
         return projection.forward(read, self.run, wide=wide, h=h)

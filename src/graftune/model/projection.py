@@ -1,16 +1,16 @@
 """A frozen weight and the adapters on it: y = x W' + s (x A') B', forward and backward.
 
-Two layouts of one product. Where the weight is resident on a GPU, its storage has room beside and below it, filled
-with the adapters whenever they change,
+Two layouts of one product. On a GPU the weight's storage has n adapter columns beside it and as many rows below it,
+into which the adapters are copied whenever they change,
 
-        in   room
-    [   W  |  sB  ]  out        forward   y  = [x  | h] [W | sB]'     h = x A'
-    [   A  |      ]  room       backward  dX = [dY | g] [W ; A]       g = s dY B
+        in   n
+    [   W  | sB  ]  out         forward   y  = [x  | h] [W | sB]'     h = x A'
+    [   A  |     ]  n           backward  dX = [dY | g] [W ; A]       g = s dY B
 
 so that the adapters' share costs no pass of its own over y or dX: the products are a few columns deeper, and that is
-all. For this, whoever writes x or dY writes into `input_buffer` or `grad_buffer`, which have the room for h and g.
-(A `wide` y has it too: its gradient can then take its place.) Elsewhere (CPU, weights still in the file, dropout on the
-way back) the share is added apart, and buffers are exact.
+all. For this, whoever writes x or dY writes into `input_buffer` or `grad_buffer`, which have adapter columns for h and
+g. (A `wide` y has them too, so that its gradient can overwrite it.) Elsewhere (on a CPU, for weights still in the file,
+and in the backward with dropout) the adapters' share is a product of its own, and buffers have no adapter columns.
 
 Full-parameter training is the same class over a weight that trains: `accumulate_grad` then adds dW instead of dA.
 
@@ -50,10 +50,10 @@ class ReadyGrad:
     the projection that made it, and gets it back in `backward`, knows what it is."""
 
 
-def augmented_buffer(like: torch.Tensor, rows: int, width: int, room: int) -> torch.Tensor:
-    """[rows, width + room], fresh; with room, rows begin at the border of a memory line, as products like them."""
-    storage = torch.empty(rows, row_stride(width, room), dtype=like.dtype, device=like.device)
-    return storage[:, : width + room]
+def augmented_buffer(like: torch.Tensor, rows: int, width: int, adapter_columns: int) -> torch.Tensor:
+    """A new buffer [rows, width + adapter_columns]. With adapter columns its rows are aligned for the products."""
+    storage = torch.empty(rows, row_stride(width, adapter_columns), dtype=like.dtype, device=like.device)
+    return storage[:, : width + adapter_columns]
 
 
 @dataclass
@@ -64,18 +64,20 @@ class Projection:
 
     def __post_init__(self) -> None:
         self.width_in, self.width_out = self.frozen.in_features, self.frozen.out_features
-        self.room = self.frozen.room if isinstance(self.frozen, Augmented) and self.lora is not None else 0
-        if self.room:
+        self.adapter_columns = (
+            self.frozen.adapter_columns if isinstance(self.frozen, Augmented) and self.lora is not None else 0
+        )
+        if self.adapter_columns:
             assert self.lora is not None and isinstance(self.frozen, Augmented)
             self.lora.place_adapters(self.frozen)
 
     def input_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, in + room] to write x into."""
-        return augmented_buffer(like, rows, self.width_in, self.room)
+        """[rows, in + adapter_columns] to write x into."""
+        return augmented_buffer(like, rows, self.width_in, self.adapter_columns)
 
     def grad_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, out + room] to write dY into."""
-        return augmented_buffer(like, rows, self.width_out, self.room)
+        """[rows, out + adapter_columns] to write dY into."""
+        return augmented_buffer(like, rows, self.width_out, self.adapter_columns)
 
     def after_norm(
         self,
@@ -154,18 +156,18 @@ class Projection:
     def forward(
         self, x: torch.Tensor, run: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An input buffer -> (y, h for the backward). A `wide` y comes with the room that its gradient will need; an
-        `h` from an earlier forward is not made again."""
+        """An input buffer -> (y, h for the backward). A `wide` y comes with the adapter columns that its gradient will
+        need; an `h` from an earlier forward is not computed again."""
         plain = x[:, : self.width_in]
         if self.lora is None or not run.adapted:
             return self.frozen.matmul(plain), None
-        tail = x[:, self.width_in :] if self.room else None
+        tail = x[:, self.width_in :] if self.adapter_columns else None
         if h is None:
             h = lora_linear.down(self._dropped(plain, run), self.lora.down, tail)
         elif tail is not None:
             tail[:, : h.shape[1]].copy_(h)
             tail[:, h.shape[1] :].zero_()
-        if not self.room:
+        if not self.adapter_columns:
             return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
         assert isinstance(self.frozen, Augmented)
         if not wide:
@@ -191,8 +193,8 @@ class Projection:
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
             return (self.frozen.input_grad(grad_y) if need_input else None), None
-        low, inside = lora.low(h), bool(self.room) and run.dropout is None and need_input
-        tail = grad[:, self.width_out : self.width_out + self.room] if inside else None
+        low, inside = lora.low(h), bool(self.adapter_columns) and run.dropout is None and need_input
+        tail = grad[:, self.width_out : self.width_out + self.adapter_columns] if inside else None
         grad_up = self._grad_up_with_g(grad_y, low, run)
         if grad_up is None:
             g = lora_linear.up_backward(grad_y, low, tail)
@@ -202,7 +204,7 @@ class Projection:
             return None, g
         if inside:
             assert isinstance(self.frozen, Augmented)
-            return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.room]), g
+            return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.adapter_columns]), g
         grad_x = self.frozen.input_grad(grad_y)
         if run.dropout is None:
             return grad_x.addmm_(g, lora.down), g

@@ -177,7 +177,7 @@ def _losses(axes: Any, step_events: list[Event], eval_events: list[Event]) -> No
     if measured:
         _validation(axes, measured)
     axes.set_ylabel("loss per response token", fontsize=9.5, color=_INK)
-    axes.margins(x=0.02, y=0.12)  # fitted to the data, with room for the labels
+    axes.margins(x=0.02, y=0.12)  # fitted to the data, with a margin for the labels
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
 
 

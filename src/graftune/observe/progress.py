@@ -180,7 +180,7 @@ class BarProgress(Progress):
 
 
 def fitting(parts: dict[str, str], width: int, gap: int = 2) -> set[str]:
-    """Names of the parts that have room beside each other, the important ones first."""
+    """Names of the parts that fit beside each other, the important ones first."""
     kept: set[str] = set()
     used = 0
     for name in ("count", "loss", "label", "left", "speed", "age", "lr"):

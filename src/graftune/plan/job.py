@@ -20,7 +20,7 @@ from graftune.batch import PLAIN, BatchLayout
 from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
-from graftune.infer.generate import cache_room
+from graftune.infer.generate import cache_capacity
 from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
@@ -188,7 +188,7 @@ class Job:
             evaluated=self.evaluated(max(capacity, self.longest)) if self.evaluated else None,
             asked=self.asked,
             new_tokens=config.run.sample_tokens,
-            room=cache_room(max(capacity, self.longest), recompute),
+            cache_capacity=cache_capacity(max(capacity, self.longest), recompute),
             copies=kind == "cpu" and libraries.copies_operand(self.runtime.compute),
             card=self.card,
         )

@@ -39,8 +39,8 @@ def workspace_bytes(shape: Any) -> int:
 
 
 def flash_bytes(args: tuple[Any, ...]) -> int:
-    """What torch's flash backward allocates inside: dq in fp32 and row sums, with room for a tile a document, and with
-    grouped heads dk and dv of every query head."""
+    """Bytes that torch's flash backward allocates inside: dq in fp32 and row sums, padded by a tile for each document,
+    and with grouped heads dk and dv of every query head."""
     _, q, k, _, _, _, cu_seqlens = args[:7]
     tokens, heads, width = q.shape
     padded = tokens + 128 * (len(cu_seqlens) - 1)

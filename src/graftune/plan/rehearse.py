@@ -69,7 +69,7 @@ class Setup:
     evaluated: Capacities | None = None  # the validation data's shape; None: that of a step
     asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
     new_tokens: int = 0  # of an answer
-    room: int = 0  # tokens of the cache that they are answered in
+    cache_capacity: int = 0  # tokens of the cache that they are answered in
     copies: bool = False  # whether the CPU's products copy weights (libraries.copies_operand)
     card: Card | None = None
 
@@ -272,7 +272,7 @@ def _answer(parts: Parts, setup: Setup) -> None:
     """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
     runtime, decoder, spec = parts.runtime, parts.decoder, parts.decoder.spec
     reaches = reaches_of(setup.asked, setup.new_tokens, spec.max_positions)
-    groups = in_groups(reaches, setup.room)
+    groups = in_groups(reaches, setup.cache_capacity)
     largest = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
     fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
     for group in (largest, fullest) if fullest is not largest else (largest,):

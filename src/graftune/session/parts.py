@@ -18,7 +18,7 @@ from graftune.batch import BatchLayout, Example
 from graftune.config import Config, LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
-from graftune.infer.generate import cache_room, generate, in_groups, reaches_of
+from graftune.infer.generate import cache_capacity, generate, in_groups, reaches_of
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch
 from graftune.losses import CrossEntropy, Loss, choose
@@ -160,10 +160,10 @@ class Parts:
         return found
 
     def groups_of(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-        """Prompts, by number, that are continued together: as many in a row as their cache has room for."""
+        """Prompts, by number, that are continued together: as many consecutive ones as fit their cache."""
         settings = self.config.train
         reaches = reaches_of([len(prompt) for prompt in prompts], new_tokens, self.base.spec.max_positions)
-        return in_groups(reaches, cache_room(settings.tokens_per_micro_batch or CACHED, settings.recompute))
+        return in_groups(reaches, cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute))
 
     # Saving
 

@@ -1,6 +1,6 @@
 """Text of a session: samples with their log-probabilities and stop strings, and the log-probability of given answers.
 
-Prompts are continued together, as many as their cache has room for. Where a stop string is asked for, or somebody reads
+Prompts are continued together, as many as fit their cache. Where a stop string is asked for, or somebody reads
 along, text is made token by token: a character that is not whole yet, and the beginning of what may become a stop
 string, are held back.
 """

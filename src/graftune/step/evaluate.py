@@ -90,11 +90,11 @@ def _bins(examples: Sequence[Example], capacity: int, layout: BatchLayout) -> li
     """Indices of the examples, in order, as many to a batch as it holds; those of one group together."""
     units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
     bins: list[list[int]] = []
-    room = 0
+    left = 0  # tokens that the last batch can still take
     for index, length in enumerate(unit_lengths(lengths_of(examples), units).tolist()):
-        if length > room:
+        if length > left:
             bins.append([])
-            room = max(capacity, length)
+            left = max(capacity, length)
         bins[-1].append(index)
-        room -= length
+        left -= length
     return [members(units, held) for held in bins]

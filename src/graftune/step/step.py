@@ -143,7 +143,7 @@ class Step:
         if one is None:
             return
         longest = max(batch.lengths) if self.longest is None else self.longest
-        rows = row_stride(one.o.width_in, one.o.room), row_stride(one.qkv.width_out, one.qkv.room)
+        rows = row_stride(one.o.width_in, one.o.adapter_columns), row_stride(one.qkv.width_out, one.qkv.adapter_columns)
         case = timing.Case(len(batch.tokens), longest, one.heads, self.decoder.compute, one.score_scale, *rows)
         self.backend = timing.fastest(names, batch.cu_seqlens, case)
 

@@ -237,19 +237,19 @@ def _joined(pieces: Iterable[str]) -> str:
     return "".join(kept)
 
 
-def _weigh(value: Any, room: int) -> int:
-    """The room that is left behind a value's text."""
+def _weigh(value: Any, budget: int) -> int:
+    """What is left of `budget` characters after a value's text."""
     if isinstance(value, str):
-        room -= len(value)
+        budget -= len(value)
     elif isinstance(value, list | tuple):
         for inner in value:
-            room = _weigh(inner, room)
+            budget = _weigh(inner, budget)
     elif isinstance(value, dict):
         for key, inner in value.items():
-            room = _weigh(inner, _weigh(key, room))
-    if room < EACH:
+            budget = _weigh(inner, _weigh(key, budget))
+    if budget < EACH:
         raise _too_large()
-    return room - EACH
+    return budget - EACH
 
 
 def _check_product(operator: str, left: Any, right: Any) -> None:

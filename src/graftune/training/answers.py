@@ -63,7 +63,7 @@ class Answers:
         return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
 
     def ask(self, session: Session, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
-        """Greedily, as many questions at once as there is room for. `between` gets the count of those answered."""
+        """Greedily, as many questions at once as fit the cache. `between` gets the count of those answered."""
         prompts, how = [question.prompt for question in self.questions], Sampling(max_new_tokens=self.length)
         answers = session.continued(prompts, how, self.stops, adapted=adapted, on_progress=between)
         return [session.tokenizer.decode(answer, skip_special=True) for answer in answers]

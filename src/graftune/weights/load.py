@@ -41,7 +41,7 @@ from graftune.model.frozen import (
     fill,
 )
 from graftune.model.head import Head, NewRows
-from graftune.model.lora import Arena, expert_lora, lora_group, room_of, targets_of
+from graftune.model.lora import Arena, adapter_columns_of, expert_lora, lora_group, targets_of
 from graftune.model.part import Bias, NormWeight, PartSpec
 from graftune.model.projection import Projection
 from graftune.model.spec import ModelSpec
@@ -57,17 +57,17 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  #
 
 
 def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:
-    """How large the scratch is: the largest projection and its room, or what is dequantised of a table at once."""
+    """Values of the scratch: the largest projection with its adapters, or what is dequantised of a table at once."""
     largest = max(Scratch.size(*product) for product in _products(spec, lora))
     return max(largest, min(spec.vocab * spec.width, TABLE_VALUES)) if tables else largest
 
 
 def _products(spec: ModelSpec, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
-    """(out, in, room) of the products of all kinds of layers."""
+    """(out, in, adapter_columns) of the products of all kinds of layers."""
     targets = targets_of(spec, lora)
     for part in (part for kind in spec.kinds for part in kind.parts):
         for name, (out, width) in part.products.items():
-            yield out, width, room_of(part.groups.get(name, ()), targets, lora.rank)
+            yield out, width, adapter_columns_of(part.groups.get(name, ()), targets, lora.rank)
 
 
 def build_decoder(
@@ -162,14 +162,14 @@ class _Placer:
             )
         return found
 
-    def projection(self, names: Sequence[str], shapes: Sequence[tuple[int, int]], room: int) -> Frozen:
+    def projection(self, names: Sequence[str], shapes: Sequence[tuple[int, int]], adapter_columns: int) -> Frozen:
         """One weight, whose rows are those of its members one behind the other."""
         if names[0] in self.arena.slots:
             return self.trained(names, shapes[0][1])
         sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
         if self.placement.base_dtype == "nf4" and not self.quantised:
-            return self.unpacked([Nf4Rows.quantised(source, self.device) for source in sources], room)
-        return self.frozen(sources, room)
+            return self.unpacked([Nf4Rows.quantised(source, self.device) for source in sources], adapter_columns)
+        return self.frozen(sources, adapter_columns)
 
     @cached_property
     def own(self) -> Fp8Projections | None:
@@ -197,26 +197,28 @@ class _Placer:
         place = self.arena.span(names[0], names[-1])
         return Trained(self.arena.compute[place].view(-1, width), self.arena.grads[place].view(-1, width))
 
-    def frozen(self, sources: Sequence[RowSource], room: int) -> Frozen:
+    def frozen(self, sources: Sequence[RowSource], adapter_columns: int) -> Frozen:
         asked = self.placement.base_dtype
         if asked in DTYPES:
-            return self.resident(sources, DTYPES[asked], room)
-        return self.kept(sources, room)  # nf4 too, of a checkpoint that is: what it left unquantised stays so
+            return self.resident(sources, DTYPES[asked], adapter_columns)
+        return self.kept(
+            sources, adapter_columns
+        )  # nf4 too, of a checkpoint that is: what it left unquantised stays so
 
-    def resident(self, sources: Sequence[RowSource], dtype: torch.dtype, room: int) -> Frozen:
+    def resident(self, sources: Sequence[RowSource], dtype: torch.dtype, adapter_columns: int) -> Frozen:
         sources = [_in_memory(source) for source in sources]
         if self.on_gpu and dtype != self.compute:
-            return self.unpacked([FloatRows.loaded(source, dtype, self.device) for source in sources], room)
+            return self.unpacked([FloatRows.loaded(source, dtype, self.device) for source in sources], adapter_columns)
         kind = Dense if self.bundles is None else Fetched
-        return self.noted(kind.of(sources, self.device, dtype, self.compute, room))
+        return self.noted(kind.of(sources, self.device, dtype, self.compute, adapter_columns))
 
-    def kept(self, sources: Sequence[RowSource], room: int) -> Frozen:
+    def kept(self, sources: Sequence[RowSource], adapter_columns: int) -> Frozen:
         """As the file has them."""
         if not self.on_gpu and self.bundles is None:
             return Mapped([_in_memory(source) for source in sources], self.device, self.compute)
         if self.on_gpu and all(self.float_of(source) == self.compute for source in sources):
-            return self.resident(sources, self.compute, room)
-        return self.unpacked([self.uploaded(source) for source in sources], room)
+            return self.resident(sources, self.compute, adapter_columns)
+        return self.unpacked([self.uploaded(source) for source in sources], adapter_columns)
 
     def uploaded(self, source: RowSource) -> Packed:
         if isinstance(source, Nf4Tensor):
@@ -227,21 +229,21 @@ class _Placer:
         file = source.source if isinstance(source, FirstRows) else source
         return GgufRows.uploaded(cast(BlockSource, file), source.shape[0], self.device)
 
-    def unpacked(self, members: Sequence[Packed], room: int) -> Frozen:
+    def unpacked(self, members: Sequence[Packed], adapter_columns: int) -> Frozen:
         """Weights in memory that products dequantise: as a whole into the scratch, or on a CPU by pieces."""
-        return self.noted(self._unpacked(members, room))
+        return self.noted(self._unpacked(members, adapter_columns))
 
     def noted(self, weight: Frozen) -> Frozen:
         self.made.append(weight)
         return weight
 
-    def _unpacked(self, members: Sequence[Packed], room: int) -> Frozen:
+    def _unpacked(self, members: Sequence[Packed], adapter_columns: int) -> Frozen:
         if not self.on_gpu:
             return Mapped(members, self.device, self.compute)
         rows, width = sum(member.shape[0] for member in members), members[0].shape[1]
-        if Scratch.size(rows, width, room) <= len(self.scratch.flat):
-            return Unpacked(members, self.scratch, room)
-        assert len(members) == 1 and not room, "the scratch holds every projection"
+        if Scratch.size(rows, width, adapter_columns) <= len(self.scratch.flat):
+            return Unpacked(members, self.scratch, adapter_columns)
+        assert len(members) == 1 and not adapter_columns, "the scratch holds every projection"
         return Table(members[0], self.scratch)
 
     @cached_property
@@ -313,16 +315,16 @@ class _PartMaker:
         placer, members = self.placer, self.part.groups[group]
         adapter = lora_group(placer.arena, self.part, group, placer.lora, self.layer)
         adapted = targets_of(placer.spec, placer.lora) if adapter is not None and placer.on_gpu else ()
-        room = room_of(members, adapted, placer.lora.rank)
+        adapter_columns = adapter_columns_of(members, adapted, placer.lora.rank)
         names = [f"{self.stem}.{member}.weight" for member in members]
         shapes = [self.part.projections[member] for member in members]
         place = self.layer * 8 + self.first + list(self.part.groups).index(group)
         if placer.own:
             sources = [_in_memory(placer.source(name, shape)) for name, shape in zip(names, shapes, strict=True)]
-            made = placer.own.make(sources, room, adapter, place)
+            made = placer.own.make(sources, adapter_columns, adapter, place)
             placer.noted(made.frozen)
             return made
-        return Projection(placer.projection(names, shapes, room), adapter, place)
+        return Projection(placer.projection(names, shapes, adapter_columns), adapter, place)
 
     def experts(self, group: str) -> ExpertProjection:
         adapter = expert_lora(self.placer.arena, f"{self.stem}.experts.{group}", self.placer.lora)

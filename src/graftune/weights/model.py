@@ -106,13 +106,13 @@ def _write_weights(
 def _shards(tensors: list[Stored], limit: int) -> Iterator[list[Stored]]:
     """In order, as many as fit a shard."""
     shard: list[Stored] = []
-    room = limit
+    left = limit
     for tensor in tensors:
-        if shard and tensor.nbytes > room:
+        if shard and tensor.nbytes > left:
             yield shard
-            shard, room = [], limit
+            shard, left = [], limit
         shard.append(tensor)
-        room -= tensor.nbytes
+        left -= tensor.nbytes
     yield shard
 
 

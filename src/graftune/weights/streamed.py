@@ -175,8 +175,8 @@ def check_safetensors(found: Any, tensors: Sequence[Stored], sums: dict[str, int
 
 def within_rounding(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
     """Equal but for the last digit of the dtype: sums over fewer rows at a time may round the other way."""
-    room = max(torch.finfo(dtype).eps, 1e-5)
-    return bool(((got - want).abs() <= room * want.abs() + 1e-6 * want.abs().max()).all())
+    tolerance = max(torch.finfo(dtype).eps, 1e-5)
+    return bool(((got - want).abs() <= tolerance * want.abs() + 1e-6 * want.abs().max()).all())
 
 
 def spoilt(what: str, where: Path) -> GraftuneError:

@@ -19,7 +19,7 @@ TILE = 1024  # with 8 warps: four elements a thread
 
 
 @triton.jit
-def _room(beta, steps):
+def _bias_correction(beta, steps):
     """1 - beta^steps in fp32, within a few units of the last place. Both beta and beta^steps may lie next to 1, where
     the hardware's logarithm and the difference lose their digits: hence two series. Every program computes this, so it
     has to cost nothing beside a tile's loads; fp64 would."""
@@ -33,7 +33,22 @@ def _room(beta, steps):
 
 @triton.jit
 def _advance(
-    weights, grads, m, v, compute, at, inside, factor, lr, beta1, beta2, eps, decay, room1, room2, COPY: tl.constexpr
+    weights,
+    grads,
+    m,
+    v,
+    compute,
+    at,
+    inside,
+    factor,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    decay,
+    correction1,
+    correction2,
+    COPY: tl.constexpr,
 ):
     """One tile. `inside` is None for a whole one: its loads are 16 bytes wide."""
     g = tl.load(grads + at, mask=inside) * factor
@@ -42,7 +57,7 @@ def _advance(
     square = tl.load(v + at, mask=inside)
     mean += (g - mean) * (1 - beta1)
     square += (g * g - square) * (1 - beta2)
-    change = mean * (1 / room1) / (tl.sqrt_rn(square * (1 / room2)) + eps)
+    change = mean * (1 / correction1) / (tl.sqrt_rn(square * (1 / correction2)) + eps)
     w -= lr * (change + decay * w)
     tl.store(weights + at, w, mask=inside)
     tl.store(m + at, mean, mask=inside)
@@ -75,7 +90,7 @@ def _adamw(
     lr, beta1, beta2 = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     eps, weight_decay = tl.load(row + 3), tl.load(row + 4)
     steps = tl.load(count)
-    room1, room2 = _room(beta1, steps), _room(beta2, steps)
+    correction1, correction2 = _bias_correction(beta1, steps), _bias_correction(beta2, steps)
 
     item = tl.program_id(0)
     block = item // (BLOCK // TILE)
@@ -85,12 +100,44 @@ def _adamw(
     base = start // BLOCK * BLOCK + item % (BLOCK // TILE) * TILE
     at = base + tl.arange(0, TILE)
     if good & (base >= start) & (base + TILE <= stop):
-        _advance(weights, grads, m, v, compute, at, None, factor, lr, beta1, beta2, eps, decay, room1, room2, COPY)
+        _advance(
+            weights,
+            grads,
+            m,
+            v,
+            compute,
+            at,
+            None,
+            factor,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            decay,
+            correction1,
+            correction2,
+            COPY,
+        )
     else:
         inside = (at >= start) & (at < stop)
         if good:
             _advance(
-                weights, grads, m, v, compute, at, inside, factor, lr, beta1, beta2, eps, decay, room1, room2, COPY
+                weights,
+                grads,
+                m,
+                v,
+                compute,
+                at,
+                inside,
+                factor,
+                lr,
+                beta1,
+                beta2,
+                eps,
+                decay,
+                correction1,
+                correction2,
+                COPY,
             )
         else:
             tl.store(grads + at, tl.zeros((TILE,), tl.float32), mask=inside)

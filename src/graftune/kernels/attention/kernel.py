@@ -52,7 +52,7 @@ def backward_tile(width: int, dtype: torch.dtype) -> Tile:
         return Tile(32, 32, 4 if width <= 64 else 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if width > 128:
         return Tile(64, 32, 8, 1)
-    return Tile(64, 64, 4, 3 if width <= 64 else 2)  # two programs find room on a multiprocessor
+    return Tile(64, 64, 4, 3 if width <= 64 else 2)  # so that two programs fit on a multiprocessor
 
 
 def programs_wanted(device: torch.device) -> int:

@@ -26,7 +26,7 @@ CALLS, ROUNDS = 4, 5
 
 
 class Case(NamedTuple):
-    """What is timed. Rows of buffers with room lie apart; those of qkv and of the output's gradient have none."""
+    """What is timed. Rows with adapter columns have a larger stride; qkv and the output's gradient have none."""
 
     tokens: int
     longest: int  # tokens of a document, at most

@@ -22,9 +22,30 @@ from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows,
 from graftune.kernels.lora_linear import THIN, LowRank
 
 __all__ = [
-    "E4M3", "LARGEST", "Figures", "Rows", "Share", "act", "act_backward", "aligned", "buffer", "down", "lay",
-    "mm", "norm", "norm_backward", "quantise", "refusal", "require", "room_of", "rope_backward", "scale_of", "settle",
-    "transpose", "up_backward", "up_both",
+    "E4M3",
+    "LARGEST",
+    "Figures",
+    "Rows",
+    "Share",
+    "act",
+    "act_backward",
+    "adapter_code_columns",
+    "aligned",
+    "buffer",
+    "down",
+    "lay",
+    "mm",
+    "norm",
+    "norm_backward",
+    "quantise",
+    "refusal",
+    "require",
+    "rope_backward",
+    "scale_of",
+    "settle",
+    "transpose",
+    "up_backward",
+    "up_both",
 ]  # fmt: skip
 
 LEAST = (8, 9)  # compute capability of the first cards with fp8 units
@@ -56,8 +77,8 @@ def aligned(width: int) -> int:
     return ceil_div(width, LINE) * LINE
 
 
-def room_of(ranks: int) -> int:
-    """Columns that a group of so many ranks in all takes beside its weight."""
+def adapter_code_columns(ranks: int) -> int:
+    """Columns of codes beside a weight that adapters take whose ranks sum to `ranks`."""
     return ceil_div(PIECES * ranks, 16) * 16
 
 
@@ -75,8 +96,8 @@ def quantise(
     reach: torch.Tensor | None = None,
     slack: float = 1.0,
 ) -> torch.Tensor:
-    """x [T, K] (times `factor` [K], fp32) into codes [T, K]; returns the scale [T]. `reach` leaves room for what the
-    adapters lay beside (`Share`), times `slack`."""
+    """x [T, K] (times `factor` [K], fp32) into codes [T, K]; returns the scale [T]. `reach` makes the scale cover
+    what the adapters lay beside (`Share`), times `slack`."""
     assert x.shape == codes.shape and x.stride(1) == codes.stride(1) == 1 and codes.dtype == E4M3
     assert factor is None or (factor.shape == x.shape[1:] and factor.is_contiguous())
     if launch.fused(x):

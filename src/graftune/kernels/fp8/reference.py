@@ -63,8 +63,8 @@ class Share(NamedTuple):
     columns: tuple[tuple[int, int], ...]  # of y, for each member
     alpha: float  # alpha / rank
     scale: torch.Tensor  # [out] fp32, of the weight
-    beside: torch.Tensor  # [out, room] e4m3, columns behind the weight's
-    below: torch.Tensor  # [room, in] e4m3, rows behind the weight's; strides of both may be any
+    beside: torch.Tensor  # [out, code columns] e4m3, columns behind the weight's
+    below: torch.Tensor  # [code columns, in] e4m3, rows behind the weight's; strides of both may be any
     figures: torch.Tensor  # [4] fp32: reach and shift of the forward pass, then of the backward
 
     @property
@@ -105,7 +105,7 @@ def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def lay(h: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, tail: torch.Tensor) -> None:
-    """h [T, n] as codes in tail [T, room] beside rows of that scale; columns beyond 3 n become zero."""
+    """h [T, n] as codes in tail [T, code columns] beside rows of that scale; columns beyond 3 n become zero."""
     n = h.shape[1]
     hi, lo = split(h.float() * (scale.reciprocal() * shift).unsqueeze(1))
     for i, piece in enumerate((hi, hi, lo)):

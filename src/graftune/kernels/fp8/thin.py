@@ -29,7 +29,7 @@ from graftune.kernels.lora_linear.kernel import (
 class Codes(NamedTuple):
     """8-bit rows to be filled (reference.py)."""
 
-    rows: torch.Tensor  # [T, width + room]: what the product leaves goes behind the first `width` columns
+    rows: torch.Tensor  # [T, width + adapter columns]: what the product leaves goes behind the first `width` columns
     width: int
     scale: torch.Tensor  # [T] fp32, by which a row is divided
     shift: torch.Tensor  # 0-dim fp32, by which the thin product is multiplied besides

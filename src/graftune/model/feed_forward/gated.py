@@ -43,7 +43,7 @@ class GatedSpec(FeedForwardSpec):
 
 
 class GatedSaved(NamedTuple):
-    gate_up: torch.Tensor  # [T, 2F + room]; its gradient may take its place
+    gate_up: torch.Tensor  # [T, 2F + adapter_columns]; its gradient may take its place
     h_gate_up: torch.Tensor | None
     h_down: torch.Tensor | None
 

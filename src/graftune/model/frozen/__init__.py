@@ -3,7 +3,7 @@
 The step never asks which kind it holds: that is a property of the weight, not a mode of the trainer. One kind has a
 projection of its own, fp8_projection.py, since norm, SwiGLU and rope write the codes that it reads; nobody else knows.
 
-    Dense      resident in a float dtype, as a rule the compute dtype, with room for adapters beside it where asked
+    Dense      resident in a float dtype, as a rule the compute dtype, with adapter columns beside it where asked
     Fetched    likewise, in a buffer that blocks take in turn (model/bundles.py)
     Fp8        on a GPU as 8-bit codes with a scale a row, and multiplied as such
     Unpacked   on a GPU in fewer bits (NF4, GGUF blocks as in the file, or another float dtype): each product

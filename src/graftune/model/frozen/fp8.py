@@ -26,9 +26,9 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import Rows, Share
 from graftune.kernels.lora_linear import Copy, LowRank
-from graftune.kernels.room import Adapters
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource
 from graftune.model.frozen.mapped import pieces, read_to
@@ -46,7 +46,7 @@ class CodedRows(Protocol):
 class Workspace:
     """What the FP8 weights of a model share: the scratch that codes are transposed into, and the list of adapters that
     lie as codes beside them. Only the stream of the products may use the scratch, one product after the other;
-    transposing ahead, beside attention's backward, was tried: cuDNN's kernel leaves no room for another on the chip."""
+    transposing ahead, beside attention's backward, was tried: cuDNN's kernel fills every multiprocessor."""
 
     def __init__(self, size: int, widest: int, device: torch.device):
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
@@ -57,7 +57,7 @@ class Workspace:
     @staticmethod
     def size(out: int, width: int, ranks: int) -> int:
         """Bytes of the scratch that a weight takes."""
-        return width * fp8.aligned(_tiled(out + fp8.room_of(ranks)))
+        return width * fp8.aligned(_tiled(out + fp8.adapter_code_columns(ranks)))
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class Workspace:
 
 
 class Fp8(Augmented):
-    """`room`: columns of bf16 beside x and dY that h and g lie in, as the other kinds have them; 0: no adapters here.
+    """`adapter_columns`: columns of bf16 beside x and dY that h and g lie in, as in the other kinds; 0: no adapters.
     `slack`: by what dropout may lengthen the adapters' input."""
 
     kind = "fp8"
@@ -86,7 +86,7 @@ class Fp8(Augmented):
         compute: torch.dtype,
         workspace: Workspace,
         *,
-        room: int = 0,
+        adapter_columns: int = 0,
         slack: float = 1.0,
         both: bool = False,
     ):
@@ -96,16 +96,16 @@ class Fp8(Augmented):
                 mend="use base_dtype bf16 or nf4",
             )
         self.out_features, self.in_features, self.compute = out_features, in_features, compute
-        self.room, self.slack = room, slack
-        codes_room = fp8.room_of(room) if room else 0
-        rows = out_features + codes_room
-        self.whole = fp8.buffer(_tiled(rows), in_features + codes_room, device, zero=True)
+        self.adapter_columns, self.slack = adapter_columns, slack
+        code_columns = fp8.adapter_code_columns(adapter_columns) if adapter_columns else 0
+        rows = out_features + code_columns
+        self.whole = fp8.buffer(_tiled(rows), in_features + code_columns, device, zero=True)
         self.storage = self.whole[:rows]
         self.scale = torch.ones(out_features, dtype=torch.float32, device=device)
         self.workspace = workspace
-        self.kept: torch.Tensor | None = None  # [in, out + room of codes]
+        self.kept: torch.Tensor | None = None  # [in, out + code_columns]
         if both:
-            self.kept = fp8.buffer(in_features, out_features + codes_room, device, zero=True)
+            self.kept = fp8.buffer(in_features, out_features + code_columns, device, zero=True)
         self.share: Share | None = None
 
     @classmethod
@@ -116,13 +116,13 @@ class Fp8(Augmented):
         compute: torch.dtype,
         workspace: Workspace,
         *,
-        room: int = 0,
+        adapter_columns: int = 0,
         slack: float = 1.0,
         both: bool = False,
     ) -> Self:
         """Quantised while it is read, on the device: the peak is the codes and a few rows."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
-        made = cls(rows, width, device, compute, workspace, room=room, slack=slack, both=both)
+        made = cls(rows, width, device, compute, workspace, adapter_columns=adapter_columns, slack=slack, both=both)
         at = 0
         for source in sources:
             for start, stop in pieces(*source.shape):
@@ -272,7 +272,7 @@ class Fp8(Augmented):
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left its
-        codes, with room for g's."""
+        codes, with columns behind them for the codes of g."""
         reach, shift = self._share.backward
         if rows is None:
             rows = self._rows(grad, self.scale, reach)
@@ -285,8 +285,8 @@ class Fp8(Augmented):
         return self.share
 
     def _buffer(self, tokens: int, width: int) -> torch.Tensor:
-        room = self.storage.shape[1] - self.in_features
-        return fp8.buffer(tokens, width + room, self.storage.device)
+        code_columns = self.storage.shape[1] - self.in_features
+        return fp8.buffer(tokens, width + code_columns, self.storage.device)
 
     def _rows(
         self,
@@ -295,7 +295,7 @@ class Fp8(Augmented):
         reach: torch.Tensor | None,
         slack: float = 1.0,
     ) -> Rows:
-        """x as codes, with room behind them where there is a reach."""
+        """x as codes, with columns behind them for the codes of h where there is a reach."""
         width = x.shape[1]
         codes = self._buffer(len(x), width) if reach is not None else fp8.buffer(len(x), width, x.device)
         return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack))

@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 
 from graftune.arithmetic import ceil_div
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy
-from graftune.kernels.room import Adapters
 from graftune.model.bundles import Place
 
 
-def row_stride(width: int, room: int) -> int:
-    """The row stride of `width` values: as it is, or with room beside them in whole lines of 64 values."""
-    return ceil_div(width + room, 64) * 64 if room else width
+def row_stride(width: int, adapter_columns: int) -> int:
+    """The row stride of `width` values: `width` itself, or with adapter columns the next multiple of 64 values."""
+    return ceil_div(width + adapter_columns, 64) * 64 if adapter_columns else width
 
 
 class RowSource(Protocol):
@@ -85,12 +85,12 @@ class Frozen(Protocol):
 
 
 class Augmented(ABC):
-    """A frozen weight that lies in a storage [out + room, in + room], so that one product serves weight and adapters
-    (projection.py). With a room of 0 it is an ordinary one."""
+    """A frozen weight in a storage [out + adapter_columns, in + adapter_columns], so that one product serves weight and
+    adapters (projection.py). With 0 adapter columns it is an ordinary one."""
 
     kind: str
     storage: torch.Tensor
-    room: int
+    adapter_columns: int
     out_features: int
     in_features: int
 
@@ -100,12 +100,12 @@ class Augmented(ABC):
 
     @property
     def beside(self) -> torch.Tensor:
-        """[out, room], for s B."""
+        """[out, adapter_columns], for s B."""
         return self.storage[: self.out_features, self.in_features :]
 
     @property
     def below(self) -> torch.Tensor:
-        """[room, in], for A."""
+        """[adapter_columns, in], for A."""
         return self.storage[self.out_features :, : self.in_features]
 
     @property
@@ -118,7 +118,7 @@ class Augmented(ABC):
     def nbytes(self) -> int: ...
     @abstractmethod
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
-        """Let the adapters live in the room. Returns what has to be copied there whenever they change."""
+        """Let the adapters live beside and below the weight. Returns what is to be copied there when they change."""
 
     @abstractmethod
     def matmul(self, x: torch.Tensor) -> torch.Tensor: ...

@@ -7,9 +7,9 @@ from typing import Self
 
 import torch
 
-from graftune.kernels import matmul, room
+from graftune.kernels import augmented_weight, matmul
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, add_product_, members
-from graftune.kernels.room import Adapters
 from graftune.model import huge_pages
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource, row_stride
@@ -19,27 +19,40 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Dense(Augmented):
-    """Resident, as a rule in the compute dtype; `room` columns and rows lie beside and below, zero at first. Adapters
-    stay in the room from update to update."""
+    """Resident, as a rule in the compute dtype; `adapter_columns` columns lie beside it and as many rows below it, zero
+    at first. Adapters stay there from update to update."""
 
     def __init__(
-        self, rows: int, width: int, device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int = 0
+        self,
+        rows: int,
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        compute: torch.dtype,
+        adapter_columns: int = 0,
     ):
-        """Memory for the weight; the room is zero."""
-        self.out_features, self.in_features, self.compute, self.room = rows, width, compute, room
+        """Memory for the weight; adapter columns and rows are zero."""
+        self.out_features, self.in_features, self.compute, self.adapter_columns = rows, width, compute, adapter_columns
         self.kind = KINDS[dtype]
-        self.whole = huge_pages.advise(torch.empty(rows + room, row_stride(width, room), dtype=dtype, device=device))
-        self.storage = self.whole[:, : width + room]
+        self.whole = huge_pages.advise(
+            torch.empty(rows + adapter_columns, row_stride(width, adapter_columns), dtype=dtype, device=device)
+        )
+        self.storage = self.whole[:, : width + adapter_columns]
         self.storage[rows:].zero_()
         self.storage[:, width:].zero_()
 
     @classmethod
     def of(
-        cls, sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype, compute: torch.dtype, room: int = 0
+        cls,
+        sources: Sequence[RowSource],
+        device: torch.device,
+        dtype: torch.dtype,
+        compute: torch.dtype,
+        adapter_columns: int = 0,
     ) -> Self:
         """Filled straight from the sources, a few rows at a time: the peak is the weight and one piece."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
-        dense = cls(rows, width, device, dtype, compute, room)
+        dense = cls(rows, width, device, dtype, compute, adapter_columns)
         at = 0
         for source in sources:
             fill(dense.weight[at : at + source.shape[0]], source)
@@ -84,18 +97,18 @@ class Fetched(Dense):
 
     def move(self, place: Place) -> None:
         self.whole = place(self.whole)
-        self.storage = self.whole[:, : self.in_features + self.room]
+        self.storage = self.whole[:, : self.in_features + self.adapter_columns]
 
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
         self.adapters = adapters
         return []
 
     def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        room.beside(self.beside, self.adapters)
+        augmented_weight.beside(self.beside, self.adapters)
         return super().matmul_augmented(x, out)
 
     def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
-        room.below(self.below, self.adapters)
+        augmented_weight.below(self.below, self.adapters)
         return super().input_grad_augmented(grad)
 
 

@@ -1,9 +1,9 @@
 """Weights in fewer bits, on a GPU: dequantised for each product into one buffer that all layers share.
 
-The buffer holds the largest weight of the model with its room. A weight sees it as a matrix of its own shape, from the
-buffer's beginning on: the address and the distance of rows never change, so products are tuned and captured as for a
-resident weight. What was there before, another layer's, is overwritten where it matters: the weight by dequantising,
-the room by placing the adapters behind it, since a product reads both. (Dequantising inside the product was rejected:
+The buffer fits the largest weight of the model with its adapters. A weight sees it as a matrix of its own shape, from
+the buffer's beginning on: the address and the row stride never change, so products are tuned and captured as for a
+resident weight. What another layer left there is overwritten where a product reads it: the weight by dequantising, the
+adapter columns or rows by writing the adapters after that. (Dequantising inside the product was rejected:
 at training's row counts a product does hundreds of operations for each value it reads, and a library's product at full
 speed behind a pass at the memory's speed loses a few percent; a product of our own would lose more.)
 
@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from graftune.kernels import matmul, room
+from graftune.kernels import augmented_weight, matmul
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy
-from graftune.kernels.room import Adapters
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, Packed, row_stride
 from graftune.model.frozen.mapped import ByPieces
@@ -41,24 +41,24 @@ class Scratch:
         return self.flat.dtype
 
     @staticmethod
-    def size(rows: int, width: int, room: int = 0) -> int:
-        """Values that a weight with room beside and below takes."""
-        return (rows + room) * row_stride(width, room)
+    def size(rows: int, width: int, adapter_columns: int = 0) -> int:
+        """Values that a weight takes with adapters beside and below it."""
+        return (rows + adapter_columns) * row_stride(width, adapter_columns)
 
-    def matrix(self, rows: int, width: int, room: int = 0) -> torch.Tensor:
-        """[rows + room, width + room]"""
-        whole = self.flat[: self.size(rows, width, room)].view(rows + room, -1)
-        return whole[:, : width + room]
+    def matrix(self, rows: int, width: int, adapter_columns: int = 0) -> torch.Tensor:
+        """[rows + adapter_columns, width + adapter_columns]"""
+        whole = self.flat[: self.size(rows, width, adapter_columns)].view(rows + adapter_columns, -1)
+        return whole[:, : width + adapter_columns]
 
 
 class Unpacked(Augmented):
     """A weight that exists in the scratch for the length of a product."""
 
-    def __init__(self, members: Sequence[Packed], scratch: Scratch, room: int = 0):
-        self.members, self.room = list(members), room
+    def __init__(self, members: Sequence[Packed], scratch: Scratch, adapter_columns: int = 0):
+        self.members, self.adapter_columns = list(members), adapter_columns
         self.out_features, self.in_features = sum(m.shape[0] for m in members), members[0].shape[1]
         self.kind = "+".join(dict.fromkeys(m.dtype_name for m in members))
-        self.storage = scratch.matrix(self.out_features, self.in_features, room)
+        self.storage = scratch.matrix(self.out_features, self.in_features, adapter_columns)
         self.adapters: Adapters | None = None
 
     @property
@@ -88,13 +88,13 @@ class Unpacked(Augmented):
     def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self.adapters is not None
         self.unpack()
-        room.beside(self.beside, self.adapters)
+        augmented_weight.beside(self.beside, self.adapters)
         return matmul.mm(x, self.storage[: self.out_features].t(), out)
 
     def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         assert self.adapters is not None
         self.unpack()
-        room.below(self.below, self.adapters)
+        augmented_weight.below(self.below, self.adapters)
         return matmul.mm(grad, self.storage[:, : self.in_features])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Unpacked(Augmented):
         return self.members[0].lookup(ids, self.storage.dtype)
 
     def unpack(self) -> None:
-        """Bring the weight into the scratch; the room beside and below it is left as it is."""
+        """Dequantise the weight into the scratch; the adapters beside and below it are left as they are."""
         at, weight = 0, self.weight
         for member in self.members:
             member.unpack(weight[at : at + member.shape[0]])

@@ -83,7 +83,7 @@ class AttentionSpec(MixerSpec):
 class AttentionSaved(NamedTuple):
     qkv: torch.Tensor  # [T, (N + 2K) H], rotated
     raw: torch.Tensor  # [T, N + K, H] before q's and k's norm; empty without one
-    mixed: torch.Tensor  # [T, N H + room], attention's output
+    mixed: torch.Tensor  # [T, N H + adapter_columns], attention's output
     stats: torch.Tensor  # of the softmax
     h_qkv: torch.Tensor | None
     h_o: torch.Tensor | None
@@ -202,14 +202,14 @@ class Attention:
         return window, "triton" if ours else sequences.backend
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, (N + 2K) H (+ room)] -> q [T, N, H], k and v [T, K, H], all views."""
+        """[T, (N + 2K) H (+ adapter_columns)] -> q [T, N, H], k and v [T, K, H], all views."""
         heads, key_heads, width = self.heads
         parts = qkv[:, : self.qkv.width_out].unflatten(1, (-1, width))
         q, k, v = parts.split([heads, key_heads, key_heads], 1)
         return q, k, v
 
     def _by_head(self, mixed: torch.Tensor) -> torch.Tensor:
-        """[T, N H (+ room)] -> [T, N, H], a view."""
+        """[T, N H (+ adapter_columns)] -> [T, N, H], a view."""
         return mixed[:, : self.o.width_in].unflatten(1, (-1, self.heads[2]))
 
 

@@ -203,7 +203,7 @@ class Sums(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The values of many groups, how much each counts (1 together), and room to work in."""
+    """The values of many groups, how much each counts (1 together), and a workspace."""
 
     x: torch.Tensor
     w: torch.Tensor

@@ -1,4 +1,4 @@
-"""A program writes a tile of the room. It is small (a few dozen columns beside a weight), so this costs its launch."""
+"""Each program writes one tile of the adapter columns or rows. These are few (some dozens), so this costs a launch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 
 from graftune.kernels import launch
+from graftune.kernels.augmented_weight.reference import Adapters
 from graftune.kernels.lora_linear.kernel import of_member, places
-from graftune.kernels.room.reference import Adapters
 
 TILE, WIDEST = 4096, 128  # values of a tile, and its columns at most beside the weight
 
 
 @launch.kernel
 def _beside(
-    up_ptr, out_ptr, rows, room, stride, scale, starts, stops, offsets,
+    up_ptr, out_ptr, rows, adapter_columns, stride, scale, starts, stops, offsets,
     R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Each member's rows of the weight, and where its rows of the stacked B's begin."""
@@ -27,7 +27,7 @@ def _beside(
     at = (first + row - start).to(tl.int64) * R + column % R
     value = tl.load(up_ptr + at, inside, other=0.0).to(tl.float32) * scale
     to = out_ptr + row.to(tl.int64) * stride + column
-    tl.store(to, value.to(out_ptr.dtype.element_ty), (row < rows) & (column < room))
+    tl.store(to, value.to(out_ptr.dtype.element_ty), (row < rows) & (column < adapter_columns))
 
 
 @launch.kernel
@@ -40,21 +40,21 @@ def _below(down_ptr, out_ptr, filled, width, stride, B: tl.constexpr):
 
 
 def beside(target: torch.Tensor, adapters: Adapters) -> None:
-    (rows, room), up = target.shape, adapters.up
+    (rows, adapter_columns), up = target.shape, adapters.up
     assert up.is_contiguous()
-    across = min(WIDEST, launch.power_of_two(room))
+    across = min(WIDEST, launch.power_of_two(adapter_columns))
     down = TILE // across
     starts, stops, offsets, _ = places(adapters.columns, down)
-    _beside[(triton.cdiv(rows, down), triton.cdiv(room, across))](
-        up, target, rows, room, target.stride(0), adapters.scale, starts, stops, offsets,
+    _beside[(triton.cdiv(rows, down), triton.cdiv(adapter_columns, across))](
+        up, target, rows, adapter_columns, target.stride(0), adapters.scale, starts, stops, offsets,
         R=up.shape[1], BR=down, BC=across, num_warps=4,
     )  # fmt: skip
 
 
 def below(target: torch.Tensor, adapters: Adapters) -> None:
     assert adapters.down.is_contiguous()
-    room, width = target.shape
+    adapter_rows, width = target.shape
     block = min(TILE, launch.power_of_two(width))
-    _below[(room, triton.cdiv(width, block))](
+    _below[(adapter_rows, triton.cdiv(width, block))](
         adapters.down, target, len(adapters.down), width, target.stride(0), B=block, num_warps=4
     )

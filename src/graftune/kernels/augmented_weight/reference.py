@@ -19,7 +19,7 @@ class Adapters(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns (and rows) of the room that they take."""
+        """How many columns beside the weight, and rows below it, they fill."""
         return len(self.columns) * self.up.shape[1]
 
 

@@ -1,0 +1,43 @@
+"""Writes adapters beside and below the frozen weight that they adapt (model/projection.py says what for):
+
+        in   n
+    [   W  | sB  ]  out         n adapter columns, for s B
+    [   A  |     ]  n           n adapter rows, for A
+
+A resident weight keeps them there from update to update. A weight that is dequantised into the scratch, which all
+layers share, needs them written after every dequantisation: one small launch, which also writes the zeros between the
+members' blocks, since another layer's adapters were there before. The forward product reads only s B and the backward
+product only A, so each writes only the side that it reads.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graftune.kernels import launch
+from graftune.kernels.augmented_weight import reference
+from graftune.kernels.augmented_weight.reference import Adapters
+
+__all__ = ["Adapters", "below", "beside"]
+
+
+def beside(target: torch.Tensor, adapters: Adapters) -> None:
+    """Writes all of target [out, adapter_columns]: s B of each member in its rows and ranks, zero elsewhere."""
+    assert target.dtype == adapters.up.dtype and target.shape[1] >= adapters.width and target.stride(1) == 1
+    if launch.fused(target):
+        from graftune.kernels.augmented_weight import kernel
+
+        kernel.beside(target, adapters)
+    else:
+        reference.beside(target, adapters)
+
+
+def below(target: torch.Tensor, adapters: Adapters) -> None:
+    """Writes all of target [adapter_columns, in]: the stacked A's, and zero below them."""
+    assert target.dtype == adapters.down.dtype and len(target) >= len(adapters.down) and target.stride(1) == 1
+    if launch.fused(target):
+        from graftune.kernels.augmented_weight import kernel
+
+        kernel.below(target, adapters)
+    else:
+        reference.below(target, adapters)
