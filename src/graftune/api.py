@@ -143,6 +143,8 @@ def _plan_training(session: Session, data: Dataset | None, *, card: Card | None,
         f"planned: recompute {plan.recompute}, micro-batches of {session.config.train.tokens_per_micro_batch} tokens; "
         f"training needs {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
     )
+    for note in plan.notes:
+        session.say(note)
 
 
 def train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from graftune.config import LoraConfig
 from graftune.losses.anchored import Anchored
-from graftune.plan import rehearse
+from graftune.plan import Plan, rehearse
 from graftune.plan.counting import without_memory
+from graftune.plan.job import from_few_layers
 from graftune.plan.shapes import RULES
 from tests.plan.test_plan import Setup, gpu, setup, spec
 
@@ -30,6 +32,8 @@ SETUPS = {
     "gpu convolutions": lambda: gpu(backend="triton", spec=spec(width=256, **CONVOLVED)),
     "gpu, anchored": lambda: gpu(loss=Anchored(0.1)),
     "cpu convolutions": lambda: setup(spec=spec(**CONVOLVED), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
+    "gpu, softplus": lambda: gpu(loss=Shaped(torch.nn.functional.softplus)),
+    "cpu, log-sigmoid": lambda: setup(loss=Shaped(torch.nn.functional.logsigmoid)),
     "cpu, anchored": lambda: setup(loss=Anchored(0.1)),
     "cpu, caps": lambda: setup(spec=spec(**CAPPED), recompute="selective"),
     "cpu": lambda: setup(asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
@@ -65,5 +69,28 @@ def test_rules_are_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for operation, rule in list(RULES.items()):
         monkeypatch.setitem(RULES, operation, checked(operation, rule))
-    rehearse(of)
+    assert not rehearse(of).without_rule, "every operation of a step has a rule"
     assert not seen
+
+
+class Shaped(Anchored):
+    """The anchored loss with one more operation over the log-probabilities."""
+
+    def __init__(self, operation: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(0.1)
+        self.operation = operation
+
+    def of_log_probs(self, log_probs: torch.Tensor, *rest: Any) -> Any:
+        total, slopes, figures = super().of_log_probs(log_probs, *rest)
+        return total + self.operation(log_probs).sum(), slopes, figures
+
+
+@pytest.mark.parametrize("of", [gpu, setup])
+def test_an_operation_without_a_rule_is_named(of: Callable[..., Setup]) -> None:
+    """Once, by the plan; what a preference loss is made of has rules."""
+    assert not rehearse(of(loss=Shaped(torch.nn.functional.softplus))).without_rule
+    assert not rehearse(of(loss=Shaped(torch.nn.functional.logsigmoid))).without_rule
+    few = from_few_layers(of(loss=Shaped(torch.erf)))
+    assert few.without_rule == {"aten.erf"}
+    (note,) = Plan("cpu", "here", {}, few, 1, {}).notes
+    assert "no rule for the memory of aten.erf" in note and Plan("cpu", "here", {}, rehearse(of()), 1, {}).notes == []

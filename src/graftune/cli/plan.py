@@ -99,6 +99,8 @@ def _show(console: Console, found: Any, fits: dict[str, int], furthest: int) -> 
     )
     if found.bytes.host > 1 << 28:
         console.line(f"pinned host memory: {human_bytes(found.bytes.host)}")
+    for note in found.notes:
+        console.note(note)
     words = {0: "does not fit", furthest: f"{furthest} or more"}
     largest = [[policy, words.get(size, str(size))] for policy, size in fits.items()]
     console.table("largest micro-batch that fits", ["recompute", "tokens"], largest)

@@ -12,6 +12,7 @@ is its compiler's: it imports that, and its CUDA tensors cannot be sliced by a t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,17 +28,21 @@ _READ_VALUE = find("torch.ops.aten._local_scalar_dense.default")
 _TO_COPY = find("torch.ops.aten._to_copy.default")
 META = torch.device("meta")
 TABLES = {torch.ops.aten.arange, torch.ops.aten.linspace}
+# Of the operations that make a new tensor, those whose shape torch knows without its compiler's references.
+WITHOUT_REFERENCES = {torch.ops.aten.empty, torch.ops.aten._to_copy}
 RESHAPING = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
 
 
 @bare
 class Counting(_TorchDispatchMode):
     """While it is on, nothing has memory. `kind` is what the rehearsed device is, cuda or cpu. `before` is called with
-    every operation, and may hold memory for it: what libraries take inside it."""
+    every operation, and may hold memory for it: what libraries take inside it. `without_rule` has the names of the
+    operations whose shapes were left to torch's own references."""
 
     def __init__(self, ledger: Ledger, kind: str, before: Callable[[Any, Any], object] = lambda func, args: None):
         super().__init__()
         self.ledger, self.kind, self.before, self.off = ledger, kind, before, False
+        self.without_rule: set[str] = set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -78,8 +83,11 @@ class Counting(_TorchDispatchMode):
         if asked is not None or not tensors:
             named = {name: value for name, value in named.items() if name != "pin_memory"} | {"device": META}
         rule = RULES.get(func.overloadpacket)
-        if rule is None and any(not x.is_meta for x in tensors):
-            args, named = without_memory(args), {name: without_memory(value) for name, value in named.items()}
+        if rule is None:
+            if func.overloadpacket not in WITHOUT_REFERENCES and _makes_new(func):
+                self.without_rule.add(str(func.overloadpacket))
+            if any(not x.is_meta for x in tensors):
+                args, named = without_memory(args), {name: without_memory(value) for name, value in named.items()}
         made = self._entered((rule or func)(*args, **named), wanted)
         del held
         return made
@@ -120,6 +128,12 @@ def without_memory(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(without_memory(one) for one in value)
     return value
+
+
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """Whether what an operation returns has memory of its own, so that it is no view of what it is given."""
+    return not any(returned.alias_info for returned in func._schema.returns)
 
 
 def _written(func: Any, args: Any, named: Any) -> Any:

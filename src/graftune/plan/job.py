@@ -86,6 +86,17 @@ class Plan:
         pools = {POOLS: self.bytes.pools} if self.bytes.pools else {}
         return {**self.bytes.owners, **pools, **self.rest}
 
+    @property
+    def notes(self) -> list[str]:
+        """What whoever shows the plan should say beside its figures."""
+        named = ", ".join(sorted(self.bytes.without_rule))
+        if not named:
+            return []
+        return [
+            f"the plan has no rule for the memory of {named}: torch's own references were asked, which takes seconds "
+            "more at every start (a rule is one line of plan/shapes.py)"
+        ]
+
     def document(self) -> dict[str, Any]:
         return {
             "device": self.device,
@@ -99,6 +110,7 @@ class Plan:
             "host": self.bytes.host,
             "host_free": self.host_free,
             "phases": {name: sum(owners.values()) for name, owners in self.bytes.phases.items()},
+            "notes": self.notes,
         }
 
 

@@ -100,6 +100,7 @@ class Bytes:
     captured: int = 0  # what a captured step holds beside that, and its graph's pool for good
     eager: int = 0  # what an evaluation or the answering of prompts holds, from other memory
     host: int = 0
+    without_rule: frozenset[str] = frozenset()  # operations whose shapes were left to torch's references
 
     @property
     def owners(self) -> dict[str, int]:
@@ -130,7 +131,9 @@ class Bytes:
             for phase, now in self.phases.items()
         }
         rest = ("after", "captured", "eager", "host")
-        return Bytes(phases, **{name: far(*(getattr(one, name) for one in (self, few, more))) for name in rest})
+        named = self.without_rule | few.without_rule | more.without_rule
+        figures = {name: far(*(getattr(one, name) for one in (self, few, more))) for name in rest}
+        return Bytes(phases, **figures, without_rule=named)
 
 
 def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = None) -> Bytes:
@@ -144,7 +147,8 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
     if kind != "cuda":
         mode = Counting(ledger, kind, OnCpu(ledger, setup.copies).before)
         with rehearsing(Recorder(Device(kind), ledger, mode)), mode:
-            return _run(setup, ledger)
+            found = _run(setup, ledger)
+        return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
     assert setup.card is not None, "a plan for CUDA wants a card"
     try:
         importlib.import_module("triton.runtime")
@@ -155,7 +159,8 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
         ) from None
     mode = Counting(ledger, kind, OnGpu(ledger).before)
     with rehearsing(Recorder(setup.card.device, ledger, mode, launched)), mode:
-        return _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), ledger)
+        found = _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), ledger)
+    return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
 
 
 class Recorder(Rehearsal):

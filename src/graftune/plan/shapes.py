@@ -2,8 +2,8 @@
 
 torch has most of this for meta tensors as Python functions of its compiler's references: the first call imports the
 compiler and sympy, three seconds and 100 MiB at the start of every run, and each takes ten times what it takes here.
-So the operations that a step uses have their rule below; one that has none is left to torch. A test holds the rules
-against torch's own (tests/plan/test_shapes.py).
+So the operations that a step uses have their rule below; one that has none is left to torch, and the plan names it. A
+test holds the rules against torch's own (tests/plan/test_shapes.py).
 """
 
 from __future__ import annotations
@@ -88,9 +88,18 @@ def _compared(*operands: Any) -> torch.Tensor:
     return _laid(operands, torch.bool)
 
 
-@rule(aten.silu, aten.gelu, aten.square, aten.masked_fill, aten.nan_to_num, aten.silu_backward, aten.gelu_backward)
+@rule(
+    aten.silu, aten.gelu, aten.square, aten.masked_fill, aten.nan_to_num, aten.softplus, aten.silu_backward,
+    aten.gelu_backward, aten.softplus_backward, aten.log_sigmoid_backward,
+)  # fmt: skip
 def _as_the_first(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return like(x)
+
+
+@rule(aten.log_sigmoid_forward)
+def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and what a CPU keeps for a backward; a GPU keeps nothing."""
+    return like(x), like(x)
 
 
 @rule(aten.where)

@@ -117,6 +117,8 @@ def _placed(
         plan = resolve_auto(job) if job else None
     if plan is not None:
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
+        for note in plan.notes:
+            console.note(note)
     else:
         console.note(f"memory is planned on CUDA and on CPUs, not on {config.base.device}")
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
