@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -180,3 +181,25 @@ def frozen_bytes(decoder: Decoder) -> int:
     tables = {id(table): table for table in (decoder.embedding, decoder.head.frozen)}
     weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
     return sum(weight.nbytes for weight in (*weights, *tables.values()))
+
+
+def nf4_checkpoint(of: nf4.Nf4, name: str) -> dict[str, torch.Tensor]:
+    """What bitsandbytes saves for this weight, key by key and byte by byte."""
+    state: dict[str, object] = {
+        "quant_type": "nf4",
+        "blocksize": nf4.reference.BLOCK,
+        "dtype": str(of.dtype).removeprefix("torch."),
+        "shape": of.shape,
+    }
+    tensors = {
+        name: of.codes[:, None],
+        name + ".absmax": of.absmax,
+        name + ".quant_map": torch.tensor(nf4.reference.TABLE, device=of.device),
+    }
+    if of.nested_absmax is not None:
+        assert of.nested_map is not None and of.offset is not None
+        tensors[name + ".nested_absmax"] = of.nested_absmax
+        tensors[name + ".nested_quant_map"] = of.nested_map.clone()  # safetensors refuses tensors that share memory
+        state |= {"nested_blocksize": nf4.reference.GROUP, "nested_dtype": "float32", "nested_offset": of.offset.item()}
+    tensors[name + nf4.STATE + "nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return tensors

@@ -153,8 +153,8 @@ class FolderLock:
 
     `unsupported` is why there is no lock, on file systems that have none: whoever asked should say so."""
 
-    def __init__(self, folder: str | Path, doing: str = "is training in this folder"):
-        self.path, self.doing, self.unsupported = Path(folder) / LOCK, doing, ""
+    def __init__(self, folder: str | Path):
+        self.path, self.unsupported = Path(folder) / LOCK, ""
         self._handle = -1
 
     def acquire(self) -> FolderLock:
@@ -181,7 +181,9 @@ class FolderLock:
             owner = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
             who = f"process {owner}" if owner.isdecimal() else "another process"
             raise GraftuneError(
-                f"{who} {self.doing}", where=str(self.path.parent), mend="wait until it is done, or stop it"
+                f"{who} is training in this folder",
+                where=str(self.path.parent),
+                mend="wait until it is done, or stop it",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:

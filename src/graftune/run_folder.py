@@ -9,9 +9,7 @@ first, and if it is gone by then, the folder is listed again. An open file stays
 
 from __future__ import annotations
 
-import datetime
 import re
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from graftune.config import Config, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.files import whole
 from graftune.model.lora import Arena, build_arena, targets_of
-from graftune.observe.events import read_events
 from graftune.session import Session, open_session, with_template
 from graftune.weights import checkpoint
 from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter
@@ -168,21 +165,10 @@ def _opened(run: Path, which: str) -> State:
             weights, identity = _weights(found[step])
         except FileNotFoundError:  # deleted since it was listed
             continue
-        config = with_date(Config.of_run(run), run)
-        return State(run, config, step, name, root / f"step-{step}", weights, str(identity.get("base", ""))[:64])
+        return State(
+            run, Config.of_run(run), step, name, root / f"step-{step}", weights, str(identity.get("base", ""))[:64]
+        )
     raise GraftuneError("its checkpoints are gone before they can be read", where=str(run), mend="try again")
-
-
-def with_date(config: Config, folder: Path) -> Config:
-    """The day that templates print. A run of a version that did not store it began on the day that its log begins."""
-    log = folder / "metrics.jsonl"
-    if config.data.date or not log.exists():
-        return config
-    for event in read_events(log):
-        if event["event"] == "run_start" and isinstance(event.get("time"), int | float):
-            with suppress(OSError, OverflowError, ValueError):  # no time that a clock shows
-                return config.replace(date=datetime.date.fromtimestamp(event["time"]).isoformat())
-    return config
 
 
 def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from graftune.data.sample import is_sample, make, sample_path, score, score_all
+from graftune.data.sample import is_sample_hash, make, sample_path, score, score_all
 from graftune.data.sample.score import KEYS, TOPICS
+from graftune.data.source import sha256_of
 
 
 def test_the_file_is_what_the_generator_writes() -> None:
@@ -81,9 +82,9 @@ def test_score_all() -> None:
     assert score_all([]).share == 0
 
 
-def test_is_sample(tmp_path: Path) -> None:
+def test_the_sample_is_known_by_its_content(tmp_path: Path) -> None:
     copy = tmp_path / "mine.jsonl"
     copy.write_bytes(sample_path().read_bytes())
-    assert is_sample(sample_path()) and is_sample(copy) and not is_sample(tmp_path / "gone.jsonl")
+    assert is_sample_hash(sha256_of(copy))
     copy.write_bytes(copy.read_bytes() + b"\n")
-    assert not is_sample(copy)
+    assert not is_sample_hash(sha256_of(copy))

@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 from graftune.errors import GraftuneError
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4, reference
+from tests import quantised
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -197,13 +198,13 @@ def test_what_it_costs_and_loses():
 def test_files(shape, dtype, double):
     want = nf4.quantise(weight(shape, dtype), double=double)
     other = nf4.quantise(weight(shape, dtype, seed=1), double=double)
-    files = load(save(nf4.to_checkpoint(other, "a.weight") | nf4.to_checkpoint(want, "b.weight")))
+    files = load(save(quantised.nf4_checkpoint(other, "a.weight") | quantised.nf4_checkpoint(want, "b.weight")))
     assert len(files) == (12 if double else 8)
     same(nf4.from_checkpoint(files, "b.weight"), want)
 
 
 def test_files_that_are_refused():
-    good = nf4.to_checkpoint(nf4.quantise(weight((3, 70))), "w")
+    good = quantised.nf4_checkpoint(nf4.quantise(weight((3, 70))), "w")
     state = "w.quant_state.bitsandbytes__nf4"
 
     def refuse(said: str, **changed: torch.Tensor | None) -> None:
@@ -231,7 +232,7 @@ def test_files_that_are_refused():
 
 def test_a_damaged_description():
     """A description with random damage is read or refused, never an error of another kind."""
-    good, drawn = nf4.to_checkpoint(nf4.quantise(weight((3, 70))), "w"), torch.Generator().manual_seed(2)
+    good, drawn = quantised.nf4_checkpoint(nf4.quantise(weight((3, 70))), "w"), torch.Generator().manual_seed(2)
     state = "w.quant_state.bitsandbytes__nf4"
     refused = 0
     for _ in range(300):
@@ -248,7 +249,7 @@ def test_a_damaged_description():
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
 def test_codes_stored_as_another_dtype(storage):
     want = nf4.quantise(weight((3, 64)))
-    files = nf4.to_checkpoint(want, "w")
+    files = quantised.nf4_checkpoint(want, "w")
     files["w"] = files["w"].view(-1).view(storage)[:, None]
     same(nf4.from_checkpoint(files, "w"), want)
 

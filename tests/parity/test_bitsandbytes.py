@@ -24,7 +24,7 @@ import torch
 
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4
-from tests import oracle
+from tests import oracle, quantised
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = (
@@ -205,7 +205,7 @@ def test_files_both_ways(theirs: Any, shape: tuple[int, ...], dtype: torch.dtype
     loaded = nf4.from_checkpoint(written, "m.weight")
     assert loaded.shape == shape and loaded.dtype == dtype and same_bytes(loaded, codes, state)
 
-    ours = nf4.to_checkpoint(nf4.quantise(x, double=double), "m.weight")
+    ours = quantised.nf4_checkpoint(nf4.quantise(x, double=double), "m.weight")
     assert ours.keys() == written.keys()
     for name, value in written.items():
         assert ours[name].shape == value.shape and ours[name].dtype == value.dtype, name

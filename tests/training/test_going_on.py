@@ -72,16 +72,6 @@ def test_a_run_keeps_its_date(tiny_folder, tmp_path: Path, monkeypatch: pytest.M
     opened = graftune.open(str(run), device="cpu")
     assert opened.tokenizer.template.render([]) == "09 May 2026"
     assert graftune.open(str(run / "adapter"), device="cpu").tokenizer.template.render([]) == "24 December 2027"
-    # A run of a version that stored no date began on the day that its log says.
-    old = stopped_copy(straight, tmp_path / "runs" / "old")
-    file = old / "config.yaml"
-    file.write_text(file.read_text().replace("date: '2026-05-09'", "date: ''"))
-    noon = datetime.datetime(2026, 5, 9, 12).timestamp()
-    log = old / "metrics.jsonl"
-    first, rest = log.read_text().split("\n", 1)
-    log.write_text(json.dumps(json.loads(first) | {"time": noon}) + "\n" + rest)
-    again(old)
-    assert adapter_bytes(old) == adapter_bytes(straight)
 
 
 def test_data_shows_the_date_that_is_asked_for(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def written(plain: Path, folder: Path, told: dict, leave: str = "none") -> Path:
     tensors = {}
     for name, value in load_file(folder / "model.safetensors").items():
         quantise = "_proj." in name and name.endswith("weight") and leave not in name
-        tensors |= nf4.to_checkpoint(nf4.quantise(value), name) if quantise else {name: value}
+        tensors |= quantised.nf4_checkpoint(nf4.quantise(value), name) if quantise else {name: value}
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": told}
     (folder / "config.json").write_text(json.dumps(config))
@@ -194,7 +194,8 @@ def test_tensors_that_the_configuration_did_not_tell_of(tiny_folder, tmp_path):
     refused("is U8", **(whole | {name: torch.zeros(1728, 1, dtype=torch.uint8)}))
     refused("up_proj.weight is missing", **whole)
     refused(
-        "tensor layers.1.mlp.up_proj.weight is [48, 72]", **nf4.to_checkpoint(nf4.quantise(torch.ones(48, 72)), name)
+        "tensor layers.1.mlp.up_proj.weight is [48, 72]",
+        **quantised.nf4_checkpoint(nf4.quantise(torch.ones(48, 72)), name),
     )
 
 

@@ -135,7 +135,7 @@ class ChatTurns:
             if self.prompt_form == "template":
                 prompt = full[:begin]
             else:
-                answer, note = self._behind(prompt, answer, messages, tools)
+                answer, note = self._behind(prompt, answer, messages)
                 notes += [note] if note else []
         if blank:
             raise Refusal("refused by the chat template", "it renders nothing for an assistant turn")
@@ -182,7 +182,7 @@ class ChatTurns:
         reach = len(shared_start(*probes, full))
         return max(borders(full, self.form.control, reach))
 
-    def _behind(self, prompt: str, answer: str, messages: list[Message], tools: list[Any] | None) -> tuple[str, str]:
+    def _behind(self, prompt: str, answer: str, messages: list[Message]) -> tuple[str, str]:
         """The answer as it goes on behind the inference prompt, and what to say of it."""
         reasoning = self.form.reasoning
         close = reasoning.close.strip()

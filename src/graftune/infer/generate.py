@@ -14,7 +14,6 @@ from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache, Decode, Prefill
 from graftune.infer.sample import Sampling, choose
 from graftune.model.decoder import Decoder
-from graftune.tokenizer import Tokenizer
 
 
 class Token(NamedTuple):
@@ -146,29 +145,3 @@ def cache_capacity(tokens: int, recompute: str) -> int:
     """Tokens of the cache that questions are answered in. It takes no more memory than a step of `tokens` tokens; one
     that saves its activations takes several times as much per token."""
     return tokens * (4 if recompute in ("none", "selective") else 1)
-
-
-class TextStream:
-    """Tokens in, printable text out: a character split over several tokens is held back until it is whole."""
-
-    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None], stop_ids: Sequence[int]):
-        self.tokenizer, self.write, self.stops = tokenizer, write, set(stop_ids)
-        self.tokens: list[int] = []
-        self.shown = 0
-
-    def push(self, token: int) -> None:
-        if token in self.stops:
-            return
-        self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens, skip_special=True)
-        if not text.endswith("\ufffd"):
-            self._show(text)
-
-    def finish(self) -> None:
-        """What was held back is not going to be completed: show it as it is."""
-        self._show(self.tokenizer.decode(self.tokens, skip_special=True))
-
-    def _show(self, text: str) -> None:
-        if len(text) > self.shown:
-            self.write(text[self.shown :])
-            self.shown = len(text)

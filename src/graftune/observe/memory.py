@@ -25,11 +25,10 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Memory of one device. `allocated` and `peak` are this process's own, by torch's allocator where it has one."""
+    """Memory of one device. `peak` is this process's own, by torch's allocator where it has one."""
 
     free: int
     total: int
-    allocated: int
     peak: int
 
 
@@ -93,14 +92,14 @@ def device_bytes(device: torch.device | str) -> DeviceBytes:
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return DeviceBytes(free, total, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+        return DeviceBytes(free, total, torch.cuda.max_memory_allocated(device))
     if device.type == "xpu":
         free, total = torch.xpu.mem_get_info(device)
-        return DeviceBytes(free, total, torch.xpu.memory_allocated(device), torch.xpu.max_memory_allocated(device))
+        return DeviceBytes(free, total, torch.xpu.max_memory_allocated(device))
     if device.type == "mps":  # shared with the CPU; torch keeps no peak of its own there
         used, total = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
-        return DeviceBytes(max(0, total - used), total, torch.mps.current_allocated_memory(), used)
-    return DeviceBytes(available_bytes(), total_bytes(), resident_bytes(), peak_resident_bytes())
+        return DeviceBytes(max(0, total - used), total, used)
+    return DeviceBytes(available_bytes(), total_bytes(), peak_resident_bytes())
 
 
 def human_bytes(count: float) -> str:

@@ -21,7 +21,6 @@ from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.mixture import absolute
 from graftune.observe.events import Event, read_events
-from graftune.run_folder import with_date
 from graftune.step.schedule import learning_rate
 from graftune.weights.base import Base
 
@@ -70,7 +69,7 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     """A run's own settings, with those that may change on a resume; any other change is refused by name."""
     if not (folder / "config.yaml").exists():
         raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
-    config = with_date(Config.of_run(folder), folder)
+    config = Config.of_run(folder)
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
     for name in overrides:
         if asked[name] != stored[name] and name not in FREE_ON_RESUME:

@@ -86,10 +86,6 @@ def sample_path() -> Path:
     return path
 
 
-def is_sample(path: str | Path) -> bool:
-    """Whether a file holds the bundled data, under whatever name."""
-    return Path(path).is_file() and is_sample_hash(sha256_of(path))
-
-
 def is_sample_hash(sha256: str) -> bool:
+    """Whether data of this digest is the bundled one, under whatever name."""
     return sha256 == sha256_of(sample_path())

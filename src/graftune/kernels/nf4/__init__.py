@@ -1,9 +1,9 @@
-"""NF4 weights: quantised to bitsandbytes' bytes, dequantised to its values, read from and written to its checkpoints,
-all without bitsandbytes. reference.py has the formulas; kernel.py runs them on a GPU.
+"""NF4 weights: quantised to bitsandbytes' bytes, dequantised to its values, read from its checkpoints, all
+without bitsandbytes. reference.py has the formulas; kernel.py runs them on a GPU.
 
     quantise(weight), quantise_pieces(pieces, shape, dtype)    -> Nf4
     dequantise(nf4, dtype, out=, rows=), gather(nf4, ids)      -> values
-    from_checkpoint(tensors, name), to_checkpoint(nf4, name)
+    from_checkpoint(tensors, name)                             -> Nf4
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "gather",
     "quantise",
     "quantise_pieces",
-    "to_checkpoint",
 ]
 
 FLOATS = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
@@ -43,34 +42,21 @@ def quantise(weight: torch.Tensor, *, double: bool = True) -> Nf4:
 
 
 def quantise_pieces(
-    pieces: Iterable[torch.Tensor],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    double: bool = True,
-    device: torch.device | str | None = None,
+    pieces: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, *, double: bool = True
 ) -> Nf4:
     """The same bytes as `quantise` of the whole, from its consecutive pieces (rows, as a rule), of which one is alive
-    at a time. Pieces may end anywhere; where they end between blocks of 64, nothing of them is copied. Each is
-    quantised on the device where it lies; the result lies on `device` (else on that of the first piece)."""
+    at a time. Pieces may end anywhere; where they end between blocks of 64, nothing of them is copied. All
+    lie on one device, and so does the result."""
     count, at = math.prod(shape), 0
     assert count > 0 and dtype in FLOATS.values()
     codes, absmax = None, None
     for values in reference.whole_blocks(pieces):
         assert values.dtype == dtype and at + len(values) <= count, "pieces do not make up the shape"
         if codes is None or absmax is None:
-            device = device or values.device
-            codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=device)
-            absmax = torch.empty(ceil_div(count, BLOCK), dtype=torch.float32, device=device)
+            codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=values.device)
+            absmax = torch.empty(ceil_div(count, BLOCK), dtype=torch.float32, device=values.device)
         stop = at + len(values)
-        part = codes[at // 2 : (stop + 1) // 2], absmax[at // BLOCK : ceil_div(stop, BLOCK)]
-        target = (
-            part if values.device == codes.device else tuple(torch.empty_like(x, device=values.device) for x in part)
-        )
-        _encode(values, *target)
-        if target is not part:
-            for there, here in zip(part, target, strict=True):
-                there.copy_(here)
+        _encode(values, codes[at // 2 : (stop + 1) // 2], absmax[at // BLOCK : ceil_div(stop, BLOCK)])
         at = stop
     assert codes is not None and absmax is not None and at == count, "pieces do not make up the shape"
     return reference.finish(tuple(shape), dtype, codes, absmax, double)
@@ -190,25 +176,3 @@ def _part(tensors: Mapping[str, torch.Tensor], name: str, part: str) -> torch.Te
 def _expect(name: str, what: str, found: object, wanted: object) -> None:
     if found != wanted:
         raise GraftuneError(f"its {what} is {found}, not {wanted}", where=name, mend="quantise it anew")
-
-
-def to_checkpoint(nf4: Nf4, name: str) -> dict[str, torch.Tensor]:
-    """What bitsandbytes saves for this weight, key by key and byte by byte."""
-    state: dict[str, object] = {
-        "quant_type": "nf4",
-        "blocksize": BLOCK,
-        "dtype": str(nf4.dtype).removeprefix("torch."),
-        "shape": nf4.shape,
-    }
-    tensors = {
-        name: nf4.codes[:, None],
-        name + ".absmax": nf4.absmax,
-        name + ".quant_map": torch.tensor(TABLE, device=nf4.device),
-    }
-    if nf4.nested_absmax is not None:
-        assert nf4.nested_map is not None and nf4.offset is not None
-        tensors[name + ".nested_absmax"] = nf4.nested_absmax
-        tensors[name + ".nested_quant_map"] = nf4.nested_map.clone()  # safetensors refuses tensors that share memory
-        state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": nf4.offset.item()}
-    tensors[name + STATE + "nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return tensors
