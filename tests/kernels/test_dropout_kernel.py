@@ -12,20 +12,20 @@ from graftune.kernels import dropout
 from graftune.kernels.dropout import reference
 
 
-def kept(p: float, seed: int, place: int, size: int = 1 << 17) -> torch.Tensor:
-    return (dropout.apply(torch.ones(size), p, torch.tensor(seed), place) != 0).double()
+def kept(p: float, seed: int, mask_id: int, size: int = 1 << 17) -> torch.Tensor:
+    return (dropout.apply(torch.ones(size), p, torch.tensor(seed), mask_id) != 0).double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (65, 67), (8192,)])
 @pytest.mark.parametrize(
-    ("p", "seed", "place"), [(0.1, 0, 0), (0.5, 2**63 - 1, 255), (0.9, -(2**40) - 7, 1), (0, 5, 16)]
+    ("p", "seed", "mask_id"), [(0.1, 0, 0), (0.5, 2**63 - 1, 255), (0.9, -(2**40) - 7, 1), (0, 5, 16)]
 )
-def test_bit_for_bit(kernels_on, device, shape, dtype, p, seed, place):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(place)).to(dtype)
+def test_bit_for_bit(kernels_on, device, shape, dtype, p, seed, mask_id):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(mask_id)).to(dtype)
     x.view(-1)[0] = float("inf")  # dropped means zero, whatever it was
-    got = dropout.apply(x.to(device), p, torch.tensor(seed, device=device), place).cpu()
-    want = reference.apply(x, p, torch.tensor(seed), place)
+    got = dropout.apply(x.to(device), p, torch.tensor(seed, device=device), mask_id).cpu()
+    want = reference.apply(x, p, torch.tensor(seed), mask_id)
     exact = (x.float() * torch.tensor(1 / (1 - p), dtype=torch.float32)).to(dtype)
     assert torch.equal(want, torch.where(want == 0, 0, exact))
     if dtype == torch.bfloat16 and device == "cpu":  # Triton's interpreter cuts bf16 off instead of rounding it
@@ -44,8 +44,8 @@ def test_a_long_tensor_goes_on_where_its_chunks_end(kernels_on, device, monkeypa
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
 def test_the_share_kept(p):
-    for seed, place in [(0, 0), (1, 0), (0, 1), (2**32, 0), (12345678901, 77)]:
-        mask = kept(p, seed, place)
+    for seed, mask_id in [(0, 0), (1, 0), (0, 1), (2**32, 0), (12345678901, 77)]:
+        mask = kept(p, seed, mask_id)
         assert abs(mask.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / len(mask))
 
 
@@ -75,5 +75,5 @@ def test_the_same_call_draws_the_same():
 
 
 def test_the_keys_of_one_step_differ():
-    found = np.stack([reference.keys(1234, place) for place in range(2048)])
+    found = np.stack([reference.keys(1234, mask_id) for mask_id in range(2048)])
     assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == 2048

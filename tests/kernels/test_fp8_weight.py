@@ -292,7 +292,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         step = Step(
             ours.decoder, ours.arena, attention_backend=backend, recompute=recompute, dropout=lora.dropout, seed=3
         )
-        step.set_draw(11)
+        step.set_dropout_seed(11)
         step.micro_step(packed.to(torch.device(where)))
         found.append((float(step.loss_sum), ours.arena.grads.cpu().clone()))
     (loss, grads), (by_reference, its), (by_kernels, theirs) = found

@@ -61,7 +61,7 @@ def test_the_last_product_is_made_once(variant, tiny_folder, monkeypatch):
     ours, made = oracle.ours(tiny_folder(variant), ALL), []
     plain = projection.Projection.after_act
     monkeypatch.setattr(
-        projection.Projection, "after_act", lambda self, *args: made.append(self.place) or plain(self, *args)
+        projection.Projection, "after_act", lambda self, *args: made.append(self.mask_id) or plain(self, *args)
     )
     stepped(ours, "cpu", "cpu", batch(), 0.0, "full")
     layers = len(ours.decoder.blocks)

@@ -31,7 +31,7 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
     )
     found = []
     for _ in range(steps):
-        step.set_draw(11)
+        step.set_dropout_seed(11)
         step.micro_step(packed.to(torch.device(device)))
         step.set_hyper(HYPER | {"divisor": float(packed.response_tokens)})
         grads = side.arena.grads.cpu().clone()

@@ -12,7 +12,7 @@ import pytest
 from graftune.errors import GraftuneError
 from graftune.observe import plot
 from graftune.observe.events import EventLog
-from graftune.observe.plot import EVERY, Picture, _figure, loss_plot, running_mean
+from graftune.observe.plot import EVERY, LivePlot, _figure, loss_plot, running_mean
 
 
 def log_of(path: Path, count: int) -> Path:
@@ -77,14 +77,14 @@ def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
         drawn.append(threading.current_thread().name)
         assert busy.wait(10)
 
-    picture = Picture(draw, clock=lambda: now[0])
-    picture.redraw()
+    picture = LivePlot(draw, clock=lambda: now[0])
+    picture.update()
     assert not drawn, "a short run is drawn once, at its end"
     busy.clear()
     now[0] = EVERY
-    picture.redraw()  # returns while it is being drawn
+    picture.update()  # returns while it is being drawn
     now[0] = 2 * EVERY
-    picture.redraw()
+    picture.update()
     busy.set()
     assert picture.finish() == ""
     assert drawn == ["graftune-picture", threading.current_thread().name]
@@ -94,8 +94,8 @@ def test_what_keeps_it_from_being_drawn_stops_nothing() -> None:
     def draw() -> None:
         raise OSError(28, "No space left on device")
 
-    picture = Picture(draw, clock=iter(range(0, 10**6, 1000)).__next__)
-    picture.redraw()
+    picture = LivePlot(draw, clock=iter(range(0, 10**6, 1000)).__next__)
+    picture.update()
     assert "No space left" in picture.finish()
 
 
@@ -126,7 +126,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[plot.Helper]:
 
 def test_another_process_draws(tmp_path: Path, helper: plot.Helper, monkeypatch: pytest.MonkeyPatch) -> None:
     here: list[object] = []
-    monkeypatch.setattr(plot, "_draw", lambda *what: here.append(what))
+    monkeypatch.setattr(plot, "_plot", lambda *what: here.append(what))
     first, png = helper.process.pid, tmp_path / "loss.png"
     loss_plot(log_of(tmp_path / "m.jsonl", 3), png, "a title")
     assert png.read_bytes().startswith(b"\x89PNG") and not here

@@ -44,7 +44,7 @@ def trained(
     losses = []
     for number in range(steps):
         packed = pack(batches(number))
-        step.set_draw(number)
+        step.set_dropout_seed(number)
         step.micro_step(packed)
         step.set_hyper(HYPER | {"divisor": float(packed.response_tokens)})
         losses.append(float(step.update_step()[0]))

@@ -39,10 +39,10 @@ QUIET = Console(quiet=True)
 class LateLoop(HostLoop):
     """Gives figures two steps late, as a GPU does, and looks at what it is told of each step's batches."""
 
-    def step(self, staged: Any, hyper: Any, draws: Any, tag: Any = None, between: Any = lambda: None) -> None:
+    def step(self, staged: Any, hyper: Any, dropout_seeds: Any, tag: Any = None, between: Any = lambda: None) -> None:
         responses, tokens = sum(b.response_tokens for b in staged), sum(len(b.tokens) for b in staged)
         assert hyper["divisor"] == tag["response_tokens"] == responses and tag["tokens"] == tokens
-        super().step(staged, hyper, draws, tag, between)
+        super().step(staged, hyper, dropout_seeds, tag, between)
 
     def finished(self, wait: bool = False) -> list[Figures]:
         count = len(self.done) if wait else max(0, len(self.done) - 2)

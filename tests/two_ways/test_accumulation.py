@@ -33,9 +33,9 @@ Folder = Callable[[str], Path]
 def examples(*lengths: int) -> list[Example]:
     """Random tokens; shares of trained ones that differ, so that a mean of means would differ from the mean."""
     made = []
-    for place, length in enumerate(lengths):
+    for index, length in enumerate(lengths):
         tokens = torch.randint(3, tiny.VOCAB, (length,)).tolist()
-        made.append(Example(tokens, [i > 0 and i % (place % 4 + 1) == 0 for i in range(length)]))
+        made.append(Example(tokens, [i > 0 and i % (index % 4 + 1) == 0 for i in range(length)]))
     return made
 
 
@@ -52,7 +52,7 @@ def take(step: Step, micro_batches: list[list[Example]], **hyper: float) -> list
     batches = [pack(held) for held in micro_batches]
     step.set_hyper({**HYPER, "divisor": float(sum(b.response_tokens for b in batches)), **hyper})
     for index, batch in enumerate(batches):
-        step.set_draw(index)
+        step.set_dropout_seed(index)
         step.micro_step(batch)
     return step.update_step().tolist()
 
@@ -206,7 +206,7 @@ def test_dropout_has_one_mask_forward_and_backward(tiny_folder: Folder) -> None:
     directions. A second mask in the backward, or a missing 1/(1-p), is off by tens of percent."""
     data = pack(examples(30, 22))
     ours, step = ready(tiny_folder("llama"), dropout=0.4)
-    step.set_draw(11)
+    step.set_dropout_seed(11)
     step.micro_step(data)
     grads = ours.arena.grads.clone()
 
@@ -215,21 +215,21 @@ def test_dropout_has_one_mask_forward_and_backward(tiny_folder: Folder) -> None:
         ours.arena.weights += shift
         ours.arena.publish()
         step.discard()
-        step.set_draw(11)
+        step.set_dropout_seed(11)
         step.micro_step(data)
         ours.arena.weights.copy_(kept)
         ours.arena.publish()
         return float(step.loss_sum)
 
-    for place in range(4):
-        generator = torch.Generator().manual_seed(place)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
         direction = torch.randn(len(grads), generator=generator) * (grads.abs() > 0)
-        direction *= 2e-3 / direction.norm() * (1 + place)
+        direction *= 2e-3 / direction.norm() * (1 + seed)
         numeric = (loss(direction) - loss(-direction)) / 2
         expected = float(grads @ direction)
         assert numeric == pytest.approx(expected, rel=0.03, abs=0.02 * float(grads.norm() * direction.norm()) / 10)
     step.discard()
-    step.set_draw(12)
+    step.set_dropout_seed(12)
     step.micro_step(data)
     assert relative(ours.arena.grads, grads) > 0.1, "another draw is another mask"
 
@@ -239,19 +239,19 @@ def test_dropout_against_autograd(tiny_folder: Folder) -> None:
     data = examples(19, 26)
     ours, step = ready(tiny_folder("llama"), dropout=0.3)
     batch = pack(data)
-    step.set_draw(5)
+    step.set_dropout_seed(5)
     step.micro_step(batch)
     grads = {n: ours.arena.view(n, ours.arena.grads).clone() for n in ours.arena.slots}
-    dropout = Dropout(0.3, step.draw)
+    dropout = Dropout(0.3, step.dropout_seed)
     model = oracle.peft_model(tiny.hf_model("llama"), ours).train()
     groups = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o", "gate": "gate_up", "up": "gate_up", "down": "down"}
     for name, module in model.named_modules():
         if name.endswith("lora_dropout.default"):
             layer, projection = int(name.split(".layers.")[1].split(".")[0]), name.split("_proj")[0].split(".")[-1]
             block, group = ours.decoder.blocks[layer], groups[projection]
-            place = getattr(block.mixer if group in ("qkv", "o") else block.feed_forward, group).place
+            mask_id = getattr(block.mixer if group in ("qkv", "o") else block.feed_forward, group).mask_id
             only = batch.rows if layer == 2 and projection in ("gate", "up", "down") else None
-            module.forward = _masked(dropout, place, only)
+            module.forward = _masked(dropout, mask_id, only)
     # One sequence with a block-diagonal mask on their side: positions start anew in each document.
     lengths, total = batch.lengths, len(batch.tokens)
     allowed = torch.zeros(total, total, dtype=torch.bool)
@@ -269,16 +269,16 @@ def test_dropout_against_autograd(tiny_folder: Folder) -> None:
         assert relative(grad, theirs[oracle.peft_name(name)]) < 1e-4, name
 
 
-def _masked(dropout, place, only):
+def _masked(dropout, mask_id, only):
     """Our mask as a torch module's forward; the last MLP sees the trained rows only, so its mask has their shape."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         flat = x[0]
         if only is None:
-            mask = dropout.apply(torch.ones_like(flat), place)
+            mask = dropout.apply(torch.ones_like(flat), mask_id)
         else:
             mask = torch.ones_like(flat)
-            mask[only] = dropout.apply(torch.ones(len(only), flat.shape[1]), place)
+            mask[only] = dropout.apply(torch.ones(len(only), flat.shape[1]), mask_id)
         return (flat * mask)[None]
 
     return forward

@@ -1,6 +1,6 @@
 """Packed micro-batches, a step at a time, one step ahead of the trainer.
 
-The place in the data is (epoch, step) and nothing else: the plan of an epoch follows from the seed, so a resumed run
+The position in the data is (epoch, step) and nothing else: the plan of an epoch follows from the seed, so a resumed run
 plans it again and starts at its step, with no generator state to store. A thread packs the next step while the current
 one trains, and `stage` sends it on its way to the device; what goes wrong in it is raised where the step is asked for.
 """

@@ -56,15 +56,16 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Counter-based: the mask is a function of (seed, place), so the backward redraws it instead of saving it, and a
-    resumed run draws what the straight one drew. The seed is a device scalar: it changes without a new capture."""
+    """Counter-based: the mask is a function of (seed, mask_id), so the backward computes it again instead of saving it,
+    and a resumed run has the masks of an uninterrupted one. The seed is a device scalar: it changes without a new
+    capture."""
 
     p: float
     seed: torch.Tensor  # 0-dim int64
 
-    def apply(self, x: torch.Tensor, place: int) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, mask_id: int) -> torch.Tensor:
         """x with a share p of its values dropped and the rest scaled up; the same mask at every call."""
-        return dropouts.apply(x.contiguous(), self.p, self.seed, place)
+        return dropouts.apply(x.contiguous(), self.p, self.seed, mask_id)
 
 
 class SideStreams:

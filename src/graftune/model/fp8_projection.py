@@ -151,7 +151,7 @@ class Fp8Projections:
         self.workspace = Workspace(size, max(width for _, width, _ in found), device)
 
     def make(
-        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, place: int
+        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, mask_id: int
     ) -> Projection:
         adapter_columns = adapter_columns if lora is not None and lora.up.shape[1] <= MOST_RANK else 0
         weight = self.kind.of(
@@ -163,4 +163,4 @@ class Fp8Projections:
             slack=self.slack,
             both=self.both,
         )
-        return Fp8Projection(weight, lora, place)
+        return Fp8Projection(weight, lora, mask_id)

@@ -60,7 +60,7 @@ def augmented_buffer(like: torch.Tensor, rows: int, width: int, adapter_columns:
 class Projection:
     frozen: Frozen
     lora: LoraGroup | None = None
-    place: int = 0  # numbers the dropout mask
+    mask_id: int = 0  # tells the dropout masks of one step apart
 
     def __post_init__(self) -> None:
         self.width_in, self.width_out = self.frozen.in_features, self.frozen.out_features
@@ -178,7 +178,7 @@ class Projection:
 
     def _dropped(self, x: torch.Tensor, run: PassContext) -> torch.Tensor:
         """What the adapters read."""
-        return x if run.dropout is None else run.dropout.apply(x, self.place)
+        return x if run.dropout is None else run.dropout.apply(x, self.mask_id)
 
     def backward(
         self,
@@ -208,7 +208,7 @@ class Projection:
         grad_x = self.frozen.input_grad(grad_y)
         if run.dropout is None:
             return grad_x.addmm_(g, lora.down), g
-        return grad_x.add_(run.dropout.apply(g @ lora.down, self.place)), g
+        return grad_x.add_(run.dropout.apply(g @ lora.down, self.mask_id)), g
 
     def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, run: PassContext) -> torch.Tensor | None:
         """Where dB is to be added in the pass over dY that makes g. None: it is queued, to run beside attention."""

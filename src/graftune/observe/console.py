@@ -86,7 +86,7 @@ class Console:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         title, cells = printable(title), [[printable(str(cell)) for cell in row] for row in rows]
         assert all(len(row) == len(columns) for row in cells), f"{title}: every row needs {len(columns)} cells"
-        if not self._drawn(self._results):
+        if not self._results.isatty():
             self._write(self._results, "\n".join([title, *_plain_table(columns, cells)]))
             return
         from rich import box
@@ -94,16 +94,16 @@ class Console:
         from rich.text import Text
 
         numeric = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(columns))]
-        drawn = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+        table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for name, right in zip(columns, numeric, strict=True):
-            drawn.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+            table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
         for row in cells:
-            drawn.add_row(*map(Text, row))
-        self.render(drawn)
+            table.add_row(*map(Text, row))
+        self.render(table)
 
     def side_by_side(self, title: str, rows: Sequence[Answer]) -> None:
         """Base and tuned answers to the same prompts: columns on a terminal, labelled paragraphs elsewhere."""
-        if not self._drawn(self._results):
+        if not self._results.isatty():
             blocks = [_plain_answer(number, row) for number, row in enumerate(rows, 1)]
             self._write(self._results, "\n\n".join([*([printable(title)] if title else []), *blocks]))
             return
@@ -111,17 +111,17 @@ class Console:
         from rich.table import Table
         from rich.text import Text
 
-        drawn = Table(
+        table = Table(
             title=Text(printable(title)) if title else None, box=box.SQUARE, show_lines=True, expand=True,
             title_justify="left", title_style="bold", border_style="dim",
         )  # fmt: skip
         fields = [("prompt", "dim"), ("base", "yellow"), ("tuned", "green"), ("reference", "cyan")]
         shown = [(name, style) for name, style in fields if any(getattr(row, name) is not None for row in rows)]
         for name, style in shown:
-            drawn.add_column(name, style=style, overflow="fold", ratio=1)
+            table.add_column(name, style=style, overflow="fold", ratio=1)
         for row in rows:
-            drawn.add_row(*(Text(printable((getattr(row, name) or "").strip())) for name, _ in shown))
-        self.render(drawn)
+            table.add_row(*(Text(printable((getattr(row, name) or "").strip())) for name, _ in shown))
+        self.render(table)
 
     def render(self, renderable: Any) -> None:
         """A rich renderable made elsewhere (the data preview), as a result; uncoloured where no terminal is."""
@@ -132,8 +132,8 @@ class Console:
 
     @property
     def terminal(self) -> bool:
-        """Whether results are drawn by rich on a terminal."""
-        return self._drawn(self._results)
+        """Whether results go to a terminal, where rich renders them."""
+        return self._results.isatty()
 
     @contextmanager
     def progress(self, total: int, done: int = 0, label: str = TRAINING, unit: str = "") -> Iterator[Progress]:
@@ -143,7 +143,7 @@ class Console:
         """
         if self.quiet:
             yield Progress(total, done, label, unit)
-        elif self._drawn(self._err):
+        elif self._err.isatty():
             with self._live(keep=label == TRAINING) as bar:
                 shown = BarProgress(total, done, label, bar, lambda text: self._write(self._err, text), unit=unit)
                 try:
@@ -197,11 +197,8 @@ class Console:
     def _results(self) -> TextIO:
         return self._err if self.json else self._out
 
-    def _drawn(self, stream: TextIO) -> bool:
-        return stream.isatty()
-
     def _write(self, stream: TextIO, text: str, style: str = "") -> None:
-        if style and self._drawn(stream):
+        if style and stream.isatty():
             from rich.text import Text
 
             with self._bar_aside():

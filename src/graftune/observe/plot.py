@@ -1,12 +1,12 @@
-"""loss.png: what a run's losses and learning rate did, drawn from its metrics.jsonl.
+"""loss.png: what a run's losses and learning rate did, plotted from its metrics.jsonl.
 
-Drawn from the file and not from memory, so that a resumed run, or a run made last week, gives the same picture.
+Plotted from the file and not from memory, so that a resumed run, or a run made last week, gives the same picture.
 matplotlib's object interface on the Agg canvas: no pyplot, hence no global state, no display and no backend to choose.
 
 The evaluation before step 1 is a point that no line leads to: a straight line from there would lie far above the
-training curve and read as overfitting, where nothing was measured at all. A run that goes on draws in a thread, now and
-then: importing matplotlib takes a second and drawing half a one, which steps on a GPU should not wait for. `prepare`
-starts a process that has matplotlib imported by the time there is something to draw: a thread would take the
+training curve and read as overfitting, where nothing was measured at all. A run that goes on plots in a thread, now and
+then: importing matplotlib takes a second and plotting half a one, which steps on a GPU should not wait for. `prepare`
+starts a process that has matplotlib imported by the time there is something to plot: a thread would take the
 interpreter from the run for as long, and at the end of a short run everybody would wait for it.
 """
 
@@ -31,12 +31,12 @@ EVERY = 60.0  # seconds between two pictures
 
 
 def loss_plot(events_path: Path, png: Path, title: str) -> None:
-    """Draw the run logged in `events_path` to `png`, written aside and renamed. Without steps: empty axes."""
-    if _helper is None or not _helper.draws(events_path, png, title):
-        _draw(events_path, png, title)
+    """Plot the run logged in `events_path` to `png`, written aside and renamed. Without steps: empty axes."""
+    if _helper is None or not _helper.plot(events_path, png, title):
+        _plot(events_path, png, title)
 
 
-def _draw(events_path: Path, png: Path, title: str) -> None:
+def _plot(events_path: Path, png: Path, title: str) -> None:
     events = read_events(events_path)
     figure = _figure(steps(events), evals(events), title)
     with new_file(png, unique=True) as aside:
@@ -44,14 +44,14 @@ def _draw(events_path: Path, png: Path, title: str) -> None:
 
 
 def prepare() -> None:
-    """Start the process that will draw, unless there is one."""
+    """Start the process that will plot, unless there is one."""
     global _helper
     if _helper is None or not _helper.alive:
         _helper = Helper()
 
 
 class Helper:
-    """A process that draws what it is asked to, one line in and one line out. It ends when this one does: its input is
+    """A process that plots what it is asked to, one line in and one line out. It ends when this one does: its input is
     then at its end. In a session of its own, because a Ctrl-C is for the run."""
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Helper:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def draws(self, events_path: Path, png: Path, title: str) -> bool:
-        """Whether it could be asked; what kept it from drawing is an OSError."""
+    def plot(self, events_path: Path, png: Path, title: str) -> bool:
+        """Whether it could be asked; what kept it from plotting is an OSError."""
         asked = json.dumps([str(events_path.resolve()), str(png.resolve()), title])
         try:
             to, back = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
@@ -90,24 +90,24 @@ def serve(asked: IO[str], answers: IO[str]) -> None:
         events_path, png, title = json.loads(line)
         why = ""
         try:
-            _draw(Path(events_path), Path(png), title)
+            _plot(Path(events_path), Path(png), title)
         except (OSError, ValueError) as error:
             why = str(error) or type(error).__name__
         answers.write(json.dumps(why) + "\n")
         answers.flush()
 
 
-class Picture:
-    """The picture of a run that goes on. `draw` makes it anew; what keeps it from being drawn does not stop a run."""
+class LivePlot:
+    """The plot of a run that is still training. `plot` writes it; a failure to write it does not stop the run."""
 
-    def __init__(self, draw: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._draw, self._clock = draw, clock
+    def __init__(self, plot: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._plot, self._clock = plot, clock
         self._last, self._took = clock(), 0.0
         self._thread: threading.Thread | None = None
 
-    def redraw(self) -> None:
-        """Draw it in the background, unless that was done within the last minute. Long logs take longer to read, and
-        are drawn less often."""
+    def update(self) -> None:
+        """Plot it in the background, unless that was done within the last minute. Long logs take longer to read, and
+        are plotted less often."""
         if self._clock() - self._last < max(EVERY, 100 * self._took) or (self._thread and self._thread.is_alive()):
             return
         self._last = self._clock()
@@ -115,7 +115,7 @@ class Picture:
         self._thread.start()
 
     def finish(self) -> str:
-        """Draw it now; why it could not be, or nothing."""
+        """Plot it now; why it could not be, or nothing."""
         if self._thread is not None:
             self._thread.join()
         return self._try()
@@ -123,7 +123,7 @@ class Picture:
     def _try(self) -> str:
         began = self._clock()
         try:
-            self._draw()
+            self._plot()
         except (OSError, ValueError) as error:  # a full disk, a log that somebody has edited
             return str(error)
         finally:
@@ -164,7 +164,7 @@ def _figure(step_events: list[Event], eval_events: list[Event], title: str) -> A
 
 
 def _losses(axes: Any, step_events: list[Event], eval_events: list[Event]) -> None:
-    # A skipped or non-finite step has no loss to draw; it is left out, not drawn as a zero.
+    # A skipped or non-finite step has no loss to plot; it is left out, not plotted as a zero.
     trained = [e for e in step_events if e.get("loss") is not None]
     xs, ys = [e["step"] for e in trained], [e["loss"] for e in trained]
     if len(xs) > 1:

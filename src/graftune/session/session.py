@@ -29,13 +29,13 @@ from graftune.observe.console import Console
 from graftune.observe.speed import Meter
 from graftune.session import state, text
 from graftune.session.parts import UNPLANNED
-from graftune.session.state import Place
+from graftune.session.state import DataPosition
 from graftune.session.stepping import Batch, StepStats
 from graftune.session.text_verbs import TextVerbs
 from graftune.step.evaluate import EvalResult
 from graftune.step.schedule import learning_rate
 
-DRAWS = 4096  # dropout masks that a step may number
+MICRO_BATCHES = 4096  # of a step at most, as far as dropout's seeds go
 
 Planner = Callable[["Session", Dataset | None], None]
 
@@ -67,8 +67,10 @@ class Session(TextVerbs):
     _micro: int = field(default=0, init=False)
     _meter: Meter = field(default_factory=lambda: Meter(0, 0), init=False)
     _told_eager: bool = field(default=False, init=False)
-    _place: Place = field(default_factory=Place, init=False)  # behind the last batch that was used
-    _from: Place | None = field(default=None, init=False)  # where a loaded state stands: what is before it is done
+    _position: DataPosition = field(default_factory=DataPosition, init=False)  # behind the last batch that was used
+    _resume_at: DataPosition | None = field(
+        default=None, init=False
+    )  # where a loaded state stands: what is before it is done
     _restored: tuple[int, dict[str, torch.Tensor]] | None = field(default=None, init=False)  # for the step to come
 
     def __repr__(self) -> str:
@@ -116,8 +118,8 @@ class Session(TextVerbs):
         for index, held in enumerate(loader.epoch(epoch, start, lambda batch: (batch, stage(batch))), start):
             tokens, responses = loader.counts(epoch, index)
             packed, staged = zip(*held, strict=True)
-            place = Place(epoch, index + 1, data.digest)
-            yield Batch(packed, tokens, responses, place, staged, loader.fixed)
+            position = DataPosition(epoch, index + 1, data.digest)
+            yield Batch(packed, tokens, responses, position, staged, loader.fixed)
 
     def steps_per_epoch(self, data: Dataset, epoch: int = 0) -> int:
         """Optimizer steps of one pass over the data."""
@@ -136,15 +138,15 @@ class Session(TextVerbs):
 
     def _start(self, data: Dataset, epoch: int) -> int:
         """The first step of an epoch that a loaded state has not done."""
-        if self._from is None or epoch > self._from.epoch:
+        if self._resume_at is None or epoch > self._resume_at.epoch:
             return 0
-        if data.digest != self._from.data:
+        if data.digest != self._resume_at.data:
             raise GraftuneError(
                 "the loaded state was saved on other data",
                 where=data.path,
                 mend="go on with the same data and settings",
             )
-        return self._from.step if epoch == self._from.epoch else self._loader_for(data).steps_per_epoch(epoch)
+        return self._resume_at.step if epoch == self._resume_at.epoch else self._loader_for(data).steps_per_epoch(epoch)
 
     def _loader_for(self, data: Dataset) -> Loader:
         self._check_open()
@@ -187,15 +189,15 @@ class Session(TextVerbs):
         pipeline = self._ready()
         if batch.fixed or not self.captured:
             for staged in batch.take(pipeline.stage):
-                pipeline.micro(staged, self._draw())
+                pipeline.micro(staged, self._next_dropout_seed())
         else:
             self._tell_eager()
             for packed in batch.packed:
-                pipeline.eager(packed, self._draw())
+                pipeline.eager(packed, self._next_dropout_seed())
         self._tokens += batch.tokens
         self._responses += batch.response_tokens
         self._divisor += batch.divisor
-        self._place = batch.place or self._place
+        self._position = batch.position or self._position
 
     def optim_step(
         self,
@@ -261,9 +263,9 @@ class Session(TextVerbs):
             done = self.pipeline.next()
             done.tag.fill(done)
 
-    def _draw(self) -> int:
+    def _next_dropout_seed(self) -> int:
         self._micro += 1
-        return self.steps * DRAWS + self._micro - 1
+        return self.steps * MICRO_BATCHES + self._micro - 1
 
     def _tell_eager(self) -> None:
         if not self._told_eager:
@@ -321,7 +323,7 @@ class Session(TextVerbs):
         return self.save(path)
 
     def save_state(self, path: str | Path) -> Path:
-        """Write what is needed to go on exactly from here: weights, moments, counts and the place in the data.
+        """Write what is needed to go on exactly from here: weights, moments, counts and the position in the data.
         Gradients that have not been applied yet are not part of it.
 
         Example:
@@ -329,7 +331,7 @@ class Session(TextVerbs):
         """
         self._check_open()
         updates = self._restored[0] if self._restored else int(self.step.count) if "step" in vars(self) else 0
-        return state.save(self, Path(path), self.steps, updates, self._place)
+        return state.save(self, Path(path), self.steps, updates, self._position)
 
     def load_state(self, path: str | Path) -> None:
         """Go on from what `save_state` wrote; a loop over `batches()` then starts behind the batches that were used.
@@ -341,8 +343,8 @@ class Session(TextVerbs):
         self._check_open()
         if "step" in vars(self):
             self.step.discard()
-        progress, self._place, resolved, scale = state.load(self, Path(path))
-        self._from = self._place
+        progress, self._position, resolved, scale = state.load(self, Path(path))
+        self._resume_at = self._position
         self.steps, self._restored = progress.step, (progress.updates, scale)
         if "step" not in vars(self):
             self.config = self.config.replace(**resolved)

@@ -1,5 +1,5 @@
-"""A session on disk, to go on from: weights, moments, the update count, the loss scale, the place in the data, and what
-`auto` came to. The layout is a run's checkpoint's."""
+"""A session's state on disk, to resume from: weights, moments, the update count, the loss scale, the position in the
+data, and the settings that `auto` resolved to. The layout is that of a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESOLVED = ("recompute", "tokens_per_micro_batch", "tokens_per_step", "seed")  #
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """Where in the data a session stands: steps of `epoch` that are done."""
 
     epoch: int = 0
@@ -27,16 +27,16 @@ class Place:
     data: str = ""  # digest
 
 
-def save(parts: Parts, folder: Path, steps: int, updates: int, place: Place) -> Path:
+def save(parts: Parts, folder: Path, steps: int, updates: int, position: DataPosition) -> Path:
     settings = {name: getattr(parts.config.train, name) for name in RESOLVED}
-    progress = Progress(step=steps, epoch=place.epoch, epoch_step=place.step, updates=updates)
-    identity: dict[str, Any] = {"base": parts.base.sha256, "examples": place.data, "resolved": settings}
+    progress = Progress(step=steps, epoch=position.epoch, epoch_step=position.step, updates=updates)
+    identity: dict[str, Any] = {"base": parts.base.sha256, "examples": position.data, "resolved": settings}
     scaler = parts.step.scaler if "step" in vars(parts) else None
     return checkpoint.write(folder, parts.arena, progress, identity, scaler)
 
 
-def load(parts: Parts, folder: Path) -> tuple[Progress, Place, dict[str, Any], dict[str, torch.Tensor]]:
-    """Fills the arena. Returns the counts, the place, the resolved settings, and the loss scale where there is one."""
+def load(parts: Parts, folder: Path) -> tuple[Progress, DataPosition, dict[str, Any], dict[str, torch.Tensor]]:
+    """Fills the arena. Returns the counts, the position, the resolved settings, and the loss scale if there is one."""
     if not (folder / checkpoint.STATE).is_file():
         raise GraftuneError("is not a saved state", where=str(folder), mend="give a folder that save_state wrote")
     _, identity = checkpoint.read_state(folder)
@@ -44,4 +44,9 @@ def load(parts: Parts, folder: Path) -> tuple[Progress, Place, dict[str, Any], d
     stored = identity.get("resolved")
     resolved = {name: stored[name] for name in RESOLVED if name in stored} if isinstance(stored, dict) else {}
     scale = {name: tensor for name, tensor in load_file(folder / checkpoint.TENSORS).items() if name == "loss_scale"}
-    return progress, Place(progress.epoch, progress.epoch_step, str(identity.get("examples", ""))), resolved, scale
+    return (
+        progress,
+        DataPosition(progress.epoch, progress.epoch_step, str(identity.get("examples", ""))),
+        resolved,
+        scale,
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.batch import PackedBatch
-from graftune.session.state import Place
+from graftune.session.state import DataPosition
 from graftune.step.pipeline import Figures
 
 
@@ -20,7 +20,7 @@ class Batch:
     packed: Sequence[PackedBatch]
     tokens: int  # padding left out
     response_tokens: int
-    place: Place | None = None  # in its data set: the session stands there when the batch was used
+    position: DataPosition | None = None  # of the session in its data set, once the batch was used
     staged: Sequence[Any] | None = field(default=None, repr=False)  # on its way to the device, for one use
     fixed: bool = False  # of the shape that is captured
 

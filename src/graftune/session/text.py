@@ -84,7 +84,7 @@ class Answer:
         return fresh
 
 
-def drawn(
+def stream(
     parts: Parts,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -134,7 +134,7 @@ def sampled(
     """A Sample for every prompt. `on_text` gets (prompt, new text) while they are drawn."""
     found: dict[int, Sample] = {}
     how = {"stop": stop, "adapted": adapted, "logprobs": logprobs, "reads": on_text is not None}
-    for index, text, sample in drawn(parts, prompts, sampling, **how):  # type: ignore[arg-type]
+    for index, text, sample in stream(parts, prompts, sampling, **how):  # type: ignore[arg-type]
         if on_text is not None and text:
             on_text(index, text)
         if sample is not None:

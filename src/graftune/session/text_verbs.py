@@ -76,7 +76,7 @@ class TextVerbs(Parts):
         """
         encoded, ends = self._encoded(prompt)
         how = Sampling(max_new_tokens, temperature, top_k, top_p, seed, ends)
-        for _, piece, _ in text.drawn(self, [encoded], how, stop=_texts(stop), adapted=adapted, reads=True):
+        for _, piece, _ in text.stream(self, [encoded], how, stop=_texts(stop), adapted=adapted, reads=True):
             if piece:
                 yield piece
 

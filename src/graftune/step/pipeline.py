@@ -55,14 +55,14 @@ class Loop(Protocol):
 
     def hold(self, longest: int) -> None: ...
     def stage(self, batch: PackedBatch) -> Any: ...
-    def micro(self, staged: Any, draw: int) -> None: ...
-    def eager(self, batch: PackedBatch, draw: int) -> None: ...
+    def micro(self, staged: Any, dropout_seed: int) -> None: ...
+    def eager(self, batch: PackedBatch, dropout_seed: int) -> None: ...
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None: ...
     def step(
         self,
         staged: Sequence[Any],
         hyper: Mapping[str, float],
-        draws: Sequence[int],
+        dropout_seeds: Sequence[int],
         tag: Any = None,
         between: Callable[[], None] = lambda: None,
     ) -> None: ...
@@ -77,7 +77,7 @@ def pipeline_for(step: Step, *, graph: bool = True) -> Loop:
 class Steps:
     """One optimizer step out of its parts, the same on every device."""
 
-    def micro(self, staged: Any, draw: int) -> None:
+    def micro(self, staged: Any, dropout_seed: int) -> None:
         raise NotImplementedError
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
@@ -87,13 +87,13 @@ class Steps:
         self,
         staged: Sequence[Any],
         hyper: Mapping[str, float],
-        draws: Sequence[int],
+        dropout_seeds: Sequence[int],
         tag: Any = None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
-        for batch, draw in zip(staged, draws, strict=True):
+        for batch, dropout_seed in zip(staged, dropout_seeds, strict=True):
             between()
-            self.micro(batch, draw)
+            self.micro(batch, dropout_seed)
         self.update(hyper, tag)
 
 
@@ -112,12 +112,12 @@ class HostLoop(Steps):
     def stage(self, batch: PackedBatch) -> PackedBatch:
         return batch.to(self.work.arena.device)
 
-    def micro(self, staged: PackedBatch, draw: int) -> None:
-        self.work.set_draw(draw)
+    def micro(self, staged: PackedBatch, dropout_seed: int) -> None:
+        self.work.set_dropout_seed(dropout_seed)
         self.work.micro_step(staged)
 
-    def eager(self, batch: PackedBatch, draw: int) -> None:
-        self.micro(self.stage(batch), draw)
+    def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
+        self.micro(self.stage(batch), dropout_seed)
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
         self.work.set_hyper(hyper)
@@ -237,7 +237,7 @@ class DeviceLoop(Steps):
             self.work.longest = longest
             self.inputs.clear()
 
-    def micro(self, staged: Slot, draw: int) -> None:
+    def micro(self, staged: Slot, dropout_seed: int) -> None:
         self._begin()
         main, inputs = torch.cuda.current_stream(), self._inputs(staged.shape)
         main.wait_event(staged.arrived)
@@ -245,14 +245,14 @@ class DeviceLoop(Steps):
         staged.taken.record(main)
         self.free.put(staged)
         if self.work.dropout:
-            self.work.set_draw(draw)
+            self.work.set_dropout_seed(dropout_seed)
         inputs.run()
 
-    def eager(self, batch: PackedBatch, draw: int) -> None:
+    def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
         """A batch of a shape of its own: its kernels are launched one by one."""
         self._begin()
         if self.work.dropout:
-            self.work.set_draw(draw)
+            self.work.set_dropout_seed(dropout_seed)
         self.work.micro_step(batch.to(self.device), any_shape=True)
 
     def _begin(self) -> None:

@@ -65,7 +65,7 @@ class Step:
         segments = arena.segments(clip_mode)
         self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
         self.row = torch.zeros(len(adamw.Hyper._fields), device=device)  # live: lr, betas, eps, decay, divisor, clip
-        self.draw = torch.zeros((), dtype=torch.int64, device=device)  # live: numbers the dropout mask
+        self.dropout_seed = torch.zeros((), dtype=torch.int64, device=device)  # live: seeds the dropout masks
         self.seed = seed
         self.loss_sum = torch.zeros((), device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # updates made; a skipped one is none
@@ -90,9 +90,9 @@ class Step:
         """The live row in its order, the divisor in the unit of the sums."""
         return [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
 
-    def set_draw(self, draw: int) -> None:
-        """Number the next dropout mask, within 63 bits: a seed may be as large as that itself."""
-        self.draw.fill_((self.seed * 1_000_003 + draw) & (2**63 - 1))
+    def set_dropout_seed(self, number: int) -> None:
+        """Seed the masks of the run's micro-batch `number`, within 63 bits: the run's seed may be as large as that."""
+        self.dropout_seed.fill_((self.seed * 1_000_003 + number) & (2**63 - 1))
 
     def micro_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
         """Adds the batch's loss and gradients to what is there. `any_shape`: its shape will hardly come again, so
@@ -100,7 +100,7 @@ class Step:
         decoder = self.decoder
         if self.side_streams is not None:
             self.side_streams.forget()
-        dropout = Dropout(self.dropout, self.draw) if self.dropout else None
+        dropout = Dropout(self.dropout, self.dropout_seed) if self.dropout else None
         if self.other_backends and not any_shape:
             self._choose_attention(batch)
         backend, longest = (self.eager_backend, None) if any_shape else (self.backend, self.longest)

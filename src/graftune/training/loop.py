@@ -185,7 +185,7 @@ class Run:
         if not self.closing:  # by then the arena may hold the best step's weights
             self._save()
         self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
-        self.reporter.draw()
+        self.reporter.plot()
 
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
@@ -237,11 +237,11 @@ class Run:
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
         hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
-        draws = [p.step * 4096 + index for index in range(len(micro_batches))]
+        dropout_seeds = [p.step * 4096 + index for index in range(len(micro_batches))]
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         first = not self.reporter.host_seconds
         with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
-            self.pipeline.step(micro_batches, hyper, draws, facts, self._between)
+            self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, self._between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         self._tell_chosen()
 
@@ -298,7 +298,7 @@ class Run:
             checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
         self.saved_at = _minutes()
-        self.reporter.picture.redraw()
+        self.reporter.live_plot.update()
 
     # The end
 
@@ -334,7 +334,7 @@ class Run:
         summary |= self._cost() | {"peak_memory": peak_resident_bytes()}
         self.reporter.memory_in_all(p.step)
         self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
-        self.reporter.draw()
+        self.reporter.plot()
         return summary
 
     def _cost(self) -> dict[str, Any]:

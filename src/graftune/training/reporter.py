@@ -13,7 +13,7 @@ import torch
 from graftune.observe.console import Console, Progress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
-from graftune.observe.plot import Picture, loss_plot
+from graftune.observe.plot import LivePlot, loss_plot
 from graftune.observe.speed import Meter
 from graftune.plan import Plan
 from graftune.step.evaluate import EvalResult
@@ -28,7 +28,7 @@ class Reporter:
         self.plan, self.told_plan = plan, False
         self.bar = Progress(total)
         png = log.path.with_name("loss.png")
-        self.picture = Picture(lambda: loss_plot(log.path, png, log.path.parent.name))
+        self.live_plot = LivePlot(lambda: loss_plot(log.path, png, log.path.parent.name))
         self.host_seconds: deque[float] = deque(maxlen=1000)  # a step sent, and those done told of
 
     @property
@@ -100,9 +100,9 @@ class Reporter:
         self.console, self.bar = Console(quiet=True), Progress(self.total)
         return self.console
 
-    def draw(self) -> None:
+    def plot(self) -> None:
         """The picture of the run as it ended, or was stopped."""
-        why = self.picture.finish()
+        why = self.live_plot.finish()
         if why:
             self.console.warn(f"loss.png was not drawn: {why}")
 

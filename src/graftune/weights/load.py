@@ -318,13 +318,13 @@ class _PartMaker:
         adapter_columns = adapter_columns_of(members, adapted, placer.lora.rank)
         names = [f"{self.stem}.{member}.weight" for member in members]
         shapes = [self.part.projections[member] for member in members]
-        place = self.layer * 8 + self.first + list(self.part.groups).index(group)
+        mask_id = self.layer * 8 + self.first + list(self.part.groups).index(group)
         if placer.own:
             sources = [_in_memory(placer.source(name, shape)) for name, shape in zip(names, shapes, strict=True)]
-            made = placer.own.make(sources, adapter_columns, adapter, place)
+            made = placer.own.make(sources, adapter_columns, adapter, mask_id)
             placer.noted(made.frozen)
             return made
-        return Projection(placer.projection(names, shapes, adapter_columns), adapter, place)
+        return Projection(placer.projection(names, shapes, adapter_columns), adapter, mask_id)
 
     def experts(self, group: str) -> ExpertProjection:
         adapter = expert_lora(self.placer.arena, f"{self.stem}.experts.{group}", self.placer.lora)

@@ -1,5 +1,5 @@
-"""Dropout whose mask is a function of (seed, place, element): the backward redraws it instead of saving it, a resumed
-run draws what the straight one drew, and a GPU drops what a CPU drops. See reference.py."""
+"""Dropout whose mask is a function of (seed, mask_id, element): the backward computes it again instead of saving it, a
+resumed run has the masks of an uninterrupted one, and a GPU drops what a CPU drops. See reference.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from graftune.kernels.dropout import reference
 __all__ = ["apply"]
 
 
-def apply(x: torch.Tensor, p: float, seed: torch.Tensor, place: int) -> torch.Tensor:
+def apply(x: torch.Tensor, p: float, seed: torch.Tensor, mask_id: int) -> torch.Tensor:
     """x with a share p of its values zero and the rest divided by 1 - p. `seed` is an int64 scalar beside x, so that a
-    captured step can change it; `place` (below 2^32) tells the dropouts of one step apart."""
-    assert 0.0 <= p < 1.0 and 0 <= place < 2**32 and x.is_contiguous() and x.numel() <= 2**32
+    captured step can change it; `mask_id` (below 2^32) tells the dropouts of one step apart."""
+    assert 0.0 <= p < 1.0 and 0 <= mask_id < 2**32 and x.is_contiguous() and x.numel() <= 2**32
     assert seed.dim() == 0 and seed.dtype == torch.int64
     if launch.fused(x):
         from graftune.kernels.dropout import kernel
 
-        return kernel.apply(x, p, seed, place)
-    return reference.apply(x, p, seed, place)
+        return kernel.apply(x, p, seed, mask_id)
+    return reference.apply(x, p, seed, mask_id)

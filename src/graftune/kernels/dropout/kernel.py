@@ -20,23 +20,23 @@ def _mix(x):
     return x ^ (x >> 16)
 
 
-@launch.kernel(do_not_specialize=["place", "threshold"])
-def _apply(x_ptr, out_ptr, seed_ptr, place, threshold, scale, count, BLOCK: tl.constexpr):
+@launch.kernel(do_not_specialize=["mask_id", "threshold"])
+def _apply(x_ptr, out_ptr, seed_ptr, mask_id, threshold, scale, count, BLOCK: tl.constexpr):
     seed = tl.load(seed_ptr)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    word = place.to(tl.uint32)
+    word = mask_id.to(tl.uint32)
     first = _mix(_mix(_mix(word ^ 0x9E3779B9) ^ low) ^ high)
     second = _mix(_mix(_mix(word ^ 0x85EBCA6B) ^ low) ^ high)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    drawn = _mix(_mix(at.to(tl.uint32) ^ first) ^ second)
+    hashed = _mix(_mix(at.to(tl.uint32) ^ first) ^ second)
     x = tl.load(x_ptr + at, at < count, other=0.0).to(tl.float32)
-    y = tl.where(drawn >= threshold.to(tl.uint32), x * scale, 0.0)
+    y = tl.where(hashed >= threshold.to(tl.uint32), x * scale, 0.0)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), at < count)
 
 
-def apply(x: torch.Tensor, p: float, seed: torch.Tensor, place: int) -> torch.Tensor:
+def apply(x: torch.Tensor, p: float, seed: torch.Tensor, mask_id: int) -> torch.Tensor:
     out = torch.empty_like(x)
     if x.numel():
         grid = (triton.cdiv(x.numel(), BLOCK),)
-        _apply[grid](x, out, seed, place, keep_from(p), scaling(p), x.numel(), BLOCK=BLOCK, num_warps=4)
+        _apply[grid](x, out, seed, mask_id, keep_from(p), scaling(p), x.numel(), BLOCK=BLOCK, num_warps=4)
     return out

@@ -1,11 +1,11 @@
-"""kept(i) = hash(i; seed, place) >= p 2^32, for element i of the flattened x: a counter instead of a generator's state.
+"""kept(i) = hash(i; seed, mask_id) >= p 2^32, for element i of the flattened x: no generator's state is needed.
 
-    hash(i) = mix(mix(i ^ k1) ^ k2)        k1, k2 = mix(mix(mix(place ^ c) ^ seed's low half) ^ its high half)
+    hash(i) = mix(mix(i ^ k1) ^ k2)        k1, k2 = mix(mix(mix(mask_id ^ c) ^ seed's low half) ^ its high half)
 
 All in 32-bit words that wrap. `mix` permutes them and lets every bit of its input turn each bit of its output with a
 chance of a half (its constants are lowbias32's, by Chris Wellons, in the public domain); since every layer of the hash
-is a permutation, no two places of a step share a key. A generator seeded for each place would need as much work and
-draw other numbers on every device. numpy draws, because torch has no arithmetic on unsigned words.
+is a permutation, no two masks of a step share a key. A generator seeded for each mask would need as much work and
+give other numbers on every device. The CPU path uses numpy, because torch has no arithmetic on unsigned words.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-CHUNK = 1 << 15  # elements drawn at a time: their words stay in a core's own cache
+CHUNK = 1 << 15  # elements hashed at a time: their words stay in a core's own cache
 
 
-def apply(x: torch.Tensor, p: float, seed: torch.Tensor, place: int) -> torch.Tensor:
+def apply(x: torch.Tensor, p: float, seed: torch.Tensor, mask_id: int) -> torch.Tensor:
     out = x * scaling(p)
     flat = out.view(-1)
-    k1, k2 = keys(int(seed), place)
+    k1, k2 = keys(int(seed), mask_id)
     index, limit = np.arange(CHUNK, dtype=np.uint32), np.uint32(keep_from(p))
     for start in range(0, len(flat), CHUNK):
         words = index[: len(flat) - start] ^ (np.uint32(start) ^ k1)  # start + index: the two share no bit
@@ -30,9 +30,9 @@ def apply(x: torch.Tensor, p: float, seed: torch.Tensor, place: int) -> torch.Te
     return out
 
 
-def keys(seed: int, place: int) -> np.ndarray:
+def keys(seed: int, mask_id: int) -> np.ndarray:
     words = np.array([0x9E3779B9, 0x85EBCA6B], dtype=np.uint32)
-    for part in (place, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF):
+    for part in (mask_id, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF):
         words ^= np.uint32(part)
         mix_(words)
     return words
