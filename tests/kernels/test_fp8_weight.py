@@ -14,6 +14,7 @@ from graftune.model.bundles import Bundles, HostMemory
 from graftune.model.frozen.fp8 import FetchedFp8, Fp8, Workspace
 from graftune.step.step import Step
 from graftune.weights.placement import Placement
+from graftune.weights.way import Option
 from tests import oracle
 from tests.kernels.test_fp8_kernel import NAN, adapters, close, low_of, members_of, rows_of, same
 from tests.kernels.test_fp8_kernel import honest_rounding as _honest_rounding  # noqa: F401  (a fixture of every test)
@@ -262,7 +263,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
     is before, its o, where rows that predict nothing are filled in, and the lower qkv, whose dX nobody wants."""
     variant, _, both = variant.partition("-")
     folder, packed, calls = shallow_folder(variant, intermediate_size=96), batch(), []
-    monkeypatch.setattr(oracle, "Placement", lambda kind, why: Placement(kind, why, bool(both) and kind == "fp8"))
+    monkeypatch.setattr(oracle, "Placement", lambda kind, why: Placement(kind, why, (Option(both),)))
     plain = Fp8.backward
 
     def backward(self, *args, rows, **more):

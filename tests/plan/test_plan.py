@@ -29,7 +29,7 @@ from graftune.plan.ledger import Ledger, block_bytes
 from graftune.runtime import Runtime
 from graftune.session import attention_for
 from graftune.training import prepare
-from graftune.weights import placement
+from graftune.weights import fp8_way, placement
 from graftune.weights.base import open_base
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
@@ -306,10 +306,10 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
     where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
     for free, expected in ((least, True), (least - 1, False), (0, False)):
         placed = placement.choose_placement(base, "fp8", where, free)
-        assert placed.generous is expected and ("codes kept" in placed.why) is expected
-    assert prepare.job_of(config, QUIET, memory=8 << 30).placement.generous
-    assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.generous
-    monkeypatch.setattr(placement, "SPARE", 1e9)  # given up where a step would otherwise not fit as it is asked for
+        assert (placed.option == "both") is expected and ("codes kept" in placed.why) is expected
+    assert prepare.job_of(config, QUIET, memory=8 << 30).placement.option == "both"
+    assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.option
+    monkeypatch.setattr(fp8_way, "SPARE", 1e9)  # given up where a step would otherwise not fit as it is asked for
     wide = spec(width=256, ffn=1024, vocab=4000)
 
     def asked(free: int) -> job.Job:
@@ -317,16 +317,18 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
         return job.Job(config, random_base(wide, where.device), where, 64, shapes, card)
 
     one, large = asked(8 << 30), asked(8 << 30)
-    one.placement = one.placement.frugal
+    assert one.placement.with_less_memory is not None and one.placement.fixed.with_less_memory is None
+    one.placement = one.placement.with_less_memory
+    assert one.placement.with_less_memory is None
     (policy, capacity), *_ = choose.choices(large)
     needs = [each.plan(policy, capacity).needed for each in (one, large)]
     assert needs[0] < needs[1]
     for needed, both in zip(needs, (False, True), strict=True):
         tight = asked(needed)
-        assert choose.best(tight).settings["recompute"] == policy and tight.placement.generous is both
+        assert choose.best(tight).settings["recompute"] == policy and (tight.placement.option == "both") is both
         assert ("codes kept" in tight.placement.why) is both
     once = gpu(kind="fp8", spec=wide)
-    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", generous=True))
+    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", (fp8_way.Option("both"),)))
     codes = sum(out * into for out, into in wide.layer(0).projections.values()) * wide.layers
     first, second = (rehearse(each).phases["step"]["base"] for each in (once, twice))
     largest = 2 * 1024 * 256

@@ -131,7 +131,7 @@ class Fp8Projection(Projection):
 
 class Fp8Projections:
     """Makes a model's projections over FP8, which share a workspace. `products`: (out, in, ranks of the adapters) of
-    each. `generous`: codes are kept transposed too (frozen/fp8.py). `fetched`: blocks share their memory."""
+    each. `both`: codes are kept transposed too (frozen/fp8.py). `fetched`: blocks share their memory."""
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class Fp8Projections:
         compute: torch.dtype,
         *,
         dropout: float = 0.0,
-        generous: bool = False,
+        both: bool = False,
         fetched: bool = False,
     ):
         found = list(products)
-        self.device, self.compute, self.both = device, compute, generous
+        self.device, self.compute, self.both = device, compute, both
         self.kind = FetchedFp8 if fetched else Fp8
         self.slack = 1 / (1 - dropout)  # by this dropout may lengthen what the adapters read
-        size = 0 if generous else max(Workspace.size(*product) for product in found)
+        size = 0 if both else max(Workspace.size(*product) for product in found)
         self.workspace = Workspace(size, max(width for _, width, _ in found), device)
 
     def make(

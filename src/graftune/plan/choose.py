@@ -43,8 +43,9 @@ def best(job: Job) -> Plan:
     first: Plan | None = None
     for policy, capacity in choices(job):
         plan = job.plan(policy, capacity)
-        if not plan.fits and job.placement.generous:  # worth 1% of a step: the first thing that is given up
-            job.placement = job.placement.frugal
+        # What a placement takes to save a little time is the first thing that is given up.
+        while not plan.fits and (less := job.placement.with_less_memory) is not None:
+            job.placement = less
             plan = job.plan(policy, capacity)
         if plan.fits:
             return plan

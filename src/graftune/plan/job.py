@@ -133,7 +133,7 @@ class Job:
     loss: Loss | None = None  # None: that of the settings
     launched: Launched | None = None  # told of every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
-    _made: dict[tuple[str, int, str, ModelSpec], Bytes] = field(default_factory=dict)
+    _made: dict[tuple[str, int, tuple[str, str], ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lora = self.config.lora
@@ -212,7 +212,7 @@ class Job:
         return str(self.runtime.device)
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
-        held = f"{setup.placement.base_dtype}{' generous' * setup.placement.generous}"
+        held = setup.placement.base_dtype, setup.placement.option
         key = (setup.recompute, capacity, held, setup.base.spec)
         if key not in self._made:
             self._made[key] = rehearse(setup, launched=self.launched)

@@ -22,7 +22,6 @@ from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Home, Key
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
-from graftune.model.fp8_projection import Fp8Projections
 from graftune.model.frozen import (
     BlockSource,
     Dense,
@@ -50,9 +49,9 @@ from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 from graftune.weights.divided import divided
 from graftune.weights.placement import Placement
+from graftune.weights.way import Projections
 
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
-OWN_PROJECTIONS = {"fp8": Fp8Projections}  # ways to hold a weight that are multiplied by a projection of their own
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
 
 
@@ -172,14 +171,19 @@ class _Placer:
         return self.frozen(sources, adapter_columns)
 
     @cached_property
-    def own(self) -> Fp8Projections | None:
+    def own(self) -> Projections | None:
         """Makes the projections, where the base is held in a way that has its own."""
-        kind = OWN_PROJECTIONS.get(self.placement.base_dtype)
-        if kind is None or self.arena.full:
+        way = self.placement.way
+        if way is None or self.arena.full:
             return None
-        products, generous = _products(self.spec, self.lora), self.placement.generous
-        fetched = self.bundles is not None
-        return kind(products, self.device, self.compute, dropout=self.lora.dropout, generous=generous, fetched=fetched)
+        return way.projections(
+            self.placement.option,
+            _products(self.spec, self.lora),
+            self.device,
+            self.compute,
+            dropout=self.lora.dropout,
+            fetched=self.bundles is not None,
+        )
 
     def table(self, name: str) -> Frozen:
         """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the

@@ -17,20 +17,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.kernels import fp8, launch
+from graftune.kernels import launch
 from graftune.kernels.gguf_dequant import KINDS as GGUF_KINDS
-from graftune.model.frozen import RowSource
-from graftune.model.spec import ModelSpec
 from graftune.observe.memory import free_bytes, human_bytes
 from graftune.runtime import Runtime
 from graftune.weights.base import Base
 from graftune.weights.bnb_io import is_quantised
-from graftune.weights.fp8_io import Fp8Tensor, RowScaled
+from graftune.weights.fp8_way import Fp8Way
+from graftune.weights.way import Option, Way
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
-SPARE = 1 / 8  # share of the free memory that fp8 codes may take if they are kept transposed too
-ROUNDED = ", the checkpoint's block scales rounded again to row scales"
-GENEROUS = ", its codes kept for forward and backward"
+# The ways to hold a weight that are multiplied by a projection of their own.
+WAYS: dict[str, Way] = {"fp8": Fp8Way()}
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,32 @@ class Placement:
     """How the frozen weights are held, and the sentence that says why."""
 
     base_dtype: str  # keep | bf16 | fp16 | fp32 | nf4 | fp8
-    why: str
-    generous: bool = False  # it takes memory that it could do without, to save time: of fp8, codes transposed too
+    reason: str  # without what the option adds
+    options: tuple[Option, ...] = (Option(),)  # of a way with a price in memory, from the one taken on, the best first
 
     @property
-    def frugal(self) -> Placement:
-        return replace(self, generous=False, why=self.why.removesuffix(GENEROUS))
+    def option(self) -> str:
+        """The name of the one that is taken."""
+        return self.options[0].name
+
+    @property
+    def why(self) -> str:
+        return self.reason + self.options[0].why
+
+    @property
+    def with_less_memory(self) -> Placement | None:
+        """The same weights with the next option, which takes less memory and more time; None: this takes the least."""
+        return replace(self, options=self.options[1:]) if self.options[1:] else None
+
+    @property
+    def fixed(self) -> Placement:
+        """As it is now, with no other option left: of weights that are loaded."""
+        return replace(self, options=self.options[:1])
+
+    @property
+    def way(self) -> Way | None:
+        """What makes the projections, where it is not load.py."""
+        return WAYS.get(self.base_dtype)
 
 
 def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
@@ -51,23 +69,10 @@ def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None 
     chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime, free)
     if chosen.base_dtype == "keep" and launch.augments(runtime.device):
         _check_blocks(base)
-    if chosen.base_dtype == "fp8":
-        fp8.require(runtime.device, runtime.compute)
-        generous, again = has_to_spare(base.spec, free or 0), any(map(rounded_again, base.tensors.values()))
-        why = chosen.why + (ROUNDED if again else "") + (GENEROUS if generous else "")
-        return replace(chosen, generous=generous, why=why)
+    if chosen.way is not None:
+        chosen.way.check(runtime)
+        return replace(chosen, options=chosen.way.options(base, free or 0))
     return chosen
-
-
-def rounded_again(source: RowSource) -> bool:
-    """Whether an FP8 checkpoint's tensor has scales of blocks, which our products do not know."""
-    return isinstance(source, Fp8Tensor) and not isinstance(source, RowScaled)
-
-
-def has_to_spare(spec: ModelSpec, free: int) -> bool:
-    """Whether transposed codes are kept instead of made in every step: 1% of a step's time at 8B, at the memory of a
-    bf16 base. The bits are the same either way."""
-    return 2 * spec.parameters <= SPARE * free
 
 
 def _automatic(base: Base, runtime: Runtime, free: int | None) -> Placement:
