@@ -11,6 +11,8 @@ import graftune
 from graftune.batch import Example
 from graftune.config import LoraConfig
 from graftune.data.pack import pack
+from graftune.infer import generate as generating
+from graftune.infer.sample import Sampling
 from graftune.step.step import Step
 from tests import oracle, tiny
 
@@ -59,3 +61,29 @@ def test_training_lowers_the_loss_and_saves(compute, base_dtype, tiny_folder, tm
     again = graftune.open(str(tmp_path / "adapter"), device="cpu", compute_dtype="fp32")
     assert again.evaluate(examples).loss == pytest.approx(run.evaluate(examples).loss, rel=0.02)
     assert run.generate("Say 3", max_new_tokens=8)
+
+
+class Eager(generating.TokenStep):
+    """Kernel by kernel; sequences that have ended leave the batch."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options | {"fixed": False})
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("variant", [*tiny.FAMILIES, "phi3-long", "gemma2-odd"])
+def test_a_captured_token_step_gives_the_eager_ones_text(variant, adapted, tiny_folder, monkeypatch):
+    """Four prompts, of which some end early; fp32, so that the size of the batch decides nothing."""
+    ours = oracle.ours(tiny_folder(variant), device="cuda")
+    prompts = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
+    backend = "flash" if ours.decoder.compute != torch.float32 else "triton"
+
+    def texts(stops):
+        sampling = Sampling(max_new_tokens=24)
+        return generating.generate(ours.decoder, prompts, sampling, stops, adapted=adapted, backend=backend)
+
+    stops = (texts(())[0][5],)
+    replayed = texts(stops)
+    monkeypatch.setattr(generating, "TokenStep", Eager)
+    assert texts(stops) == replayed
+    assert len(replayed[0]) <= 5

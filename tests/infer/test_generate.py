@@ -14,7 +14,8 @@ import torch
 import graftune
 from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache, Decode, Prefill
-from graftune.infer.generate import generate, in_groups
+from graftune.infer import generate as generating
+from graftune.infer.generate import TokenStep, generate, in_groups
 from graftune.infer.sample import Sampling, choose
 from graftune.model.mixers.attention import KeyValues
 from tests import oracle, tiny
@@ -124,6 +125,29 @@ def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
     assert together == [greedy(ours, [p], 12, stops)[0] for p in PROMPTS]
     cut = [next((i for i, t in enumerate(a) if t in stops), 12) for a in alone]
     assert together == [a[:n] for a, n in zip(alone, cut, strict=True)] and min(cut) < 12
+
+
+class Fixed(TokenStep):
+    """The step as it is captured on CUDA: sequences that have ended stay in the batch, and are read by nobody."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options | {"fixed": True})
+
+
+def test_a_step_of_fixed_shape_gives_the_same_text(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some end early, at a stop token or at their context's end, and the others do not notice."""
+    long = [3 + i % 200 for i in range(250)]
+    stops = tuple(answer[3] for answer in greedy(ours, PROMPTS[:2], 12))
+    hot = Sampling(max_new_tokens=12, temperature=4.0, seed=3)
+
+    def texts() -> list[Any]:
+        drawn = generate(ours.decoder, PROMPTS, hot, stops)
+        return [greedy(ours, PROMPTS, 12, stops), greedy(ours, [long, PROMPTS[0]], 20), drawn]
+
+    want = texts()
+    monkeypatch.setattr(generating, "TokenStep", Fixed)
+    assert texts() == want
+    assert len({len(answer) for answer in want[0]}) > 1, "some ended early"
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

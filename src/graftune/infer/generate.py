@@ -1,6 +1,7 @@
 """Text from a decoder: prefill the prompts packed, then one token a sequence at a time over the cache.
 
-Several prompts run together, so that a weight is read once for all of them; a sequence leaves when it ends.
+Several prompts run together, so that a weight is read once for all of them; a sequence leaves when it ends. On CUDA the
+step to the next token is captured in a graph: launched kernel by kernel it would wait for the host most of the time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.graph import Captured
 from graftune.infer.cache import Cache, Decode, Prefill
 from graftune.infer.sample import Sampling, choose
 from graftune.model.decoder import Decoder
@@ -70,9 +72,11 @@ def rounds(
     cache = Cache(decoder.spec, lengths, max(reaches), device, decoder.compute, reaches)
     alive = list(range(len(prompts)))
     tokens = torch.tensor([t for p in prompts for t in p], device=device)
-    x = read(decoder, tokens, lengths, cache, backend, adapted=adapted)
+    with torch.no_grad():
+        logits = decoder.logits(read(decoder, tokens, lengths, cache, backend, adapted=adapted), adapted=adapted)
+    step = TokenStep(decoder, cache, adapted=adapted, fixed=device.type == "cuda")
     while True:
-        chosen, scores = _next(decoder, x, sampling, generator, adapted, logprobs)
+        chosen, scores = _next(logits, sampling, generator, logprobs)
         fresh = {index: Token(*pair) for index, *pair in zip(alive, chosen.tolist(), scores, strict=True)}
         yield fresh
         for index in alive:
@@ -87,21 +91,71 @@ def rounds(
         if len(going) < len(alive):
             places = torch.tensor(going, device=device)
             alive = [alive[place] for place in going]
-            cache.keep(places)
+            step.keep(places)
             chosen = chosen.index_select(0, places)
-        x = go_on(decoder, chosen, cache, adapted=adapted)
+        logits = step(chosen)
 
 
-@torch.no_grad()
 def _next(
-    decoder: Decoder, x: torch.Tensor, sampling: Sampling, generator: torch.Generator, adapted: bool, logprobs: bool
+    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator, logprobs: bool
 ) -> tuple[torch.Tensor, list[float | None]]:
     """The next token of each sequence [S], and its log-probability where that is asked for."""
-    logits = decoder.logits(x, adapted=adapted)
     chosen = choose(logits, sampling, generator)
     if not logprobs:
         return chosen, [None] * len(chosen)
     return chosen, torch.log_softmax(logits.float(), -1).gather(1, chosen[:, None]).squeeze(1).tolist()
+
+
+class TokenStep:
+    """One more token of every sequence that goes on: [S] tokens to [S, V] logits.
+
+    With `fixed` the step keeps the shape it has at first, and on CUDA is replayed from a graph from its second call on:
+    sequences that have ended are computed on, and nobody reads them. Otherwise they leave the cache.
+    """
+
+    def __init__(self, decoder: Decoder, cache: Cache, *, adapted: bool = True, fixed: bool = False):
+        self.decoder, self.cache, self.adapted = decoder, cache, adapted
+        self.rows = cache.sequences  # of the batch, that go on
+        self.fixed = FixedStep(decoder, cache, adapted) if fixed else None
+        self.replayed = Captured(self.fixed, enabled=decoder.device.type == "cuda") if self.fixed else None
+
+    def keep(self, places: torch.Tensor) -> None:
+        """Of the sequences that went on so far, only those in these places do."""
+        if self.fixed is None:
+            self.cache.keep(places)
+        else:
+            self.rows = self.rows.index_select(0, places)
+
+    @torch.no_grad()
+    def __call__(self, chosen: torch.Tensor) -> torch.Tensor:
+        if self.fixed is None or self.replayed is None:
+            return _step(self.decoder, chosen, self.cache, self.adapted)
+        self.fixed.tokens.index_copy_(0, self.rows, chosen)
+        self.replayed()
+        logits = self.fixed.logits
+        assert logits is not None
+        return logits if len(self.rows) == len(logits) else logits.index_select(0, self.rows)
+
+
+class FixedStep:
+    """The same from one buffer into another, as a graph wants it."""
+
+    def __init__(self, decoder: Decoder, cache: Cache, adapted: bool):
+        self.decoder, self.cache, self.adapted = decoder, cache, adapted
+        self.tokens = torch.zeros_like(cache.sequences)
+        self.logits: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        found = _step(self.decoder, self.tokens, self.cache, self.adapted)
+        if self.logits is None:  # at the first call, which is not captured: what a capture allocates is the graph's
+            self.logits = torch.empty_like(found)
+        self.logits.copy_(found)
+        self.cache.lengths.clamp_(max=len(self.cache.places) - 1)  # of sequences that have ended
+
+
+def _step(decoder: Decoder, tokens: torch.Tensor, cache: Cache, adapted: bool) -> torch.Tensor:
+    return decoder.logits(go_on(decoder, tokens, cache, adapted=adapted), adapted=adapted)
 
 
 @torch.no_grad()

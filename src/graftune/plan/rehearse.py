@@ -25,7 +25,7 @@ from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache
-from graftune.infer.generate import go_on, in_groups, reaches_of, read
+from graftune.infer.generate import TokenStep, in_groups, reaches_of, read
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss
@@ -286,7 +286,7 @@ def _answer(parts: Parts, setup: Setup) -> None:
         with torch.no_grad():
             tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
             decoder.logits(read(decoder, tokens, lengths, cache, parts.eager_attention))
-            decoder.logits(go_on(decoder, tokens[: len(lengths)], cache))
+            TokenStep(decoder, cache, fixed=launch.on_gpu(runtime.device))(tokens[: len(lengths)])
         del cache, tokens
 
 
