@@ -13,8 +13,8 @@ import torch
 
 import graftune
 from graftune.errors import GraftuneError
-from graftune.infer.cache import Cache, Decode, Prefill
 from graftune.infer import generate as generating
+from graftune.infer.cache import Cache, Decode, Prefill
 from graftune.infer.generate import TokenStep, generate, in_groups
 from graftune.infer.sample import Sampling, choose
 from graftune.model.mixers.attention import KeyValues
