@@ -190,7 +190,8 @@ def start() -> str:
         lines += ["|---" * (1 + len(ways)) + "|"]
         for phase in phases:
             lines.append(f"| {phase} | " + " | ".join(f"{found[w]['phases'].get(phase, 0):.2f}" for w in ways) + " |")
-        for key, words in (("beyond_torch", "beyond `import torch`"), ("total", "command to adapter")):
+        sums = {"adapter": "command to adapter, beyond `import torch`", "end": "to the end, likewise", "total": "all"}
+        for key, words in sums.items():
             lines.append(f"| **{words}** | " + " | ".join(f"**{found[way][key]:.2f}**" for way in ways) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() or f"({ABSENT})"

@@ -25,7 +25,7 @@ from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
-from graftune.plan import cards, libraries
+from graftune.plan import cards, kept, libraries
 from graftune.plan.cards import Card
 from graftune.plan.ledger import MIB
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
@@ -133,6 +133,7 @@ class Job:
     loss: Loss | None = None  # None: that of the settings
     launched: Launched | None = None  # told of every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
+    keeps: bool = False  # rehearsals are kept between runs
     _made: dict[tuple[str, int, tuple[str, str], ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,8 +216,17 @@ class Job:
         held = setup.placement.base_dtype, setup.placement.option
         key = (setup.recompute, capacity, held, setup.base.spec)
         if key not in self._made:
-            self._made[key] = rehearse(setup, launched=self.launched)
+            self._made[key] = self._rehearsed(setup)
         return self._made[key]
+
+    def _rehearsed(self, setup: Setup) -> Bytes:
+        key = kept.key_of(setup) if self.keeps else None
+        found = kept.find(key) if key else None
+        if found is None:
+            found = rehearse(setup, launched=self.launched)
+            if key:
+                kept.keep(key, found)
+        return found
 
     def _rest(self, setup: Setup) -> dict[str, int]:
         if self.card is not None:

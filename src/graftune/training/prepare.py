@@ -233,6 +233,7 @@ def plan_job(
         asked=data.answers.lengths,
         resuming=resuming,
         layout=loss.layout(data.training.examples),
+        keeps=True,
     )
 
 

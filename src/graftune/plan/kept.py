@@ -1,0 +1,90 @@
+"""Rehearsals kept between runs: what a step takes is the same as long as nothing that it depends on has changed.
+
+The key is all of that: the shapes and kinds of the base's tensors, every setting of the rehearsal, the versions of what
+allocates, and the package's own source, so that no version number can be forgotten. A rehearsal also tells which
+kernels to compile ahead, and whoever finds one here is not told: so the key names Triton's cache, where they lie
+compiled since then, and one that was removed is another. Nothing but time hangs on an entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune import remembered
+from graftune.plan.rehearse import Bytes, Setup
+
+KIND, MOST = "rehearsals", 100
+PACKAGES = ("triton", "nvidia-cudnn-frontend")
+
+
+def key_of(setup: Setup) -> str | None:
+    """None where something has no name of its own, so that two that differ might be taken for one."""
+    tensors = [
+        [name, type(source).__name__, source.dtype_name, list(source.shape), source.nbytes]
+        for name, source in setup.base.tensors.items()
+    ]
+    rest = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup) if field.name != "base"}
+    rest |= {"loss": [type(setup.loss).__qualname__, vars(setup.loss)]}
+    if setup.card is not None:
+        rest |= {"card": setup.card.device}  # what is free there decides nothing of what a step takes
+    text = json.dumps([setup.base.spec, tensors, rest, _surroundings(setup.runtime.device.type)], default=repr)
+    return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
+
+
+def find(key: str) -> Bytes | None:
+    found = remembered.recall(KIND).get(key)
+    try:
+        kept = Bytes(**found) if isinstance(found, dict) else None
+    except TypeError:
+        return None
+    return kept if kept is not None and _is_whole(kept) else None
+
+
+def keep(key: str, found: Bytes) -> None:
+    remembered.remember(KIND, key, dataclasses.asdict(found), MOST)
+
+
+def _is_whole(kept: Bytes) -> bool:
+    """The file may be anyone's."""
+    numbers: list[Any] = [kept.after, kept.captured, kept.eager, kept.host]
+    if not (isinstance(kept.phases, dict) and kept.phases and all(isinstance(o, dict) for o in kept.phases.values())):
+        return False
+    numbers += [number for owners in kept.phases.values() for number in owners.values()]
+    return all(isinstance(number, int) and number >= 0 for number in numbers)
+
+
+def _surroundings(kind: str) -> list[Any]:
+    versions = [torch.__version__, torch.backends.cudnn.version() if kind == "cuda" else None, torch.get_num_threads()]
+    return [*versions, *map(_version, PACKAGES), _code(), _triton_cache() if kind == "cuda" else None]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _code() -> str:
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _triton_cache() -> list[Any]:
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    try:
+        return [str(folder), folder.stat().st_ino]
+    except OSError:
+        return [str(folder), None]
