@@ -43,23 +43,29 @@ def key_of(setup: Setup) -> str | None:
 def find(key: str) -> Bytes | None:
     found = remembered.recall(KIND).get(key)
     try:
-        kept = Bytes(**found) if isinstance(found, dict) else None
-    except TypeError:
+        return _read(found)
+    except (AttributeError, KeyError, TypeError, ValueError):  # the file may be anyone's
         return None
-    return kept if kept is not None and _is_whole(kept) else None
 
 
 def keep(key: str, found: Bytes) -> None:
-    remembered.remember(KIND, key, dataclasses.asdict(found), MOST)
+    remembered.remember(KIND, key, dataclasses.asdict(found) | {"without_rule": sorted(found.without_rule)}, MOST)
 
 
-def _is_whole(kept: Bytes) -> bool:
-    """The file may be anyone's."""
-    numbers: list[Any] = [kept.after, kept.captured, kept.eager, kept.host]
-    if not (isinstance(kept.phases, dict) and kept.phases and all(isinstance(o, dict) for o in kept.phases.values())):
-        return False
-    numbers += [number for owners in kept.phases.values() for number in owners.values()]
-    return all(isinstance(number, int) and number >= 0 for number in numbers)
+def _read(found: Any) -> Bytes:
+    phases = {
+        phase: {owner: _size(size) for owner, size in owners.items()} for phase, owners in found["phases"].items()
+    }
+    if not phases:
+        raise ValueError("no phase")
+    sizes = {name: _size(found[name]) for name in ("after", "captured", "eager", "host")}
+    return Bytes(phases, **sizes, without_rule=frozenset(map(str, found["without_rule"])))
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value
 
 
 def _surroundings(kind: str) -> list[Any]:
