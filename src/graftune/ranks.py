@@ -9,10 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graftune.errors import GraftuneError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Share(NamedTuple):
+    """A part of what several ranks divide among themselves."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE = Share()
 
 
 @dataclass(frozen=True)

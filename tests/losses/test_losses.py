@@ -19,7 +19,7 @@ from graftune.kernels import linear_cross_entropy, rms_norm
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
 from graftune.model.projection import augmented_buffer
 from graftune.step.evaluate import evaluate
-from graftune.step.pipeline import Figures, Flat, HostLoop, Shape
+from graftune.step.pipeline import Flat, HostLoop, Shape
 from graftune.step.step import Step
 from tests import oracle, tiny
 from tests.two_ways.test_accumulation import HYPER
@@ -247,7 +247,6 @@ def test_a_batch_travels_with_the_losss_fields() -> None:
     assert extra["document"][:targets].tolist() == (batch.rows[:targets] + 1).tolist(), "of the label, not of its row"
     plain = Shape.of(pack(data, capacity=64, max_docs=6, max_rows=33, longest=64))
     assert Flat(plain).size == 2 * 64 + 2 * 33 + 4
-    assert Figures.of("tag", ("a",), [1.0, 2.0, 0.0, 3.0]) == ("tag", 1.0, 2.0, False, {"a": 3.0})
 
 
 def test_groups_stay_together_in_their_order() -> None:

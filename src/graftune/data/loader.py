@@ -3,6 +3,9 @@
 The position in the data is (epoch, step) and nothing else: the plan of an epoch follows from the seed, so a resumed run
 plans it again and starts at its step, with no generator state to store. A thread packs the next step while the current
 one trains, and `stage` sends it on its way to the device; what goes wrong in it is raised where the step is asked for.
+
+Of several ranks each plans the whole epoch and packs its share of every step's bins. Counts and divisors are those of
+the whole step.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from typing import Any
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import Capacities, capacities, pack, plan_epoch
+from graftune.data.pack import Capacities, capacities, divided, pack, pack_nothing, plan_epoch
+from graftune.ranks import WHOLE, Share
 
 
 def as_packed(batch: PackedBatch) -> PackedBatch:
@@ -22,7 +26,7 @@ def as_packed(batch: PackedBatch) -> PackedBatch:
 
 class Loader:
     """`fixed`: every micro-batch has the shapes of `capacities`, which a captured step needs; otherwise exact ones.
-    `layout`: what the loss asks of the batches."""
+    `layout`: what the loss asks of the batches. `share`: of every step, where several ranks divide it."""
 
     def __init__(
         self,
@@ -33,9 +37,10 @@ class Loader:
         seed: int,
         fixed: bool,
         layout: BatchLayout = PLAIN,
+        share: Share = WHOLE,
     ):
         assert examples, "a loader needs examples"
-        self.examples, self.fixed, self.layout = examples, fixed, layout
+        self.examples, self.fixed, self.layout, self.share = examples, fixed, layout, share
         self.tokens_per_step, self.micro_capacity, self.seed = tokens_per_step, micro_capacity, seed
         self.lengths, self.responses = lengths_of(examples), responses_of(examples)
         self.shares = self.responses if layout.shares is None else layout.shares(examples)
@@ -62,6 +67,10 @@ class Loader:
         """Optimizer steps of that epoch; epochs may differ by a step, since each is shuffled and packed anew."""
         return self._steps[epoch] if epoch in self._steps else len(self.plan(epoch))
 
+    def bins(self, epoch: int, step: int) -> list[int]:
+        """The numbers, within the whole step, of the micro-batches that are this rank's."""
+        return divided(self.plan(epoch)[step], self.lengths, self.share)
+
     def counts(self, epoch: int, step: int) -> tuple[int, int]:
         """(tokens, response tokens) of a step, padding left out."""
         held = [index for indices in self.plan(epoch)[step] for index in indices]
@@ -81,7 +90,8 @@ class Loader:
     def epoch(
         self, epoch: int, start_step: int = 0, stage: Callable[[PackedBatch], Any] = as_packed
     ) -> Iterator[list[Any]]:
-        """The micro-batches of each step from `start_step` on, as `stage` (called in the packing thread) left them."""
+        """This rank's micro-batches of each step from `start_step` on, as `stage` (called in the packing thread) left
+        them."""
         steps = self.plan(epoch)
         assert 0 <= start_step <= len(steps), (start_step, len(steps))
         if self.fixed:
@@ -97,4 +107,12 @@ class Loader:
 
     def _staged(self, step: list[list[int]], stage: Callable[[PackedBatch], Any]) -> list[Any]:
         limits = self._limits._asdict() if self.fixed and self._limits is not None else {}
-        return [stage(pack(take(self.examples, held), layout=self.layout, **limits)) for held in step]
+        mine = [step[number] if number < len(step) else [] for number in divided(step, self.lengths, self.share)]
+        return [
+            stage(
+                pack(take(self.examples, held), layout=self.layout, **limits)
+                if held
+                else pack_nothing(self.layout, **limits)
+            )
+            for held in mine
+        ]

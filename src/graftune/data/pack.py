@@ -11,12 +11,16 @@ preference pair) are placed as if they were one: they stay together, in their or
 position before it, in the same document. Only those rows reach the LM head. What a loss asks for beside the labels is
 packed as its layout says. A captured step wants the same shapes every time: `capacities` says which hold all bins of a
 plan.
+
+Several ranks divide the bins of one plan (`divided`): as many for each, of about the same cost, and where they do not
+come out even some ranks get a bin without examples, whose batch (`pack_nothing`) adds nothing to loss or gradients.
+What is in a bin and which number it has in its step depends on no rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +29,10 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import flat, lengths_of
+from graftune.ranks import Share
 
 LOOK_AHEAD = 64
+ATTENTION_COST = 49152.0  # tokens of a document at which attention costs as much as all products, at a width of 4096
 TILE = 64  # fixed shapes are multiples of this: the sides that products and attention are cut into
 
 
@@ -126,7 +132,7 @@ def capacities(
     held = list(bins)
     assert held, "there is nothing to hold"
     counts = np.fromiter(map(len, held), np.int64, len(held))
-    order = np.fromiter(chain.from_iterable(held), np.int64, int(counts.sum()))
+    order = np.fromiter(itertools.chain.from_iterable(held), np.int64, int(counts.sum()))
     starts = np.cumsum(counts) - counts
     tokens = np.add.reduceat(np.asarray(lengths, dtype=np.int64)[order], starts)
     rows = np.add.reduceat(np.asarray(responses, dtype=np.int64)[order], starts)
@@ -134,6 +140,25 @@ def capacities(
     longest = min(capacity, _up(int(np.max(lengths))))
     docs = int((counts + ceil_div(capacity - tokens, longest)).max())
     return Capacities(capacity, docs, _up(max(1, int(rows.max()))), longest)
+
+
+def divided(bins: Sequence[Sequence[int]], lengths: np.ndarray, share: Share) -> list[int]:
+    """The numbers of the bins that are this rank's, in their order: the costliest first to whoever has least, each at
+    most as many as an even division gives. Numbers from len(bins) on are bins without examples."""
+    if share.size == 1:
+        return list(range(len(bins)))
+    each = ceil_div(len(bins), share.size)
+    costs = [float((lengths[held] * (1 + lengths[held] / ATTENTION_COST)).sum()) for held in map(list, bins)]
+    loads, parts = [0.0] * share.size, [list[int]() for _ in range(share.size)]
+    for number in sorted(range(len(bins)), key=lambda number: (-costs[number], number)):
+        rank = min((r for r in range(share.size) if len(parts[r]) < each), key=lambda r: (loads[r], r))
+        parts[rank].append(number)
+        loads[rank] += costs[number]
+    spare = itertools.count(len(bins))
+    for part in parts:
+        part.sort()
+        part.extend(next(spare) for _ in range(each - len(part)))
+    return parts[share.rank]
 
 
 def _up(count: int) -> int:
@@ -195,4 +220,29 @@ def pack(
         response_tokens=real,
         divisor=float(real if layout.shares is None else layout.shares(examples).sum()),
         extra={field.name: torch.from_numpy(extra[field.name]).to(field.dtype) for field in layout.fields},
+    )
+
+
+def pack_nothing(
+    layout: BatchLayout = PLAIN,
+    *,
+    capacity: int = 1,
+    max_docs: int = 1,
+    max_rows: int = 1,
+    longest: int = 1,
+) -> PackedBatch:
+    """A micro-batch without examples: padding alone, of a fixed shape or of the least there is."""
+    counts = [min(longest, capacity - start) for start in range(0, capacity, longest)]
+    assert len(counts) <= max_docs, "a batch has more documents than its capacity"
+    counts += [0] * (max_docs - len(counts))
+    padded = {f.name: torch.full((f.length(max_docs, max_rows),), f.padding, dtype=f.dtype) for f in layout.fields}
+    return PackedBatch(
+        tokens=torch.zeros(capacity, dtype=torch.int64),
+        positions=torch.arange(capacity) % longest,
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+        rows=torch.zeros(max_rows, dtype=torch.int64),
+        labels=torch.full((max_rows,), -1),
+        lengths=tuple(counts),
+        response_tokens=0,
+        extra=padded,
     )

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from graftune import __version__
 from graftune.errors import GraftuneError
-from graftune.ranks import Ranks
+from graftune.ranks import Ranks, Share
 
 JOIN_SECONDS = 300.0  # until every rank has to be there
 # The watch sees a rank that is gone; a collective's own time limit would end a run in which rank 0 writes for long.
@@ -47,6 +47,10 @@ class World:
     def leads(self) -> bool:
         """Whether this is rank 0, which speaks and owns the files."""
         return self.rank == 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self.rank, self.size)
 
     @property
     def group(self) -> dist.ProcessGroup:

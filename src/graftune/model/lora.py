@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from graftune.model.part import PartSpec
     from graftune.model.spec import ModelSpec
 
+TAIL = 64  # numbers behind the gradients for what a step adds up beside them
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -76,6 +78,7 @@ class Arena:
     compute_dtype: torch.dtype
     weights: torch.Tensor = field(init=False)
     grads: torch.Tensor = field(init=False)
+    sums: torch.Tensor = field(init=False)  # the gradients, and TAIL numbers behind them that add up with them
     m: torch.Tensor = field(init=False)
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
@@ -85,9 +88,9 @@ class Arena:
 
     def __post_init__(self) -> None:
         size = max((slot.stop for slot in self.slots.values()), default=0)
-        self.weights, self.grads, self.m, self.v = (
-            torch.zeros(size, dtype=torch.float32, device=self.device) for _ in range(4)
-        )
+        self.weights, self.m, self.v = (torch.zeros(size, dtype=torch.float32, device=self.device) for _ in range(3))
+        self.sums = torch.zeros(ceil_div(size, TAIL) * TAIL + TAIL, dtype=torch.float32, device=self.device)
+        self.grads = self.sums[:size]
         self._tables: dict[str, torch.Tensor] = {}
         same = self.compute_dtype == torch.float32
         self.compute = self.weights if same else torch.zeros(size, dtype=self.compute_dtype, device=self.device)
@@ -95,7 +98,11 @@ class Arena:
     @property
     def nbytes(self) -> int:
         own = 0 if self.compute is self.weights else self.compute.nbytes
-        return 4 * self.weights.nbytes + own + self.own_bytes
+        return 3 * self.weights.nbytes + self.sums.nbytes + own + self.own_bytes
+
+    @property
+    def tail(self) -> torch.Tensor:
+        return self.sums[-TAIL:]
 
     @property
     def full(self) -> bool:

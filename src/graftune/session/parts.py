@@ -18,12 +18,15 @@ from graftune.batch import BatchLayout, Example
 from graftune.config import Config, LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
+from graftune.dist.reduce import Reduce
+from graftune.dist.world import World
 from graftune.infer.generate import cache_capacity, generate, in_groups, reaches_of
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch
 from graftune.losses import CrossEntropy, Loss, choose
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena
+from graftune.ranks import WHOLE, Share
 from graftune.runtime import Runtime
 from graftune.step.evaluate import EvalResult, evaluate
 from graftune.step.pipeline import Loop, pipeline_for
@@ -39,7 +42,13 @@ CACHED = 8192  # tokens of a step that the cache may take as much memory as, whe
 
 
 def loader_of(
-    config: Config, examples: Sequence[Example], capacity: int, *, fixed: bool = True, layout: BatchLayout | None = None
+    config: Config,
+    examples: Sequence[Example],
+    capacity: int,
+    *,
+    fixed: bool = True,
+    layout: BatchLayout | None = None,
+    share: Share = WHOLE,
 ) -> Loader:
     """The data in the steps and micro-batches that the settings and their loss make of it; a micro-batch has `capacity`
     tokens."""
@@ -51,6 +60,7 @@ def loader_of(
         seed=settings.seed,
         fixed=fixed,
         layout=layout or choose(settings).layout(examples),
+        share=share,
     )
 
 
@@ -65,6 +75,7 @@ class Parts:
     decoder: Decoder
     attention: attention.Choice
     loss: Loss = field(default_factory=CrossEntropy)
+    world: World | None = None  # the ranks of the run, where there are several
     whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
 
     @property
@@ -75,6 +86,10 @@ class Parts:
     def captured(self) -> bool:
         """Whether micro-batches have a fixed shape, so that their steps can be replayed from graphs."""
         return launch.on_gpu(self.runtime.device)
+
+    @property
+    def share(self) -> Share:
+        return WHOLE if self.world is None else self.world.share
 
     @property
     def eager_attention(self) -> str:
@@ -98,6 +113,7 @@ class Parts:
             eager_backend=self.eager_attention,
             loss=self.loss,
             tuned=self.captured and not config.train.deterministic,  # no choice may hang on a clock then
+            reduce=None if self.world is None else Reduce(self.world),
         )
 
     @cached_property
@@ -105,8 +121,8 @@ class Parts:
         return pipeline_for(self.step, graph=self.config.train.graph)
 
     def loader(self, examples: Sequence[Example]) -> Loader:
-        capacity = self.config.train.tokens_per_micro_batch
-        return loader_of(self.config, examples, capacity, fixed=self.captured, layout=self.loss.layout(examples))
+        capacity, layout = self.config.train.tokens_per_micro_batch, self.loss.layout(examples)
+        return loader_of(self.config, examples, capacity, fixed=self.captured, layout=layout, share=self.share)
 
     def fix_shape(self, loader: Loader, epochs: float) -> Capacities | None:
         """The one shape of every micro-batch of so many epochs; None where shapes are exact."""
@@ -131,6 +147,8 @@ class Parts:
             adapted=adapted,
             backend=self.attention.backend,
             between=on_progress,
+            share=self.share,
+            **({} if self.world is None else {"gather": self.world.gather}),
         )
 
     def continued(

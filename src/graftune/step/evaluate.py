@@ -2,6 +2,9 @@
 
 On a GPU every batch has the same shape, the least that holds them all: cuDNN builds a plan for a shape, and an
 evaluation comes back many times in a run. It is a shape of its own, since the validation data has other lengths.
+
+Several ranks divide the batches. Every batch's sums are kept apart and added up at the end, in the batches' order, so
+the result is the same to the last bit whoever computed which.
 """
 
 from __future__ import annotations
@@ -9,14 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import Capacities, capacities, members, pack, unit_lengths, units_of
+from graftune.data.pack import Capacities, capacities, divided, members, pack, pack_nothing, unit_lengths, units_of
 from graftune.losses import Computed, CrossEntropy, Loss, base_log_probs
 from graftune.model.decoder import Decoder
+from graftune.ranks import WHOLE, Share
+
+Gather = Callable[[list[Any]], list[list[Any]]]  # a list of JSON values of this rank -> every rank's
 
 
 @dataclass(frozen=True)
@@ -42,32 +49,43 @@ def evaluate(
     adapted: bool = True,
     backend: str = "cpu",
     between: Callable[[int], None] = lambda done: None,
+    share: Share = WHOLE,
+    gather: Gather = lambda sums: [sums],
 ) -> EvalResult:
     """Means over all the data by the loss's divisor, not over batches. Without a `loss`: cross-entropy, every response
-    token alike. `between` is called with the examples done so far."""
+    token alike. `between` is called with the examples done so far. `share` is this rank's; `gather` gives every
+    rank's sums."""
     loss = loss or CrossEntropy()
-    sums = torch.zeros(1 + len(loss.figures), device=decoder.device)
-    divisor, tokens, done = 0.0, 0, 0
     layout = loss.layout(examples)
     groups = _bins(examples, capacity, layout)
     limits, longest = {}, None
     if backend != "cpu" and groups:
         shape = shape_of(examples, capacity, layout)
         limits, longest = shape._asdict(), shape.longest
+    mine = divided(groups, lengths_of(examples), share)
+    sums = torch.zeros(len(mine), 1 + len(loss.figures), device=decoder.device)
+    divisors, tokens, done = list[float](), list[int](), 0
     with torch.no_grad():
-        for group in groups:
-            batch = pack(take(examples, group), layout=layout, **limits).to(decoder.device)
+        for row, number in zip(sums, mine, strict=True):
+            group = groups[number] if number < len(groups) else []
+            packed = pack(take(examples, group), layout=layout, **limits) if group else pack_nothing(layout, **limits)
+            batch = packed.to(decoder.device)
             found = evaluate_batch(decoder, batch, loss, longest, adapted=adapted, backend=backend)
-            sums[0] += found.total
+            row[0] = found.total
             if found.figures is not None:
-                sums[1:] += found.figures
-            divisor, tokens, done = divisor + batch.divisor, tokens + batch.response_tokens, done + len(group)
-            between(done)
-    mean, *others = (value / (divisor or 1.0) for value in sums.tolist())
+                row[1:] = found.figures
+            divisors.append(batch.divisor)
+            tokens.append(batch.response_tokens)
+            done += len(group)
+            between(min(len(examples), done * share.size))
+    own = [[number, *facts] for number, *facts in zip(mine, divisors, tokens, sums.tolist(), strict=True)]
+    kept = sorted(one for part in gather(own) for one in part)  # in the order of the batches' numbers
+    divisor, response_tokens = sum(one[1] for one in kept), sum(one[2] for one in kept)
+    mean, *others = (sum(one[3][place] for one in kept) / (divisor or 1.0) for place in range(sums.shape[1]))
     figures = dict(zip(loss.figures, others, strict=True))
     cross_entropy = loss.cross_entropy(mean, figures)
     perplexity = None if cross_entropy is None else math.exp(min(cross_entropy, 700.0))
-    return EvalResult(mean, perplexity, tokens, len(examples), figures)
+    return EvalResult(mean, perplexity, response_tokens, len(examples), figures)
 
 
 def evaluate_batch(

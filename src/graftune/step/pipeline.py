@@ -24,11 +24,12 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
-from graftune.kernels.adamw import Hyper
 from graftune.observe.marks import marked
 from graftune.step.step import Step
+from graftune.step.tail import Heard
 
 AHEAD = 2
+FINGERPRINT_EVERY = 50  # steps, where several ranks hold the same weights
 
 
 class Figures(NamedTuple):
@@ -39,16 +40,19 @@ class Figures(NamedTuple):
     grad_norm: float
     skipped: bool
     more: dict[str, float]  # the loss's own figures, by name
+    heard: Heard = Heard()  # from the other ranks
 
     @staticmethod
-    def of(tag: Any, names: Sequence[str], report: Sequence[float]) -> Figures:
+    def of(tag: Any, step: Step, report: Sequence[float]) -> Figures:
         """From what `Step.report` holds."""
-        loss, norm, skipped, *more = report
-        return Figures(tag, loss, norm, bool(skipped), dict(zip(names, more, strict=True)))
+        (loss, norm, skipped), more = report[:3], report[step.own_figures]
+        named = dict(zip(step.loss.figures, more, strict=True))
+        return Figures(tag, loss, norm, bool(skipped), named, step.heard(report))
 
 
 class Loop(Protocol):
     waited: float
+    ahead: int
 
     @property
     def captures(self) -> int: ...
@@ -77,6 +81,10 @@ def pipeline_for(step: Step, *, graph: bool = True) -> Loop:
 class Steps:
     """One optimizer step out of its parts, the same on every device."""
 
+    ahead = 1  # no figures are further behind the steps that were sent when the next one begins
+    count = 0  # updates sent
+    work: Step
+
     def micro(self, staged: Any, dropout_seed: int) -> None:
         raise NotImplementedError
 
@@ -95,6 +103,12 @@ class Steps:
             between()
             self.micro(batch, dropout_seed)
         self.update(hyper, tag)
+
+    def _updated(self) -> None:
+        """After an update was sent. The first one of a run, too: ranks that begin with other weights are noticed."""
+        if self.work.reduce is not None and self.count % FINGERPRINT_EVERY == 0:
+            self.work.tail.fingerprint(self.work.arena.weights)
+        self.count += 1
 
 
 class HostLoop(Steps):
@@ -121,8 +135,10 @@ class HostLoop(Steps):
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
         self.work.set_hyper(hyper)
+        self.work.reduce_apart()
         report = self.work.update_step().tolist()
-        self.done.append(Figures.of(tag, self.work.loss.figures, report))
+        self.done.append(Figures.of(tag, self.work, report))
+        self._updated()
 
     def finished(self, wait: bool = False) -> list[Figures]:
         done, self.done = self.done, []
@@ -196,6 +212,8 @@ class Inputs:
 
 
 class DeviceLoop(Steps):
+    ahead = AHEAD
+
     def __init__(self, step: Step, graph: bool):
         self.work, self.graph = step, graph
         self.device = step.arena.device
@@ -204,12 +222,10 @@ class DeviceLoop(Steps):
         self.inputs: dict[Shape, Inputs] = {}
         self.update_step = Captured(self._update, enabled=graph, pool=self.pool)
         self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        width = len(Hyper._fields)
-        self.rows = torch.empty(AHEAD + 2, width, pin_memory=True)
+        self.rows = torch.empty(AHEAD + 2, len(step.uploaded), pin_memory=True)
         self.reports = torch.empty(AHEAD + 2, len(step.report), pin_memory=True)
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
         self.ready: list[Figures] = []
-        self.count = 0
         self.begun = False  # a micro-batch of the next update was sent
         self.waited = 0.0  # seconds, for the device to come near: the host is AHEAD steps ahead of it and no more
 
@@ -269,13 +285,14 @@ class DeviceLoop(Steps):
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
         place = self.count % len(self.rows)
         self.rows[place] = torch.tensor(self.work.row_of(hyper))
-        self.work.row.copy_(self.rows[place], non_blocking=True)
+        self.work.uploaded.copy_(self.rows[place], non_blocking=True)
+        self.work.reduce_apart()
         self.update_step()
         self.reports[place].copy_(self.work.report, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream())
         self.under_way.append((place, tag, done))
-        self.count += 1
+        self._updated()
         self.begun = False
 
     def finished(self, wait: bool = False) -> list[Figures]:
@@ -320,4 +337,4 @@ class DeviceLoop(Steps):
     def _fetch_oldest(self) -> None:
         place, tag, done = self.under_way.popleft()
         done.synchronize()
-        self.ready.append(Figures.of(tag, self.work.loss.figures, self.reports[place].tolist()))
+        self.ready.append(Figures.of(tag, self.work, self.reports[place].tolist()))

@@ -14,7 +14,7 @@ the loop to fetch when it likes. Both callables take fixed-shape tensors and can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
+from graftune.step.tail import SAID, Heard, Reduce, Tail, heard
 
 # In fp16 sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would be
 # beyond fp16 where the mean's is not. A power of two, so nothing is rounded.
@@ -52,10 +53,12 @@ class Step:
         other_backends: tuple[str, ...] = (),
         loss: Loss | None = None,
         eager_backend: str = "",
+        reduce: Reduce | None = None,
     ):
         """`longest` bounds the documents of every batch of a fixed shape to come; a captured step needs it, an eager
         one can look. `eager_backend` is the attention for batches of any shape. `tuned` times cuBLAS's algorithms at
-        the first batch of a shape, and attention's backends at the first batch: for shapes that will be used often."""
+        the first batch of a shape, and attention's backends at the first batch: for shapes that will be used often.
+        `reduce` adds gradients and sums up over the ranks of a run, ahead of the update."""
         self.decoder, self.arena, self.loss = decoder, arena, loss or CrossEntropy()
         self.dropout, self.tapes = dropout, Tapes(recompute)
         self.backend, self.longest, self.tuned = attention_backend, longest, tuned
@@ -64,14 +67,19 @@ class Step:
         device = arena.device
         segments = arena.segments(clip_mode)
         self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
-        self.row = torch.zeros(len(adamw.Hyper._fields), device=device)  # live: lr, betas, eps, decay, divisor, clip
+        self.width = len(adamw.Hyper._fields)
+        self.live = torch.zeros(self.width + SAID, device=device)
+        self.row = self.live[: self.width]  # lr, betas, eps, decay, divisor, clip; behind it what a rank has to say
         self.dropout_seed = torch.zeros((), dtype=torch.int64, device=device)  # live: seeds the dropout masks
         self.seed = seed
-        self.loss_sum = torch.zeros((), device=device)
+        # Alone, a step's sums are its own; with ranks they lie behind the gradients, which they travel with.
+        sums = torch.zeros_like(arena.tail) if reduce is None else arena.tail.zero_()
+        self.reduce, self.tail = reduce, Tail(sums, self.live[self.width :], len(self.loss.figures))
+        self.loss_sum, self.figure_sums = self.tail.loss_sum, self.tail.figure_sums
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # updates made; a skipped one is none
-        self.figure_sums = torch.zeros(len(self.loss.figures), device=device)
-        # Mean loss, gradient norm before clipping, skipped; then the loss's own figures.
-        self.report = torch.zeros(3 + len(self.figure_sums), device=device)
+        # Mean loss, gradient norm before clipping, skipped; the loss's own figures; with ranks, what they said.
+        self.own_figures = slice(3, 3 + len(self.figure_sums))
+        self.report = torch.zeros(self.own_figures.stop + (2 * SAID if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # What is queued for other streams stays in memory until it has run: not where memory is what counts.
@@ -84,11 +92,17 @@ class Step:
 
     def set_hyper(self, values: Mapping[str, float]) -> None:
         """Upload the live row: lr, betas, eps, decay, divisor (the loss's, of the whole step), clip."""
-        self.row.copy_(torch.tensor(self.row_of(values)), non_blocking=True)
+        self.uploaded.copy_(torch.tensor(self.row_of(values)), non_blocking=True)
+
+    @property
+    def uploaded(self) -> torch.Tensor:
+        """What comes from the host with every step: the live row, and whether this rank wants to stop."""
+        return self.live[: self.width + 1]
 
     def row_of(self, values: Mapping[str, float]) -> list[float]:
-        """The live row in its order, the divisor in the unit of the sums."""
-        return [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
+        """What is uploaded, in its order, the divisor in the unit of the sums."""
+        row = [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
+        return [*row, float(values.get("stop", 0))]
 
     def set_dropout_seed(self, number: int) -> None:
         """Seed the masks of the run's micro-batch `number`, within 63 bits: the run's seed may be as large as that."""
@@ -150,8 +164,10 @@ class Step:
     def update_step(self) -> torch.Tensor:
         """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""
         arena, state = self.arena, self.scaler.state if self.scaler else None
+        if self.reduce is not None and self.reduce.captured:
+            self._add_up_ranks(self.reduce)
         if self.loss.figures:
-            torch.div(self.figure_sums, adamw.Hyper(*self.row).divisor, out=self.report[3:])
+            torch.div(self.figure_sums, adamw.Hyper(*self.row).divisor, out=self.report[self.own_figures])
             self.figure_sums.zero_()
         decided = self.report[:3], self.factors, self.ok
         grad_norm.clip(arena.grads, self.table, self.row, self.loss_sum, self.count, *decided, state, self.partials)
@@ -160,8 +176,21 @@ class Step:
         arena.publish(cast=False)
         return self.report
 
+    def reduce_apart(self) -> None:
+        """Add up over ranks ahead of `update_step`, where that cannot be a part of it."""
+        if self.reduce is not None and not self.reduce.captured:
+            self._add_up_ranks(self.reduce)
+
+    def _add_up_ranks(self, reduce: Reduce) -> None:
+        self.tail.fill()
+        reduce(self.arena.sums)
+        self.tail.report(self.report[self.own_figures.stop :])
+
+    def heard(self, report: Sequence[float]) -> Heard:
+        """What the ranks said to each other with a step, from its report."""
+        return Heard() if self.reduce is None else heard(report[self.own_figures.stop :], self.reduce.size)
+
     def discard(self) -> None:
         """Forget what has added up since the last update."""
         self.arena.grads.zero_()
-        self.loss_sum.zero_()
-        self.figure_sums.zero_()
+        self.tail.zero()

@@ -1,0 +1,24 @@
+"""The one collective of an optimizer step: the flat gradients, and the step's sums behind them, added up over ranks.
+
+All that trains lies in one buffer, so one all-reduce is all there is to do; buckets and hooks, as a list of parameters
+needs them, are not. Over NCCL it is a node of the captured update. Gloo works on the host: there it runs between the
+graphs, and the host waits for it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from graftune.dist.world import World
+
+
+class Reduce:
+    """Adds a flat buffer up over all ranks, in place: every rank ends with the same bits."""
+
+    def __init__(self, world: World):
+        self.size, self.captured = world.size, world.captured
+        self._group = world.group
+
+    def __call__(self, sums: torch.Tensor) -> None:
+        dist.all_reduce(sums, group=self._group)

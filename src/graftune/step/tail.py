@@ -1,0 +1,74 @@
+"""What ranks add up beside the gradients, in the same collective: it lies behind them in the arena's buffer.
+
+    loss    the sum of the step's losses
+    stop    how many ranks want to stop: all of them learn it with the figures of one and the same step
+    print   a fingerprint of the weights, in eight pieces of eight bits
+    figures the loss's own
+
+A rank's own fingerprint times the number of ranks is the sum exactly where all of them are equal, in fp32 too, since
+no piece exceeds 255. So replicas that drift apart are noticed without a collective of their own and without a wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+PIECES, BITS = 8, 8
+SAID = 1 + PIECES  # numbers that a rank has to say: stop, then the fingerprint
+_FIGURES = 1 + SAID
+PART = 1 << 22  # weights that are added up at once: a CPU makes a copy of them in int64
+
+
+class Reduce(Protocol):
+    """Adds a flat buffer up over `size` ranks; `captured`: as a node of a CUDA graph."""
+
+    size: int
+    captured: bool
+
+    def __call__(self, sums: torch.Tensor) -> None: ...
+
+
+class Heard(NamedTuple):
+    """What came of it: whether somebody wants to stop, and whether some rank's weights differ."""
+
+    stop: bool = False
+    differ: bool = False
+
+
+class Tail:
+    """`tail`: the numbers behind the gradients. `said`: what this rank has to say, on the device."""
+
+    def __init__(self, tail: torch.Tensor, said: torch.Tensor, figures: int):
+        assert _FIGURES + figures <= len(tail) and said.shape == (SAID,)
+        self.loss_sum, self.figure_sums = tail[0], tail[_FIGURES : _FIGURES + figures]
+        self.heard, self.said = tail[1:_FIGURES], said
+        self.shifts = torch.arange(0, PIECES * BITS, BITS, device=tail.device)
+
+    def zero(self) -> None:
+        self.loss_sum.zero_()
+        self.figure_sums.zero_()
+
+    def fill(self) -> None:
+        self.heard.copy_(self.said)
+
+    def report(self, out: torch.Tensor) -> None:
+        """Into the end of the step's report: what all said, then what this rank did."""
+        out[:SAID].copy_(self.heard)
+        out[SAID:].copy_(self.said)
+
+    def fingerprint(self, weights: torch.Tensor) -> None:
+        """Renew it: the sum of the weights' bits, which has no order. Nothing is read back."""
+        total = torch.zeros((), dtype=torch.int64, device=weights.device)
+        for part in weights.view(torch.int32).split(PART):
+            total += part.sum(dtype=torch.int64)
+        self.said[1:].copy_((total >> self.shifts) & (2**BITS - 1))
+
+
+def heard(report: Sequence[Any], size: int) -> Heard:
+    """From what `Tail.report` left, fetched."""
+    all_said, own = report[:SAID], report[SAID:]
+    differ = any(total != size * mine for total, mine in zip(all_said[1:], own[1:], strict=True))
+    return Heard(all_said[0] > 0, differ)
