@@ -100,3 +100,12 @@ def test_what_has_no_name_of_its_own_is_not_kept(tiny_folder: Any) -> None:
     made = job(tiny_folder("llama"))
     setup = dataclasses.replace(made.setup("none", 256, made.placement), layout=Nameless())  # type: ignore[arg-type]
     assert kept.key_of(setup) is None
+
+
+def test_a_cache_of_kernels_that_was_removed_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds a rehearsal is not told which kernels to compile ahead: they have to be compiled by then."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    before = kept._triton_cache()
+    assert kept._triton_cache() == before and before[1] is not None
+    (tmp_path / "kernels").rename(tmp_path / "elsewhere")
+    assert kept._triton_cache() != before

@@ -89,8 +89,10 @@ def _code() -> str:
 
 
 def _triton_cache() -> list[Any]:
+    """Made if it is not there, as Triton would: the run that fills it has the same one as the next."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         return [str(folder), folder.stat().st_ino]
     except OSError:
         return [str(folder), None]
