@@ -31,7 +31,6 @@ from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, 
 from graftune.losses import CrossEntropy, Loss
 from graftune.model.decoder import Decoder
 from graftune.model.frozen import Augmented, RowSource
-from graftune.model.lora import build_arena
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
 from graftune.plan.ledger import SCRATCH, Follow, Holder, Ledger
@@ -41,7 +40,6 @@ from graftune.runtime import Runtime
 from graftune.session.parts import Parts
 from graftune.step.evaluate import evaluate_batch
 from graftune.weights.base import Base
-from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
 
 POOLS = "graph pools"
@@ -228,23 +226,22 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
 
 def _load(setup: Setup, ledger: Ledger) -> Parts:
     """The parts of a session, wired as every session's are."""
-    spec, lora, runtime = setup.base.spec, setup.lora, setup.runtime
-    with ledger.owner("adapters"):
-        arena = build_arena(spec, lora, runtime.device, runtime.compute, full=setup.method != "lora")
-    ledger.give("gradients", arena.grads)
-    ledger.give("moments", arena.m, arena.v)
+    runtime = setup.runtime
     base = dataclasses.replace(setup.base, tensors=unread(setup.base.tensors, runtime.device, ledger))
-    with ledger.owner("base"):
-        decoder = build_decoder(base, arena, lora, runtime, setup.placement)
-    weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
-    ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
-    with ledger.owner("adapters"):
-        arena.publish()
     config = Config().replace(
-        recompute=setup.recompute, clip_mode=setup.clip_mode, deterministic=runtime.deterministic, graph=setup.graph
+        recompute=setup.recompute,
+        method=setup.method,
+        clip_mode=setup.clip_mode,
+        deterministic=runtime.deterministic,
+        graph=setup.graph,
     )
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
-    return Parts(config, base, runtime, setup.placement, lora, arena, decoder, choice, setup.loss)
+    parts = Parts.wired(config, base, runtime, setup.placement, setup.lora, choice, setup.loss)
+    weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
+    ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
+    with ledger.owner("adapters"):
+        parts.arena.publish()
+    return parts
 
 
 def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN) -> PackedBatch:

@@ -18,13 +18,12 @@ from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
 from graftune.kernels import attention
 from graftune.losses import choose
-from graftune.model.lora import build_arena, initialise, start_from_scratch
+from graftune.model.lora import initialise, start_from_scratch
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.runtime import Runtime, resolve
 from graftune.session.session import Session
 from graftune.weights.adapter import Adapter, load_adapter, place_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
-from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config
 from graftune.weights.placement import Placement, choose_placement, nothing_frozen
 
@@ -54,8 +53,14 @@ def open_session(config: Config, *, base: Base | None = None, placement: Placeme
     whole = hf_config(base) if method != "lora" else None
     place = choose_placement if method == "lora" else nothing_frozen
     placement = placement or place(base, config.base.base_dtype, runtime)
-    arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=method != "lora")
-    decoder = build_decoder(base, arena, lora, runtime, placement)
+    resolved = config.replace(
+        device=str(runtime.device),
+        compute_dtype=runtime.compute_name,
+        base_dtype=placement.base_dtype,
+        alpha=lora.alpha if method == "lora" else config.lora.alpha,
+    )
+    session = Session.wired(resolved, base, runtime, placement, lora, attend, choose(config.train), whole=whole)
+    arena = session.arena
     if method == "scratch":
         start_from_scratch(arena, base.spec, config.train.seed)
     elif method == "full":
@@ -64,13 +69,7 @@ def open_session(config: Config, *, base: Base | None = None, placement: Placeme
         initialise(arena, lora, config.train.seed)
     else:
         place_adapter(adapter, arena, base)
-    resolved = config.replace(
-        device=str(runtime.device),
-        compute_dtype=runtime.compute_name,
-        base_dtype=placement.base_dtype,
-        alpha=lora.alpha if method == "lora" else config.lora.alpha,
-    )
-    return Session(resolved, base, runtime, placement, lora, arena, decoder, attend, choose(config.train), whole=whole)
+    return session
 
 
 def check_method(config: Config) -> None:

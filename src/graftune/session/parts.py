@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -22,10 +22,11 @@ from graftune.dist.reduce import Reduce
 from graftune.dist.world import World
 from graftune.infer.generate import cache_capacity, generate, in_groups, reaches_of
 from graftune.infer.sample import Sampling
-from graftune.kernels import attention, launch
+from graftune.kernels import attention, launch, rehearsal
+from graftune.kernels.attention import Choice
 from graftune.losses import CrossEntropy, Loss, choose
 from graftune.model.decoder import Decoder
-from graftune.model.lora import Arena
+from graftune.model.lora import Arena, build_arena
 from graftune.ranks import WHOLE, Share
 from graftune.runtime import Runtime
 from graftune.step.evaluate import EvalResult, evaluate
@@ -34,6 +35,7 @@ from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import save_adapter
 from graftune.weights.base import Base
+from graftune.weights.load import build_decoder
 from graftune.weights.model import save_model
 from graftune.weights.placement import Placement
 
@@ -73,10 +75,34 @@ class Parts:
     lora: LoraConfig  # of the adapter where one was loaded
     arena: Arena
     decoder: Decoder
-    attention: attention.Choice
+    attention: Choice
     loss: Loss = field(default_factory=CrossEntropy)
     world: World | None = None  # the ranks of the run, where there are several
     whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
+
+    @classmethod
+    def wired(
+        cls,
+        config: Config,
+        base: Base,
+        runtime: Runtime,
+        placement: Placement,
+        lora: LoraConfig,
+        choice: Choice,
+        loss: Loss,
+        world: World | None = None,
+        whole: dict[str, Any] | None = None,
+    ) -> Self:
+        """Lay out what trains and load the base around it. What trains has no values yet. The plan rehearses
+        this very function, and is told who holds what."""
+        with rehearsal.owned("adapters"):
+            full = config.train.method != "lora"
+            arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=full)
+        rehearsal.give("gradients", arena.grads)
+        rehearsal.give("moments", arena.m, arena.v)
+        with rehearsal.owned("base"):
+            decoder = build_decoder(base, arena, lora, runtime, placement)
+        return cls(config, base, runtime, placement, lora, arena, decoder, choice, loss, world, whole)
 
     @property
     def tokenizer(self) -> Tokenizer:
