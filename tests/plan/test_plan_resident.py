@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from graftune.config import Config
 from graftune.observe.events import read_events
@@ -23,15 +23,16 @@ from tests.weights.test_placement import NF4, written
 
 
 def trained(base: Path, folder: Path, kind: str, tokens: int, samples: int = 0) -> dict[str, Any]:
-    """One step in a process of its own; the event that compares. Prompts that are answered are long."""
+    """One step in a process of its own; the event that compares. Prompts that are answered are long. Of small steps
+    there are few rows: every pass over one dequantises the whole base."""
     data = folder / "data.jsonl"
     words = "the cat sat on a mat and looked at some birds while rain fell over hills "
     asks = words[:60] if not samples else words * (tokens // 20)
-    rows = [{"prompt": asks, "response": words[: 20 + 10 * (i % 3)]} for i in range(14)]
+    rows = [{"prompt": asks, "response": words[: 20 + 10 * (i % 3)]} for i in range(14 if tokens > 128 else 3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [
         "train", str(base), str(data), "--device", "cpu", "--base-dtype", kind, "--max-steps", "1", "--no-score",
-        "--samples", str(samples), "--sample-tokens", "2", "--recompute", "full" if samples else "auto",
+        "--samples", str(samples), "--sample-tokens", "1", "--recompute", "full" if samples else "auto",
         "--tokens-per-step", str(tokens), "--val-split", "0.1", "--out", str(folder / "run"),
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "graftune", *line], capture_output=True, text=True)
@@ -41,19 +42,30 @@ def trained(base: Path, folder: Path, kind: str, tokens: int, samples: int = 0) 
     return memory
 
 
+def repeat_layer(folder: Path, layers: int) -> None:
+    """A model of one layer becomes one of so many, all alike: to quantise each would take longer than to train them."""
+    tensors = load_file(folder / "model.safetensors")
+    first = {name: value for name, value in tensors.items() if ".layers.0." in name}
+    for layer in range(1, layers):
+        tensors |= {name.replace(".layers.0.", f".layers.{layer}."): value.clone() for name, value in first.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "tokens", "samples"),
-    [("real", "fp32", 256, 0), ("real", "keep", 128, 2), ("tiny", "nf4", 512, 0), ("prequantised", "keep", 128, 0)],
+    [("real", "fp32", 256, 0), ("real", "keep", 128, 1), ("tiny", "nf4", 512, 0), ("prequantised", "keep", 128, 0)],
 )
 def test_resident_memory_within_a_tenth(
     model: str, kind: str, tokens: int, samples: int, smollm2: Path, tiny_folder, tmp_path: Path, monkeypatch
 ) -> None:
     if model == "prequantised":  # of a size that shows beside the process: 60 MiB, which stay in the map
-        wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10}
+        wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1}
         wide |= {"num_attention_heads": 16, "num_key_value_heads": 4}
         monkeypatch.setitem(tiny.VARIANT_OPTIONS, "llama", wide)
         base = written(tiny.make_folder("llama", tmp_path / "plain"), tmp_path / "base", NF4)
-        shutil.rmtree(tmp_path / "plain")
+        repeat_layer(base, 10)
     else:
         base = smollm2 if model == "real" else tiny_folder("llama")
     memory = trained(base, tmp_path, kind, tokens, samples)
