@@ -3,8 +3,8 @@ tests.kernels.compiling [--aligned] [SETTING ...]`.
 
 Triton's interpreter runs what its compiler refuses. Steps are rehearsed as the memory plan does it, on tensors without
 memory, and what they would launch is compiled for Hopper, once a signature. With `--aligned`, of launches that differ
-only in which arguments are multiples of 16 the one with most of them is compiled: its loads are pipelined, so it has the
-most code to refuse and takes the most shared memory. Needs no GPU; not under TRITON_INTERPRET.
+only in which arguments are multiples of 16 the one with most of them is compiled: its loads are pipelined, so it has
+the most code to refuse and takes the most shared memory. Needs no GPU; not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
