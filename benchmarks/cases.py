@@ -98,6 +98,7 @@ SHAPES = {
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936, tied=True),
         Shape("8b", 4096, 14336, 32, 32, 8, 128256, tied=False),
         Shape("70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
+        Shape("405b", 16384, 53248, 126, 128, 8, 128256, tied=False),
         Shape("tiny", 64, 96, 2, 4, 2, 300, tied=True),  # for the tests
     )
 }

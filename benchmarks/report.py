@@ -210,6 +210,60 @@ def sweeps() -> str:
     return "\n\n".join(parts)
 
 
+def scale() -> str:
+    """The model's curves at three sizes of a cluster."""
+    columns = [("InfiniBand", 8), ("InfiniBand", 64), ("InfiniBand", 1024), ("Ethernet", 64), ("Ethernet", 1024)]
+    found: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    needs: dict[tuple[str, str], str] = {}
+    for curve in _scale()["curves"]:
+        row = curve["model"], curve["way"]
+        for ranks, ms, share in zip(curve["ranks"], curve["step_ms"], curve["share"], strict=True):
+            found.setdefault(row, {})[curve["network"], ranks] = f"{ms / 1e3:.3g} s, {100 * share:.1f}%"
+        needs.setdefault(row, f"{curve['gb_a_gpu'][0]:.0f} on {curve['ranks'][0]}, {curve['gb_a_gpu'][-1]:.0f} on 1024")
+    named = " | ".join("8 (NVLink)" if ranks == 8 else f"{ranks} ({network})" for network, ranks in columns)
+    lines = [f"| model | base | GB a GPU | {named} |", "|---" * (3 + len(columns)) + "|"]
+    for (model, way), cells in found.items():
+        shown = [cells.get(column, "does not fit") for column in columns]
+        lines.append("| " + " | ".join([_model(model), way, needs[model, way], *shown]) + " |")
+    return "\n".join(lines)
+
+
+def scale_hidden() -> str:
+    """Tokens of a micro-batch from which computing a block takes as long as gathering the one after the next."""
+    columns = [("InfiniBand", 8), ("InfiniBand", 64), ("InfiniBand", 1024), ("Ethernet", 16), ("Ethernet", 1024)]
+    named = " | ".join("8 (NVLink)" if ranks == 8 else f"{ranks} ({network})" for network, ranks in columns)
+    lines = [f"| model | {named} |", "|---" * (1 + len(columns)) + "|"]
+    found: dict[str, dict[tuple[str, int], str]] = {}
+    for curve in _scale()["curves"]:
+        if curve["way"] == "sharded":
+            tokens = {
+                (curve["network"], n): f"{t:,}" for n, t in zip(curve["ranks"], curve["hidden_from"], strict=True)
+            }
+            found.setdefault(curve["model"], {}).update(tokens)
+    for model, cells in found.items():
+        shown = [cells.get(column, "does not fit") for column in columns]
+        lines.append("| " + " | ".join([_model(model), *shown]) + " |")
+    return "\n".join(lines)
+
+
+def scale_marks() -> str:
+    """Others' measurements beside the model's ratio over the same number of GPUs."""
+    lines = ["| who | what | GPUs | measured by them | this model |", "|---|---|---|---|---|"]
+    for mark in _scale()["marks"]:
+        ours = f"{100 * mark['ours']:.1f}%" if "ours" in mark else "has no such link"
+        span = "{} to {}".format(*mark["ranks"])
+        lines.append(f"| {mark['who']} | {mark['what']} | {span} | {100 * mark['theirs']:.0f}% | {ours} |")
+    return "\n".join(lines)
+
+
+def _model(name: str) -> str:
+    return name.replace("b ", "B, ").replace("nf4", "NF4")
+
+
+def _scale() -> dict[str, Any]:
+    return dict(measure.read(Path(measure.RESULTS) / "scale.json")["scale"])
+
+
 def fit() -> str:
     """For the README: the least memory of each precision, and the quickest way."""
     lines = ["| model | LoRA, bf16 | QLoRA, NF4 |", "|---|---|---|"]

@@ -77,11 +77,11 @@ def test_links_lead_somewhere(path: Path):
 
 
 def commands(path: Path) -> list[str]:
-    """Every `graftune ...` line: in shell blocks, in inline code, in the comments of a YAML file."""
+    """Every `graftune ...` line: in shell blocks and manifests, in inline code, in the comments of a YAML file."""
     text = path.read_text()
     if path.suffix == ".yaml":
         return [line[1:].strip() for line in text.splitlines() if re.match(r"#\s+graftune \w", line)]
-    blocks = [body for kind, body in FENCE.findall(text) if kind == "sh"]
+    blocks = [body for kind, body in FENCE.findall(text) if kind in ("sh", "yml")]
     lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines()]
     inline = re.findall(r"`(graftune [^`]+)`", FENCE.sub("", text))
     return [found for line in (*lines, *inline) if (found := _ours(line)) and "..." not in found]

@@ -55,6 +55,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "sweeps": report.sweeps,
     "start": report.start,
     "speed": report.speed,
+    "scale": report.scale,
+    "scale hidden": report.scale_hidden,
+    "scale marks": report.scale_marks,
     "fit": report.fit,
     "fit by policy": report.fit_by_policy,
 }
