@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from graftune.api import export
-from graftune.errors import GraftuneError
 from graftune.kernels import swiglu
 from tests import tiny
 from tests.exporting import models
@@ -47,11 +46,7 @@ def test_every_way_out_and_in_again(variant: str, tuned: Any, tmp_path: Path, mo
     lora = out("gguf-lora", name="lora.gguf")
     whole = out("gguf", name="whole.gguf", kind="F32")
     base = out("gguf", made.base, "base.gguf", kind="F32")
-    if variant == "lfm2":
-        with pytest.raises(GraftuneError, match="no names for this family"):
-            out("apr", name="a.apr")
-    else:
-        assert gap(ours(opened(made.base, out("apr", name="a.apr"))), made.want) < EXACT
+    assert gap(ours(opened(made.base, out("apr", name="a.apr"))), made.want) < EXACT
     there = made.want  # what llama.cpp should say
     if variant.startswith("gemma"):
         with monkeypatch.context() as patched:

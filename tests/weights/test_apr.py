@@ -205,6 +205,8 @@ def test_a_full_disk_leaves_what_was_there(small: Path, tmp_path: Path, monkeypa
         ("mistral", {"rslora": True, "targets": ["attention"]}),
         ("qwen3", {"train_norms": True, "targets": ["mlp"]}),
         ("llama-untied", {"new_tokens": NEW}),
+        ("lfm2", {"train_norms": True}),
+        ("lfm2", {"targets": ["out_proj", "w2"]}),
     ],
 )
 def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_folder: Any, tmp_path: Path) -> None:
@@ -262,6 +264,9 @@ def test_settings_that_cannot_be_guessed(metadata: dict[str, Any], said: str, sm
 def test_tensors_that_have_no_place(small: Path, tiny_folder: Any, tmp_path: Path) -> None:
     with pytest.raises(GraftuneError, match=r"the adapter uses lora\.0\.x_proj\.lora_a"):
         load_apr(changed(tmp_path / "x.apr", small, {"lora.0.x_proj.lora_a": torch.zeros(2, 5)}))
+    shared = {"lora.0.out_proj.lora_a": torch.zeros(2, 5)}  # of attention, or of a convolution
+    with pytest.raises(GraftuneError, match=r"the adapter uses lora\.0\.out_proj\.lora_a"):
+        load_apr(changed(tmp_path / "x.apr", small, shared, graftune={"base": ""}))
     with pytest.raises(GraftuneError, match="make no sense"):
         load_apr(changed(tmp_path / "x.apr", small, dict.fromkeys(("lora.0.q_proj.lora_a", "lora.0.q_proj.lora_b"))))
     with pytest.raises(GraftuneError, match="made for another base"):

@@ -3,7 +3,8 @@
 A and B go out unscaled in fp32 as lora.LAYER.PROJECTION.lora_a and .lora_b; whoever reads them multiplies by
 lora_alpha / lora_rank. Rank-stabilised adapters are scaled by alpha over the root of the rank, so their lora_alpha is
 stored multiplied by that root, and other readers compute the right thing too. Trained norms and tables with added
-tokens travel under our own names. What only we ask for (the base, its hash, the template) stands under `graftune`.
+tokens travel under our own names. What only we ask for (the base, its hash, the template, which layers are
+convolutions) stands under `graftune`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from graftune.weights.adapter import Adapter
 from graftune.weights.apr_io import AprFile, AprTensor
 
 SCHEMA = "1.3.0"
-_OURS = re.compile(r"layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
-_STORED = re.compile(r"lora\.(\d+)\.(\w+_proj)\.lora_([ab])")
+_OURS = re.compile(r"layers\.(\d+)\.(?:self_attn|conv|mlp|feed_forward)\.(\w+)\.lora_([AB])\.weight")
+_STORED = re.compile(r"lora\.(\d+)\.(\w+)\.lora_([ab])")
 _BESIDE = re.compile(r"(layers\.\d+\.[\w.]*)?\w*norm\.weight|(embed_tokens|lm_head)\.weight")
 
 
@@ -34,10 +35,6 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
     """`facts` of the training, where known: epoch, val_loss, data_hash, started_at."""
     if adapter.interleaved:
         raise GraftuneError("its rows are not in order", where=str(adapter.folder), mend="load it with its base first")
-    if spec.conv_layers:
-        raise GraftuneError(
-            "an APR file has no names for this family's projections", mend="export to peft or gguf-lora"
-        )
     lora = adapter.lora
     loss = facts.get("val_loss")
     metadata = {
@@ -64,6 +61,7 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
             "rslora_alpha": lora.alpha if lora.rslora else None,
             "dropout": lora.dropout,
             "new_tokens": list(lora.new_tokens),
+            "conv_layers": list(spec.conv_layers),
         },
     }
     tensors = {_stored(name): AprTensor.of(value.float()) for name, value in adapter.tensors.items()}
@@ -88,9 +86,10 @@ def load_apr(path: Path) -> Adapter:
         value = get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31 or value != value:
             raise GraftuneError(f"its {key} is {value!r}", where=str(path), mend="nobody can guess it: export again")
-    tensors = {_ours(name, path): tensor.values() for name, tensor in file.tensors.items()}
     found = get("graftune")
     ours: dict[str, Any] = found if isinstance(found, dict) else {}
+    convolutions = ours.get("conv_layers")
+    tensors = {_ours(name, convolutions, path): tensor.values() for name, tensor in file.tensors.items()}
     return Adapter(
         path,
         _settings(file.metadata, ours, tensors, path),
@@ -103,10 +102,14 @@ def load_apr(path: Path) -> Adapter:
     )
 
 
-def _ours(stored: str, path: Path) -> str:
+def _ours(stored: str, convolutions: object, path: Path) -> str:
+    """`convolutions`: the layers that have one, by which a name that attention and convolutions share is told apart."""
     match = _STORED.fullmatch(stored)
-    if match and len(names.HOMES.get(match[2], ())) == 1:
-        return f"layers.{match[1]}.{names.HOMES[match[2]][0]}.{match[2]}.lora_{match[3].upper()}.weight"
+    homes = names.HOMES.get(match[2], ()) if match else ()
+    if match and len(homes) > 1 and isinstance(convolutions, list):
+        homes = ("conv",) if int(match[1]) in convolutions else ("self_attn",)
+    if match and len(homes) == 1:
+        return f"layers.{match[1]}.{homes[0]}.{match[2]}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored
     raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")
