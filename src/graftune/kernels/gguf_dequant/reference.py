@@ -11,7 +11,8 @@ Every value is, to the bit, what the gguf package makes of the same bytes in fp3
 asked for. That holds on every device: the products are exact (11 bits of a fp16 scale, 7 of a small one and 5 of a code
 are less than fp32's 24), so neither their order nor a multiply-add changes them, and what is left to round is one sum.
 
-A few rows are decoded at a time: a full copy in fp32 never exists, and a piece stays in a core's cache.
+A few rows are decoded at a time: a full copy in fp32 never exists, and a piece stays in a core's cache. On a CPU every
+core takes pieces of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-PIECE = 1 << 17  # values decoded at a time
+from graftune.kernels import cores
+
+PIECE = 1 << 17  # values decoded at a time, at most
 CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
 
 
@@ -58,14 +61,23 @@ def row_bytes(kind: str, width: int) -> int:
 
 
 def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    step = max(1, PIECE // out.shape[1])
-    for start in range(0, len(out), step):
+    size = cores.piece_size(out.numel(), PIECE) if out.device.type == "cpu" else PIECE
+    step = max(1, size // out.shape[1])
+
+    def decode(start: int) -> None:
         target = out[start : start + step]
         piece = blocks[start : start + step] if rows is None else blocks.index_select(0, rows[start : start + step])
         if kind in PLAIN:
             target.copy_(piece.view(PLAIN[kind]))
         else:
             target.copy_(_DECODE[kind](piece.reshape(-1, KINDS[kind].bytes)).view(target.shape))
+
+    starts = range(0, len(out), step)
+    if out.device.type == "cpu":
+        cores.share(decode, starts)
+    else:
+        for start in starts:
+            decode(start)
 
 
 # What follows takes the bytes of n blocks [n, bytes] and gives their values in fp32, n times as many as a block has.

@@ -6,20 +6,19 @@ the range on one outlier. search.py instead tries a row of step widths and solve
 form, which is cheap: all it needs of a block are a few sums. pack.py puts the result where the format wants it. Q8_0
 has codes enough: there the obvious scale is taken, and the bytes are those that llama.cpp writes.
 
-On a CPU the weight is cut into pieces that stay in a core's cache, and the cores take one after the other. (Threads
-inside each operation would meet at a barrier several hundred times a piece.) Pieces do not depend on the number of
-threads, so neither do the bytes. A weight on a GPU is quantised there, in larger pieces.
+On a CPU the weight is cut into pieces that stay in a core's cache, and the cores take one after the other
+(kernels/cores.py). Pieces do not depend on the number of threads, so neither do the bytes. A weight on a GPU is
+quantised there, in larger pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.kernels import cores
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
 from graftune.weights.gguf_quant import pack, search
 
@@ -60,28 +59,12 @@ def quantise(weight: torch.Tensor, type_name: str) -> torch.Tensor:
         _fill(blocks[start : start + step], flat[start : start + step], type_name)
 
     starts = range(0, len(flat), step)
-    threads = min(torch.get_num_threads(), len(starts)) if weight.device.type == "cpu" else 1
-    if threads > 1:
-        _on_all_cores(piece, starts, threads)
+    if weight.device.type == "cpu":
+        cores.share(piece, starts)
     else:
         for start in starts:
             piece(start)
     return out
-
-
-def _on_all_cores(work: Callable[[int], None], on: Iterable[int], threads: int) -> None:
-    """torch counts its threads for each thread of Python by itself, but those that begin later take over the last
-    number set: it is put back."""
-    own = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, "graftune-quantise", torch.set_num_threads, (1,)) as pool:
-        try:
-            for _ in pool.map(work, on):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        finally:
-            torch.set_num_threads(own)
 
 
 @cache
