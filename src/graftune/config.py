@@ -25,7 +25,7 @@ from graftune.mixture import DataValue
 from graftune.values import checked, shown
 from graftune.yaml_file import dump_yaml, read_yaml
 
-Told = Callable[[str], None]  # takes a note for the user
+Note = Callable[[str], None]  # takes a note for the user
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
@@ -211,11 +211,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     @staticmethod
-    def of(*layers: dict[str, Any], where: str = "config", told: Told | None = None) -> Config:
+    def of(*layers: dict[str, Any], where: str = "config", note: Note | None = None) -> Config:
         """Merge flat or sectioned dictionaries, later ones winning, over the defaults."""
         values: dict[str, Any] = {}
         for layer in layers:
-            values.update(flatten(layer, where, told))
+            values.update(flatten(layer, where, note))
         return Config(
             **{
                 name: section(
@@ -230,8 +230,8 @@ class Config:
         )
 
     @staticmethod
-    def load(path: str | Path, overrides: dict[str, Any] | None = None, told: Told | None = None) -> Config:
-        return Config.of(read_yaml(path), overrides or {}, where=str(path), told=told)
+    def load(path: str | Path, overrides: dict[str, Any] | None = None, note: Note | None = None) -> Config:
+        return Config.of(read_yaml(path), overrides or {}, where=str(path), note=note)
 
     @staticmethod
     def of_run(folder: str | Path) -> Config:
@@ -283,9 +283,9 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
-def flatten(tree: dict[str, Any], where: str, told: Told | None = None) -> dict[str, Any]:
+def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[str, Any]:
     """Sectioned or flat keys -> leaf keys. A section and a leaf may share a name: a mapping is the section. Another
-    tool's name for one of our settings is taken, and `told` which one it was."""
+    tool's name for one of our settings is taken, and `note` gets a sentence about it."""
     flat: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     unknown: list[tuple[str, str]] = []
@@ -301,7 +301,7 @@ def flatten(tree: dict[str, Any], where: str, told: Told | None = None) -> dict[
             twice = f"{name} is given twice" + (f" (as {spelled[name]} and {key})" if spelled[name] != key else "")
             raise GraftuneError(twice, where=where, mend="keep one of them")
         if name != key:
-            (told or _warn)(f"{where}: {shown_key} is taken as {name}")
+            (note or _warn)(f"{where}: {shown_key} is taken as {name}")
         flat[name], spelled[name] = value, str(key)
 
     for key, value in tree.items():

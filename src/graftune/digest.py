@@ -49,9 +49,9 @@ def _computed(files: Sequence[Path]) -> str:
 def _state(files: Sequence[Path]) -> list[tuple[str, int, int, int, tuple[int, int]]]:
     found = []
     for file in files:
-        told = file.stat()
-        times = (told.st_mtime_ns, told.st_ctime_ns)
-        found.append((str(file.resolve()), told.st_size, told.st_dev, told.st_ino, times))
+        stat = file.stat()
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        found.append((str(file.resolve()), stat.st_size, stat.st_dev, stat.st_ino, times))
     return found
 
 

@@ -1,8 +1,8 @@
-"""What a user gave as base, data, adapter or target, told from names and first bytes, before torch is imported.
+"""Recognises what a user gave as base, data, adapter or target by names and first bytes, before torch is imported.
 
-Readers further in know their formats in detail; here only what can be told at a glance is told, so that a wrong path or
+The readers know their formats in detail. Here only what can be seen at a glance is recognised, so that a wrong path or
 a swapped argument is answered at once and by what it is: a run, an adapter, a data file, one file of weights. What is
-not recognised goes through: the readers have the last word.
+not recognised is passed on: the readers have the last word.
 """
 
 from __future__ import annotations

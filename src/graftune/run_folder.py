@@ -80,7 +80,7 @@ def with_adapter(config: Config, adapter: Adapter) -> Config:
     """The configuration of a run that starts from an adapter: rank, targets and the rest are the adapter's (asking for
     others is a contradiction), and so are its base and template where none is asked for."""
     default = LoraConfig()
-    settled = {}
+    from_adapter = {}
     for name in ("rank", "alpha", "targets", "rslora", "train_norms", "new_tokens"):
         asked, has = getattr(config.lora, name), getattr(adapter.lora, name)
         same = expand_targets(asked) == has if name == "targets" else asked == has
@@ -88,10 +88,10 @@ def with_adapter(config: Config, adapter: Adapter) -> Config:
             raise GraftuneError(
                 f"{name} is {asked!r} and the adapter's is {has!r}", where=str(adapter.folder), mend=f"leave {name} out"
             )
-        settled[name] = has
+        from_adapter[name] = has
     data = config.data
     return config.replace(
-        **settled,
+        **from_adapter,
         adapter=str(adapter.folder),
         base=config.base.base or find_base(adapter),
         revision=config.base.revision or adapter.revision,

@@ -121,7 +121,7 @@ def test_a_synonym_is_taken_and_said(engine: Engine, capsys: Capture, name: str,
     assert main(["train", "--" + name.replace("_", "-"), value]) == 0
     assert f"--{name.replace('_', '-')} is taken as --{ours.replace('_', '-')}" in capsys.readouterr().err
     told: list[str] = []
-    file = Config.of({name: value if ours == "targets" else typed(value)}, where="run.yaml", told=told.append)
+    file = Config.of({name: value if ours == "targets" else typed(value)}, where="run.yaml", note=told.append)
     assert told == [f"run.yaml: {name} is taken as {ours}"]
     ((flags,), _) = engine.of("train")[0]
     assert flags == file and (value == "all" or flags != Config())  # all projections are the default
@@ -164,7 +164,7 @@ def test_a_slip_of_the_fingers_is_recognised() -> None:
 
 def test_all_unknown_keys_of_a_file_are_listed(tmp_path: Path) -> None:
     with pytest.raises(GraftuneError, match=r"'bf16'.*\(unknown too: packing, lora.wandb\)"):
-        flatten({"bf16": True, "packing": True, "lora": {"wandb": 1, "r": 8}}, "run.yaml", told=str)
+        flatten({"bf16": True, "packing": True, "lora": {"wandb": 1, "r": 8}}, "run.yaml", note=str)
 
 
 def test_a_section_that_is_given_another_tools_value(tmp_path: Path) -> None:

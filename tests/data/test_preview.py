@@ -81,12 +81,12 @@ def test_lengths_repeats_and_what_is_cut(tmp_path: Path) -> None:
 
 def test_a_run_says_what_became_of_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from graftune.observe.console import Console as Ours
-    from graftune.training.prepare import tell_refused
+    from graftune.training.prepare import report_refused
 
     path = tmp_path / "d.jsonl"
     rows = [{"prompt": "why " * 90, "response": "a"}, {"prompt": "b", "response": "c"}, {"nope": 1}]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1]]))
-    tell_refused(Ours(), prepare(str(path), CHAT, DataConfig(max_seq_len=64)).summary)
+    report_refused(Ours(), prepare(str(path), CHAT, DataConfig(max_seq_len=64)).summary)
     said = capsys.readouterr().err
     assert "1 row left out: unknown keys" in said and "1 example shortened" in said
     assert "1 example is longer than max_seq_len 64 and was shortened or dropped; max_seq_len" in said

@@ -44,7 +44,7 @@ def weight_of(out: int, into: int, columns, rank: int = 16, *, both: bool = Fals
     weight.finish()
     given = Adapters(random(ranks, into, scale=1 / rank), random(out, rank, scale=0.01), columns, 2.0)
     weight.place_adapters(given)
-    fp8.settle([weight.share], {})
+    fp8.quantise_adapters([weight.share], {})
     return weight, given
 
 
@@ -141,7 +141,7 @@ def test_captured_is_eager_and_follows_the_adapters():
     x, grad = random(96, 128), random(96, 256, scale=1e-3)
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        fp8.settle([weight.share], tables)
+        fp8.quantise_adapters([weight.share], tables)
         y, h = weight.forward(x)
         return y, weight.backward(grad, LowRank(h, given.up, given.columns, 2.0))[0]
 

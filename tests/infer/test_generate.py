@@ -53,7 +53,7 @@ def greedy(
 
 
 @pytest.mark.parametrize(
-    ("reaches", "capacity", "groups"),
+    ("final_lengths", "capacity", "groups"),
     [
         ([], 10, []),
         ([4, 4, 4], 12, [[0, 1, 2]]),
@@ -62,8 +62,10 @@ def greedy(
         ([30, 5], 10, [[0], [1]]),  # one has to go by itself
     ],
 )
-def test_as_many_prompts_together_as_fit_the_cache(reaches: list[int], capacity: int, groups: list[list[int]]) -> None:
-    assert in_groups(reaches, capacity) == groups
+def test_as_many_prompts_together_as_fit_the_cache(
+    final_lengths: list[int], capacity: int, groups: list[list[int]]
+) -> None:
+    assert in_groups(final_lengths, capacity) == groups
 
 
 def without_cache(

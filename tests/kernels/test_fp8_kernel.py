@@ -187,32 +187,32 @@ PARTS = (4, ((0, 304), (304, 320)), 320, 16)  # the wider member's columns are s
 
 
 @pytest.mark.parametrize(("size", "turned"), [(0.0, False), (1e-5, False), (1e-2, True), (1.0, False)])
-def test_settle(request, device, size, turned):
+def test_quantise_adapters(request, device, size, turned):
     """All groups at once: figures and codes as the reference's."""
     groups = GROUPS if size == 1.0 else GROUPS[2:]
     want = [share_of(adapters(o, i, r, c, size=size), o, "cpu", turned=turned) for r, c, o, i in groups]
-    reference.settle(want)
+    reference.quantise_adapters(want)
     request.getfixturevalue("kernels_on")
     got = [share_of(adapters(o, i, r, c, size=size, device=device), o, device, turned=turned) for r, c, o, i in groups]
     tables: dict[str, torch.Tensor] = {}
-    fp8.settle(got, tables)
+    fp8.quantise_adapters(got, tables)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.figures.cpu(), b.figures, rtol=1e-5, atol=0)
         neighbours(a.beside, b.beside)
         neighbours(a.below, b.below)
 
 
-def test_settling_follows_the_adapters(kernels_on, device):
+def test_codes_follow_the_adapters(kernels_on, device):
     """The tables of the first call outlive a change of values."""
     rank, columns, out, into = GROUPS[3]
     got, want = (share_of(adapters(out, into, rank, columns, device=d), out, d) for d in (device, "cpu"))
     tables: dict[str, torch.Tensor] = {}
-    fp8.settle([got], tables)
+    fp8.quantise_adapters([got], tables)
     before, kept = got.beside.clone(), dict(tables)
     for share in (got, want):
         share.up.mul_(-5)
-    fp8.settle([got], tables)
-    reference.settle([want])
+    fp8.quantise_adapters([got], tables)
+    reference.quantise_adapters([want])
     assert not same(got.beside, before) and all(tables[name] is table for name, table in kept.items())
     neighbours(got.beside, want.beside)
 

@@ -22,7 +22,7 @@ from tests.kernels.test_whole_step import batch
 
 
 def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False, kind=Fp8):
-    """A weight with adapters settled, its values and the adapters'."""
+    """A weight with quantised adapters, its values and the adapters'."""
     torch.manual_seed(out * into)
     values = torch.randn(out, into) * 0.02 * torch.exp(torch.randn(out, 1) * 0.3)
     adapter_columns = -(-rank * len(columns) // 8) * 8
@@ -33,7 +33,7 @@ def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: s
     weight.finish()
     given = adapters(out, into, rank, columns, size=size, device=device)
     assert weight.place_adapters(given) == []
-    fp8.settle([weight.share], {})
+    fp8.quantise_adapters([weight.share], {})
     return weight, (weight.weight.float() * weight.scale[:, None]).cpu(), given
 
 

@@ -39,12 +39,12 @@ def evaluate(
     console = Console(json=json, quiet=quiet)
     check_data(data)
 
-    from graftune.training.prepare import tell_refused
+    from graftune.training.prepare import report_refused
 
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console)
     examples = run.prepare(data, console)
     summary = examples.summary
-    tell_refused(console, summary)
+    report_refused(console, summary)
     tuned = _figures(_with_progress(run, examples, console, True))
     base = _figures(_with_progress(run, examples, console, False)) if base_too else None
     more = {"base": base} if base else {}

@@ -86,7 +86,7 @@ def checked(shown: str, name: str, value: Any) -> Any:
 
 def loaded(config: str, flags: dict[str, Any], console: Console) -> Config:
     """The flags over the file over the defaults."""
-    return Config.load(config, flags, told=console.note) if config else Config.of(flags)
+    return Config.load(config, flags, note=console.note) if config else Config.of(flags)
 
 
 def looked_at(whole: Config, command: str) -> Config:

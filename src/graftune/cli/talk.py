@@ -47,7 +47,7 @@ class Talk:
     def __init__(self, run: Any, console: Console, sampling: dict[str, Any], *, system: str, compare: bool) -> None:
         self._run, self._console, self._sampling = run, console, sampling
         self.system, self._sides = system, ("base", "tuned") if compare else ("tuned",)
-        self._told_full = False
+        self._noted_full = False
         self.reset()
 
     def reset(self) -> None:
@@ -170,8 +170,8 @@ class Talk:
             if max(map(self._run.prompt_tokens, prompts)) + answer <= context:
                 return
             self._first += 1
-            if not self._told_full:
-                self._told_full = True
+            if not self._noted_full:
+                self._noted_full = True
                 self._console.note(
                     f"the context of {context} tokens is full: from here on the oldest messages are left out"
                 )

@@ -119,10 +119,10 @@ def prune(keep: Path) -> None:
     with suppress(OSError):
         for path in folder().iterdir():
             with suppress(OSError):
-                told = path.stat()
+                stat = path.stat()
                 if path.suffix == SUFFIX and path != keep:
-                    found.append((told.st_mtime, told.st_size, path))
-                elif path.name.endswith(files.PART) and time.time() - told.st_mtime > ABANDONED:
+                    found.append((stat.st_mtime, stat.st_size, path))
+                elif path.name.endswith(files.PART) and time.time() - stat.st_mtime > ABANDONED:
                     path.unlink()
         total = keep.stat().st_size
         for _, size, path in sorted(found, reverse=True):

@@ -109,7 +109,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A template and what probing told about it."""
+    """A template and what was found by probing it."""
 
     renderer: Renderer
     name: str

@@ -44,7 +44,7 @@ def sources(data: DataValue, note: Note = _silent) -> list[SourceFile]:
 
 
 def rows(files: Sequence[SourceFile], map: Mapping[str, str] | None = None, note: Note = _silent) -> Iterator[Row]:
-    """Every row of the files, in order. `note` is told what was taken otherwise than by the book."""
+    """Every row of the files, in order. `note` gets a sentence about what was not read as it stands."""
     before = 0
     for file in files:
         shown = file.shown if len(files) > 1 else ""

@@ -1,6 +1,6 @@
 """Opening a text file as people have it: compressed or not, UTF-8 or what Excel and Windows write.
 
-Compression is told by a file's first bytes, not by its name. Text is UTF-8 unless it cannot be; what is taken for
+Compression is recognised by a file's first bytes, not by its name. Text is UTF-8 unless it cannot be; what is taken for
 something else is said in a note, and what could be several things is refused with the command that converts it. A
 detector by letter statistics would accept more files and train on wrong letters now and then.
 """

@@ -1,4 +1,4 @@
-"""The account of a data set: what became of every row, and what a user should be told about it."""
+"""The account of a data set: what became of every row, and what a user should know about it."""
 
 from __future__ import annotations
 

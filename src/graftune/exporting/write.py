@@ -242,7 +242,7 @@ def _merged(source: Source, place: Path, kind: str, console: Console) -> Exporte
         )
     used = sorted({NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
     done = Exported(place, sorted(place.iterdir()), {"type": "+".join(used)})
-    _tell_survival(done, source, survival, "+".join(used).lower(), console)
+    _report_survival(done, source, survival, "+".join(used).lower(), console)
     return done
 
 
@@ -286,9 +286,9 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
     kinds = sorted({t.kind for t in tensors if len(t.source.shape) > 1})
     done = Exported(place, [place], {"type": kind, "kinds": kinds})
     if kind in DTYPES:
-        _tell_survival(done, source, survival, kind.lower(), console)
+        _report_survival(done, source, survival, kind.lower(), console)
     elif source.adapters:
-        _tell_noise(done, survival.ratio, kind, console)
+        _report_noise(done, survival.ratio, kind, console)
     spec = whole.spec
     if spec.window_layers and spec.window < spec.max_positions and spec.family not in WINDOWED:
         console.warn(f"llama.cpp does not know this model's window of {spec.window} tokens: longer texts may differ")
@@ -318,7 +318,7 @@ def _counted(tensors: Sequence[Block], merging: bool, console: Console) -> Itera
         yield on_bytes
 
 
-def _tell_noise(done: Exported, ratio: float, kind: str, console: Console) -> None:
+def _report_noise(done: Exported, ratio: float, kind: str, console: Console) -> None:
     """A type whose steps are larger than what was learned keeps it only on average, over many weights."""
     done.facts["noise_over_change"] = ratio
     text = f"rounding to {kind} moves the adapted weights {ratio:.2g} times as far as your fine-tuning did"
@@ -330,7 +330,7 @@ def _tell_noise(done: Exported, ratio: float, kind: str, console: Console) -> No
         console.warn(f"{text}: this may undo your fine-tuning; use --type Q8_0")
 
 
-def _tell_survival(done: Exported, source: Source, survival: Survival, dtype: str, console: Console) -> None:
+def _report_survival(done: Exported, source: Source, survival: Survival, dtype: str, console: Console) -> None:
     if not source.adapters:
         return
     done.facts["survives"] = survival.share

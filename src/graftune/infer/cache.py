@@ -21,14 +21,14 @@ class Cache:
         capacity: int,
         device: torch.device,
         dtype: torch.dtype,
-        reaches: list[int] | None = None,
+        final_lengths: list[int] | None = None,
     ):
         """For sequences of `lengths` tokens each, none of which will grow past `capacity`, each to its own of
-        `reaches` at most."""
+        `final_lengths` at most."""
         mixers = [spec.layer(index).mixer for index in range(spec.layers)]
         self.layers: list[LayerCache] = [mixer.new_cache(len(lengths), capacity, device, dtype) for mixer in mixers]
         self.lengths = torch.tensor(lengths, device=device)
-        self.reaches = torch.tensor(reaches or lengths, device=device)
+        self.final_lengths = torch.tensor(final_lengths or lengths, device=device)
         self.sequences = torch.arange(len(lengths), device=device)
         self.places = torch.arange(capacity, device=device)
 
@@ -37,7 +37,7 @@ class Cache:
         for layer in self.layers:
             layer.keep(sequences)
         self.lengths = self.lengths.index_select(0, sequences)
-        self.reaches = self.reaches.index_select(0, sequences)
+        self.final_lengths = self.final_lengths.index_select(0, sequences)
         self.sequences = self.sequences[: len(sequences)]
 
 
@@ -48,9 +48,9 @@ class Prefill:
         self.past, self.backend = cache, backend
         self.documents = attention.Documents.of(lengths, cache.lengths.device)
 
-    def reach(self, positions: torch.Tensor) -> torch.Tensor:
+    def final_lengths(self, positions: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor(self.documents.lengths, device=positions.device)
-        return self.past.reaches.repeat_interleave(lengths, output_size=len(positions))
+        return self.past.final_lengths.repeat_interleave(lengths, output_size=len(positions))
 
 
 class Decode:
@@ -61,5 +61,5 @@ class Decode:
     def __init__(self, cache: Cache):
         self.past = cache
 
-    def reach(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.past.reaches
+    def final_lengths(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.past.final_lengths

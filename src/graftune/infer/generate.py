@@ -67,13 +67,13 @@ def rounds(
         return
     device, stops = decoder.device, set(stop_ids) | set(sampling.stop_ids)
     lengths = [len(p) for p in prompts]
-    reaches = reaches_of(lengths, sampling.max_new_tokens, decoder.spec.max_positions)
+    final_lengths = final_lengths_of(lengths, sampling.max_new_tokens, decoder.spec.max_positions)
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache = Cache(decoder.spec, lengths, max(reaches), device, decoder.compute, reaches)
+    cache = Cache(decoder.spec, lengths, max(final_lengths), device, decoder.compute, final_lengths)
     alive = list(range(len(prompts)))
     tokens = torch.tensor([t for p in prompts for t in p], device=device)
     with torch.no_grad():
-        logits = decoder.logits(read(decoder, tokens, lengths, cache, backend, adapted=adapted), adapted=adapted)
+        logits = decoder.logits(prefill(decoder, tokens, lengths, cache, backend, adapted=adapted), adapted=adapted)
     step = TokenStep(decoder, cache, adapted=adapted, fixed=device.type == "cuda")
     while True:
         chosen, scores = _next(logits, sampling, generator, logprobs)
@@ -84,7 +84,7 @@ def rounds(
         going = [
             place
             for place, index in enumerate(alive)
-            if fresh[index].id not in stops and lengths[index] < reaches[index] and index not in ended
+            if fresh[index].id not in stops and lengths[index] < final_lengths[index] and index not in ended
         ]
         if not going:
             return
@@ -155,11 +155,11 @@ class FixedStep:
 
 
 def _step(decoder: Decoder, tokens: torch.Tensor, cache: Cache, adapted: bool) -> torch.Tensor:
-    return decoder.logits(go_on(decoder, tokens, cache, adapted=adapted), adapted=adapted)
+    return decoder.logits(decode(decoder, tokens, cache, adapted=adapted), adapted=adapted)
 
 
 @torch.no_grad()
-def read(
+def prefill(
     decoder: Decoder, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache, backend: str, *, adapted: bool = True
 ) -> torch.Tensor:
     """The prompts into the cache; the stream behind each one's last token, [S, D]."""
@@ -170,25 +170,25 @@ def read(
 
 
 @torch.no_grad()
-def go_on(decoder: Decoder, tokens: torch.Tensor, cache: Cache, *, adapted: bool = True) -> torch.Tensor:
+def decode(decoder: Decoder, tokens: torch.Tensor, cache: Cache, *, adapted: bool = True) -> torch.Tensor:
     """One more token a sequence, [S] to [S, D]."""
     x = decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache), adapted=adapted))
     cache.lengths += 1
     return x
 
 
-def reaches_of(lengths: Sequence[int], new_tokens: int, positions: int) -> list[int]:
+def final_lengths_of(lengths: Sequence[int], new_tokens: int, positions: int) -> list[int]:
     """Tokens that prompts of these lengths come to, at most."""
     return [min(n + new_tokens, positions) for n in lengths]
 
 
-def in_groups(reaches: Sequence[int], capacity: int) -> list[list[int]]:
+def in_groups(final_lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Prompts, by index, that are continued together: as many consecutive ones as fit a cache of `capacity` tokens, at
     least one. The cache keeps the longest prompt's length for each."""
     groups: list[list[int]] = []
-    for index, reach in enumerate(reaches):
-        group = [reaches[i] for i in groups[-1]] if groups else []
-        if group and max(*group, reach) * (len(group) + 1) <= capacity:
+    for index, length in enumerate(final_lengths):
+        group = [final_lengths[i] for i in groups[-1]] if groups else []
+        if group and max(*group, length) * (len(group) + 1) <= capacity:
             groups[-1].append(index)
         else:
             groups.append([index])

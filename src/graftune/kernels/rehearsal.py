@@ -56,7 +56,7 @@ class Rehearsal:
         launched: Launched | None = None,
     ):
         self.device = device
-        self.launched = launched  # told of every Triton kernel that would have been launched
+        self.launched = launched  # called for every Triton kernel that would have been launched
         self.libraries = libraries or {}  # what a library allocates by itself, by the name of the call
 
     def kind_of(self, tensor: torch.Tensor) -> str:

@@ -1,8 +1,8 @@
 """Triton kernels compiled ahead, side by side, while a run is still being prepared.
 
 A run's kernels are compiled when they are first launched, one after the other: 12 seconds of a first run. Its plan has
-rehearsed the step by then, and told of every kernel that will be launched, with its arguments (launch.py). Here each is
-handed to Triton's own `warmup` as soon as it is heard of, in threads: most of a compilation is in MLIR, LLVM and ptxas,
+rehearsed the step by then, and reports every kernel that will be launched, with its arguments (launch.py). Here each is
+handed to Triton's own `warmup` as soon as it is reported, in threads: most of a compilation is in MLIR, LLVM and ptxas,
 which do not hold the interpreter. What is compiled lands where the launch looks for it, because the same function with
 arguments of the same kinds makes the key. A kernel that cannot be compiled ahead is compiled at its launch, and
 `failures` says so.

@@ -49,7 +49,7 @@ class Sequences(Protocol):
         """Where generation keeps what it has read; None in training."""
         ...
 
-    def reach(self, positions: torch.Tensor) -> torch.Tensor:
+    def final_lengths(self, positions: torch.Tensor) -> torch.Tensor:
         """How long the document of each token is, or will be: [T]."""
         ...
 

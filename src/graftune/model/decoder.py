@@ -61,7 +61,7 @@ class Decoder:
         for kind in self.ropes:
             frequencies = kind.frequencies
             if kind.far is not None:
-                is_far = (sequences.reach(positions) > kind.limit).unsqueeze(1)
+                is_far = (sequences.final_lengths(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
             tables.append(rope.tables(positions, frequencies, kind.scaling))
         return PassContext(tuple(tables), positions, sequences, adapted, dropout, side_streams)
@@ -221,7 +221,7 @@ class PackedDocuments:
     def of(lengths: Sequence[int], device: torch.device | str = "cpu", backend: str = "cpu") -> PackedDocuments:
         return PackedDocuments(attention.Documents.of(lengths, device), backend)
 
-    def reach(self, positions: torch.Tensor) -> torch.Tensor:
+    def final_lengths(self, positions: torch.Tensor) -> torch.Tensor:
         starts, tokens = self.documents.cu_seqlens, torch.arange(len(positions), device=positions.device)
         document = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(starts) - 2)
         return starts.diff().index_select(0, document)

@@ -55,9 +55,9 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
     if _BY_WIDTH.get(arch) == layers:
         scale = (width / heads) ** -0.5
     windows = _windows(metadata.get(f"{arch}.attention.sliding_window_pattern"), family, layers) if window else ()
-    told = metadata.get(f"{arch}.attention.head_count_kv", heads)  # a list: none in layers without attention
-    key_heads = told if family.convolves and isinstance(told, list) else [int(told)]
-    if key_heads is told and (len({n for n in key_heads if n}) != 1 or len(key_heads) != layers):
+    declared = metadata.get(f"{arch}.attention.head_count_kv", heads)  # a list: none in layers without attention
+    key_heads = declared if family.convolves and isinstance(declared, list) else [int(declared)]
+    if key_heads is declared and (len({n for n in key_heads if n}) != 1 or len(key_heads) != layers):
         raise GraftuneError("has other heads in some layers", where=where, mend="this variant is not supported")
     local_theta = number(
         metadata, f"{arch}.rope.freq_base_swa", theta if family.local_theta < 0 else family.local_theta
@@ -91,7 +91,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
         residual_scale=number(metadata, f"{arch}.residual_scale", 1.0),
         logit_scale=1.0 / number(metadata, f"{arch}.logit_scale", 1.0),
         logit_cap=number(metadata, f"{arch}.final_logit_softcapping", 0.0),
-        conv_layers=tuple(i for i, n in enumerate(key_heads) if not n) if key_heads is told else (),
+        conv_layers=tuple(i for i, n in enumerate(key_heads) if not n) if key_heads is declared else (),
         conv_taps=get.whole("shortconv.l_cache") if family.convolves else 0,
         **(experts_of(get.whole("expert_count"), get.whole("expert_used_count"), where) if experts else {}),
     )

@@ -36,10 +36,10 @@ UNSAID: dict[str, dict[str, Any]] = {
 
 def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     """Hugging Face's config.json."""
-    told = str(config.get("model_type", ""))
-    name = MODEL_TYPES.get(told, told)
-    if name not in FAMILIES or (name == "gemma3" and told == name):
-        raise unknown_family(told, where)
+    model_type = str(config.get("model_type", ""))
+    name = MODEL_TYPES.get(model_type, model_type)
+    if name not in FAMILIES or (name == "gemma3" and model_type == name):
+        raise unknown_family(model_type, where)
     family = FAMILIES[name]
     get = Getter(config, where)
     width, heads = get.whole("hidden_size"), get.whole("num_attention_heads")
@@ -215,17 +215,17 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
     )
 
 
-def _check_quantisation(told: Any, where: str) -> None:
+def _check_quantisation(quantisation: Any, where: str) -> None:
     """Of prequantised checkpoints, bitsandbytes' NF4 and FP8 are read; all others are refused by name."""
-    if not told:
+    if not quantisation:
         return
-    method = told.get("quant_method") if isinstance(told, dict) else None
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     kind = method or "its method is not named"
     if method == "bitsandbytes":
-        kind = "llm_int8" if told.get("load_in_8bit") else told.get("bnb_4bit_quant_type", "fp4")
+        kind = "llm_int8" if quantisation.get("load_in_8bit") else quantisation.get("bnb_4bit_quant_type", "fp4")
         if kind == "nf4":
             return
-    if method == "fp8" or (method == "compressed-tensors" and _is_fp8(told.get("config_groups"))):
+    if method == "fp8" or (method == "compressed-tensors" and _is_fp8(quantisation.get("config_groups"))):
         return
     raise GraftuneError(
         f"is a quantised checkpoint ({kind}), of which only bitsandbytes' NF4 and FP8 are read",

@@ -9,15 +9,15 @@ from graftune.errors import GraftuneError
 from graftune.model.families import FAMILIES, Family
 
 
-def unknown_family(told: str, where: str) -> GraftuneError:
-    if told == "gemma3":
+def unknown_family(model_type: str, where: str) -> GraftuneError:
+    if model_type == "gemma3":
         return GraftuneError(
             "is a model of text and images",
             where=where,
             mend="give the text model (gemma3_text) or its GGUF, which holds the text part alone",
         )
     return GraftuneError(
-        f"architecture {told or 'none'!r} is not known", where=where, mend=f"known are {', '.join(FAMILIES)}"
+        f"architecture {model_type or 'none'!r} is not known", where=where, mend=f"known are {', '.join(FAMILIES)}"
     )
 
 

@@ -66,7 +66,7 @@ def free_bytes(device: torch.device | str) -> int:
 
 def forget_earlier_runs() -> None:
     """What a process's earlier run left behind refers to itself (a graph does), and lies in memory until Python looks
-    for such; what is free, and what the next one takes, are not to be told with it."""
+    for such; what is free, and what the next one takes, cannot be derived from it."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -131,7 +131,7 @@ class Job:
     tokens: int = 0  # different ones that occur in the data; 0: not known
     resuming: bool = False  # what the run has begun with has to stay
     loss: Loss | None = None  # None: that of the settings
-    launched: Launched | None = None  # told of every Triton kernel that the run will launch
+    launched: Launched | None = None  # called for every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
     keeps: bool = False  # rehearsals are kept between runs
     _made: dict[tuple[str, int, tuple[str, str], ModelSpec], Bytes] = field(default_factory=dict)

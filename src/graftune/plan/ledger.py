@@ -1,7 +1,7 @@
 """Who holds how many bytes, while tensors come and go.
 
 A dispatch mode sees every operation of torch; a storage that was not there before is new, and a weak reference on it
-says when it goes. Live bytes are kept by owner, so that the moment of the peak can be told by owner too. Asking the
+says when it goes. Live bytes are kept by owner, so that the moment of the peak can be split by owner too. Asking the
 allocator instead would need the device, and its peak has no owners.
 
 It counts as CUDA's caching allocator does (`block_bytes`), or on the host the bytes themselves.

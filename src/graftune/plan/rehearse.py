@@ -25,7 +25,7 @@ from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache
-from graftune.infer.generate import TokenStep, in_groups, reaches_of, read
+from graftune.infer.generate import TokenStep, final_lengths_of, in_groups, prefill
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss
@@ -135,8 +135,8 @@ class Bytes:
 
 
 def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = None) -> Bytes:
-    """`real`: on real tensors, on a CPU: the judge of the other way. `launched` is told every Triton kernel that would
-    have been launched."""
+    """`real`: on real tensors, on a CPU, to check the other way against. `launched` is called for every Triton kernel
+    that would have been launched."""
     ledger, kind = Ledger(), setup.runtime.device.type
     if real:
         follow = Follow(ledger)
@@ -273,16 +273,16 @@ def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
 def _answer(parts: Parts, setup: Setup) -> None:
     """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
     runtime, decoder, spec = parts.runtime, parts.decoder, parts.decoder.spec
-    reaches = reaches_of(setup.asked, setup.new_tokens, spec.max_positions)
-    groups = in_groups(reaches, setup.cache_capacity)
-    largest = max(groups, key=lambda group: len(group) * max(reaches[i] for i in group))
+    final_lengths = final_lengths_of(setup.asked, setup.new_tokens, spec.max_positions)
+    groups = in_groups(final_lengths, setup.cache_capacity)
+    largest = max(groups, key=lambda group: len(group) * max(final_lengths[i] for i in group))
     fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
     for group in (largest, fullest) if fullest is not largest else (largest,):
-        lengths, longest = [setup.asked[i] for i in group], max(reaches[i] for i in group)
+        lengths, longest = [setup.asked[i] for i in group], max(final_lengths[i] for i in group)
         cache = Cache(spec, lengths, longest, runtime.device, decoder.compute)
         with torch.no_grad():
             tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
-            decoder.logits(read(decoder, tokens, lengths, cache, parts.eager_attention))
+            decoder.logits(prefill(decoder, tokens, lengths, cache, parts.eager_attention))
             TokenStep(decoder, cache, fixed=launch.on_gpu(runtime.device))(tokens[: len(lengths)])
         del cache, tokens
 

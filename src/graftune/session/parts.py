@@ -20,7 +20,7 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.dist.reduce import Reduce
 from graftune.dist.world import World
-from graftune.infer.generate import cache_capacity, generate, in_groups, reaches_of
+from graftune.infer.generate import cache_capacity, final_lengths_of, generate, in_groups
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
@@ -198,7 +198,7 @@ class Parts:
                 stop_ids,
                 adapted=adapted,
                 backend=self.eager_attention,
-                on_tokens=partial(_tell_done, on_progress, end),
+                on_tokens=partial(_report_done, on_progress, end),
             )
             on_progress(end)
         return found
@@ -206,8 +206,8 @@ class Parts:
     def groups_of(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
         """Prompts, by number, that are continued together: as many consecutive ones as fit their cache."""
         settings = self.config.train
-        reaches = reaches_of([len(prompt) for prompt in prompts], new_tokens, self.base.spec.max_positions)
-        return in_groups(reaches, cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute))
+        final_lengths = final_lengths_of([len(prompt) for prompt in prompts], new_tokens, self.base.spec.max_positions)
+        return in_groups(final_lengths, cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute))
 
     # Saving
 
@@ -238,6 +238,6 @@ class Parts:
         save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
 
 
-def _tell_done(on_progress: Callable[[int], None], asked: int, new: dict[int, int]) -> None:
+def _report_done(on_progress: Callable[[int], None], asked: int, new: dict[int, int]) -> None:
     """Of the prompts asked so far those are done that have no new token."""
     on_progress(asked - len(new))

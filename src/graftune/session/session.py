@@ -66,7 +66,7 @@ class Session(TextVerbs):
     _divisor: float = field(default=0.0, init=False)
     _micro: int = field(default=0, init=False)
     _meter: Meter = field(default_factory=lambda: Meter(0, 0), init=False)
-    _told_eager: bool = field(default=False, init=False)
+    _warned_eager: bool = field(default=False, init=False)
     _position: DataPosition = field(default_factory=DataPosition, init=False)  # behind the last batch that was used
     _resume_at: DataPosition | None = field(
         default=None, init=False
@@ -191,7 +191,7 @@ class Session(TextVerbs):
             for staged in batch.take(pipeline.stage):
                 pipeline.micro(staged, self._next_dropout_seed())
         else:
-            self._tell_eager()
+            self._warn_eager()
             for packed in batch.packed:
                 pipeline.eager(packed, self._next_dropout_seed())
         self._tokens += batch.tokens
@@ -267,10 +267,10 @@ class Session(TextVerbs):
         self._micro += 1
         return self.steps * MICRO_BATCHES + self._micro - 1
 
-    def _tell_eager(self) -> None:
-        if not self._told_eager:
+    def _warn_eager(self) -> None:
+        if not self._warned_eager:
             self.say("batches of other shapes than those of batches() run eagerly, not from CUDA graphs")
-            self._told_eager = True
+            self._warned_eager = True
 
     # Evaluation and text
 

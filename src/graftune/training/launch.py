@@ -70,7 +70,7 @@ def _resumed(
     if lock.unsupported:
         console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
     prepared = prepare_resume(now, console, folder, before)
-    with console.working("taking up the run"):
+    with console.working("resuming the run"):
         run = Run(prepared, console, callbacks)
-        run.take_up()
+        run.resume()
     return run

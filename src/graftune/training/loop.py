@@ -37,7 +37,7 @@ from graftune.observe.memory import peak_resident_bytes
 from graftune.step.schedule import learning_rate
 from graftune.training.prepare import (
     Prepared,
-    tell_start,
+    report_start,
 )
 from graftune.training.reporter import Reporter
 from graftune.training.resume import (
@@ -84,7 +84,7 @@ class Run:
         self.loader = session.loader(self.training.examples)
         self.shape = session.fix_shape(self.loader, config.train.epochs)
         self.step, self.pipeline, self.graph = session.step, session.pipeline, config.train.graph
-        self.attention, self.captures = session.attention.backend, 0  # as far as they were told
+        self.attention, self.captures = session.attention.backend, 0  # as last reported
         length = run_length(self.loader, config.train)
         self.before = run_length(self.loader, prepared.before.train) if prepared.before else length
         self.total, self.epoch_steps = length.total, max(length.epoch_steps, self.before.epoch_steps, key=len)
@@ -109,9 +109,9 @@ class Run:
         if self.plan is not None:
             write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
         self.config.save(self.folder / "config.yaml")  # last: what has one can be resumed
-        tell_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
+        report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
 
-    def take_up(self) -> None:
+    def resume(self) -> None:
         """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
         found = checkpoint.latest(self.checkpoints)
         if found is not None:
@@ -130,7 +130,7 @@ class Run:
             if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
                 self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
         self.log.emit("resume", step=self.progress.step)
-        tell_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
+        report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
         self._keep_changes()
@@ -179,7 +179,7 @@ class Run:
 
     def _stop(self) -> None:
         if self.signal == HANGUP:
-            self.console = self.reporter.hushed()
+            self.console = self.reporter.silenced()
         self.step.discard()
         self._finish_steps()
         if not self.closing:  # by then the arena may hold the best step's weights
@@ -243,10 +243,10 @@ class Run:
         with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
             self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, self._between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
-        self._tell_chosen()
+        self._report_chosen()
 
-    def _tell_chosen(self) -> None:
-        """What the step's first batch of a shape settled: the fastest attention, and a capture more."""
+    def _report_chosen(self) -> None:
+        """Report what the first batch of a shape decided: the fastest attention, and one more capture."""
         if self.step.backend != self.attention:
             self.console.note(f"attention: {self.step.backend}, timed as the fastest on these documents")
         if self.pipeline.captures > max(1, self.captures):
@@ -254,7 +254,7 @@ class Run:
         self.attention, self.captures = self.step.backend, self.pipeline.captures
 
     def _finish_steps(self) -> None:
-        """Wait for every step that was sent, and tell of them."""
+        """Wait for every step that was sent, and report it."""
         with marked("wait for steps"):
             finished = self.pipeline.finished(wait=True)
         for done in finished:

@@ -108,7 +108,7 @@ def _placed(
     opened: Opened,
     launched: Launched | None,
 ) -> Prepared:
-    """Planned, and loaded as planned. `launched` is told of every kernel that the plan foresees."""
+    """Planned, and loaded as planned. `launched` is called for every kernel that the plan foresees."""
     base, data, path = opened
     with console.working("planning memory"):
         job = plan_job(config, base, data, resuming=before is not None)
@@ -160,7 +160,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
         training, validation = split(whole, config.data.val_split, config.train.seed)
     examples_sha256 = hashlib.sha256((training.digest + validation.digest).encode()).hexdigest()
     validation = validation.at_most(config.data.eval_examples, config.train.seed)
-    _tell_data(console, whole, training, validation)
+    _report_data(console, whole, training, validation)
     longest = max(training.longest, validation.longest)
     if longest > base.spec.max_positions:
         raise GraftuneError(
@@ -237,7 +237,7 @@ def plan_job(
     )
 
 
-def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
+def _report_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
     summary = whole.summary
     console.note(
         f"data: {counted(len(training), 'example')} to train on, {len(validation)} to validate, "
@@ -245,16 +245,16 @@ def _tell_data(console: Console, whole: Dataset, training: Dataset, validation: 
     )
     if summary.template:
         console.note(f"chat template: {summary.template}")
-    tell_refused(console, summary)
+    report_refused(console, summary)
     if summary.duplicates or validation.path != whole.path:
         both = training.shared_with(validation)
         if both:
             console.warn(f"{both} of {len(validation)} validation examples are in the training data too, word for word")
     if validation.path != whole.path:
-        tell_refused(console, validation.summary, "validation data: ")
+        report_refused(console, validation.summary, "validation data: ")
 
 
-def tell_refused(console: Console, summary: Summary, prefix: str = "") -> None:
+def report_refused(console: Console, summary: Summary, prefix: str = "") -> None:
     """Nothing is left out silently: a number for every reason."""
     for reason, count in summary.refused.items():
         console.warn(f"{prefix}{counted(count, 'row')} left out: {reason}")
@@ -270,7 +270,7 @@ def tell_refused(console: Console, summary: Summary, prefix: str = "") -> None:
         console.note(f"{prefix}{text} ({counted(count, 'row')})" if count else f"{prefix}{text}")
 
 
-def tell_start(
+def report_start(
     console: Console, session: Session, folder: Path, steps: int, shape: Capacities | None, graph: bool
 ) -> None:
     """What was found and chosen, before the first step. `shape`: of every micro-batch, where it is fixed."""

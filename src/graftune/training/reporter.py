@@ -25,11 +25,11 @@ OFF = {"cuda": 0.03, "cpu": 0.10}  # what a plan may be off by
 class Reporter:
     def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
         self.console, self.log, self.total, self.device = console, log, total, device
-        self.plan, self.told_plan = plan, False
+        self.plan, self.reported_plan = plan, False
         self.bar = Progress(total)
         png = log.path.with_name("loss.png")
         self.live_plot = LivePlot(lambda: loss_plot(log.path, png, log.path.parent.name))
-        self.host_seconds: deque[float] = deque(maxlen=1000)  # a step sent, and those done told of
+        self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
 
     @property
     def meter(self) -> Meter:
@@ -47,9 +47,9 @@ class Reporter:
         speed = self.meter.tok_s
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures, **done.more)
-        if self.plan is not None and not self.told_plan:
+        if self.plan is not None and not self.reported_plan:
             self._memory(self.plan, step)
-            self.told_plan = True
+            self.reported_plan = True
         if done.skipped:
             what = "the gradient was not finite; this update was skipped"
             if scaled:
@@ -95,8 +95,8 @@ class Reporter:
 
             yield between
 
-    def hushed(self) -> Console:
-        """Nobody listens any more: nothing is written from here on but the log."""
+    def silenced(self) -> Console:
+        """The terminal is gone: from here on only the log is written. Returns a console that prints nothing."""
         self.console, self.bar = Console(quiet=True), Progress(self.total)
         return self.console
 

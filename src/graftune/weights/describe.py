@@ -110,14 +110,14 @@ def _gguf_facts(path: Path) -> dict[str, Any]:
         file = read_gguf(path)
     except GraftuneError as error:
         return {"weights": error.what}
-    told = {
+    found = {
         "name": file.metadata.get("general.name"),
         "architecture": file.metadata.get("general.architecture"),
         "type": file.metadata.get("general.type"),
         "part": f"{file.metadata['split.no']} of {file.metadata['split.count']}" if _split(file.metadata) else None,
         "weights": _weights((t.dtype_name, t.nbytes) for t in file.tensors.values()),
     }
-    return {key: value for key, value in told.items() if value}
+    return {key: value for key, value in found.items() if value}
 
 
 def _split(metadata: Mapping[str, Any]) -> bool:
@@ -128,7 +128,7 @@ def _config_facts(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
         quantised = values.get("quantization_config") or {}
-        told = {"architecture": values.get("model_type"), "quantised by": quantised.get("quant_method")}
+        found = {"architecture": values.get("model_type"), "quantised by": quantised.get("quant_method")}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-    return {key: str(value) for key, value in told.items() if value}
+    return {key: str(value) for key, value in found.items() if value}

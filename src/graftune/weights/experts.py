@@ -151,14 +151,14 @@ def parameters_of(targets: tuple[str, ...]) -> list[str]:
 
 
 def target_parameters(targets: tuple[str, ...]) -> list[str]:
-    """As PEFT is told."""
+    """As PEFT's configuration names them."""
     return [f"mlp.experts.{parameter}" for parameter in parameters_of(targets)]
 
 
-def from_target_parameters(told: list[str]) -> tuple[str, ...] | None:
+def from_target_parameters(names: list[str]) -> tuple[str, ...] | None:
     """The targets that PEFT's target_parameters are, or None if one of them is something else."""
     found: list[str] = []
-    for name in told:
+    for name in names:
         match = re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)", str(name))
         if match is None:
             return None

@@ -123,9 +123,9 @@ def _put_together(
 
 def _block(folder: Path) -> tuple[int, int]:
     """How many rows and columns share a scale, where blocks do: both methods' configurations say it."""
-    told: Any = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
-    groups = told.get("config_groups") if isinstance(told.get("config_groups"), dict) else {}
-    places = [told.get("weight_block_size")]
+    quantisation: Any = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    groups = quantisation.get("config_groups") if isinstance(quantisation.get("config_groups"), dict) else {}
+    places = [quantisation.get("weight_block_size")]
     places += [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
     for place in places:
         if place is None:

@@ -133,10 +133,10 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
             raise GraftuneError(f"holds {min(twice)}, as a part before it does", where=str(part), mend=_AGAIN)
         whole.tensors.update(one.tensors)
         whole.metadata = whole.metadata or one.metadata
-    told = whole.metadata.get("split.tensors.count")
-    if told != len(whole.tensors):
+    declared = whole.metadata.get("split.tensors.count")
+    if declared != len(whole.tensors):
         raise GraftuneError(
-            f"its parts hold {len(whole.tensors)} tensors of {told!r}", where=str(paths[0]), mend=_AGAIN
+            f"its parts hold {len(whole.tensors)} tensors of {declared!r}", where=str(paths[0]), mend=_AGAIN
         )
     return whole, paths
 

@@ -126,7 +126,7 @@ def hf_config(base: Base) -> dict[str, Any]:
     return (
         {
             "architectures": [FAMILIES[spec.family].hf_class],
-            "model_type": {family: told for told, family in MODEL_TYPES.items()}.get(spec.family, spec.family),
+            "model_type": {family: kind for kind, family in MODEL_TYPES.items()}.get(spec.family, spec.family),
             "vocab_size": spec.vocab,
             "hidden_size": spec.width,
             "intermediate_size": spec.ffn,

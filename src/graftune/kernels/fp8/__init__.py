@@ -1,6 +1,6 @@
 """Frozen products in 8-bit floats: e4m3 codes with one scale for each row, through the GPU's fp8 units.
 
-reference.py has the formulas and how the adapters' part goes along; kernel.py quantises and transposes, settling.py
+reference.py has the formulas and how the adapters' part goes along; kernel.py quantises and transposes, adapters.py
 lays adapters beside weights. No pass of its own for quantising where we write what is quantised: norms.py, gated.py and
 rotary.py are norm, SwiGLU and rope with codes, and thin.py the adapters' thin products, which write codes of what they
 leave. What attention writes, o's input, is quantised apart, since its kernels are not ours.
@@ -38,11 +38,11 @@ __all__ = [
     "norm",
     "norm_backward",
     "quantise",
+    "quantise_adapters",
     "refusal",
     "require",
     "rope_backward",
     "scale_of",
-    "settle",
     "transpose",
     "up_backward",
     "up_both",
@@ -138,14 +138,14 @@ def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
         reference.transpose(codes, out)
 
 
-def settle(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
+def quantise_adapters(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
     """Brings the codes of adapters and their figures up to date; three launches on a GPU."""
     if shares and launch.fused(shares[0].down):
-        from graftune.kernels.fp8 import settling
+        from graftune.kernels.fp8 import adapters
 
-        settling.settle(shares, tables)
+        adapters.quantise_adapters(shares, tables)
     else:
-        reference.settle(shares)
+        reference.quantise_adapters(shares)
 
 
 def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

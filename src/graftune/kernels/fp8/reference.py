@@ -129,13 +129,13 @@ def power(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def settle(shares: Sequence[Share]) -> None:
+def quantise_adapters(shares: Sequence[Share]) -> None:
     """Brings each share's figures and its codes beside and below the weight up to date."""
     for share in shares:
-        _settle(share)
+        _quantise(share)
 
 
-def _settle(share: Share) -> None:
+def _quantise(share: Share) -> None:
     n, out = len(share.down), len(share.scale)
     a = share.down.float()
     u = a.new_zeros(out, n)  # s B / the weight's scales, member by member on a diagonal

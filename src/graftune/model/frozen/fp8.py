@@ -69,7 +69,7 @@ class Workspace:
 
     def publish(self) -> None:
         """Turns the adapters into codes again, after they have changed."""
-        fp8.settle(self.shares, self._tables)
+        fp8.quantise_adapters(self.shares, self._tables)
 
 
 class Fp8(Augmented):

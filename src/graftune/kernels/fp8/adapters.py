@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 """Adapters as codes beside and below their weights, after every update: all of a model in three launches.
 
-`_measure` finds the lengths and the largest values of each rank, `_figures` derives reach and shift of each group from
-them, `_settle` lays hi, lo and hi. What they read and write is in tables of addresses, made once: a captured update
-follows the adapters.
+`_measure` finds the norm and the largest value of each rank, `_figures` derives reach and shift of each group from
+them, `_quantise` writes the codes hi, lo and hi. What they read and write is in tables of addresses, made once: a
+captured update follows the adapters.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _figures(
 
 
 @launch.kernel
-def _settle(a_type_ptr, code_type_ptr, table_ptr, alpha_ptr, B: tl.constexpr):
+def _quantise(a_type_ptr, code_type_ptr, table_ptr, alpha_ptr, B: tl.constexpr):
     """One piece of a matrix [rows, width] as codes: hi, lo and hi, a distance apart. Table: [source's address, values,
     width, target's address, distance of rows, of columns, of codes, the scales' address or 0, the shift's, first]."""
     row = table_ptr + tl.program_id(0) * 10
@@ -109,7 +109,7 @@ def _settle(a_type_ptr, code_type_ptr, table_ptr, alpha_ptr, B: tl.constexpr):
     tl.store(place + 2 * distance, hi, mask)
 
 
-def settle(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
+def quantise_adapters(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
     """All shares in three launches, whose tables are made at the first call: not while capturing."""
     if "fp8.ranks" not in tables:
         _make_tables(shares, tables)
@@ -120,7 +120,7 @@ def settle(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
         stats, tables["fp8.shares"], B=64, LARGEST=LARGEST, HEADROOM=HEADROOM, MOST_Q=MOST_Q, num_warps=1
     )
     pieces = tables["fp8.pieces"]
-    _settle[(len(pieces),)](*kinds, pieces, tables["fp8.piece_alpha"], B=PIECE, num_warps=4)
+    _quantise[(len(pieces),)](*kinds, pieces, tables["fp8.piece_alpha"], B=PIECE, num_warps=4)
 
 
 def _make_tables(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
