@@ -13,7 +13,7 @@ from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.graph import Captured
 from graftune.infer.cache import Cache
-from graftune.infer.generate import read
+from graftune.infer.generate import prefill
 from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
 from graftune.model.spec import ModelSpec
@@ -88,7 +88,7 @@ def test_a_long_prompt_is_read_without_all_of_its_scores() -> None:
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
             tokens = torch.tensor([t for p in prompts for t in p], device="cuda")
-            found.append(ours.decoder.logits(read(ours.decoder, tokens, [3000, 17], cache, name)))
+            found.append(ours.decoder.logits(prefill(ours.decoder, tokens, [3000, 17], cache, name)))
         peaks.append(torch.cuda.max_memory_allocated() - before)
     scores = SPEC.heads * 3000 * 3000 * 4
     assert peaks[0] < scores < peaks[1], peaks
