@@ -64,7 +64,7 @@ def _read(found: Any) -> Bytes:
 
 def _size(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no number of bytes")
+        raise ValueError(f"{value!r} is not a number of bytes")
     return value
 
 
