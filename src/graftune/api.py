@@ -91,7 +91,7 @@ def open(
     session = _opened(os.fspath(base), os.fspath(adapter), given)
     session.say, session.planner = console.note, functools.partial(_plan_training, card=card, free=free)
     console.note(f"device: {session.runtime.describe()}; attention: {session.attention.backend}")
-    console.note(f"frozen weights: {session.placement.base_dtype} ({session.placement.why})")
+    console.note(f"frozen weights: {session.placement.describe()}")
     return session
 
 
@@ -136,7 +136,7 @@ def _plan_training(session: Session, data: Dataset | None, *, card: Card | None,
     tokens = distinct_tokens(data.examples) if data is not None else 0
     job = Job(config, base, session.runtime, longest, shapes, card, free, evaluates=False, tokens=tokens)
     job.loss, job.layout = session.loss, layout
-    job.placement = session.placement.fixed
+    job.loaded(session.placement.fixed)
     plan = resolve_auto(job)
     session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=max(plan.capacity, longest))
     session.say(

@@ -66,6 +66,16 @@ class BaseConfig:
         "how the frozen weights are held: bf16, fp16, fp32, nf4 (4 bits: QLoRA), fp8 (8 bits) or keep (as in the "
         "file); auto: the compute dtype if it fits, else nf4, or a GGUF's own blocks",
     )
+    base_on: Literal["auto", "device", "host"] = opt(
+        "auto",
+        "where the frozen weights lie: on the device, or on host, in host memory, from which each block is fetched "
+        "while the one before it computes; auto: on the device if that fits",
+    )
+    shard_base: Literal["auto", "yes", "no"] = opt(
+        "auto",
+        "under torchrun, keep an equal part of the frozen weights on each rank and gather each block while the one "
+        "before it computes; auto: if a device cannot hold them all",
+    )
     device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps")
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = opt(
         "auto", "dtype of the matrix products; fp16 comes with a dynamic loss scale"

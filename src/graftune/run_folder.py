@@ -28,7 +28,7 @@ from graftune.weights.base import Base, default_base, open_base, with_new_tokens
 from graftune.weights.model import is_model
 
 TRIES = 20  # listings; the run deletes a checkpoint every few seconds at most
-_HERE = ("device", "compute_dtype", "base_dtype", "threads")  # of the machine the run was on
+_HERE = ("device", "compute_dtype", "base_dtype", "base_on", "shard_base", "threads")  # of the machine the run was on
 
 
 def is_run(folder: Path) -> bool:

@@ -57,6 +57,8 @@ def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
         raise AssertionError(f"{name}: optional fields are not part of the tree; use an empty value")
     if origin is Literal:
         choices = typing.get_args(hint)
+        if isinstance(value, bool) and {"yes", "no"} <= set(choices):  # what YAML makes of either without quotes
+            return "yes" if value else "no"
         if value not in choices:
             raise wrong("one of " + ", ".join(map(str, choices)))
         return value

@@ -51,8 +51,9 @@ def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.
     where = torch.device(device)
     shape, lora = more.pop("shape", Capacities(96, 4, 33, 40)), more.pop("lora", LoraConfig(rank=4))
     base = random_base(more.pop("spec", spec()), where)
+    placed = Placement(kind, "for the test").lying(more.pop("on_host", False), more.pop("ranks", 0))
     values = {"backend": "cudnn" if where.type == "cuda" else "cpu", "card": CARD} | more
-    return Setup(base, lora, Runtime(where, compute, "for the test"), Placement(kind, "for the test"), shape, **values)
+    return Setup(base, lora, Runtime(where, compute, "for the test"), placed, shape, **values)
 
 
 def gpu(**more: Any) -> Setup:
@@ -83,6 +84,9 @@ CASES = {
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
     "anchored": setup(loss=Anchored(0.1), recompute="full"),
     "anchored, with weights": setup(loss=Anchored(0.1), layout=WEIGHTED, kind="bf16", compute=torch.bfloat16),
+    "fetched from host memory": setup(on_host=True, recompute="full"),
+    "fetched nf4": setup(on_host=True, kind="nf4", spec=spec(layers=5)),
+    "kept, in parts on ranks": setup(ranks=3, kind="keep"),
     "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, cache_capacity=100, recompute="full"),
 }
 
@@ -219,6 +223,15 @@ def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
     assert found.owners == pytest.approx(whole.owners, rel=0.02, abs=64 << 10)
 
 
+@pytest.mark.parametrize("where", [{"on_host": True}, {"ranks": 2}], ids=["host", "ranks"])
+def test_a_few_layers_tell_of_all_that_are_fetched(where: Any) -> None:
+    def of(layers: int) -> Any:
+        return gpu(kind="nf4", spec=spec(layers=layers, width=256, ffn=1024, vocab=4000), **where)
+
+    found, whole = told(of, 12), rehearse(of(12))
+    assert abs(found.peak / whole.peak - 1) < 2e-3 and abs(found.host / max(1, whole.host) - 1) < 2e-2
+
+
 @pytest.mark.parametrize("make", [setup, gpu])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_few_layers_of_two_kinds_tell_of_all(make: Any, policy: str) -> None:
@@ -286,6 +299,25 @@ def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.
     assert not windowed(64, **mixed, window_layers=(0, 2)), "a convolution's window is none"
     assert not windowed(16, **mixed, window_layers=(1,)), "no document reaches it"
     assert not windowed(64, window=16, window_layers=(0, 1)) and windowed(64, window=16, window_layers=(0, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nf4", "fp8"])
+def test_a_fetched_base_is_planned(kind: str) -> None:
+    """On the device there are the buffers of two blocks and of a table; the bytes lie in host memory, or a share of
+    them on each rank."""
+    deep = spec(layers=24, width=256, ffn=1024, vocab=1000)
+    resident, host, ranks, both = (
+        rehearse(gpu(kind=kind, spec=deep, **where))
+        for where in ({}, {"on_host": True}, {"ranks": 4}, {"on_host": True, "ranks": 4})
+    )
+    base, buffers = resident.owners["base"], "buffers of fetched blocks"
+    few = 0.15 * base  # the adapters' own fp8 codes, norms, rows of scales
+    assert host.owners["base"] < few and host.owners[buffers] < 0.25 * base
+    assert 0.8 * base < host.host < 1.1 * base + MIB and resident.host < MIB
+    assert 0.22 * base < ranks.owners["base"] < 0.4 * base and ranks.owners[buffers] >= host.owners[buffers]
+    assert both.owners["base"] < few and 0.2 * base < both.host < 0.3 * base + MIB
+    peaks = [found.peak for found in (resident, ranks, host)]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full", "offload"])

@@ -17,10 +17,12 @@ import torch
 from graftune.cli import main
 from graftune.config import Config
 from graftune.errors import GraftuneError
+from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.plan import Bytes, Card, Setup, job, rehearse
+from graftune.plan import Bytes, Card, Setup, cards, job, rehearse
 from graftune.training import prepare
+from graftune.weights.synthetic import random_base
 from tests.training.runs import write_data
 
 QUIET = Console(quiet=True)
@@ -94,8 +96,8 @@ def test_a_run_that_does_not_fit_is_refused_before_loading_and_the_suggestion_ru
     ]  # fmt: skip
     config = Config.of({"base": str(folder), "data": str(data), "device": "cpu", "tokens_per_step": 512, "rank": 4})
     planned = prepare.job_of(config, QUIET, memory=1 << 40)
-    free = planned.plan("full", 512, "fp32").needed
-    assert free < planned.plan("selective", 512, "fp32").needed
+    free = planned.plan("full", 512, planned.place("fp32")).needed
+    assert free < planned.plan("selective", 512, planned.place("fp32")).needed
     monkeypatch.setattr(job, "free_bytes", lambda device: free)
 
     with monkeypatch.context() as loading:
@@ -125,7 +127,7 @@ def test_the_nearest_setting_may_be_a_smaller_micro_batch_or_fewer_bits(tiny_fol
     from graftune.plan import best, nearest, refusal
 
     for size, kind in ((1024, "bf16"), (64, "nf4")):
-        free = whole.plan("offload", size, kind).needed + job.CONTEXT_BYTES
+        free = whole.plan("offload", size, whole.place(kind)).needed + job.CONTEXT_BYTES
         tight = job_for(folder, free, **asked)
         found = nearest(tight, best(tight))
         assert found is not None and found.fits and found.capacity >= size
@@ -141,7 +143,7 @@ def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_fold
 
     asked = {"base_dtype": "fp32", "compute_dtype": "bf16", "recompute": "offload", "tokens_per_micro_batch": 64}
     whole = job_for(smollm2, 80 << 30, **asked)
-    needed = {kind: whole.plan("offload", 64, kind).needed for kind in ("keep", "nf4", "fp32")}
+    needed = {kind: whole.plan("offload", 64, whole.place(kind)).needed for kind in ("keep", "nf4", "fp32")}
     assert max(needed["keep"], needed["nf4"]) < needed["fp32"]
     enough = max(needed["keep"], needed["nf4"]) + job.CONTEXT_BYTES
     tight = job_for(smollm2, enough, **asked)
@@ -154,7 +156,7 @@ def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_fold
         found = nearest(tight, best(tight))
         assert found is None or found.settings["base_dtype"] == "nf4"
     folder = job_for(tiny_folder("llama-untied"), job.CONTEXT_BYTES + MIB, **asked)
-    folder.free = folder.plan("offload", 64, "nf4").needed
+    folder.free = folder.plan("offload", 64, folder.place("nf4")).needed
     found = nearest(folder, best(folder))
     assert found is not None and found.settings["base_dtype"] == "nf4"
 
@@ -236,3 +238,61 @@ def test_plan_without_triton_says_so(tiny_folder, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
     with pytest.raises(GraftuneError, match="the package triton is not installed"):
         job_for(tiny_folder("llama"), 24 << 30).plan("none", 64)
+
+
+def large_job(gpu: str, ranks: int = 0, **more: Any) -> job.Job:
+    """Of a model in the shape of Llama 3's 70B, on a card that is not here."""
+    shape = {
+        **{"family": "llama", "layers": 80, "width": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "head_width": 128},
+        **{"vocab": 128256, "norm_eps": 1e-5, "rope_theta": 5e5, "max_positions": 8192, "tied": False},
+    }
+    config = Config.of({"device": "cuda", "base_dtype": "nf4", "max_seq_len": 1024, "tokens_per_step": 2048} | more)
+    runtime, card = job.runtime_for(config, 0, cards.find(gpu))
+    base = random_base(ModelSpec(**shape), torch.device("cpu"))
+    return job.Job(config, base, runtime, 1024, job.any_data(1024), card, ranks=ranks)
+
+
+def test_a_base_that_does_not_fit_is_fetched_from_host_memory() -> None:
+    """70B in 4 bits on a card of 24 GB; on one of 140 GB it is resident."""
+    from graftune.plan import best, refusal
+
+    tight = large_job("4090")
+    found = best(tight)
+    assert found.fits and found.settings["base_on"] == "host" and tight.placement.on_host
+    assert "in host memory" in tight.placement.describe()
+    assert 30 << 30 < found.bytes.host < 42 << 30 and found.needed < 23 << 30
+    roomy = large_job("h200")
+    assert best(roomy).settings["base_on"] == "device" and not roomy.placement.fetched and not best(roomy).transfer
+
+    refused = large_job("4090", base_on="device")
+    assert not best(refused).fits and "--base-on host" in str(refusal(refused, best(refused)))
+    with pytest.raises(GraftuneError, match="shard_base is yes and this process is the only one"):
+        large_job("4090", shard_base="yes")
+
+
+def test_ranks_share_a_base_that_none_of_them_can_hold() -> None:
+    from graftune.plan import best
+
+    four = large_job("4090", ranks=4)
+    found = best(four)
+    assert found.fits and (found.settings["shard_base"], found.settings["base_on"]) == ("yes", "device")
+    assert four.placement.ranks == 4 and 8 << 30 < found.bytes.owners["base"] < 12 << 30
+    asked = best(large_job("h200", ranks=4, shard_base="yes"))
+    assert asked.settings["shard_base"] == "yes" and asked.bytes.owners["base"] < 12 << 30
+    assert best(large_job("h200", ranks=4)).settings["shard_base"] == "no", "auto divides only what does not fit"
+    both = large_job("4090", ranks=2, shard_base="yes", base_on="host")
+    assert best(both).fits and best(both).bytes.host < 22 << 30, "half of it in each rank's host memory"
+
+
+def test_a_plan_says_whether_the_transfer_hides() -> None:
+    """By arithmetic that a reader can do: bytes over the link's rate against operations over the card's."""
+    found = large_job("h200", base_on="host", tokens_per_micro_batch=8192).plan("full", 8192)
+    seconds = re.search(r"([\d.]+) s over the link, where 8192 tokens compute for about ([\d.]+) s", found.transfer)
+    assert seconds is not None, found.transfer
+    parameters, tables = 68.4e9, 128256 * 8192
+    assert float(seconds[1]) == pytest.approx((0.516 * parameters + 2 * tables) / 50e9, rel=0.05)
+    assert float(seconds[2]) == pytest.approx(2 * (parameters + tables) * 8192 / (0.6 * 989e12), rel=0.05)
+    assert found.transfer.endswith("hides behind the compute") and found.document()["transfer"] == found.transfer
+    short = large_job("h200", base_on="host", tokens_per_micro_batch=1024).plan("full", 1024)
+    enough = re.search(r"waits for the link; from about (\d+) tokens", short.transfer)
+    assert enough is not None and 3000 < int(enough[1]) < 6000

@@ -26,6 +26,8 @@ from graftune.observe.console import Console
         "eval_examples",
         "device",
         "base_dtype",
+        "base_on",
+        "shard_base",
         "compute_dtype",
         "threads",
         "any_base",

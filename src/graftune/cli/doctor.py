@@ -80,7 +80,7 @@ def _explain(name: str, revision: str, console: Console) -> int:
         if base.tokenizer.template is not None:
             facts["template"] = _template(base.tokenizer)
         placement = choose_placement(base, "auto", resolve())
-        facts |= {"held": f"{placement.base_dtype} ({placement.why})"}
+        facts |= {"held": placement.describe()}
     console.result({**report.document, **facts})
     if not console.json:
         shown = {key: human_bytes(value) if key == "bytes" else value for key, value in facts.items()}

@@ -14,7 +14,7 @@ from graftune.recognise import check_target
 Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
 
 
-@takes("base", omit=("base_dtype", "device", "compute_dtype", "threads"))
+@takes("base", omit=("base_dtype", "base_on", "shard_base", "device", "compute_dtype", "threads"))
 def export(
     target: str,
     /,

@@ -99,6 +99,8 @@ def _show(console: Console, found: Any, fits: dict[str, int], furthest: int) -> 
     )
     if found.bytes.host > 1 << 28:
         console.line(f"pinned host memory: {human_bytes(found.bytes.host)}")
+    if found.transfer:
+        console.line(found.transfer)
     for note in found.notes:
         console.note(note)
     words = {0: "does not fit", furthest: f"{furthest} or more"}

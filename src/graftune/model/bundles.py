@@ -62,7 +62,10 @@ class Reading(Protocol):
 class Home(Protocol):
     """Where the bytes of bundles lie for good."""
 
-    reading: Reading | None  # how ranks read the file together; None: each for itself
+    @property
+    def reading(self) -> Reading | None:
+        """How ranks read the file together; None: each for itself."""
+        ...
 
     def sizes(self, count: int) -> list[int]:
         """The pieces in which so many bytes are kept; together they may be longer."""

@@ -4,6 +4,7 @@ ledger.py    live bytes by owner, and their peak
 counting.py  what operations on tensors without memory would allocate
 shapes.py    the shapes that operations make
 unread.py    a base's tensors without their contents
+transfer.py  whether fetched weights arrive in time
 libraries.py what libraries allocate by themselves
 rehearse.py  the real step, run on them
 job.py       a run's settings as such a step, and the plan that comes of it

@@ -1,4 +1,5 @@
-"""GPUs by name, for plans made elsewhere: memory as CUDA reports it, compute capability, processors, L2 cache.
+"""GPUs by name, for plans made elsewhere: memory as CUDA reports it, compute capability, processors, L2 cache; and the
+rates of compute and of links, by which a plan says whether fetched weights arrive in time.
 
 Published figures, not measured here; only the H200 is one that this project has run on. The memory is an estimate of
 what is left of the nominal size after the driver's and, on server cards, error correction's share. A card that is here
@@ -7,6 +8,7 @@ is asked instead; --memory overrides the table.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +29,14 @@ class Card:
     processors: int = 132  # some kernels divide their work, and allocate, by these
     cache: int = 60 * MIB  # emptied where algorithms are timed
     here: bool = False
+    rate: float = 0.0  # FLOP/s, published; 0: not known
+    link: float = 0.0  # bytes/s from host memory
+    peers: float = 0.0  # bytes/s from other cards
+
+    def with_rates(self, model: Model) -> Card:
+        """As published for a card of this model."""
+        peers = model.peers or model.link
+        return dataclasses.replace(self, rate=model.tflops * 1e12, link=model.link * 1e9, peers=peers * 1e9)
 
     @property
     def device(self) -> Device:
@@ -39,38 +49,41 @@ class Model(NamedTuple):
     capability: tuple[int, int]
     processors: int
     cache_mib: int
+    tflops: float  # bf16 (fp16 before Ampere) with sums in fp32, dense
+    link: float  # GB/s from pinned host memory: about four fifths of PCIe's rate
+    peers: float = 0.0  # GB/s from other cards of the machine, over NVLink; 0: over the same link
 
 
 MODELS = {
-    "t4": Model("T4", 14.5, (7, 5), 40, 4),
-    "2080ti": Model("RTX 2080 Ti", 10.7, (7, 5), 68, 5),
-    "v100-16": Model("V100 16GB", 15.7, (7, 0), 80, 6),
-    "v100": Model("V100 32GB", 31.7, (7, 0), 80, 6),
-    "a100-40": Model("A100 40GB", 39.3, (8, 0), 108, 40),
-    "a100": Model("A100 80GB", 79.1, (8, 0), 108, 40),
-    "a10": Model("A10", 22.0, (8, 6), 72, 6),
-    "a10g": Model("A10G", 22.0, (8, 6), 80, 6),
-    "a40": Model("A40", 44.3, (8, 6), 84, 6),
-    "a6000": Model("RTX A6000", 47.4, (8, 6), 84, 6),
-    "3060": Model("RTX 3060 12GB", 11.6, (8, 6), 28, 3),
-    "3080": Model("RTX 3080 10GB", 9.6, (8, 6), 68, 5),
-    "3090": Model("RTX 3090", 23.5, (8, 6), 82, 6),
-    "4060ti": Model("RTX 4060 Ti 16GB", 15.5, (8, 9), 34, 32),
-    "4070": Model("RTX 4070", 11.6, (8, 9), 46, 36),
-    "4080": Model("RTX 4080", 15.6, (8, 9), 76, 64),
-    "4090": Model("RTX 4090", 23.5, (8, 9), 128, 72),
-    "l4": Model("L4", 22.0, (8, 9), 58, 48),
-    "l40": Model("L40", 44.3, (8, 9), 142, 96),
-    "l40s": Model("L40S", 44.3, (8, 9), 142, 96),
-    "6000ada": Model("RTX 6000 Ada", 47.4, (8, 9), 142, 96),
-    "h100": Model("H100 80GB", 79.1, (9, 0), 132, 50),
-    "h200": Model("H200", 139.8, (9, 0), 132, 60),
-    "gh200": Model("GH200 96GB", 94.5, (9, 0), 132, 50),
-    "b200": Model("B200", 178.3, (10, 0), 148, 126),
-    "5070ti": Model("RTX 5070 Ti", 15.5, (12, 0), 70, 48),
-    "5080": Model("RTX 5080", 15.5, (12, 0), 84, 64),
-    "5090": Model("RTX 5090", 31.3, (12, 0), 170, 96),
-    "pro6000": Model("RTX PRO 6000", 94.9, (12, 0), 188, 128),
+    "t4": Model("T4", 14.5, (7, 5), 40, 4, 65, 12),
+    "2080ti": Model("RTX 2080 Ti", 10.7, (7, 5), 68, 5, 54, 12),
+    "v100-16": Model("V100 16GB", 15.7, (7, 0), 80, 6, 112, 12, 120),
+    "v100": Model("V100 32GB", 31.7, (7, 0), 80, 6, 112, 12, 120),
+    "a100-40": Model("A100 40GB", 39.3, (8, 0), 108, 40, 312, 25, 250),
+    "a100": Model("A100 80GB", 79.1, (8, 0), 108, 40, 312, 25, 250),
+    "a10": Model("A10", 22.0, (8, 6), 72, 6, 125, 25),
+    "a10g": Model("A10G", 22.0, (8, 6), 80, 6, 70, 25),
+    "a40": Model("A40", 44.3, (8, 6), 84, 6, 150, 25),
+    "a6000": Model("RTX A6000", 47.4, (8, 6), 84, 6, 155, 25),
+    "3060": Model("RTX 3060 12GB", 11.6, (8, 6), 28, 3, 25, 25),
+    "3080": Model("RTX 3080 10GB", 9.6, (8, 6), 68, 5, 60, 25),
+    "3090": Model("RTX 3090", 23.5, (8, 6), 82, 6, 71, 25),
+    "4060ti": Model("RTX 4060 Ti 16GB", 15.5, (8, 9), 34, 32, 44, 12),
+    "4070": Model("RTX 4070", 11.6, (8, 9), 46, 36, 58, 25),
+    "4080": Model("RTX 4080", 15.6, (8, 9), 76, 64, 97, 25),
+    "4090": Model("RTX 4090", 23.5, (8, 9), 128, 72, 165, 25),
+    "l4": Model("L4", 22.0, (8, 9), 58, 48, 121, 25),
+    "l40": Model("L40", 44.3, (8, 9), 142, 96, 181, 25),
+    "l40s": Model("L40S", 44.3, (8, 9), 142, 96, 362, 25),
+    "6000ada": Model("RTX 6000 Ada", 47.4, (8, 9), 142, 96, 364, 25),
+    "h100": Model("H100 80GB", 79.1, (9, 0), 132, 50, 989, 50, 350),
+    "h200": Model("H200", 139.8, (9, 0), 132, 60, 989, 50, 350),
+    "gh200": Model("GH200 96GB", 94.5, (9, 0), 132, 50, 989, 350, 350),
+    "b200": Model("B200", 178.3, (10, 0), 148, 126, 2250, 50, 700),
+    "5070ti": Model("RTX 5070 Ti", 15.5, (12, 0), 70, 48, 88, 50),
+    "5080": Model("RTX 5080", 15.5, (12, 0), 84, 64, 113, 50),
+    "5090": Model("RTX 5090", 31.3, (12, 0), 170, 96, 210, 50),
+    "pro6000": Model("RTX PRO 6000", 94.9, (12, 0), 188, 128, 503, 50),
 }
 _PLAIN = re.compile(r"nvidia|geforce|quadro|rtx|tesla|gpu|sxm\d?|pcie|hbm\w*|blackwell|workstation")
 

@@ -8,11 +8,12 @@ On a GPU a micro-batch is at most `MOST` tokens: products are at full speed ther
 4096), and more tokens only take more memory. On a CPU 1024 are enough.
 
 A run that does not fit is refused before anything is loaded, with the nearest setting that does: the same micro-batch
-with more recomputing, then smaller ones, then the base in fewer bits.
+with more recomputing, then smaller ones, then the base in fewer bits, then in host memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import typing
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ from graftune.config import BaseConfig
 from graftune.errors import GraftuneError
 from graftune.observe.memory import human_bytes
 from graftune.plan.job import Job, Plan
+from graftune.weights.placement import Placement
 
 POLICIES = ("none", "selective", "full", "offload")
 MOST = {"cuda": 8192, "cpu": 1024}  # tokens of a micro-batch
@@ -39,19 +41,25 @@ def resolve_auto(job: Job) -> Plan:
 
 
 def best(job: Job) -> Plan:
-    """The first choice that fits; if none does, the first."""
-    first: Plan | None = None
-    for policy, capacity in choices(job):
-        plan = job.plan(policy, capacity)
-        # What a placement takes to save a little time is the first thing that is given up.
-        while not plan.fits and (less := job.placement.with_less_memory) is not None:
-            job.placement = less
+    """The first choice that fits; if none does, the first. Frozen weights stay on the device where any choice fits
+    with them there."""
+    first: tuple[Plan, Placement] | None = None
+    for on_host, ranks in job.places:
+        job.placement = job.placement.lying(on_host, ranks)
+        for policy, capacity in choices(job):
             plan = job.plan(policy, capacity)
-        if plan.fits:
-            return plan
-        first = first or plan
+            # What a placement takes to save a little time is the first thing that is given up.
+            while not plan.fits and (less := job.placement.with_less_memory) is not None:
+                job.placement = less
+                plan = job.plan(policy, capacity)
+            if plan.fits:
+                return plan
+            first = first or (plan, job.placement)
+            if plan.hopeless:
+                break
     assert first is not None
-    return first
+    plan, job.placement = first
+    return plan
 
 
 def choices(job: Job) -> Iterator[tuple[str, int]]:
@@ -86,12 +94,14 @@ def nearest(job: Job, plan: Plan) -> Plan | None:
     weaker = policies[start:]
     if plan.fits_device:  # it is the host that is short: what keeps more on the device may do
         weaker += policies[:start][::-1]
-    for base_dtype in _fewer_bits(job, has["base_dtype"]):
-        for capacity in [has["tokens_per_micro_batch"]] if job.resuming else halves(job, has["tokens_per_micro_batch"]):
-            for policy in weaker:
-                found = job.plan(policy, capacity, base_dtype)
-                if found.fits:
-                    return found
+    sizes = [has["tokens_per_micro_batch"]] if job.resuming else halves(job, has["tokens_per_micro_batch"])
+    for placement in _placements(job, has["base_dtype"]):
+        for capacity, policy in itertools.product(sizes, weaker):
+            found = job.plan(policy, capacity, placement)
+            if found.fits:
+                return found
+            if found.hopeless:
+                break
     return None
 
 
@@ -149,11 +159,20 @@ def _mend(job: Job, plan: Plan) -> str:
         larger = "a larger card" if plan.device == "cuda" and not plan.fits_device else "a machine with more memory"
         shorter = f", --max-seq-len below {job.longest}" if job.longest > LEAST and not job.resuming else ""
         return f"no recompute policy and no micro-batch makes it fit: take a smaller model{shorter} or {larger}"
-    names = ("base_dtype", "recompute", "tokens_per_micro_batch")
+    names = ("base_dtype", "base_on", "recompute", "tokens_per_micro_batch")
     changed = [name for name in names if found.settings[name] != plan.settings[name]]
     flags = " ".join(f"--{name.replace('_', '-')} {found.settings[name]}" for name in changed)
     where = " of the device" if plan.device == "cuda" and plan.fits_device else ""  # it is the host that is short
     return f"{flags} would need {human_bytes(found.needed)}{where}"
+
+
+def _placements(job: Job, has: str) -> list[Placement]:
+    """The base as it is, then in fewer bits, then each in host memory, if it was asked for on the device."""
+    kinds = _fewer_bits(job, has)
+    found = [job.placement if kind == has else job.place(kind).lying(*job.places[-1]) for kind in kinds]
+    if _kind(job) == "cuda" and job.config.base.base_on == "device" and job.config.train.method == "lora":
+        found += [placement.lying(True, placement.ranks) for placement in found]
+    return found
 
 
 def _fewer_bits(job: Job, has: str) -> list[str]:

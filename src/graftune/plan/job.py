@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
-from graftune.plan import cards, kept, libraries
+from graftune.plan import cards, kept, libraries, transfer
 from graftune.plan.cards import Card
 from graftune.plan.ledger import MIB
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
 from graftune.runtime import DTYPES, Runtime, resolve
 from graftune.session import attention_for
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.placement import Placement, choose_placement, nothing_frozen
+from graftune.weights.placement import Placement, choose_placement, nothing_frozen, places
 
 CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the card is elsewhere
 CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
@@ -53,6 +53,7 @@ class Plan:
     free: int
     rest: dict[str, int]  # measured, not planned: the CUDA context, or the process as it is
     host_free: int | None = None  # where the device is a GPU of this machine
+    transfer: str = ""  # what fetching the frozen weights costs, in a sentence
 
     @property
     def recompute(self) -> str:
@@ -77,6 +78,11 @@ class Plan:
     def fits(self) -> bool:
         """On the device, and beside it what is kept in host memory, which is pinned and so cannot be swapped out."""
         return self.fits_device and (self.host_free is None or self.bytes.host <= self.host_free)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the frozen weights alone are more than is free: no recomputing and no smaller micro-batch helps."""
+        return self.bytes.owners.get("base", 0) > self.free
 
     @property
     def fits_device(self) -> bool:
@@ -109,6 +115,7 @@ class Plan:
             "fits": self.fits,
             "host": self.bytes.host,
             "host_free": self.host_free,
+            "transfer": self.transfer,
             "phases": {name: sum(owners.values()) for name, owners in self.bytes.phases.items()},
             "notes": self.notes,
         }
@@ -134,14 +141,16 @@ class Job:
     launched: Launched | None = None  # called for every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
     keeps: bool = False  # rehearsals are kept between runs
-    _made: dict[tuple[str, int, tuple[str, str], ModelSpec], Bytes] = field(default_factory=dict)
+    ranks: int = 0  # that a launcher has started; 0: none has
+    _made: dict[tuple[str, int, Placement, ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lora = self.config.lora
         if lora.new_tokens and self.config.train.method == "lora":
             self.base = with_new_tokens(self.base, lora.new_tokens)
         self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
-        self.placement = self.place(self.config.base.base_dtype)
+        self.places = self._places()
+        self.placement = self.place(self.config.base.base_dtype).lying(*self.places[0])
         with self._as_there() as runtime:
             self.attention = attention_for(self.base, runtime, self.config.data.longest(self.base.spec.max_positions))
         self.host_free = available_bytes() if self.card is not None and self.card.here else None
@@ -151,6 +160,18 @@ class Job:
         with self._as_there() as runtime:
             return place(self.base, asked, runtime, self.free)
 
+    def _places(self) -> list[tuple[bool, int]]:
+        """Where the frozen weights may lie, as Placement.lying takes it; the best place first."""
+        if self.config.train.method != "lora":
+            return [(False, 0)]
+        asked = self.config.base
+        with self._as_there() as runtime:
+            return places(asked.base_on, asked.shard_base, self.ranks, runtime.device)
+
+    def loaded(self, placement: Placement) -> None:
+        """The frozen weights lie there already."""
+        self.placement, self.places = placement, [(placement.on_host, placement.ranks)]
+
     def can_place(self, asked: str) -> bool:
         try:
             self.place(asked)
@@ -158,11 +179,9 @@ class Job:
             return False
         return True
 
-    def plan(self, recompute: str, capacity: int, base_dtype: str = "", *, whole: bool = False) -> Plan:
+    def plan(self, recompute: str, capacity: int, placement: Placement | None = None, *, whole: bool = False) -> Plan:
         """By what a few layers take and one more adds, which all others add too; `whole`: with all of them."""
-        placement = self.placement
-        if base_dtype and base_dtype != placement.base_dtype:
-            placement = self.place(base_dtype)
+        placement = placement or self.placement
         setup = self.setup(recompute, capacity, placement)
         if not whole and self.base.spec.layers > MORE_LAYERS:
             found = from_few_layers(setup, lambda smaller: self._bytes(smaller, capacity))
@@ -170,6 +189,8 @@ class Job:
             found = self._bytes(setup, capacity)
         settings = {
             "base_dtype": placement.base_dtype,
+            "base_on": "host" if placement.on_host else "device",
+            "shard_base": "yes" if placement.ranks else "no",
             "compute_dtype": self.runtime.compute_name,
             "attention": self.attention.backend,
             "recompute": recompute,
@@ -179,7 +200,8 @@ class Job:
             "graph": setup.graph,
         }
         kind = self.runtime.device.type
-        return Plan(kind, self.where, settings, found, self.free, self._rest(setup), self.host_free)
+        said = transfer.sentence(setup)
+        return Plan(kind, self.where, settings, found, self.free, self._rest(setup), self.host_free, said)
 
     def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
         config, kind = self.config, self.runtime.device.type
@@ -213,8 +235,7 @@ class Job:
         return str(self.runtime.device)
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
-        held = setup.placement.base_dtype, setup.placement.option
-        key = (setup.recompute, capacity, held, setup.base.spec)
+        key = (setup.recompute, capacity, replace(setup.placement, reason=""), setup.base.spec)
         if key not in self._made:
             self._made[key] = self._rehearsed(setup)
         return self._made[key]
@@ -292,7 +313,7 @@ def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -
         return runtime, Card(name, max(0, memory - CONTEXT_BYTES), memory)
     total = memory or int(model.gib * 1024 * MIB)
     about = model.capability, model.processors, model.cache_mib * MIB
-    return runtime, Card(f"{model.name} (not here)", max(0, total - CONTEXT_BYTES), total, *about)
+    return runtime, Card(f"{model.name} (not here)", max(0, total - CONTEXT_BYTES), total, *about).with_rates(model)
 
 
 def card_here(device: torch.device, memory: int = 0) -> Card:
@@ -302,7 +323,11 @@ def card_here(device: torch.device, memory: int = 0) -> Card:
         free, total = max(0, memory - taken), memory
     about = torch.cuda.get_device_properties(device)
     capability = (about.major, about.minor)
-    return Card(about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True)
+    found = Card(about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True)
+    try:
+        return found.with_rates(cards.find(about.name))
+    except GraftuneError:  # a card that the table does not have: only the rates are not known
+        return found
 
 
 def any_data(longest: int) -> Callable[[int], Capacities]:

@@ -23,12 +23,14 @@ from graftune import graph
 from graftune.batch import PLAIN, BatchLayout, PackedBatch
 from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
+from graftune.dist.shard import Shards
 from graftune.errors import GraftuneError
 from graftune.infer.cache import Cache
 from graftune.infer.generate import TokenStep, final_lengths_of, in_groups, prefill
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss
+from graftune.model.bundles import Bundles, Home, HostMemory
 from graftune.model.decoder import Decoder
 from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
@@ -42,8 +44,8 @@ from graftune.step.evaluate import evaluate_batch
 from graftune.weights.base import Base
 from graftune.weights.placement import Placement
 
-POOLS = "graph pools"
-OWNERS = ("base", "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, WORKSPACES)
+POOLS, BUFFERS = "graph pools", "buffers of fetched blocks"
+OWNERS = ("base", BUFFERS, "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, WORKSPACES)
 
 
 @dataclass(frozen=True)
@@ -236,12 +238,22 @@ def _load(setup: Setup, ledger: Ledger) -> Parts:
         graph=setup.graph,
     )
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
-    parts = Parts.wired(config, base, runtime, setup.placement, setup.lora, choice, setup.loss)
+    parts = Parts.wired(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, home=_home(setup))
     weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
     ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
+    if isinstance(parts.decoder.bundles, Bundles):
+        ledger.give(BUFFERS, *(buffer.flat for buffer in parts.decoder.bundles.buffers.values()))
     with ledger.owner("adapters"):
         parts.arena.publish()
     return parts
+
+
+def _home(setup: Setup) -> Home | None:
+    """As session/opening.py has it, with ranks that say nothing."""
+    placement, device = setup.placement, setup.runtime.device
+    if placement.ranks:
+        return Shards(0, placement.ranks, lambda into, own: None, device, on_host=placement.on_host)
+    return HostMemory(device) if placement.on_host else None
 
 
 def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN) -> PackedBatch:

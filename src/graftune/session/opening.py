@@ -15,22 +15,35 @@ import torch
 
 from graftune.config import Config, LoraConfig
 from graftune.data.template import template_from_file
+from graftune.dist.shard import shards_of
+from graftune.dist.world import World
 from graftune.errors import GraftuneError
 from graftune.kernels import attention
 from graftune.losses import choose
+from graftune.model.bundles import Home, HostMemory
 from graftune.model.lora import initialise, start_from_scratch
 from graftune.model.mixers.attention import AttentionSpec
+from graftune.observe.memory import free_bytes
 from graftune.runtime import Runtime, resolve
 from graftune.session.session import Session
 from graftune.weights.adapter import Adapter, load_adapter, place_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.model import hf_config
-from graftune.weights.placement import Placement, choose_placement, nothing_frozen
+from graftune.weights.placement import (
+    Placement,
+    check_blocks,
+    choose_placement,
+    held_bytes,
+    nothing_frozen,
+    places,
+)
 
 
-def open_session(config: Config, *, base: Base | None = None, placement: Placement | None = None) -> Session:
+def open_session(
+    config: Config, *, base: Base | None = None, placement: Placement | None = None, world: World | None = None
+) -> Session:
     """Open the base unless it is given, resolve what is `auto`, lay out the adapters and place the weights (as was
-    planned, or as fits now)."""
+    planned, or as fits now). `world`: the ranks of the run, where a launcher has started it."""
     runtime = resolve(
         config.base.device,
         config.base.compute_dtype,
@@ -51,15 +64,25 @@ def open_session(config: Config, *, base: Base | None = None, placement: Placeme
     config = config.replace(max_seq_len=config.data.longest(base.spec.max_positions))
     attend = attention_for(base, runtime, config.data.max_seq_len)
     whole = hf_config(base) if method != "lora" else None
-    place = choose_placement if method == "lora" else nothing_frozen
-    placement = placement or place(base, config.base.base_dtype, runtime)
+    placement = placement or _placed(config, base, runtime, world)
     resolved = config.replace(
         device=str(runtime.device),
         compute_dtype=runtime.compute_name,
         base_dtype=placement.base_dtype,
         alpha=lora.alpha if method == "lora" else config.lora.alpha,
     )
-    session = Session.wired(resolved, base, runtime, placement, lora, attend, choose(config.train), whole=whole)
+    session = Session.wired(
+        resolved,
+        base,
+        runtime,
+        placement,
+        lora,
+        attend,
+        choose(config.train),
+        world=world,
+        whole=whole,
+        home=home_of(placement, base, runtime, world),
+    )
     arena = session.arena
     if method == "scratch":
         start_from_scratch(arena, base.spec, config.train.seed)
@@ -72,11 +95,47 @@ def open_session(config: Config, *, base: Base | None = None, placement: Placeme
     return session
 
 
+def _placed(config: Config, base: Base, runtime: Runtime, world: World | None) -> Placement:
+    """Without a plan: where the weights alone fit."""
+    if config.train.method != "lora":
+        return nothing_frozen(base, config.base.base_dtype, runtime)
+    placement = choose_placement(base, config.base.base_dtype, runtime)
+    found = places(config.base.base_on, config.base.shard_base, world.size if world else 0, runtime.device)
+    if len(found) > 1:
+        held, free = held_bytes(base, placement.base_dtype, runtime.compute), free_bytes(runtime.device)
+        found = [(on_host, ranks) for on_host, ranks in found if on_host or held < free * max(1, ranks)] or found[-1:]
+    return placement.lying(*found[0])
+
+
+def home_of(placement: Placement, base: Base, runtime: Runtime, world: World | None) -> Home | None:
+    """Where frozen weights are fetched from; None: they are on the device."""
+    if not placement.fetched:
+        return None
+    if placement.base_dtype == "keep":
+        check_blocks(base)  # also on a CPU: they are not read from the file any more
+    if not placement.ranks:
+        return HostMemory(runtime.device)
+    assert world is not None and world.size == placement.ranks, "a divided base needs its ranks"
+    world.attach(runtime.device)
+    if runtime.device.type == "cuda" and not world.captured:
+        raise GraftuneError(
+            "a base in equal parts on ranks is gathered by NCCL, and here several ranks share a GPU",
+            mend="give each rank a GPU of its own, or set shard_base to no",
+        )
+    return shards_of(world, runtime.device, on_host=placement.on_host)
+
+
 def check_method(config: Config) -> None:
     """Settings of adapters where none are trained are a mistake: they would be read by nobody. And a loss that cannot
     work with the method."""
     choose(config.train)
     method, default = config.train.method, LoraConfig()
+    for name, unset in (("base_on", ("auto", "device")), ("shard_base", ("auto", "no"))):
+        if method != "lora" and getattr(config.base, name) not in unset:
+            raise GraftuneError(
+                f"{name} is {getattr(config.base, name)} and method is {method}, which freezes no weight",
+                mend=f"leave {name} out, or set method to lora",
+            )
     for name, value in vars(config.lora).items() if method != "lora" else ():
         if value != getattr(default, name):
             raise GraftuneError(

@@ -25,10 +25,11 @@ from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
 from graftune.losses import CrossEntropy, Loss, choose
+from graftune.model.bundles import Home
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena, build_arena
 from graftune.ranks import WHOLE, Share
-from graftune.runtime import Runtime
+from graftune.runtime import DTYPES, Runtime
 from graftune.step.evaluate import EvalResult, evaluate
 from graftune.step.pipeline import Loop, pipeline_for
 from graftune.step.step import Step
@@ -92,8 +93,9 @@ class Parts:
         loss: Loss,
         world: World | None = None,
         whole: dict[str, Any] | None = None,
+        home: Home | None = None,
     ) -> Self:
-        """Lay out what trains and load the base around it. What trains has no values yet. The plan rehearses
+        """Lay out what trains and load the base around it, or into its `home` (model/bundles.py). What trains has no values yet. The plan rehearses
         this very function, and is told who holds what."""
         with rehearsal.owned("adapters"):
             full = config.train.method != "lora"
@@ -101,7 +103,7 @@ class Parts:
         rehearsal.give("gradients", arena.grads)
         rehearsal.give("moments", arena.m, arena.v)
         with rehearsal.owned("base"):
-            decoder = build_decoder(base, arena, lora, runtime, placement)
+            decoder = build_decoder(base, arena, lora, runtime, placement, home)
         return cls(config, base, runtime, placement, lora, arena, decoder, choice, loss, world, whole)
 
     @property
@@ -224,11 +226,8 @@ class Parts:
             save_model(folder, self.arena, self.base, self.whole, self.runtime.compute)
 
     def _write_adapter(self, folder: Path) -> None:
-        tables = {}
-        for name, table in (("embed_tokens", self.decoder.embedding), ("lm_head", self.decoder.head.frozen)):
-            if f"{name}.rows" in self.arena.slots:
-                ids = torch.arange(table.out_features, device=self.runtime.device)
-                tables[name] = table.rows(ids)
+        names = [name for name in ("embed_tokens", "lm_head") if f"{name}.rows" in self.arena.slots]
+        tables = {name: self._table(name) for name in names}
         data = self.config.data
         facts = {
             "template": "none" if data.template == "none" else "auto",
@@ -236,6 +235,13 @@ class Parts:
             "revision": self.config.base.revision,
         }
         save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
+
+    def _table(self, name: str) -> torch.Tensor:
+        """An embedding or head as products see it, from the file: it need not be on the device, and where ranks hold it
+        together only one of them writes."""
+        source, compute = self.base.tensors[f"{name}.weight"], self.runtime.compute
+        rows = source.read(0, source.shape[0])
+        return rows.to(DTYPES.get(self.placement.base_dtype, compute)).to(compute)
 
 
 def _report_done(on_progress: Callable[[int], None], asked: int, new: dict[int, int]) -> None:

@@ -262,6 +262,7 @@ class DeviceLoop(Steps):
         self.free.put(staged)
         if self.work.dropout:
             self.work.set_dropout_seed(dropout_seed)
+        self.work.decoder.bundles.settle()  # an evaluation leaves other blocks in the buffers than a replay begins with
         inputs.run()
 
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:

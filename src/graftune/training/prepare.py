@@ -116,6 +116,8 @@ def _placed(
             job.launched = launched
         plan = resolve_auto(job) if job else None
     if plan is not None:
+        if plan.transfer:
+            console.note(plan.transfer)
         capacity, config = plan.capacity, config.replace(recompute=plan.recompute)
         for note in plan.notes:
             console.note(note)
@@ -278,7 +280,7 @@ def report_start(
     console.note(f"base: {session.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
     console.note(f"device: {session.runtime.describe()}")
     console.note(f"attention: {session.attention.backend} ({session.attention.why})")
-    console.note(f"frozen weights: {session.placement.base_dtype} ({session.placement.why})")
+    console.note(f"frozen weights: {session.placement.describe()}")
     console.note(
         f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
     )

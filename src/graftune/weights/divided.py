@@ -28,7 +28,8 @@ def _divided(source: RowSource, reading: Reading) -> RowSource:
     if isinstance(source, Nf4Tensor):  # read as a whole, part by part
         parts = {name: Divided(part, reading) for name, part in source.parts.items()}
         return dataclasses.replace(source, parts=cast(Any, parts))
-    return Divided(source, reading) if len(source.shape) == 2 else source
+    kind = DividedCodes if hasattr(source, "read_codes") else Divided
+    return kind(source, reading) if len(source.shape) == 2 else source
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,6 @@ class Divided(Over):
         read = cast(Any, self.source).raw
         return lambda start, stop: self._together(read, start, stop)
 
-    @property
-    def read_codes(self) -> Callable[[int, int], Any]:
-        """An FP8 checkpoint's codes and scales; an AttributeError where the source has none with a scale a row."""
-        read = cast(Any, self.source).read_codes
-
-        def together(start: int, stop: int) -> Any:
-            first, last, share = self._share(start, stop)
-            own = read(first, last)
-            parts = own.codes.view(torch.uint8), own.scale
-            return type(own)(*(self._gathered(part, share)[: stop - start] for part in parts))
-
-        return together
-
     def _together(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
         first, last, share = self._share(start, stop)
         return self._gathered(read(first, last), share)[: stop - start]
@@ -83,3 +71,13 @@ class Divided(Over):
         if len(own) < share:
             own = torch.cat((own, own.new_zeros(share - len(own), *own.shape[1:])))
         return self.reading.gather(own)
+
+
+class DividedCodes(Divided):
+    """The same of FP8 codes with a scale a row (model/frozen/fp8.py's CodedRows)."""
+
+    def read_codes(self, start: int, stop: int) -> Any:
+        first, last, share = self._share(start, stop)
+        own = cast(Any, self.source).read_codes(first, last)
+        parts = own.codes.view(torch.uint8), own.scale
+        return type(own)(*(self._gathered(part, share)[: stop - start] for part in parts))
