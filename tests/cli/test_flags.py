@@ -16,31 +16,30 @@ from graftune.cli.app import app
 from graftune.config import leaves
 
 FROZEN = {
-    "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip
+    "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta1 --beta2 --clip
         --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
-        --eval-data --eval-every --eval-examples --graph --init --init-scale --json --keep-last --loss --lr
-        --map --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base --no-append-eos
-        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience
-        --print-config --profile --prompt-form --quiet --rank --recompute --resume --revision --rslora
-        --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed --strict
-        --targets --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step --train-norms
-        --train-on --train-reasoning --val-split --warmup --weight-decay -c BASE DATA MORE""",
-    "chat": """--any-base --append-eos --base --base-dtype --compare --compute-dtype --date --device --json
-        --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --system --temperature
-        --template --template-vars --threads --top-k --top-p TARGET""",
-    "eval": """--any-base --append-eos --base --base-dtype --base-too --compute-dtype --date --device --json --map
-        --max-seq-len --no-any-base --no-append-eos --no-strict --prompt-form --quiet --revision --strict --template
-        --template-vars --threads --train-on --train-reasoning DATA TARGET""",
-    "data": """--append-eos --base --config --date --json --map --max-seq-len --no-append-eos --no-strict
-        --prompt-form --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA
-        MORE""",
-    "plan": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --beta1 --beta2 --clip
+        --eval-data --eval-every --eval-examples --graph --init --init-scale --json --keep-last --loss --lr --map
+        --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic
+        --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience --print-config --profile
+        --prompt-form --quiet --rank --recompute --resume --revision --rslora --sample-tokens --samples --save-every
+        --save-minutes --schedule --score --score-records --seed --shard-base --strict --targets --template
+        --template-vars --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on
+        --train-reasoning --val-split --warmup --weight-decay -c BASE DATA MORE""",
+    "chat": """--any-base --append-eos --base --base-dtype --base-on --compare --compute-dtype --date --device --json
+        --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --shard-base --system
+        --temperature --template --template-vars --threads --top-k --top-p TARGET""",
+    "eval": """--any-base --append-eos --base --base-dtype --base-on --base-too --compute-dtype --date --device --json
+        --map --max-seq-len --no-any-base --no-append-eos --no-strict --prompt-form --quiet --revision --shard-base
+        --strict --template --template-vars --threads --train-on --train-reasoning DATA TARGET""",
+    "data": """--append-eos --base --config --date --json --map --max-seq-len --no-append-eos --no-strict --prompt-form
+        --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA MORE""",
+    "plan": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta1 --beta2 --clip
         --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
-        --eval-data --eval-every --eval-examples --gpu --graph --init --init-scale --json --keep-last --loss
-        --lr --map --max-seq-len --max-steps --memory --method --min-lr --new-tokens --no-any-base --no-append-eos
-        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience
-        --print-config --prompt-form --rank --recompute --revision --rslora --sample-tokens --samples --save-every
-        --save-minutes --schedule --score --score-records --seed --strict --targets --template --template-vars
+        --eval-data --eval-every --eval-examples --gpu --graph --init --init-scale --json --keep-last --loss --lr
+        --map --max-seq-len --max-steps --memory --method --min-lr --new-tokens --no-any-base --no-append-eos
+        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience --print-config
+        --prompt-form --rank --recompute --revision --rslora --sample-tokens --samples --save-every --save-minutes
+        --schedule --score --score-records --seed --shard-base --strict --targets --template --template-vars
         --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split
         --warmup --weight-decay -c BASE DATA MORE""",
     "doctor": "--json --revision BASE",

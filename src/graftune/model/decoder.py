@@ -206,6 +206,7 @@ class Decoder:
         self.bundles.enter(HEAD)
         normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)
         logits = self.head.of(adapted).matmul(normed).float()
+        self.bundles.settle()  # the next token's pass may be a replay
         return linear_cross_entropy.soft_capped(logits, self.spec.logit_scale, self.spec.logit_cap)
 
 

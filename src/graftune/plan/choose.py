@@ -44,9 +44,10 @@ def best(job: Job) -> Plan:
     """The first choice that fits; if none does, the first. Frozen weights stay on the device where any choice fits
     with them there."""
     first: tuple[Plan, Placement] | None = None
+    found = list(choices(job))
     for on_host, ranks in job.places:
         job.placement = job.placement.lying(on_host, ranks)
-        for policy, capacity in choices(job):
+        for policy, capacity in found:
             plan = job.plan(policy, capacity)
             # What a placement takes to save a little time is the first thing that is given up.
             while not plan.fits and (less := job.placement.with_less_memory) is not None:
@@ -55,8 +56,8 @@ def best(job: Job) -> Plan:
             if plan.fits:
                 return plan
             first = first or (plan, job.placement)
-            if plan.hopeless:
-                break
+            if (policy, capacity) == found[0] and not job.plan(*found[-1]).fits_device:
+                break  # the last choice takes the least of the device
     assert first is not None
     plan, job.placement = first
     return plan
@@ -96,12 +97,12 @@ def nearest(job: Job, plan: Plan) -> Plan | None:
         weaker += policies[:start][::-1]
     sizes = [has["tokens_per_micro_batch"]] if job.resuming else halves(job, has["tokens_per_micro_batch"])
     for placement in _placements(job, has["base_dtype"]):
+        if not any(job.plan(policy, sizes[-1], placement).fits for policy in weaker):
+            continue
         for capacity, policy in itertools.product(sizes, weaker):
             found = job.plan(policy, capacity, placement)
             if found.fits:
                 return found
-            if found.hopeless:
-                break
     return None
 
 
@@ -167,12 +168,12 @@ def _mend(job: Job, plan: Plan) -> str:
 
 
 def _placements(job: Job, has: str) -> list[Placement]:
-    """The base as it is, then in fewer bits, then each in host memory, if it was asked for on the device."""
-    kinds = _fewer_bits(job, has)
-    found = [job.placement if kind == has else job.place(kind).lying(*job.places[-1]) for kind in kinds]
+    """The base as it is, then in fewer bits; and the same wherever else it may lie, at last in host memory."""
+    places = [*job.places]
     if _kind(job) == "cuda" and job.config.base.base_on == "device" and job.config.train.method == "lora":
-        found += [placement.lying(True, placement.ranks) for placement in found]
-    return found
+        places.append((True, job.placement.ranks))
+    kinds = [job.placement if kind == has else job.place(kind) for kind in _fewer_bits(job, has)]
+    return [kind.lying(*place) for place in places for kind in kinds]
 
 
 def _fewer_bits(job: Job, has: str) -> list[str]:

@@ -80,11 +80,6 @@ class Plan:
         return self.fits_device and (self.host_free is None or self.bytes.host <= self.host_free)
 
     @property
-    def hopeless(self) -> bool:
-        """Whether the frozen weights alone are more than is free: no recomputing and no smaller micro-batch helps."""
-        return self.bytes.owners.get("base", 0) > self.free
-
-    @property
     def fits_device(self) -> bool:
         return self.needed <= self.free
 
