@@ -95,8 +95,9 @@ class Parts:
         whole: dict[str, Any] | None = None,
         home: Home | None = None,
     ) -> Self:
-        """Lay out what trains and load the base around it, or into its `home` (model/bundles.py). What trains has no values yet. The plan rehearses
-        this very function, and is told who holds what."""
+        """Lay out what trains and load the base around it; its frozen weights go to `home`, where there is one
+        (model/bundles.py). What trains has no values yet. The plan rehearses this very function, and is told who holds
+        what."""
         with rehearsal.owned("adapters"):
             full = config.train.method != "lora"
             arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=full)
