@@ -246,7 +246,8 @@ def large_job(gpu: str, ranks: int = 0, **more: Any) -> job.Job:
         **{"family": "llama", "layers": 80, "width": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "head_width": 128},
         **{"vocab": 128256, "norm_eps": 1e-5, "rope_theta": 5e5, "max_positions": 8192, "tied": False},
     }
-    config = Config.of({"device": "cuda", "base_dtype": "nf4", "max_seq_len": 1024, "tokens_per_step": 2048} | more)
+    values = {"device": "cuda", "base_dtype": "nf4", "max_seq_len": 1024, "tokens_per_step": 1024, "recompute": "full"}
+    config = Config.of(values | more)
     runtime, card = job.runtime_for(config, 0, cards.find(gpu))
     base = random_base(ModelSpec(**shape), torch.device("cpu"))
     return job.Job(config, base, runtime, 1024, job.any_data(1024), card, ranks=ranks)
