@@ -19,6 +19,10 @@ class Example:
     supervised: list[bool]
     row: int = 0  # row of the source file it came from, counted from 1
     weights: list[float] | None = None  # of each token's loss, read where it is supervised; None: 1 for all
+    # Examples with the same number, which follow each other, belong together: the answers of a pair. -1: it is alone.
+    group: int = -1
+    # What the data says of it for a loss to read, by name: one number, or one per token.
+    numbers: Mapping[str, float | list[float]] = field(default_factory=dict)
 
     @property
     def response_tokens(self) -> int:
@@ -58,7 +62,8 @@ class BatchLayout:
     fields: tuple[Field, ...] = ()
     # What each example adds to the divisor of its optimizer step. None: its response tokens.
     shares: Callable[[Sequence[Example]], np.ndarray] | None = None
-    # A number per example: those with the same number, which follow each other, stay together in one micro-batch.
+    # A number per example: those with the same number, which follow each other, stay together in one micro-batch. Set
+    # from the data where a loss takes data of groups.
     groups: Callable[[Sequence[Example]], np.ndarray] | None = None
 
 

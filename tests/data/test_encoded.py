@@ -21,8 +21,9 @@ from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data import cached, dataset, maker
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.encoded import Damaged, Entry, Examples, Store, Writer, distinct_tokens, take
+from graftune.data.encoded import Damaged, Examples, Store, distinct_tokens, take
 from graftune.data.pack import pack
+from graftune.data.writer import Entry, Writer
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from tests.data.helpers import CHATML, tokenizer, turns, with_template

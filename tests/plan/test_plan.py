@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from graftune.batch import Example
 from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
@@ -33,6 +34,7 @@ from graftune.weights import fp8_way, placement
 from graftune.weights.base import open_base
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
+from tests.losses.pairs import Dpo
 
 QUIET = Console(quiet=True)
 MIB = 1 << 20
@@ -66,6 +68,7 @@ def told(of: Callable[[int], Setup], layers: int) -> Bytes:
     return job.from_few_layers(of(layers))
 
 
+PAIRED = [Example([1, 2], [False, True], group=0)] * 2
 CASES = {
     "none": setup(),
     "selective": setup(recompute="selective"),
@@ -80,6 +83,7 @@ CASES = {
     "every weight": setup(method="full"),
     "convolutions": setup(spec=spec(family="lfm2", norms="operator", conv_layers=(0, 1), conv_taps=3)),
     "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
+    "pairs, the start kept": setup(loss=Dpo("start"), layout=Dpo().layout(PAIRED)),
     "fp8": setup(kind="fp8"),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
     "anchored": setup(loss=Anchored(0.1), recompute="full"),

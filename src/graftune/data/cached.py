@@ -1,10 +1,10 @@
 """Encoded data found again: one file per data set and way of encoding it, under the user's cache folder.
 
-The key is everything that decides a token or a mask: the data's content, the tokenizer, the template, the settings of
-the data section, and the code that does it (its own source, so that no version number can be forgotten). Files are
-written aside and renamed, so two processes that encode the same data at once both end with a whole file. Nothing but
-time hangs on an entry: a damaged one is made again, the least recently used go when all of them exceed `LIMIT`, and
-where the folder cannot be written the data lives in a temporary file for as long as the process does.
+The key is everything that decides a token or a mask: the data's content and its kind, the tokenizer, the template, the
+settings of the data section, and the code that does it (its own source, so that no version number can be forgotten).
+Files are written aside and renamed, so two processes that encode the same data at once both end with a whole file.
+Nothing but time hangs on an entry: a damaged one is made again, the least recently used go when all of them exceed
+`LIMIT`, and where the folder cannot be written the data lives in a temporary file for as long as the process does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import tokenizers
 
 from graftune import files, remembered
 from graftune.config import DataConfig
-from graftune.data.encoded import Damaged, Store, Writer
+from graftune.data.encoded import Damaged, Store
+from graftune.data.kind import ANSWERS, DataKind
+from graftune.data.writer import Writer
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
@@ -43,13 +45,14 @@ def folder() -> Path:
     return remembered.cache_folder() / "data"
 
 
-def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig) -> str:
-    """`sources`: the content of each source and what is done with it, as JSON values."""
+def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, kind: DataKind = ANSWERS) -> str:
+    """`sources`: the content of each source and what is done with it, as JSON values. `kind`: what the rows are read
+    as."""
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _APART}
     if config.template not in ("auto", "none"):
         with suppress(OSError):  # said better by whoever opens it
             settings["template"] = hashlib.sha256(Path(config.template).read_bytes()).hexdigest()
-    made = [list(sources), tokenizer.fingerprint, settings, _code()]
+    made = [list(sources), tokenizer.fingerprint, settings, kind.key, _code()]
     return hashlib.sha256(json.dumps(made, sort_keys=True, default=repr).encode()).hexdigest()[:40]
 
 

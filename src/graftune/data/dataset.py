@@ -24,11 +24,13 @@ from graftune import digest
 from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data import cached
-from graftune.data.encoded import Entry, Examples, Store, Writer, short
+from graftune.data.encoded import Examples, Store, groups_of, short
+from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.maker import CHUNK_ROWS, Maker
 from graftune.data.record import Message
 from graftune.data.source import SourceFile, digest_of, rows, sources
 from graftune.data.summary import Summary, nothing_usable
+from graftune.data.writer import Entry, Writer
 from graftune.errors import GraftuneError
 from graftune.mixture import DataValue, label
 from graftune.observe.console import Console
@@ -90,13 +92,14 @@ class Dataset:
         references: Sequence[str] = (),
         messages: Sequence[list[Message]] = (),
         path: str = "",
+        kind: DataKind = ANSWERS,
     ) -> Dataset:
-        """From examples in memory."""
+        """From examples in memory; `kind` says what their records are."""
         file, none = io.BytesIO(), [""] * len(examples)
         writer = Writer(file, 1 + max((max(e.tokens, default=0) for e in examples), default=0))
         texts = zip(examples, prompts or none, references or none, messages or [[] for _ in examples], strict=True)
         writer.add([Entry(example, ask, answer, turns) for example, ask, answer, turns in texts])
-        writer.close()
+        writer.close(kind=kind.name)
         return Dataset(Examples(Store(file.getvalue())), Summary(), "", path).subset(range(len(examples)))
 
     def __len__(self) -> int:
@@ -113,6 +116,11 @@ class Dataset:
     @property
     def messages(self) -> Sequence[list[Message]]:
         return _Texts(self.examples, "messages")
+
+    @property
+    def kind(self) -> str:
+        """What its records are."""
+        return self.examples.store.kind
 
     @property
     def longest(self) -> int:
@@ -149,16 +157,29 @@ class Dataset:
         return dataclasses.replace(self, examples=part, summary=summary)
 
     def at_most(self, count: int, seed: int) -> Dataset:
-        """So many of the examples, chosen by the seed and in the data's order; 0: all of them."""
+        """So many of the examples, chosen by the seed and in the data's order; 0: all of them. Groups are taken
+        whole, as many as fit and at least one."""
         if not 0 < count < len(self):
             return self
-        order = np.random.default_rng([seed, 0xE7A1]).permutation(len(self))
-        return self.subset(np.sort(order[:count]))
+        groups = groups_of(self.examples)
+        alone = np.where(groups < 0, -1 - np.arange(len(self)), groups)
+        units, unit_of, sizes = np.unique(alone, return_inverse=True, return_counts=True)
+        order = np.random.default_rng([seed, 0xE7A1]).permutation(len(units))
+        if len(units) == len(self):  # nothing belongs together
+            return self.subset(np.sort(order[:count]))
+        taken = order[: max(1, int((np.cumsum(sizes[order]) <= count).sum()))]
+        return self.subset(np.flatnonzero(np.isin(unit_of, taken)))
 
 
-def prepare(value: DataValue, tokenizer: Tokenizer, config: DataConfig, console: Console | None = None) -> Dataset:
+def prepare(
+    value: DataValue,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    console: Console | None = None,
+    kind: DataKind = ANSWERS,
+) -> Dataset:
     """Everything in the data that can be trained on; GraftuneError if that is nothing. `console` shows the progress of
-    encoding, and why encoded data cannot be kept."""
+    encoding, and why encoded data cannot be kept. `kind` is what the rows are read as: that of the loss."""
     notes: dict[str, int] = {}  # in the order they come, each once
 
     def note(text: str) -> None:
@@ -166,16 +187,16 @@ def prepare(value: DataValue, tokenizer: Tokenizer, config: DataConfig, console:
 
     files, path = sources(value, note), label(value)
     sha256 = digest_of(files, _digest)
-    key = cached.key_of([sha256, [_kind(file.path) for file in files]], tokenizer, config)
+    key = cached.key_of([sha256, [_kind(file.path) for file in files]], tokenizer, config, kind)
     store, why = cached.find(key), ""
     if store is None:
 
         def write(writer: Writer) -> dict[str, Any]:
-            maker = Maker(tokenizer, config, path)
+            maker = Maker(tokenizer, config, path, kind)
             total = _rows_of(files)
             total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
             with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
-                for chunk in maker.chunks(rows(files, config.map, note)):
+                for chunk in maker.chunks(rows(files, config.map, note, kind.refusal_of_all)):
                     writer.add(chunk.entries, chunk.details)
                     if bar is not None:
                         bar.update(maker.summary.rows)
@@ -185,7 +206,7 @@ def prepare(value: DataValue, tokenizer: Tokenizer, config: DataConfig, console:
             if digest_of(files, _digest) != sha256:
                 raise GraftuneError("was changed while it was being read", where=path, mend="start again")
             maker.summary.duplicates = writer.duplicates()
-            return {"summary": maker.summary.document()}
+            return {"summary": maker.summary.document(), "kind": kind.name}
 
         store, why = cached.make(key, _vocabulary(tokenizer), write)
         if why and console is not None:

@@ -8,6 +8,7 @@ processes, which would each need the tokenizer and pay to send rows and tokens b
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,16 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data.chat import Passage, check_roles, trained_turns
-from graftune.data.encoded import Entry
 from graftune.data.fit import Built, Fitter
-from graftune.data.record import Record, to_record
+from graftune.data.kind import ANSWERS, DataKind
+from graftune.data.record import Record
 from graftune.data.source import Refusal, Row
 from graftune.data.summary import KEPT_DETAILS, Summary
 from graftune.data.template import special_pattern, special_tokens, usable_format
 from graftune.data.text import windows
 from graftune.data.turns import as_unicode
+from graftune.data.writer import Entry
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
@@ -34,11 +37,9 @@ Encoded = list[tuple[list[int], Any]]
 
 
 @dataclass
-class Pending:
-    """A row between rendering and encoding: its texts, or why it is not used."""
+class Rendered:
+    """A record between rendering and encoding."""
 
-    row: Row
-    refusal: Refusal | None = None
     kind: str = ""
     text: str | None = None  # of a `text` record
     weight: float = 1.0  # of its loss
@@ -48,14 +49,24 @@ class Pending:
     def texts(self) -> list[str]:
         return [passage.text for passage in self.passages] if self.text is None else [self.text]
 
+
+@dataclass
+class Pending:
+    """A row between rendering and encoding: its records, or why it is not used."""
+
+    row: Row
+    refusal: Refusal | None = None
+    records: list[Rendered] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for record in self.records for text in record.texts]
+
     @property
     def size(self) -> int:
         """In characters."""
-        return sum([len(passage.text) for passage in self.passages]) if self.text is None else len(self.text)
-
-    @property
-    def count(self) -> int:
-        return len(self.passages) if self.text is None else 1
+        return sum(map(len, self.texts))
 
 
 @dataclass
@@ -68,8 +79,8 @@ class Chunk:
 class Maker:
     """Keeps the summary. The model's own template is looked at when the first row needs it."""
 
-    def __init__(self, tokenizer: Tokenizer, config: DataConfig, path: str):
-        self.tokenizer, self.config, self.path = tokenizer, config, path
+    def __init__(self, tokenizer: Tokenizer, config: DataConfig, path: str, kind: DataKind = ANSWERS):
+        self.tokenizer, self.config, self.path, self.kind = tokenizer, config, path, kind
         self.summary = Summary(max_seq_len=config.longest())
         self.control = special_pattern(tokenizer)
         # A search for any of hundreds of names is slow; almost no text has even their first letters.
@@ -107,20 +118,21 @@ class Maker:
         try:
             if isinstance(row.value, Refusal):
                 raise row.value
-            record = to_record(row.value)
-            for name in record.ignored:
-                self._note(f"column not used: {name}")
-            for note in record.notes:
+            records, numbers = self.kind.records(row.value), self.kind.numbers_of(row.value)
+            for note in dict.fromkeys(note for record in records for note in _notes(record)):
                 self._note(note)
-            if record.kind == "text":
-                self._note_control([record.text])
-                return Pending(row, kind=record.kind, text=record.text, weight=record.weight)
-            made = Pending(row, kind=record.kind, passages=self._passages(record))
-            for passage in made.passages:
-                as_unicode(passage.text)  # a template may print what comes from anywhere in a row
-            return made
+            return Pending(row, records=[self._record(record) for record in records], numbers=numbers)
         except Refusal as refusal:
             return Pending(row, refusal)
+
+    def _record(self, record: Record) -> Rendered:
+        if record.kind == "text":
+            self._note_control([record.text])
+            return Rendered(record.kind, record.text, record.weight)
+        made = Rendered(record.kind, passages=self._passages(record))
+        for passage in made.passages:
+            as_unicode(passage.text)  # a template may print what comes from anywhere in a row
+        return made
 
     def _passages(self, record: Record) -> list[Passage]:
         fitter, messages = self._fitter(record), record.messages
@@ -137,7 +149,7 @@ class Maker:
     def _chunk(self, pending: list[Pending], coming: Future[Encoded]) -> Chunk:
         chunk, encoded, done = Chunk(rows=len(pending)), coming.result(), 0
         for one in pending:
-            count = one.count
+            count = len(one.texts)
             self._account(one, encoded[done : done + count], chunk)
             done += count
         return chunk
@@ -159,27 +171,43 @@ class Maker:
             summary.bump("refused", refusal.reason)
             self._detail(chunk, row, refusal.text)
             return
-        summary.bump("kinds", one.kind)
-        for tokens, _ in encoded:
-            size = len(tokens)
-            if one.text is None:  # a long text loses nothing
-                summary.lengths[size] = summary.lengths.get(size, 0) + 1
+        summary.bump("kinds", one.records[0].kind)
+        whole = [record.text is None for record in one.records for _ in record.texts]  # a long text loses nothing
+        for (tokens, _), counts in zip(encoded, whole, strict=True):
+            if counts:
+                summary.lengths[len(tokens)] = summary.lengths.get(len(tokens), 0) + 1
         for built in made:
             self._count(built, one, chunk)
         for note in dict.fromkeys(note for built in made for note in built.notes):
             self._note(note)
 
     def _built(self, one: Pending, encoded: Encoded) -> list[Built]:
-        if one.text is not None:
+        """The row's examples, with its numbers; where they belong together, all of them or a Refusal."""
+        made, done = [], 0
+        for record in one.records:
+            count = len(record.texts)
+            made.append(self._of_record(record, encoded[done : done + count], one.row.key))
+            done += count
+        group = -1
+        if self.kind.members > 1:
+            group = one.row.key
+            check_group(self.kind, made)
+        built = [each for examples in made for each in examples]
+        if group < 0 and not one.numbers:
+            return built
+        return [each._replace(example=_with(each.example, group, one.numbers)) for each in built]
+
+    def _of_record(self, record: Rendered, encoded: Encoded, row: int) -> list[Built]:
+        if record.text is not None:
             ((tokens, _),) = encoded
-            made = list(windows(one.text, tokens, self.tokenizer, self.config.longest(), one.row.key, one.weight))
+            made = list(windows(record.text, tokens, self.tokenizer, self.config.longest(), row, record.weight))
             if len(made) > 1:
                 self._note("texts longer than max_seq_len, divided into several examples")
             return made
         assert self.fitter is not None
         made = []
-        for passage, (tokens, offsets) in zip(one.passages, encoded, strict=True):
-            made += self.fitter.finish(passage, tokens, offsets, one.row.key)
+        for passage, (tokens, offsets) in zip(record.passages, encoded, strict=True):
+            made += self.fitter.finish(passage, tokens, offsets, row)
         if len(made) > 1:
             self._note("conversations divided into several examples")
         return made
@@ -197,7 +225,7 @@ class Maker:
             summary.tokens += size * times
             summary.response_tokens += example.response_tokens * times
             summary.longest = max(summary.longest, size)
-            if one.text is not None:
+            if one.records[0].text is not None:
                 summary.lengths[size] = summary.lengths.get(size, 0) + 1
             chunk.entries.append(Entry(example, built.prompt, built.reference, built.messages, times))
 
@@ -240,6 +268,29 @@ class Maker:
 
     def _note(self, text: str) -> None:
         self.summary.bump("notes", text)
+
+
+def check_group(kind: DataKind, made: list[list[Built]]) -> None:
+    """Refuse a row whose examples belong together and are not all there: a part of a group trains on something else."""
+    if len(made) != kind.members:
+        raise Refusal("an incomplete group", f"{len(made)} records where {kind.name} have {kind.members}")
+    dropped = next((built.dropped for examples in made for built in examples if built.dropped), "")
+    if dropped:
+        raise Refusal("an incomplete group", f"one of its answers is left out: {dropped}")
+    if any(len(examples) != 1 for examples in made):
+        raise Refusal(
+            "an incomplete group", "the template makes several examples of one of its conversations; keep the last turn"
+        )
+
+
+def _with(example: Example | None, group: int, numbers: dict[str, float]) -> Example | None:
+    return None if example is None else dataclasses.replace(example, group=group, numbers=numbers)
+
+
+def _notes(record: Record) -> Iterator[str]:
+    for name in record.ignored:
+        yield f"column not used: {name}"
+    yield from record.notes
 
 
 @contextmanager

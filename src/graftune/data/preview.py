@@ -49,7 +49,10 @@ class MaskView:
     def heading(self) -> str:
         trained, total = self.example.response_tokens, len(self.example.tokens)
         heading = f"row {self.example.row}: {total} tokens, {trained} trained ({trained / total:.0%})"
-        return heading + (f", with a weight of {self.example.response_weight:g}" if self.example.weights else "")
+        heading += f", with a weight of {self.example.response_weight:g}" if self.example.weights else ""
+        heading += f", of group {self.example.group + 1}" if self.example.group >= 0 else ""
+        known = {name: value for name, value in self.example.numbers.items() if not isinstance(value, list)}
+        return heading + "".join(f", {name} {value:g}" for name, value in known.items())
 
     def plain(self) -> str:
         parts = (f"{OPEN}{text}{CLOSE}" if on else text for text, on in segments(self.example, self.tokenizer))

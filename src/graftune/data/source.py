@@ -43,15 +43,21 @@ def sources(data: DataValue, note: Note = _silent) -> list[SourceFile]:
     return [file for source in entries(data) for file in files_of(source, note)]
 
 
-def rows(files: Sequence[SourceFile], map: Mapping[str, str] | None = None, note: Note = _silent) -> Iterator[Row]:
-    """Every row of the files, in order. `note` gets a sentence about what was not read as it stands."""
+def rows(
+    files: Sequence[SourceFile],
+    map: Mapping[str, str] | None = None,
+    note: Note = _silent,
+    refused: Callable[[dict[str, Any]], GraftuneError | None] = refusal_of_all,
+) -> Iterator[Row]:
+    """Every row of the files, in order. `note` gets a sentence about what was not read as it stands; `refused` says
+    of a row why its whole file is none of this data's kind."""
     before = 0
     for file in files:
         shown = file.shown if len(files) > 1 else ""
         renaming = dict(file.map) if file.map is not None else dict(map or {})
         counts = _counts(file.weight)
         number = 0
-        for number, value in _checked(_renamed(read(file, note), renaming, file.shown), file.shown):
+        for number, value in _checked(_renamed(read(file, note), renaming, file.shown), file.shown, refused):
             times = next(counts)
             if times:
                 yield Row(number, value, shown, before + number, times)
@@ -91,11 +97,11 @@ def _counts(weight: float) -> Iterator[int]:
 Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
 
 
-def _checked(numbered: Numbered, shown: str) -> Numbered:
-    """Refuses a file by its first rows if it is made for losses that do not exist here."""
+def _checked(numbered: Numbered, shown: str, refused: Callable[[dict[str, Any]], GraftuneError | None]) -> Numbered:
+    """Refuses a file by its first rows if it is made for other losses."""
     first = list(itertools.islice(numbered, LOOKED_AT))
     for _, value in first:
-        error = None if isinstance(value, Refusal) else refusal_of_all(value)
+        error = None if isinstance(value, Refusal) else refused(value)
         if error is not None:
             raise GraftuneError(error.what, where=shown, mend=error.mend)
     yield from first

@@ -6,9 +6,9 @@ from graftune.config import TrainConfig
 from graftune.errors import GraftuneError
 from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
-from graftune.losses.interface import Computed, LogProbLoss, Loss, base_log_probs
+from graftune.losses.interface import Computed, LogProbLoss, Loss, reference_log_probs
 
-__all__ = ["Anchored", "Computed", "CrossEntropy", "LogProbLoss", "Loss", "base_log_probs", "choose"]
+__all__ = ["Anchored", "Computed", "CrossEntropy", "LogProbLoss", "Loss", "choose", "reference_log_probs"]
 
 
 def choose(settings: TrainConfig) -> Loss:

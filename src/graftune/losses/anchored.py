@@ -17,16 +17,16 @@ from graftune.losses.interface import LogProbLoss
 
 class Anchored(LogProbLoss):
     figures = ("cross_entropy", "drift")  # drift: the squared difference, so that loss = cross_entropy + anchor drift
-    needs_base = True
+    reference = "base"
 
     def __init__(self, anchor: float):
         self.anchor = anchor
 
     def of_log_probs(
-        self, log_probs: torch.Tensor, base: torch.Tensor | None, batch: PackedBatch
+        self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert base is not None, "the step brings the base's log-probabilities, since needs_base says so"
-        weights, moved = batch.extra.get("weights"), log_probs - base
+        assert reference is not None, "the step brings what the loss compares with"
+        weights, moved = batch.extra.get("weights"), log_probs - reference
         weighted = log_probs if weights is None else log_probs * weights
         figures = torch.stack((-weighted.sum(), moved.square().sum()))
         total = figures[0] + self.anchor * figures[1]

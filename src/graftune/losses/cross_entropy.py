@@ -19,7 +19,7 @@ class CrossEntropy(Loss):
         self,
         output: Output,
         batch: PackedBatch,
-        base: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None,
         *,
         scale: torch.Tensor | None = None,
         need_grad: bool = True,

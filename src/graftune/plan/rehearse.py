@@ -31,7 +31,6 @@ from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss
 from graftune.model.bundles import Bundles, Home, HostMemory
-from graftune.model.decoder import Decoder
 from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
@@ -202,7 +201,7 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
     stream = graph.stream("capture", device) if on_gpu else None  # on which the step first runs, and is captured
     with phases.phase("load"), _reading_all():
         parts = _load(setup, ledger)
-    decoder, step = parts.decoder, parts.step
+    step = parts.step
     step.longest = setup.shape.longest
     batch = _batch(setup.shape, device, setup.layout)
     kept, captured = holder.total, 0
@@ -210,7 +209,7 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
     larger = any(mine > theirs for mine, theirs in zip(evaluated, setup.shape, strict=True))
     if setup.evaluates and (on_gpu or larger):  # else it takes what a step takes, from the same memory
         with phases.phase("evaluate"):
-            _evaluate(decoder, _batch(evaluated, device, setup.layout), setup)
+            _evaluate(parts, _batch(evaluated, device, setup.layout), setup)
     if setup.asked:
         with phases.phase("answer"):
             _answer(parts, setup)
@@ -278,8 +277,8 @@ def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN)
     )
 
 
-def _evaluate(decoder: Decoder, batch: PackedBatch, setup: Setup) -> None:
-    evaluate_batch(decoder, batch, setup.loss, max(batch.lengths), backend=setup.backend)
+def _evaluate(parts: Parts, batch: PackedBatch, setup: Setup) -> None:
+    evaluate_batch(parts.decoder, batch, setup.loss, max(batch.lengths), backend=setup.backend, start=parts.start)
 
 
 def _answer(parts: Parts, setup: Setup) -> None:

@@ -92,6 +92,8 @@ def open_session(
         initialise(arena, lora, config.train.seed)
     else:
         place_adapter(adapter, arena, base)
+    if session.start is not None:
+        session.start.take()
     return session
 
 

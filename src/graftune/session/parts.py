@@ -20,6 +20,7 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.dist.reduce import Reduce
 from graftune.dist.world import World
+from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_capacity, final_lengths_of, generate, in_groups
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch, rehearsal
@@ -28,6 +29,7 @@ from graftune.losses import CrossEntropy, Loss, choose
 from graftune.model.bundles import Home
 from graftune.model.decoder import Decoder
 from graftune.model.lora import Arena, build_arena
+from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime
 from graftune.step.evaluate import EvalResult, evaluate
@@ -80,6 +82,7 @@ class Parts:
     loss: Loss = field(default_factory=CrossEntropy)
     world: World | None = None  # the ranks of the run, where there are several
     whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
+    start: Start | None = None  # what trains as it was at the start, where the loss compares with that
 
     @classmethod
     def wired(
@@ -101,11 +104,12 @@ class Parts:
         with rehearsal.owned("adapters"):
             full = config.train.method != "lora"
             arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=full)
+            start = Start(arena) if loss.reference == "start" else None
         rehearsal.give("gradients", arena.grads)
         rehearsal.give("moments", arena.m, arena.v)
         with rehearsal.owned("base"):
             decoder = build_decoder(base, arena, lora, runtime, placement, home)
-        return cls(config, base, runtime, placement, lora, arena, decoder, choice, loss, world, whole)
+        return cls(config, base, runtime, placement, lora, arena, decoder, choice, loss, world, whole, start)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -143,7 +147,17 @@ class Parts:
             loss=self.loss,
             tuned=self.captured and not config.train.deterministic,  # no choice may hang on a clock then
             reduce=None if self.world is None else Reduce(self.world),
+            start=self.start_of(self.loss),
         )
+
+    def start_of(self, loss: Loss) -> Start | None:
+        """What a loss compares with that goes by the start of the run; kept since then, or it is refused."""
+        if loss.reference == "start" and self.start is None:
+            raise GraftuneError(
+                f"the loss {type(loss).__name__} compares with the adapter as it was at the start, which was not kept",
+                mend="open the session with this loss",
+            )
+        return self.start
 
     @cached_property
     def pipeline(self) -> Loop:
@@ -176,6 +190,7 @@ class Parts:
             adapted=adapted,
             backend=self.attention.backend,
             between=on_progress,
+            start=self.start_of(self.loss),
             share=self.share,
             **({} if self.world is None else {"gather": self.world.gather}),
         )

@@ -97,7 +97,7 @@ class Session(TextVerbs):
         Example:
             data = session.prepare([{"prompt": "Say 1", "response": "one"}])
         """
-        return prepare(as_value(data), self.tokenizer, self.config.data, console)
+        return prepare(as_value(data), self.tokenizer, self.config.data, console, self.loss.data)
 
     def batches(self, data: Dataset, epoch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, one per optimizer step: `tokens_per_step` tokens in micro-batches of

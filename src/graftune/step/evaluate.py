@@ -19,8 +19,9 @@ import torch
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import Capacities, capacities, divided, members, pack, pack_nothing, unit_lengths, units_of
-from graftune.losses import Computed, CrossEntropy, Loss, base_log_probs
+from graftune.losses import Computed, CrossEntropy, Loss, reference_log_probs
 from graftune.model.decoder import Decoder
+from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 
 Gather = Callable[[list[Any]], list[list[Any]]]  # a list of JSON values of this rank -> every rank's
@@ -51,10 +52,11 @@ def evaluate(
     between: Callable[[int], None] = lambda done: None,
     share: Share = WHOLE,
     gather: Gather = lambda sums: [sums],
+    start: Start | None = None,
 ) -> EvalResult:
     """Means over all the data by the loss's divisor, not over batches. Without a `loss`: cross-entropy, every response
     token alike. `between` is called with the examples done so far. `share` is this rank's; `gather` gives every
-    rank's sums."""
+    rank's sums. `start` as of a Step."""
     loss = loss or CrossEntropy()
     layout = loss.layout(examples)
     groups = _bins(examples, capacity, layout)
@@ -70,7 +72,7 @@ def evaluate(
             group = groups[number] if number < len(groups) else []
             packed = pack(take(examples, group), layout=layout, **limits) if group else pack_nothing(layout, **limits)
             batch = packed.to(decoder.device)
-            found = evaluate_batch(decoder, batch, loss, longest, adapted=adapted, backend=backend)
+            found = evaluate_batch(decoder, batch, loss, longest, adapted=adapted, backend=backend, start=start)
             row[0] = found.total
             if found.figures is not None:
                 row[1:] = found.figures
@@ -89,13 +91,23 @@ def evaluate(
 
 
 def evaluate_batch(
-    decoder: Decoder, batch: PackedBatch, loss: Loss, longest: int | None, *, adapted: bool = True, backend: str = "cpu"
+    decoder: Decoder,
+    batch: PackedBatch,
+    loss: Loss,
+    longest: int | None,
+    *,
+    adapted: bool = True,
+    backend: str = "cpu",
+    start: Start | None = None,
 ) -> Computed:
     """The loss of one batch, without a gradient."""
     run = decoder.begin_batch(batch, backend, longest, adapted=adapted)
-    base = base_log_probs(decoder, batch, run) if loss.needs_base else None
+    reference = reference_log_probs(loss, decoder, batch, run, start)
     return loss(
-        decoder.read_out(decoder.forward(batch.tokens, run, batch.rows), adapted=adapted), batch, base, need_grad=False
+        decoder.read_out(decoder.forward(batch.tokens, run, batch.rows), adapted=adapted),
+        batch,
+        reference,
+        need_grad=False,
     )
 
 

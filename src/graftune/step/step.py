@@ -22,12 +22,13 @@ from graftune.batch import PackedBatch
 from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
-from graftune.losses import CrossEntropy, Loss, base_log_probs
+from graftune.losses import CrossEntropy, Loss, reference_log_probs
 from graftune.model.context import Dropout, SideStreams
 from graftune.model.decoder import Decoder, Stream
 from graftune.model.frozen import row_stride
 from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
+from graftune.model.start import Start
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
 from graftune.step.tail import SAID, Heard, Reduce, Tail, heard
@@ -54,13 +55,15 @@ class Step:
         loss: Loss | None = None,
         eager_backend: str = "",
         reduce: Reduce | None = None,
+        start: Start | None = None,
     ):
         """`longest` bounds the documents of every batch of a fixed shape to come; a captured step needs it, an eager
         one can look. `eager_backend` is the attention for batches of any shape. `tuned` times cuBLAS's algorithms at
         the first batch of a shape, and attention's backends at the first batch: for shapes that will be used often.
-        `reduce` adds gradients and sums up over the ranks of a run, ahead of the update."""
+        `reduce` adds gradients and sums up over the ranks of a run, ahead of the update. `start` is what a
+        loss compares with that goes by the start of the run."""
         self.decoder, self.arena, self.loss = decoder, arena, loss or CrossEntropy()
-        self.dropout, self.tapes = dropout, Tapes(recompute)
+        self.dropout, self.tapes, self.start = dropout, Tapes(recompute), start
         self.backend, self.longest, self.tuned = attention_backend, longest, tuned
         self.other_backends = other_backends if tuned else ()
         self.eager_backend = eager_backend or attention_backend
@@ -124,22 +127,22 @@ class Step:
         )
 
         with matmul.tuned(self.tuned and not any_shape):
-            base = base_log_probs(decoder, batch, run) if self.loss.needs_base else None
+            reference = reference_log_probs(self.loss, decoder, batch, run, self.start)
             # Handed on, not named: a name here would hold the stream, then its gradient, through the whole backward.
             decoder.backward(
-                self.grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch, base),
+                self.grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch, reference),
                 batch.tokens,
                 run,
                 batch.rows,
                 tape,
             )
 
-    def grad_of_loss(self, stream: Stream, batch: PackedBatch, base: torch.Tensor | None) -> torch.Tensor:
+    def grad_of_loss(self, stream: Stream, batch: PackedBatch, reference: torch.Tensor | None) -> torch.Tensor:
         """Adds the loss and its figures to their sums; returns the gradient of the stream's rows."""
         scale = self.scaler.scale * self.unit if self.scaler else None
         with rehearsal.owned(LOGITS):
             output = self.decoder.read_out(stream)
-            total, grad, figures = self.loss(output, batch, base, scale=scale)
+            total, grad, figures = self.loss(output, batch, reference, scale=scale)
             assert grad is not None
             grad = output.backward(grad)
         self.loss_sum.add_(total, alpha=self.unit)

@@ -155,9 +155,10 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
     console.note(f"reading {label(path)}")
-    whole = prepare(path, reader, config.data, console)
+    loss = choose(config.train)
+    whole = prepare(path, reader, config.data, console, loss.data)
     if config.data.eval_data:
-        training, validation = whole, prepare(config.data.eval_data, reader, config.data, console)
+        training, validation = whole, prepare(config.data.eval_data, reader, config.data, console, loss.data)
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
     examples_sha256 = hashlib.sha256((training.digest + validation.digest).encode()).hexdigest()
@@ -171,7 +172,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
             mend=f"set max_seq_len to {base.spec.max_positions} or less",
         )
     answers = Answers(validation, config, reader, base.spec.max_positions)
-    loss, parts = choose(config.train), (training.examples, validation.examples)
+    parts = training.examples, validation.examples
     least = max(largest(part, loss.layout(part)) for part in parts)
     return Read(training, validation, examples_sha256, least, answers)
 

@@ -1,0 +1,74 @@
+"""What the records of some data are: answers to train on, pairs of which one is preferred, answers with a rating ...
+
+A kind says which examples a row becomes, which of its columns are numbers that go with them, and which files are not
+its own. A loss takes data of one kind and refuses others (losses/interface.py): cross-entropy on data of pairs would
+train on rejected answers. So the kind is part of the key under which encoded data is kept, and of the data set itself.
+
+Where a row becomes several examples that belong together (`members`), they are a group: they stay together in one
+micro-batch, are repeated, held out and counted together, and where one of them cannot be used the row is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from graftune.data import columns
+from graftune.data.record import Record, to_record
+from graftune.data.row import Refusal, quoted
+from graftune.errors import GraftuneError
+
+
+@dataclass(frozen=True)
+class DataKind:
+    name: str  # in the plural, as messages have it
+    members: int = 1  # examples that a row becomes, where they belong together; 1: as many as its text makes
+    numbers: tuple[str, ...] = ()  # columns that every row has, each one number, for the loss to read
+
+    def records(self, row: dict[str, Any]) -> list[Record]:
+        """What a row holds, one for each member; raises Refusal."""
+        return [to_record({name: value for name, value in row.items() if name not in self.numbers})]
+
+    def numbers_of(self, row: dict[str, Any]) -> dict[str, float]:
+        return {name: _number(row, name) for name in self.numbers}
+
+    def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
+        """Why a whole file with such a row is refused: it is of another kind."""
+        return None
+
+    @property
+    def key(self) -> list[Any]:
+        """Everything of it that decides what rows become."""
+        own = type(self)
+        try:
+            source = hashlib.sha256(inspect.getsource(own).encode()).hexdigest()
+        except (OSError, TypeError):  # typed in at a prompt
+            source = ""
+        return [self.name, self.members, list(self.numbers), own.__module__, own.__qualname__, source]
+
+
+class Answers(DataKind):
+    """Answers, all of which are trained on, and plain texts."""
+
+    def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
+        return columns.refusal_of_all(row)
+
+
+ANSWERS = Answers("answers")
+
+
+def _number(row: dict[str, Any], name: str) -> float:
+    value = row.get(name)
+    if isinstance(value, str):  # as CSV files have it
+        value = {"true": 1.0, "false": 0.0}.get(value.strip().lower(), value)
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not math.isfinite(number):
+        what = f"is {quoted(value)}" if name in row else "is missing"
+        raise Refusal("no number", f"{name!r} must be a finite number and {what}")
+    return number
