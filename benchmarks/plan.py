@@ -97,7 +97,7 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     session.evaluated(examples)
     answer(session, job, rows[0])
     grown["evaluate"] = reserved(device)
-    loop.hold(case.length)
+    loop.bound_documents(case.length)
     batch = pack(examples, **shape_of(case)._asdict())
     before = fingerprint(arena.weights)
     for _ in range(STEPS):

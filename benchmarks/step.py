@@ -66,7 +66,7 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Run
         [pack([Example(row, case.supervised) for row in micro]) for micro in batch]
         for batch in cases.tokens(case).tolist()
     ]
-    loop.hold(case.length)
+    loop.bound_documents(case.length)
     hyper = HYPER | {"divisor": float(sum(micro.response_tokens for micro in batches[0]))}
 
     def staged(index: int) -> list[Any]:

@@ -243,14 +243,14 @@ def _read_csv(opened: Opened, kind: str, note: Note) -> Numbered:
 def _separator(header: str) -> str:
     """The one under which the header has most columns that are known, or else most columns; a comma if in doubt."""
 
-    def rank(separator: str) -> tuple[int, int]:
+    def likelihood(separator: str) -> tuple[int, int]:
         try:
             names = next(csv.reader([header], delimiter=separator))
         except csv.Error:
             return 0, 0
         return sum(normal(name) in KNOWN for name in names), len(names)
 
-    return max((",", ";", "\t", "|"), key=rank)
+    return max((",", ";", "\t", "|"), key=likelihood)
 
 
 def _check_header(names: list[str], shown: str) -> None:

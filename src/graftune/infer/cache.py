@@ -30,7 +30,7 @@ class Cache:
         self.lengths = torch.tensor(lengths, device=device)
         self.final_lengths = torch.tensor(final_lengths or lengths, device=device)
         self.sequences = torch.arange(len(lengths), device=device)
-        self.places = torch.arange(capacity, device=device)
+        self.token_indices = torch.arange(capacity, device=device)
 
     def keep(self, sequences: torch.Tensor) -> None:
         """Drop the sequences that have ended."""

@@ -152,7 +152,7 @@ class FixedStep:
         if self.logits is None:  # at the first call, which is not captured: what a capture allocates is the graph's
             self.logits = torch.empty_like(found)
         self.logits.copy_(found)
-        self.cache.lengths.clamp_(max=len(self.cache.places) - 1)  # of sequences that have ended
+        self.cache.lengths.clamp_(max=len(self.cache.token_indices) - 1)  # of sequences that have ended
 
 
 def _step(decoder: Decoder, tokens: torch.Tensor, cache: Cache, adapted: bool) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Past(Protocol):
     layers: list[LayerCache]
     lengths: torch.Tensor  # [S], tokens of each that are in the cache
     sequences: torch.Tensor  # [S], 0, 1, 2 ...
-    places: torch.Tensor  # likewise, of the tokens that a sequence may come to
+    token_indices: torch.Tensor  # [capacity], 0, 1, 2 ...
 
 
 class Sequences(Protocol):
@@ -69,18 +69,18 @@ class Dropout:
 
 
 class SideStreams:
-    """Streams for what nothing waits for: sums of weight gradients run beside attention's way back, whose kernels leave
-    much of the chip idle; beside the products, which fill it, they would only delay them.
+    """Streams for weight gradients, which no later kernel of the backward reads: they run beside attention's backward,
+    whose kernels leave much of the GPU idle. Beside the large products, which fill it, they would only delay those.
 
-    Work is queued with what it reads, sent off together (`flush`) and waited for (`join`): only then may the allocator
-    give the memory to somebody else. No two works write to one place, so sums stay the same bit for bit. Thin sums over
-    a few hundred tokens do not fill the chip either: they run side by side. Products have a stream of their own."""
+    Work is queued with the tensors that it reads, launched together (`flush`) and waited for (`join`): only then may
+    the allocator reuse their memory. No two pieces of work write to the same memory, so sums stay the same bit for bit.
+    Sums over a few hundred tokens do not fill the GPU either and run on several streams; products have one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = [graph.stream(f"aside {number}", device) for number in range(4)]
         self.queued: list[tuple[Callable[[], object], tuple[torch.Tensor, ...], bool]] = []
-        self.held: list[tuple[torch.Tensor, ...]] = []
+        self.in_use: list[tuple[torch.Tensor, ...]] = []
 
     def queue(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
         self.queued.append((work, reads, product))
@@ -93,14 +93,14 @@ class SideStreams:
         for number, (work, reads, product) in enumerate(self.queued):
             with graph.on(self.streams[0 if product else number % len(self.streams)]):
                 work()
-            self.held.append(reads)
+            self.in_use.append(reads)
         self.queued.clear()
 
     def join(self) -> None:
-        if self.held:
+        if self.in_use:
             for stream in self.streams:
                 graph.current_stream(self.device).wait_stream(stream)
-            self.held.clear()
+            self.in_use.clear()
 
     def forget(self) -> None:
         """Drop work that a failed pass left queued."""
@@ -118,8 +118,8 @@ class PassContext:
     side_streams: SideStreams | None = None
 
     def defer(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
-        """Now, or later on another stream where there is one; `reads` are the tensors it uses, which stay as they are
-        until `join`. `product`: it fills the chip."""
+        """Run `work` now, or later on a side stream where there is one. `reads` are the tensors that it uses, which
+        must not change until `join`. `product`: it is large enough to fill the GPU."""
         if self.side_streams is None:
             work()
         else:

@@ -172,7 +172,7 @@ class Parts:
         if not loader.fixed:
             return None
         shape = loader.capacities(math.ceil(epochs))
-        self.pipeline.hold(shape.longest)
+        self.pipeline.bound_documents(shape.longest)
         return shape
 
     def evaluated(

@@ -33,7 +33,7 @@ FINGERPRINT_EVERY = 50  # steps, where several ranks hold the same weights
 
 
 class Figures(NamedTuple):
-    """One optimizer step's, fetched. `tag` is what the caller gave it."""
+    """The figures of one optimizer step, fetched from the device. `tag` is what the caller passed to `update`."""
 
     tag: Any
     loss: float
@@ -57,7 +57,7 @@ class Loop(Protocol):
     @property
     def captures(self) -> int: ...
 
-    def hold(self, longest: int) -> None: ...
+    def bound_documents(self, longest: int) -> None: ...
     def stage(self, batch: PackedBatch) -> Any: ...
     def micro(self, staged: Any, dropout_seed: int) -> None: ...
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None: ...
@@ -120,7 +120,7 @@ class HostLoop(Steps):
     def __init__(self, step: Step):
         self.work, self.done = step, list[Figures]()
 
-    def hold(self, longest: int) -> None:
+    def bound_documents(self, longest: int) -> None:
         """Nothing is captured, so nothing has to be bounded."""
 
     def stage(self, batch: PackedBatch) -> PackedBatch:
@@ -166,16 +166,16 @@ class Flat:
 
     def __init__(self, shape: Shape):
         numbers = {"tokens": shape.tokens, "positions": shape.tokens, "rows": shape.rows, "labels": shape.rows}
-        self.places = [(name, torch.int64, count) for name, count in numbers.items()]
-        self.places.append(("cu_seqlens", torch.int32, shape.documents + 1))
-        self.own = len(self.places)
-        self.places.extend(shape.extra)
-        self.sizes = [ceil_div(count * dtype.itemsize, 8) for _, dtype, count in self.places]  # in int64 numbers
+        self.fields = [(name, torch.int64, count) for name, count in numbers.items()]
+        self.fields.append(("cu_seqlens", torch.int32, shape.documents + 1))
+        self.own = len(self.fields)
+        self.fields.extend(shape.extra)
+        self.sizes = [ceil_div(count * dtype.itemsize, 8) for _, dtype, count in self.fields]  # in int64 numbers
         self.size = sum(self.sizes)
 
     def views(self, flat: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(what every batch has, the loss's fields), by name."""
-        parts = zip(self.places, flat.split(self.sizes), strict=True)
+        parts = zip(self.fields, flat.split(self.sizes), strict=True)
         found = [(name, part.view(dtype)[:count]) for (name, dtype, count), part in parts]
         return dict(found[: self.own]), dict(found[self.own :])
 
@@ -189,7 +189,7 @@ class Flat:
 
 @dataclass
 class Slot:
-    """A place for one batch on its way: pinned memory, its copy on the device, and the two events that guard them."""
+    """Buffers for one batch in transfer: pinned memory, its copy on the device, and the two events that guard them."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -246,9 +246,9 @@ class DeviceLoop(Steps):
             slot.arrived.record(self.copies)
         return slot
 
-    def hold(self, longest: int) -> None:
-        """Micro-batches of a fixed shape, whose documents have at most so many tokens, are about to come. A captured
-        step has the bound built in: a larger one captures again."""
+    def bound_documents(self, longest: int) -> None:
+        """Documents of the micro-batches to come have at most `longest` tokens. A captured step has that bound built
+        in, so a larger one is captured anew."""
         if self.work.longest is None or self.work.longest < longest:
             self.work.longest = longest
             self.inputs.clear()

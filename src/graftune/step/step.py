@@ -112,8 +112,8 @@ class Step:
         self.dropout_seed.fill_((self.seed * 1_000_003 + number) & (2**63 - 1))
 
     def micro_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
-        """Adds the batch's loss and gradients to what is there. `any_shape`: its shape will hardly come again, so
-        nothing is planned or timed for it."""
+        """Adds the batch's loss and gradients to the sums. `any_shape`: this shape is not expected again, so nothing is
+        planned or timed for it."""
         decoder = self.decoder
         if self.side_streams is not None:
             self.side_streams.forget()
@@ -151,7 +151,7 @@ class Step:
         return grad
 
     def _choose_attention(self, batch: PackedBatch) -> None:
-        """Timed with a block's own scale and distances of rows: the plans that are built for it are the step's. A
+        """Time the backends with a block's own scale and row strides, so that the plans built here serve the step. A
         model without attention has nothing to choose."""
         from graftune.kernels.attention import timing
 

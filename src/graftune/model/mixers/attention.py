@@ -244,9 +244,9 @@ class KeyValues:
         scores = (grouped @ self.keys.transpose(2, 3)).float() * of.score_scale
         if of.score_cap:
             scores = torch.tanh(scores / of.score_cap) * of.score_cap
-        hidden = past.places > lengths[:, None]
+        hidden = past.token_indices > lengths[:, None]
         if of.window:
-            hidden |= past.places <= lengths[:, None] - of.window
+            hidden |= past.token_indices <= lengths[:, None] - of.window
         scores.masked_fill_(hidden[:, None, None], float("-inf"))
         out.copy_((torch.softmax(scores, -1).to(v.dtype) @ self.values).reshape(-1, heads, width))
 
