@@ -4,7 +4,8 @@
     8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-nf4-4x2048-full    1b-q4_k-4x512
 
 Before the size stands what trains, and on what: qv (adapters on q and v only), full (every parameter), rN (rank N), lN
-(N layers), and the base: nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...); without a word it is bf16. Behind the
+(N layers), and the base: nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...); without a word it is bf16. host: its
+frozen weights lie in host memory; shard: they are gathered, here from the one rank that there is. Behind the
 size stands the activation checkpointing: selective (gate and up), full (whole blocks) or offload (whole blocks, from
 inputs kept in host memory); without a word nothing is recomputed. Everything else is fixed: alpha twice the rank,
 dropout 0, AdamW, clip 1.0, and the first half of each row is prompt, which is masked. MICRO micro-batches of
@@ -116,6 +117,7 @@ class Case:
     method: str = "lora"  # lora | full
     base: str = "bf16"  # bf16 | one of BASES
     recompute: str = "none"  # of POLICIES
+    where: str = "device"  # device | host | shard: where the frozen weights lie
 
     @property
     def alpha(self) -> float:
@@ -155,6 +157,8 @@ class Case:
             "tokens_per_step": self.tokens,
             "tokens_per_micro_batch": self.micro_tokens,
             "recompute": self.recompute,
+            "base_on": "host" if self.where == "host" else "device",
+            "shard_base": "yes" if self.where == "shard" else "no",
         }
         if self.base == "bf16" and device.type != "cuda":
             values["base_dtype"] = "auto"
@@ -184,19 +188,22 @@ def parse(name: str) -> Case:
             case = replace(case, method="full")
         elif part in BASES:
             case = replace(case, base=part)
+        elif part in ("host", "shard"):
+            case = replace(case, where=part)
         else:
             raise ValueError(f"case {name!r}: unknown option {part!r}; see the head of benchmarks/cases.py")
     if case.rows < 1 or case.length < 2 or case.micro < 1:
         raise ValueError(f"case {name!r}: say how many rows of how many tokens, as in {parts[0]}-4x2048")
-    if case.method == "full" and (case.base != "bf16" or "qv" in parts):
-        raise ValueError(f"case {name!r}: full-parameter training has neither adapters nor a quantised base")
+    if case.method == "full" and (case.base != "bf16" or case.where != "device" or "qv" in parts):
+        raise ValueError(f"case {name!r}: full-parameter training has neither adapters nor a frozen base")
     return case
 
 
 def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     """Those asked for, as far as the case is theirs; by default the floor and ours. The floor comes first."""
     peers = ["hf", "hf-compiled"] if case.method == "full" else ["peft", "peft-fp32", "liger", "liger-bf16", "unsloth"]
-    if case.base not in ("bf16", "nf4") or case.shape.parameters > LARGE or case.recompute == "selective":
+    ours_alone = case.base not in ("bf16", "nf4") or case.where != "device" or case.recompute == "selective"
+    if ours_alone or case.shape.parameters > LARGE:
         peers = []  # they have nothing like it
     floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
     able = [*floor, "ours", "eager", "api", *peers]

@@ -289,6 +289,15 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     write_file(path, flat + "\n")
 
 
+def cap(memory: str, device: torch.device) -> None:
+    """Have torch's allocator refuse what a card with so much memory would not have; empty: all there is."""
+    from graftune.observe.memory import parse_bytes
+
+    if memory and device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(memory) / total), device)
+
+
 def goal(what: str, rule: str, bound: float, value: Any) -> dict[str, Any]:
     """One thing to reach: what, the bound, what it is, and whether that will do (None: not measured)."""
     met = None if value is None else bool(value <= bound if rule == "at most" else value >= bound)

@@ -1,7 +1,8 @@
 """The memory plan against torch's allocator: each case planned as `graftune train` plans it, then run in a process of
 its own.
 
-    python benchmarks/plan.py [CASE ...] [--json FILE] [--jobs N]
+    python benchmarks/plan.py [CASE ...] [--json FILE] [--jobs N] [--memory 24GiB]
+    python benchmarks/plan.py 70b-nf4-host-1x2048-full --memory 22GiB     (what a card of 24 GB has to give)
 
 Cases are those of cases.py, with random weights. A process evaluates one batch, answers a few prompts and takes a few
 captured steps, as a run does, and its peak is torch.cuda.max_memory_allocated since its start. The CUDA context is not
@@ -138,9 +139,10 @@ def fingerprint(weights: torch.Tensor) -> float:
     return sum(float(part.double().sum()) for part in weights.split(1 << 20))
 
 
-def one(name: str, device: torch.device) -> dict[str, Any]:
+def one(name: str, device: torch.device, memory: str = "") -> dict[str, Any]:
     """In this process, which has allocated nothing yet."""
     case = parse(name)
+    measure.cap(memory, device)
     job = job_of(case, device)
     plan = planned(case, job)
     assert device.type != "cuda" or torch.cuda.max_memory_allocated(device) == 0, "a plan takes no memory"
@@ -155,18 +157,20 @@ def record(name: str, plan: Plan, figures: dict[str, Any]) -> dict[str, Any]:
         "planned": plan.expected,
         "needed": found.peak + found.pools,
         "owners": found.owners,
+        "host": found.host,
+        "transfer": plan.transfer,
         "off": plan.expected / figures["measured"] - 1,
     } | figures
 
 
-def apart(name: str, device: str = "cuda") -> dict[str, Any]:
+def apart(name: str, device: str = "cuda", memory: str = "") -> dict[str, Any]:
     """In a process of its own."""
     with tempfile.TemporaryDirectory() as cache:
         # One thread: several at once would wait for each other's. A cache of its own: the first step times algorithms,
         # which takes memory, and a choice that was made beside others must not be remembered.
         paths = [str(measure.ROOT), str(measure.ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         own = {"OMP_NUM_THREADS": "1"} | os.environ | {"GRAFTUNE_CACHE": cache, "PYTHONPATH": os.pathsep.join(paths)}
-        words = [sys.executable, str(Path(__file__).resolve()), name, "--here", "--device", device]
+        words = [sys.executable, str(Path(__file__).resolve()), name, "--here", "--device", device, "--memory", memory]
         done = subprocess.run(words, capture_output=True, text=True, env=own)
     if done.returncode:
         return {"name": name, "error": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
@@ -208,6 +212,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="where there is no .git to ask")
     parser.add_argument("--jobs", type=int, default=1, help="how many run at once")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu (for the tests)")
+    parser.add_argument("--memory", default="", help="what torch may allocate, as in 24GiB, on a card that has more")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     try:
@@ -216,12 +221,12 @@ def main(words: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if options.here:
-        print(json.dumps(one(options.cases[0], torch.device(options.device))))
+        print(json.dumps(one(options.cases[0], torch.device(options.device), options.memory)))
         return 0
     results: list[dict[str, Any]] = []
     print(f"{'case':34}{'planned':>10}{'measured':>10}{'reserved':>10}{'off':>8}")
     with ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(lambda name: apart(name, options.device), options.cases):
+        for found in pool.map(lambda name: apart(name, options.device, options.memory), options.cases):
             results.append(found)
             print(line(found), flush=True)
     reached = goals(results)

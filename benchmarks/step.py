@@ -2,6 +2,7 @@
 
     python benchmarks/step.py [CASE ...] [--who floor,ours,eager,api,peft,liger,liger-bf16,unsloth,hf,hf-compiled]
     python benchmarks/step.py 8b-4x2048 8b-nf4-4x2048-full --json benchmarks/results/h200.json
+    python benchmarks/step.py 8b-nf4-4x2048 8b-nf4-host-4x2048 8b-4x2048 8b-shard-4x2048 --who ours
     python benchmarks/step.py --sweep tokens,rank,layers,documents --steps 3 --json FILE
 
 Every participant of every case runs in a process of its own, one after another, under a time limit: one that crashes
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from benchmarks.cases import BATCHES, HYPER, Case
 from benchmarks import cases, measure
 
 if TYPE_CHECKING:
+    from graftune.dist.world import World
     from graftune.session import Session
 
 DEFAULT = ("1b-1x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4")
@@ -49,10 +52,23 @@ def opened(case: Case, device: torch.device, **more: Any) -> Session:
     set_up(device)
     torch.manual_seed(0)
     config, base, placement = case.config(device, **more), cases.base_of(case, device), None
+    world = alone() if case.where == "shard" else None
     if case.method == "lora" and device.type == "cuda":
         runtime = resolve(str(device), config.base.compute_dtype)
         placement = choose_placement(base, config.base.base_dtype, runtime, torch.cuda.mem_get_info(device)[0])
-    return open_session(config, base=base, placement=placement)
+        placement = placement.lying(case.where == "host", 1 if world else 0)
+    return open_session(config, base=base, placement=placement, world=world)
+
+
+def alone() -> World:
+    """A world of one rank, as torchrun makes it of one process."""
+    from graftune.dist.world import join
+    from graftune.ranks import Ranks
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return join(Ranks(0, 1, 0, 1, "127.0.0.1", port))
 
 
 def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Runner:
@@ -87,7 +103,7 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Run
     def note() -> str:
         how = "captured" if graph and device.type == "cuda" else "eager"
         where = session.runtime.describe()
-        return f"{where}; attention {step.backend}; {how}; base {case.base}; recompute {case.recompute}"
+        return f"{where}; attention {step.backend}; {how}; base {case.base} on {case.where}; recompute {case.recompute}"
 
     return measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
 
@@ -119,6 +135,7 @@ def api(case: Case, device: torch.device) -> measure.Runner:
 def work(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One participant of one case, in this process."""
     case, device = cases.parse(name), torch.device(options.device)
+    measure.cap(options.memory, device)
     if who == "floor":
         from benchmarks.floor import measure_floor
 
@@ -139,6 +156,7 @@ def apart(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="step-") as folder:  # Unsloth compiles into the folder where it stands
         words = [sys.executable, str(Path(__file__).resolve()), name, "--worker", who, "--out", f"{folder}/out.json"]
         words += ["--steps", str(options.steps), "--sustain", str(options.sustain), "--device", options.device]
+        words += ["--memory", options.memory] if options.memory else []
         try:
             done = subprocess.run(
                 words, capture_output=True, text=True, cwd=folder, env=environment(), timeout=options.limit
@@ -213,6 +231,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", default="", help="a GPU's record, or - to print")
     parser.add_argument("--commit", default="", help="where there is no .git to ask")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds for each participant")
+    parser.add_argument("--memory", default="", help="what torch may allocate, as in 24GiB, on a card that has more")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sustain", type=float, default=measure.SUSTAIN_S, help="seconds of load before the floor")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)

@@ -35,6 +35,8 @@ def test_cases_are_what_they_say() -> None:
     case = cases.parse("8b-nf4-qv-r8-l2-4x2048x3-offload")
     assert (case.base, case.targets, case.rank, case.shape.layers) == ("nf4", ("q_proj", "v_proj"), 8, 2)
     assert (case.rows, case.length, case.micro, case.tokens, case.recompute) == (4, 2048, 3, 24576, "offload")
+    assert cases.parse("8b-nf4-host-4x2048").config(torch.device("cpu")).base.base_on == "host"
+    assert cases.parse("8b-shard-4x2048").where == "shard"
     assert cases.parse("350m-full-4x512").method == "full" and cases.parse("350m-4x512-full").recompute == "full"
     assert 8.0e9 < cases.SHAPES["8b"].parameters < 8.1e9
     for name in ("9b-1x8", "8b", "8b-odd-1x8", "8b-nf4-full-1x8"):
@@ -45,7 +47,9 @@ def test_cases_are_what_they_say() -> None:
     assert cases.participants(cases.parse("8b-fp8-4x2048"), ["unsloth", "ours", "floor"]) == ["floor", "ours"]
 
 
-@pytest.mark.parametrize("name", ["tiny-2x16", "tiny-nf4-qv-2x16-full", "tiny-full-2x16x2", "tiny-q8_0-2x16-selective"])
+@pytest.mark.parametrize(
+    "name", ["tiny-2x16", "tiny-nf4-qv-2x16-full", "tiny-full-2x16x2", "tiny-q8_0-2x16-selective", "tiny-host-2x16"]
+)
 def test_a_step_of_ours_beside_the_floor(name: str, record: Path, here: None) -> None:
     record.write_text(json.dumps({"steps": {"8b-4x2048": {"commit": "old"}}}))
     assert step.main([name, *options(record)]) == 0
