@@ -1,7 +1,7 @@
 """The default base against llama.cpp on the same file: not our formulas in another spelling but another program.
 
 llama.cpp rounds activations to 8 bits, so logits cannot be equal; the token they pick nearly always is. It writes
-1,000 tokens (500 where it is undecided, see OPEN), some greedily and some drawn at temperature 0.8, so that it leaves
+1,000 tokens (250 where it is undecided, see OPEN), some greedily and some drawn at temperature 0.8, so that it leaves
 the well-trodden path; it names its top token at each, and we are led along the same text and name ours. One greedy
 answer and one drawn answer share a prompt, which llama.cpp then reads once.
 """
@@ -25,29 +25,20 @@ from tests import oracle
 # Two sets of prompts, and both are judged. OPEN is the one we started with. SmolLM2 is so often undecided on it that
 # llama.cpp does not agree with itself: a key cache in fp32 without flash attention instead of its default changes 3.2%
 # of its top tokens and 7 of 20 answers. We measured 96.8% to 97.0% and 15 of 20 against the default, 96.5% and 10 of
-# 20 against the other, so its limits below allow for that noise. PLAIN was chosen after that, for being decided:
-# one likely answer, code, sentences to copy. It is the easier set, and holds the full limits: 98.7% and 19 of 20.
+# 20 against the other, so its limits below allow for that noise; of those twenty questions every second one is asked
+# here. PLAIN was chosen after that, for being decided: one likely answer, code, sentences to copy. It is the easier
+# set, and holds the full limits: 98.7% and 19 of 20.
 OPEN = (
     "Tell me how a bicycle stays upright.",
-    "Write a short story about a fox who learns to swim.",
     "Explain photosynthesis to a child.",
-    "Give me three tips for growing tomatoes.",
     "What causes the seasons?",
-    "Describe the city of Lisbon.",
     "How do I bake bread without yeast?",
-    "Write a poem about winter mornings.",
     "What is the difference between a virus and a bacterium?",
-    "Summarise the story of Romeo and Juliet.",
     "Write a Python function that reverses a list.",
-    "Why is the sky blue?",
     "List five animals that sleep in winter.",
-    "How does a refrigerator work?",
     "Write a letter of thanks to a teacher.",
-    "What should I pack for a week of hiking?",
     "Explain what inflation means.",
-    "How are mountains formed?",
     "Give me advice for a job interview.",
-    "Tell me about the history of chess.",
 )
 PLAIN = (
     "What is the capital of France?",
@@ -71,9 +62,9 @@ PLAIN = (
     "Repeat this sentence: Please close the window before it starts to rain.",
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
-LIMITS = {"open": (0.95, 8), "plain": (0.97, 15)}  # share of equal top tokens; answers equal over 16 tokens
+LIMITS = {"open": (0.95, 4), "plain": (0.97, 15)}  # share of equal top tokens; answers equal over 16 tokens
 GREEDY, DRAWN = {"open": 16, "plain": 40}, {"open": 10, "plain": 30}  # tokens of an answer; plain ones end early
-LEAST = {"open": 500, "plain": 1000}  # positions
+LEAST = {"open": 250, "plain": 1000}  # positions
 
 
 @dataclass
