@@ -207,6 +207,12 @@ class RunConfig:
     score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
     score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", min=0)
     profile: int = opt(0, "steps, from the fifth on, written as a trace to the run folder, profile.json.gz", min=0)
+    deadline: float = opt(
+        120.0,
+        "several ranks: seconds after which a step that does not finish ends the run, or three times the longest step "
+        "so far if that is more; 0: never",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -74,3 +74,4 @@ class Settings(TypedDict, total=False):
     score: bool
     score_records: int
     profile: int
+    deadline: float

@@ -17,7 +17,7 @@ from graftune.config import leaves
 
 FROZEN = {
     "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta1 --beta2 --clip
-        --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout --epochs --eps
+        --clip-mode --compute-dtype --config --data --date --deadline --deterministic --device --dropout --epochs --eps
         --eval-data --eval-every --eval-examples --graph --init --init-scale --json --keep-last --loss --lr --map
         --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic
         --no-graph --no-rslora --no-score --no-strict --no-train-norms --out --patience --print-config --profile

@@ -13,6 +13,7 @@ from graftune.cli.settings import Switch, given, loaded, looked_at, positional, 
 from graftune.config import Config, flatten
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.ranks import from_environment
 from graftune.yaml_file import read_yaml
 
 
@@ -52,7 +53,8 @@ def train(
     quiet
         No notes and no progress.
     """
-    console = Console(json=json, quiet=quiet)
+    ranks = from_environment()
+    console = Console(json=json, quiet=quiet, silent=ranks is not None and not ranks.leads)
     flags = positional(given(settings), base=base, data=[data, *more] if more else data)
     if resume:
         file = flatten(read_yaml(config), config, console.note) if config else {}

@@ -40,7 +40,7 @@ class World:
     def __init__(self, ranks: Ranks, store: dist.Store, host: dist.ProcessGroup):
         self.ranks, self.store, self.host = ranks, store, host
         self.rank, self.size, self.local_rank = ranks.rank, ranks.size, ranks.local_rank
-        self.backend = ""
+        self.backend, self.sharing = "", 1  # ranks that share this one's device
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -67,8 +67,10 @@ class World:
         """The group for tensors on `device`. All ranks call it."""
         if self._group is not None:
             return
-        places = [tuple(place) for place in self.gather([platform.node(), str(device)])]
-        shared = device.type == "cuda" and len(set(places)) < self.size  # NCCL refuses two ranks of one GPU
+        name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
+        places = self.gather([platform.node(), name])
+        shared = any(places.count(place) > 1 for place in places)  # NCCL refuses two ranks of one GPU
+        self.sharing = places.count(places[self.rank])
         self.backend = "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
         if self.backend == "nccl":
             # Buffers of a graph that NCCL registers may not lie in segments that grow.
@@ -127,9 +129,9 @@ class World:
         self._group = None
 
 
-def join(ranks: Ranks, *, seconds: float = JOIN_SECONDS) -> World:
+def join(ranks: Ranks, *, seconds: float = JOIN_SECONDS, store: dist.Store | None = None) -> World:
     """Meet the others, make sure that all of them fit together, and make the host's group."""
-    store = _store(ranks, seconds)
+    store = connect(ranks, seconds) if store is None else store
     _meet(ranks, store, seconds)
     timeout = datetime.timedelta(seconds=HOST_SECONDS)
     try:
@@ -143,7 +145,7 @@ def join(ranks: Ranks, *, seconds: float = JOIN_SECONDS) -> World:
     return World(ranks, store, dist.group.WORLD)
 
 
-def _store(ranks: Ranks, seconds: float) -> dist.Store:
+def connect(ranks: Ranks, seconds: float = JOIN_SECONDS) -> dist.Store:
     """The store where the launcher says, under a prefix of this start: a restart finds nothing of the last one."""
     try:
         store = dist.TCPStore(
@@ -200,6 +202,14 @@ def _card(ranks: Ranks) -> dict[str, Any]:
         "torch's version": torch.__version__,
         "Python's version": ".".join(map(str, sys.version_info[:2])),
     }
+
+
+def is_broken(error: Exception) -> bool:
+    """Whether a collective failed because somebody is gone."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection", "Broken pipe"))
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ retitle somebody's terminal.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TextIO
 
-from graftune.errors import printable
+from graftune.errors import one_line, printable
 from graftune.observe.events import to_json
 from graftune.observe.progress import TRAINING, BarProgress, Beat, LineProgress, Progress, rich_bar
 
@@ -38,15 +39,25 @@ class Answer:
 
 
 class Console:
-    """`json`: stdout holds nothing but `result`. `quiet`: no notes, headings or progress; warnings and results stay."""
+    """`json`: stdout holds nothing but `result`. `quiet`: no notes, headings or progress; warnings and results stay.
+    `silent`: nothing at all but `fail`, for every rank of a run but the one that speaks."""
 
     documents: ClassVar[int] = 0  # printed so far by this process: an error after one of them prints no second
 
     def __init__(
-        self, json: bool = False, quiet: bool = False, *, stdout: TextIO | None = None, stderr: TextIO | None = None
+        self,
+        json: bool = False,
+        quiet: bool = False,
+        *,
+        silent: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
     ) -> None:
-        self.json, self.quiet = json, quiet
+        self.json, self.quiet = json and not silent, quiet or silent
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
+        self._last_word = self._err
+        if silent:
+            self._out = self._err = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
         self._rich: dict[int, Any] = {}
         self._bar: Any = None  # the live progress bar, if one is on the terminal
         self._writing = threading.RLock()  # a beat may speak while the main thread does
@@ -61,6 +72,14 @@ class Console:
 
     def warn(self, text: str) -> None:
         self._write(self._err, f"warning: {printable(text)}", style="yellow")
+
+    def fail(self, text: str) -> None:
+        """Why the process ends now: the progress bar is taken away for good."""
+        with self._bar_aside():
+            self._bar = None
+            self._last_word.write(f"graftune: {one_line(text, longest=2000)}\n")
+            self._last_word.flush()
+        self.result({"error": {"message": text}})
 
     def heading(self, text: str) -> None:
         if not self.quiet:
@@ -220,7 +239,7 @@ class Console:
             try:
                 yield
             finally:
-                if bar is not None:
+                if bar is not None and self._bar is not None:
                     bar.live.transient = False
                     bar.start()
 

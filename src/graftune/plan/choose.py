@@ -5,7 +5,8 @@ costs little as long as each is large enough to fill the device. So the order is
 micro-batch that fits, down to `ENOUGH` tokens; then the same with more recomputing; then smaller micro-batches.
 
 On a GPU a micro-batch is at most `MOST` tokens: products are at full speed there (an H200 reaches 97% of its rate at
-4096), and more tokens only take more memory. On a CPU 1024 are enough.
+4096), and more tokens only take more memory. On a CPU 1024 are enough. Several ranks divide a step: a micro-batch is
+no larger than leaves one for each of them.
 
 A run that does not fit is refused before anything is loaded, with the nearest setting that does: the same micro-batch
 with more recomputing, then smaller ones, then the base in fewer bits, then in host memory.
@@ -70,7 +71,7 @@ def choices(job: Job) -> Iterator[tuple[str, int]]:
     if settings.tokens_per_micro_batch:
         yield from ((policy, max(settings.tokens_per_micro_batch, job.longest)) for policy in policies)
         return
-    sizes = halves(job, min(settings.tokens_per_step, MOST[kind]))
+    sizes = halves(job, min(ceil_div(settings.tokens_per_step, max(1, job.ranks)), MOST[kind]))
     large = [size for size in sizes if size >= ENOUGH[kind]] or sizes[:1]
     yield from ((policy, size) for policy in policies for size in large)
     yield from ((policy, size) for size in sizes if size not in large for policy in policies)

@@ -193,6 +193,7 @@ class Job:
             "response_rows": setup.shape.max_rows,
             "longest": setup.shape.longest,
             "graph": setup.graph,
+            "ranks": self.ranks,
         }
         kind = self.runtime.device.type
         said = transfer.sentence(setup)

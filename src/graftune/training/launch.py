@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from graftune.config import Config
+from graftune.errors import GraftuneError
 from graftune.files import FolderLock
 from graftune.observe.console import Console
+from graftune.ranks import Ranks, from_environment
 from graftune.training.loop import Callback, Run, TrainResult
-from graftune.training.prepare import prepare_resume, prepare_run, removed_unless_started
+from graftune.training.prepare import prepare_resume, prepare_run, remove_made, removed_unless_started
+from graftune.training.ranks import Alone, check_settings, joined
 from graftune.training.resume import finished, stored_config
 from graftune.training.signals import Stopped, raised_signals
 
@@ -32,32 +35,86 @@ def train(
 ) -> TrainResult:
     """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add. `callbacks`
     get every event of its log."""
+    ranks = from_environment()
+    if ranks is None:
+        return _train(config, console or Console(), resume, overrides or {}, callbacks, Alone())
+    if not ranks.leads:
+        console, callbacks = Console(silent=True), ()
     console = console or Console()
+    with joined(ranks, console) as crew:
+        check_settings(crew, config, resume, overrides or {})
+        crew.watch.deadline = config.run.deadline
+        if resume is None:
+            resume = crew.from_lead(lambda: found_again(config, ranks))
+            # What was asked for was compared with the run: all of it is the run's already.
+            overrides = {} if resume is not None else overrides
+        result = _train(config, console, resume, overrides or {}, callbacks, crew)
+        crew.until_done()
+    return result
+
+
+def _train(
+    config: Config,
+    console: Console,
+    resume: str | None,
+    overrides: dict[str, Any],
+    callbacks: Sequence[Callback],
+    crew: Alone,
+) -> TrainResult:
     with ExitStack() as held:
         try:
             with raised_signals():
                 if resume is not None:
-                    run = _resumed(Path(resume), console, overrides or {}, held, callbacks)
+                    run = _resumed(Path(resume), console, overrides, held, callbacks, crew)
                     if isinstance(run, TrainResult):
                         return run
                 else:
                     with removed_unless_started() as made:
-                        prepared = prepare_run(config, console, made, held)
+                        crew.at_end(lambda: remove_made(made))
+                        prepared = prepare_run(config, console, made, held, crew)
                         with console.working("preparing the first step"):
                             run = Run(prepared, console, callbacks)
                             run.start()
+                        made.clear()
         except Stopped as stopped:
             folder = Path(resume or config.run.out)
             return TrainResult(folder, 0, "interrupted", None, None, {}, stopped.number, started=False)
         return run.go()
 
 
+def found_again(config: Config, ranks: Ranks) -> str | None:
+    """The run that this command had begun when the launcher started it anew; None at a first start."""
+    if ranks.max_restarts and not config.run.out:
+        raise GraftuneError(
+            "the launcher may start this run again, and would not find it", mend="name its folder with --out"
+        )
+    folder = Path(config.run.out)
+    if not ranks.restarts or not (folder / "config.yaml").exists():
+        return None
+    default, stored = Config().flat(), Config.of_run(folder).flat()
+    asked = {name: value for name, value in config.flat().items() if value != default[name]}
+    if asked.get("tokens_per_micro_batch", 0) < stored["tokens_per_micro_batch"]:
+        asked.pop("tokens_per_micro_batch", None)  # which an example had made larger
+    stored_config(folder, asked)
+    return str(folder)
+
+
 def _resumed(
-    folder: Path, console: Console, overrides: dict[str, Any], held: ExitStack, callbacks: Sequence[Callback]
+    folder: Path,
+    console: Console,
+    overrides: dict[str, Any],
+    held: ExitStack,
+    callbacks: Sequence[Callback],
+    crew: Alone,
 ) -> Run | TrainResult:
     """The run, ready to go on; or what it came to, if it is finished and nothing new is asked of it."""
-    before, now = stored_config(folder, {}), stored_config(folder, overrides)
-    end = finished(folder, before, now)
+
+    def read() -> list[Any]:
+        before, now = stored_config(folder, {}), stored_config(folder, overrides)
+        return [before.flat(), now.flat(), finished(folder, before, now)]
+
+    was, asked, end = crew.from_lead(read)
+    before, now = Config.of(was), Config.of(asked)
     if end is not None:
         more = math.floor(now.train.epochs) + 3
         console.note(
@@ -66,10 +123,11 @@ def _resumed(
         )
         losses = found if isinstance(found := end.get("validation_loss"), dict) else {}
         return TrainResult(folder, end.get("step", 0), end["stopped"], losses.get("start"), losses.get("best"))
-    lock = held.enter_context(FolderLock(folder))
-    if lock.unsupported:
-        console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
-    prepared = prepare_resume(now, console, folder, before)
+    if crew.leads:
+        lock = held.enter_context(FolderLock(folder))
+        if lock.unsupported:
+            console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
+    prepared = prepare_resume(now, console, folder, before, crew)
     with console.working("resuming the run"):
         run = Run(prepared, console, callbacks)
         run.resume()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -27,14 +28,14 @@ import torch
 
 from graftune import __version__
 from graftune.config import Config
-from graftune.errors import GraftuneError
 from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog, read_events
 from graftune.observe.marks import Profile, marked
-from graftune.observe.memory import peak_resident_bytes
+from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
+from graftune.training.ending import ask_base, finish
 from graftune.training.prepare import (
     Prepared,
     report_start,
@@ -74,7 +75,7 @@ class Run:
     """One training run in its folder."""
 
     def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
-        self.callbacks = callbacks
+        self.callbacks, self.crew = callbacks, prepared.crew
         self.folder, self.session, self.console = prepared.folder, prepared.session, console
         self.training, self.validation = prepared.training, prepared.validation
         self.plan, self.answers = prepared.plan, prepared.answers
@@ -93,6 +94,7 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self.examples_sha256 = prepared.examples_sha256
         self.signal = 0
+        self.last: int | None = None  # the step after which all ranks stop, once some rank wants to
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
         self.reporter: Reporter
@@ -102,6 +104,11 @@ class Run:
     def start(self) -> None:
         """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
         self._open_log()
+        if self.crew.leads:
+            self._write_start()
+        report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
+
+    def _write_start(self) -> None:
         session = self.session
         facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
         facts |= {"device": session.runtime.describe(), "attention": session.attention.backend}
@@ -109,10 +116,16 @@ class Run:
         if self.plan is not None:
             write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
         self.config.save(self.folder / "config.yaml")  # last: what has one can be resumed
-        report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
 
     def resume(self) -> None:
         """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
+        if self.crew.leads:
+            self._read_folder()
+        else:
+            self._open_log()
+        self.progress = self.crew.spread(self.session, self.progress)
+
+    def _read_folder(self) -> None:
         found = checkpoint.latest(self.checkpoints)
         if found is not None:
             place, stored = checkpoint.read_state(found)
@@ -149,7 +162,8 @@ class Run:
             before.replace(**kept).save(self.folder / "config.yaml")
 
     def _open_log(self) -> None:
-        self.log = EventLog(self.folder / "metrics.jsonl", self._called_back if self.callbacks else None)
+        path = self.folder / "metrics.jsonl" if self.crew.leads else os.devnull
+        self.log = EventLog(path, self._called_back if self.callbacks else None)
         self.reporter = Reporter(self.console, self.log, self.total, self.session.runtime.device, self.plan)
 
     def identity(self) -> dict[str, Any]:
@@ -184,16 +198,19 @@ class Run:
         self._finish_steps()
         if not self.closing:  # by then the arena may hold the best step's weights
             self._save()
-        self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self._cost())
-        self.reporter.plot()
+        self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self.cost())
+        if self.crew.leads:
+            self.reporter.plot()
 
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
         full = self.config.train.method == "full"
-        if full and self.answers.questions and not self.base_answers and not self.progress.step:
-            self._ask_base()
+        ask = self.crew.leads and full and bool(self.answers.questions)
+        if ask and not self.base_answers and not self.progress.step:
+            with self.crew.busy("asking the base"):
+                ask_base(self)
         trace, device = self.folder / "profile.json.gz", self.session.runtime.device
-        profile = Profile(self.config.run.profile, trace, device, self.console.note)
+        profile = Profile(self.config.run.profile if self.crew.leads else 0, trace, device, self.console.note)
         with self.reporter.steps(self.progress.step), profile:
             while True:
                 p = self.progress
@@ -220,8 +237,10 @@ class Run:
             self._one_step(micro_batches)
             profile.step()
             for done in self.pipeline.finished():
-                self.reporter.step(done, scaled=self.step.scaler is not None)
+                self._take(done)
             self.reporter.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
+            if self.last is not None and p.step >= self.last:
+                raise Interrupted
             if self._evaluation_due() or p.step >= self.total:
                 return
             ends = p.epoch_step == self.epoch_steps[p.epoch]
@@ -237,11 +256,15 @@ class Run:
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
         hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
-        dropout_seeds = [p.step * 4096 + index for index in range(len(micro_batches))]
+        dropout_seeds = [p.step * 4096 + number for number in self.loader.bins(p.epoch, p.epoch_step)]
+        between = self._between
+        if self.crew.world is not None:  # a step that others have begun is not left: all stop after the same one
+            hyper["stop"], between = float(self.signal > 0), _go_on
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         first = not self.reporter.host_seconds
         with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
-            self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, self._between)
+            self.crew.begin(p.step + 1)
+            self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         self._report_chosen()
 
@@ -258,7 +281,16 @@ class Run:
         with marked("wait for steps"):
             finished = self.pipeline.finished(wait=True)
         for done in finished:
-            self.reporter.step(done, scaled=self.step.scaler is not None)
+            self._take(done)
+
+    def _take(self, done: Figures) -> None:
+        """The figures of a step that is done."""
+        self.crew.finished(done)
+        self.reporter.step(done, scaled=self.step.scaler is not None)
+        if done.heard.stop and self.last is None:
+            # By then every rank knows, whichever step it was at when it learnt of it.
+            self.last = done.tag["step"] + self.pipeline.ahead - 1
+            self.signal = self.signal or signal.SIGTERM
 
     # Evaluations and checkpoints
 
@@ -272,8 +304,8 @@ class Run:
 
     def _evaluate(self) -> None:
         p = self.progress
-        examples = self.validation.examples
-        with marked("evaluate"), self.reporter.counted("validating", len(examples), "examples", self._between) as count:
+        examples, between = self.validation.examples, self._between if self.crew.world is None else _go_on
+        with marked("evaluate"), self.reporter.counted("validating", len(examples), "examples", between) as count:
             result = self.session.evaluated(examples, on_progress=count)
         self.reporter.evaluation(result, p.step, p.epoch)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
@@ -285,16 +317,20 @@ class Run:
         else:
             p.stale += 1
         self._save()
+        self.signal = self.crew.agreed(self.signal)
+        self._between()
 
     def _save_due(self) -> bool:
-        minutes = self.config.train.save_minutes
+        minutes = self.config.train.save_minutes if self.crew.leads else 0
         return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
 
     def _save(self) -> None:
         """After `_finish_steps`: what the checkpoint holds is in the log."""
         p = self.progress
-        with marked("checkpoint"):
-            p.updates = int(self.step.count)
+        p.updates = int(self.step.count)
+        if not self.crew.leads:
+            return
+        with marked("checkpoint"), self.crew.busy("writing a checkpoint"):
             checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
         self.saved_at = _minutes()
@@ -303,63 +339,14 @@ class Run:
     # The end
 
     def _finish(self, stopped: str) -> dict[str, Any]:
-        p, console = self.progress, self.console
         if not self.validation.examples:
             self._save()
         self.closing = True
-        if p.best_step >= 0 and p.best_step != p.step:
-            best = checkpoint.steps(self.checkpoints).get(p.best_step)
-            if best is None:
-                raise GraftuneError(
-                    f"the checkpoint of step {p.best_step}, the best one, is gone",
-                    where=str(self.checkpoints),
-                    mend="restore it, or start a new run",
-                )
-            checkpoint.read_weights(best, self.session.arena)
-            console.note(f"keeping step {p.best_step}, the best on validation")
-        if p.step and not p.updates:
-            console.warn("every update was skipped, because no gradient was finite: nothing was trained")
-        elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
-            console.warn("validation loss did not fall below where it started: training does not help on this data")
-        if self.pipeline.captures > 1:
-            console.warn(f"the step was captured {self.pipeline.captures} times, for batches of as many shapes")
-        with console.working(f"writing the {self.session.product}"):
-            self.session.write(self.folder / self.session.product)
-        summary: dict[str, Any] = {
-            "best_step": p.best_step,
-            "validation_loss": {"start": p.first_loss, "best": p.best_loss},
-        }
-        if self.answers.questions:
-            summary |= self._compare()
-        summary |= self._cost() | {"peak_memory": peak_resident_bytes()}
-        self.reporter.memory_in_all(p.step)
-        self.log.emit("run_end", step=p.step, stopped=stopped, **summary)
-        self.reporter.plot()
-        return summary
+        with self.crew.busy("finishing the run"):
+            return finish(self, stopped)
 
-    def _cost(self) -> dict[str, Any]:
+    def cost(self) -> dict[str, Any]:
         return self.reporter.cost(self.pipeline.captures) | {"attention": self.step.backend}
-
-    def _ask_base(self) -> None:
-        self.base_answers = self._ask("the base", adapted=False)
-        self.log.emit("sample", step=0, answers=self.base_answers, questions=self.answers.digest)
-
-    def _compare(self) -> dict[str, Any]:
-        """Base and tuned answers side by side, and their scores."""
-        answers = self.answers
-        if not self.base_answers and self.config.train.method == "lora":
-            self._ask_base()
-        if not self.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
-            self.console.note("there is no base to ask: the answers are the trained model's alone")
-        tuned = self._ask("the tuned model", adapted=True)
-        self.log.emit("sample", step=self.progress.step, answers=tuned)
-        return answers.show(self.console, self.base_answers, tuned)
-
-    def _ask(self, whom: str, *, adapted: bool) -> list[str]:
-        """Answers to the run's questions, by the base or by what was trained."""
-        label, count = f"asking {whom} about unseen prompts", len(self.answers.questions)
-        with marked("samples"), self.reporter.counted(label, count, "answers", self._between) as between:
-            return self.answers.ask(self.session, adapted=adapted, between=between)
 
     # Signals
 
@@ -369,6 +356,11 @@ class Run:
                 self.console.note("stopping: saving a checkpoint")
             raise Interrupted
 
+    def between_answers(self) -> None:
+        """Where all ranks answer together none of them can leave."""
+        if self.crew.world is None or not self.session.placement.ranks:
+            self._between()
+
     def _called_back(self, event: Event) -> None:
         """The callbacks get each event; one of them may stop the run, as Ctrl-C does."""
         answers = [callback(event) for callback in self.callbacks]
@@ -377,6 +369,10 @@ class Run:
 
     def _signalled(self, number: int) -> None:
         self.signal = number  # said in _between: a handler must not write to a stream that is being written to
+
+
+def _go_on() -> None:
+    """Between micro-batches that several ranks have begun."""
 
 
 def _minutes() -> float:

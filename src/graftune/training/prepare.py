@@ -12,9 +12,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from graftune.config import Config
 from graftune.data.dataset import Dataset, prepare, split
@@ -33,15 +35,25 @@ from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.plan import CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
-from graftune.runtime import device_of, set_up
+from graftune.runtime import set_up
 from graftune.session import Session, check_method, check_recompute, loader_of, open_session, with_template
 from graftune.session.parts import UNPLANNED
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
 from graftune.training.answers import Answers
+from graftune.training.ranks import Alone
 from graftune.training.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
+
+# Of the plan, the same on every rank.
+RESOLVED = (
+    "recompute",
+    "tokens_per_micro_batch",
+    "base_dtype",
+    "base_on",
+    "shard_base",
+)
 
 
 @dataclass(frozen=True)
@@ -54,20 +66,28 @@ class Prepared:
     answers: Answers
     plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
     before: Config | None = None  # of a run that is resumed: its settings so far
+    crew: Alone = field(default_factory=Alone)
 
 
 def prepare_run(
-    config: Config, console: Console, made: list[Path] | None = None, held: ExitStack | None = None
+    config: Config,
+    console: Console,
+    made: list[Path] | None = None,
+    held: ExitStack | None = None,
+    crew: Alone | None = None,
 ) -> Prepared:
     """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open."""
     date = config.data.date or today().isoformat()
     new = [] if made is None else made
-    return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, new, held))
+    crew = crew or Alone()
+    return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, new, held), crew)
 
 
-def prepare_resume(config: Config, console: Console, folder: Path, before: Config) -> Prepared:
+def prepare_resume(
+    config: Config, console: Console, folder: Path, before: Config, crew: Alone | None = None
+) -> Prepared:
     """Everything that a run in its folder needs to go on with `config`, where it had `before`."""
-    return _prepare(config, console, lambda config, path: folder, before)
+    return _prepare(config, console, lambda config, path: folder, crew or Alone(), before)
 
 
 class Opened(NamedTuple):
@@ -77,24 +97,36 @@ class Opened(NamedTuple):
 
 
 def _prepare(
-    config: Config, console: Console, folder_for: Callable[[Config, DataValue], Path], before: Config | None = None
+    config: Config,
+    console: Console,
+    folder_for: Callable[[Config, DataValue], Path],
+    crew: Alone,
+    before: Config | None = None,
 ) -> Prepared:
-    device = device_of(config.base.device)
+    device = crew.device(config.base.device)
     for note in set_up(device):  # what is not there is said before data is read
         console.note(note)
     if device.type == "cuda":
         plot.prepare()  # drawing would be a good part of a short run
+    ranks = crew.attach(device)
+    if ranks:
+        console.note(ranks)
     forget_earlier_runs()
     with console.working("opening the base"):
         config, base, adapter = _opened(config)
     path: DataValue = config.data.data or str(sample_path())
     with console.working("reading the data"):
-        data = _read(config, base, adapter, path, console)
+        data = crew.in_turn(lambda: _read(config, base, adapter, path, console))
+    crew.same(
+        {"training data": data.training.sha256, "validation data": data.validation.sha256, "base": base.sha256}
+        | {"tokenizer or chat template": data.examples_sha256},
+        "give every rank the same files",
+    )
     if before is not None and config.train.max_steps != before.train.max_steps:
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
     with Warming(device) if device.type == "cuda" else nullcontext() as launched:
-        prepared = _placed(config, console, folder_for, before, Opened(base, data, path), launched)
+        prepared = _placed(config, console, folder_for, before, Opened(base, data, path), launched, crew, device)
     if launched is not None and (failures := launched.failures):
         console.warn(f"{counted(len(failures), 'kernel')} could not be compiled ahead, the first by {failures[0]}")
     return prepared
@@ -107,14 +139,27 @@ def _placed(
     before: Config | None,
     opened: Opened,
     launched: Launched | None,
+    crew: Alone,
+    device: torch.device,
 ) -> Prepared:
     """Planned, and loaded as planned. `launched` is called for every kernel that the plan foresees."""
-    base, data, path = opened
-    with console.working("planning memory"):
-        job = plan_job(config, base, data, resuming=before is not None)
+    (base, data, path), asked = opened, config.base.device
+    config = config.replace(device=str(device))
+    memory = crew.memory(device)
+
+    def planned(config: Config) -> tuple[Job | None, Plan | None]:
+        job = plan_job(config, base, data, resuming=before is not None, memory=memory, ranks=crew.size)
         if job is not None:
             job.launched = launched
-        plan = resolve_auto(job) if job else None
+        return job, resolve_auto(job) if job else None
+
+    with console.working("planning memory"):
+        # What rank 0 resolves is what the others ask for: whether it fits with them is theirs to say.
+        job, plan = planned(config) if crew.leads else (None, None)
+        resolved = crew.from_lead(lambda: {} if plan is None else {n: plan.settings[n] for n in RESOLVED})
+        if not crew.leads:
+            config = config.replace(**resolved)
+            job, plan = planned(config)
     if plan is not None:
         if plan.transfer:
             console.note(plan.transfer)
@@ -125,13 +170,17 @@ def _placed(
         console.note(f"memory is planned on CUDA and on CPUs, not on {config.base.device}")
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
         config = config.replace(recompute="none" if config.train.recompute == "auto" else config.train.recompute)
-    folder = folder_for(config, path)
+    folder = Path(crew.from_lead(lambda: str(folder_for(config, path))))
     forget_peak()
     with console.working("loading the base"):
-        session = open_session(config, base=base, placement=job.placement if job else None)
-    session.config = session.config.replace(tokens_per_micro_batch=max(capacity, data.largest), out=str(folder))
+        session = open_session(config, base=base, placement=job.placement if job else None, world=crew.world)
+    # A rank's own number is no part of what is stored: whoever resumes has other ranks.
+    stored = device.type if crew.world is not None and asked in ("auto", "cuda") else session.config.base.device
+    session.config = session.config.replace(
+        tokens_per_micro_batch=max(capacity, data.largest), out=str(folder), device=stored
+    )
     read = data.training, data.validation, data.examples_sha256, data.answers
-    return Prepared(folder, session, *read, plan, before)
+    return Prepared(folder, session, *read, plan, before, crew)
 
 
 def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
@@ -207,6 +256,7 @@ def plan_job(
     resuming: bool = False,
     memory: int = 0,
     model: CardModel | None = None,
+    ranks: int = 0,
 ) -> Job | None:
     """The run as something to plan, in the shapes that its data comes to; None on devices that are not planned for."""
     runtime, card = runtime_for(config, memory, model)
@@ -237,6 +287,7 @@ def plan_job(
         resuming=resuming,
         layout=loss.layout(data.training.examples),
         keeps=True,
+        ranks=ranks,
     )
 
 
@@ -285,9 +336,10 @@ def report_start(
     console.note(
         f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
     )
+    ranks = f", divided among {session.share.size} ranks" if session.share.size > 1 else ""
     console.note(
         f"{counted(steps, 'step')} of up to {settings.tokens_per_step} tokens in micro-batches of "
-        f"{settings.tokens_per_micro_batch}; run folder {folder}"
+        f"{settings.tokens_per_micro_batch}{ranks}; run folder {folder}"
     )
     if shape is not None:
         how = "replayed from CUDA graphs" if graph else "not captured (graph is off)"
@@ -304,10 +356,14 @@ def removed_unless_started() -> Iterator[list[Path]]:
     try:
         yield made
     except BaseException:
-        for path in reversed(made):
-            with suppress(OSError):  # somebody else's file in the folder, or one that was never written
-                path.rmdir() if path.is_dir() else path.unlink()
+        remove_made(made)
         raise
+
+
+def remove_made(made: list[Path]) -> None:
+    for path in reversed(made):
+        with suppress(OSError):  # somebody else's file in the folder, or one that was never written
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack | None) -> Path:

@@ -1,0 +1,234 @@
+"""A thread that keeps an eye on a run of several ranks, and ends it when it cannot go on.
+
+NCCL's own watchdog does not see collectives that are replayed from a CUDA graph, and a process that waits in one answers
+no signal. So every rank's thread writes a pulse to the store (what it is doing, which step it has begun); rank 0 reads
+all of them, the others read rank 0's. What ends a run:
+
+    a fault     a rank says what is wrong with it, before it goes
+    silence     a rank's pulse has stopped: it was killed, stopped or cut off
+    a deadline  the oldest step that was begun does not finish, although every rank answers
+
+Whichever it is, one rank tells it in one sentence, and every process ends with the same exit code, by `os._exit`: the
+main thread may be waiting for a device that never answers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from graftune.ranks import Ranks
+
+BEAT = 0.5  # seconds between two pulses; more where there are hundreds of ranks
+QUIET_STEPPING, QUIET = 15.0, 60.0  # seconds without a pulse; an import or a sort may hold Python's lock for long
+QUIET_SUSPECT = 3.0  # after a connection broke
+SLACK = 3.0  # a step may take so many times as long as the longest before it, whatever the deadline
+LINGER = 3.0  # seconds for all ranks to hear of a fault before the first one goes, and the launcher ends the rest
+BUG, MISTAKE = 1, 2  # exit codes
+
+
+class Watch:
+    """Started before the ranks meet; `deadline` may be set later. `say` prints the one sentence."""
+
+    def __init__(self, ranks: Ranks, say: Callable[[str], None] | None = None, *, deadline: float = 0.0):
+        self.ranks, self.deadline = ranks, deadline
+        self.say = say or (lambda text: print(f"graftune: {text}", file=sys.stderr, flush=True))
+        self.at_end: list[Callable[[], None]] = []  # called before the process ends
+        self.doing = "starting"  # while it is not stepping
+        self._begun, self._done, self._since, self._longest = 0, 0, 0.0, 0.0
+        self._steps_done = 0
+        self._pulses: dict[int, tuple[list[Any], float]] = {}  # by rank: the last one, and when it came
+        self._ending, self._over = threading.Lock(), threading.Event()
+        self._beat = max(BEAT, ranks.size / 500)
+        self._store: Any = None
+        self._thread = threading.Thread(target=self._watch, name="graftune-watch", daemon=True)
+
+    def start(self, seconds: float = 30.0) -> None:
+        """On a connection of its own: the main thread may wait on the other one."""
+        timeout = datetime.timedelta(seconds=seconds)
+        store = dist.TCPStore(
+            self.ranks.host, self.ranks.port, None, False, timeout=timeout, wait_for_workers=False, multi_tenant=False
+        )
+        self._store = dist.PrefixStore(f"graftune/{self.ranks.restarts}/watch", store)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run is over, and this rank with it: its silence means nothing from here on."""
+        if self._store is not None and not self._over.is_set():
+            self._over.set()
+            with suppress(RuntimeError):  # the store may have gone with rank 0
+                self._store.set(f"over/{self.ranks.rank}", "1")
+
+    # What the main thread tells
+
+    def begin(self, step: int) -> None:
+        """A step is about to be sent."""
+        if self._begun <= self._done:
+            self._since = time.monotonic()
+        self._begun, self.doing = step, ""
+
+    def finished(self, step: int) -> None:
+        now = time.monotonic()
+        if self._steps_done:  # the first step compiles and captures
+            self._longest = max(self._longest, now - self._since)
+        self._done, self._since = step, now
+        self._steps_done += 1
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """Work of this rank for which the others wait without a deadline."""
+        before, self.doing = self.doing, doing
+        try:
+            yield
+        finally:
+            self.doing = before
+
+    def fail(self, text: str, code: int = MISTAKE) -> None:
+        """Tell everybody, and end. Does not return."""
+        self._post(text, code)
+        self._end(text, code, speaks=False)
+
+    def lost(self, error: Exception) -> None:
+        """A collective failed: somebody is gone, and the pulses will tell who. Does not return."""
+        with suppress(RuntimeError):
+            self._store.set("suspect", "1")
+        time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 2 * self._beat)
+        said = str(error).strip().partition("\n")[0]
+        self.fail(f"rank {self.ranks.rank}: the connection to the other ranks is broken ({said})", BUG)
+
+    # The thread
+
+    def _watch(self) -> None:
+        count = 0
+        while not self._over.wait(self._beat):
+            count += 1
+            try:
+                self._look(count)
+            except RuntimeError as error:
+                if not self._over.is_set():
+                    self._end(f"rank {self.ranks.rank} has lost the rendezvous ({_brief(error)})", BUG, speaks=True)
+
+    def _look(self, count: int) -> None:
+        store, rank = self._store, self.ranks.rank
+        store.set(f"pulse/{rank}", json.dumps([count, self._begun, self._done, self.doing]))
+        if store.check(["fault"]):
+            fault = json.loads(store.get("fault"))
+            self._end(fault["text"], fault["code"], speaks=self.ranks.leads)
+        suspect = store.check(["suspect"])
+        for other in range(self.ranks.size) if self.ranks.leads else (0,):
+            if other != rank:
+                self._listen(other, suspect)
+        self._look_at_steps()
+
+    def _listen(self, other: int, suspect: bool) -> None:
+        """Whether that rank's pulse goes on."""
+        store, now = self._store, time.monotonic()
+        if not store.check([f"pulse/{other}"]):
+            return
+        pulse = json.loads(store.get(f"pulse/{other}"))
+        before = self._pulses.get(other)
+        if before is None or before[0] != pulse:
+            self._pulses[other] = (pulse, now)
+            return
+        limit = QUIET if pulse[3] else min(QUIET_STEPPING, self.deadline or QUIET_STEPPING)
+        limit = min(limit, max(QUIET_SUSPECT, 4 * self._beat)) if suspect else limit
+        if now - before[1] > limit and not store.check([f"over/{other}"]):
+            at = pulse[3] or f"at step {pulse[1]}"
+            self._overdue(f"rank {other} has not answered for {now - before[1]:.0f} s (it was {at})")
+
+    def _look_at_steps(self) -> None:
+        now = time.monotonic()
+        if self._begun <= self._done or not self._steps_done or not self.deadline:
+            return
+        lead = self._pulses.get(0)
+        if (lead is not None and lead[0][3]) or self.doing:  # somebody writes or answers: all wait for that
+            self._since = now
+            return
+        allowed = max(self.deadline, SLACK * self._longest)
+        if now - self._since > allowed:
+            step = self._done + 1
+            self._overdue(f"step {step} has not finished within {allowed:.0f} s{self._missing(step)}")
+
+    def _missing(self, step: int) -> str:
+        """The ranks that have not come to a step, by their pulses."""
+        store, behind = self._store, []
+        for rank in range(self.ranks.size):
+            begun = json.loads(store.get(f"pulse/{rank}"))[1] if store.check([f"pulse/{rank}"]) else 0
+            if begun < step:
+                behind.append(rank)
+        if not behind:
+            return ", and every rank has begun it: a device or the network hangs"
+        if len(behind) == 1:
+            return f": rank {behind[0]} has not begun it"
+        return f": ranks {', '.join(map(str, behind[:8]))} have not begun it"
+
+    def _overdue(self, text: str) -> None:
+        self._post(text, BUG)
+        self._end(text, BUG, speaks=True)
+
+    # The end
+
+    def _post(self, text: str, code: int) -> None:
+        """The first fault is the one that is told."""
+        with suppress(RuntimeError):
+            self._store.compare_set("fault", "", json.dumps({"text": text, "code": code}))
+
+    def _end(self, text: str, code: int, *, speaks: bool) -> None:
+        """Does not return. `speaks`: at once; else if nobody has within LINGER seconds."""
+        if not self._ending.acquire(blocking=False):
+            while True:  # the other thread of this process ends it
+                time.sleep(1)
+        with suppress(RuntimeError):
+            if self._store.check(["fault"]):
+                fault = json.loads(self._store.get("fault"))
+                text, code = fault["text"], fault["code"]
+        heard = self._heard(1)
+        if speaks:
+            self._tell(text)
+        limit = time.monotonic() + LINGER
+        while time.monotonic() < limit and (heard < self.ranks.size or not self._is_told()):
+            time.sleep(0.05)
+            heard = self._heard(0)
+        if not speaks:
+            self._tell(text)
+        for work in self.at_end:
+            with suppress(OSError):
+                work()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _tell(self, text: str) -> None:
+        """Once, by whoever comes first."""
+        try:
+            first = self._store.add("told", 1) == 1
+        except RuntimeError:  # the store is gone: better twice than never
+            first = True
+        if first:
+            self.say(text)
+
+    def _is_told(self) -> bool:
+        try:
+            return bool(self._store.check(["told"]))
+        except RuntimeError:
+            return False
+
+    def _heard(self, count: int) -> int:
+        """How many ranks know of the fault."""
+        try:
+            return int(self._store.add("heard", count))
+        except RuntimeError:
+            return self.ranks.size
+
+
+def _brief(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,91 @@
+"""The end of a run: the best weights are taken, the adapter is written, base and tuned model answer the same questions.
+
+Rank 0 does all of it while the others wait. Where the base lies in parts on the ranks, no forward pass works without
+all of them: then every rank does the same, and what it writes goes nowhere.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graftune.errors import GraftuneError
+from graftune.observe.marks import marked
+from graftune.observe.memory import peak_resident_bytes
+from graftune.weights import checkpoint
+
+if TYPE_CHECKING:
+    from graftune.training.loop import Run
+
+
+def finish(run: Run, stopped: str) -> dict[str, Any]:
+    """The run's summary; empty on ranks that only wait."""
+    together = run.session.placement.ranks > 0
+    if not run.crew.leads and not together:
+        return {}
+    p, console = run.progress, run.console
+    if run.crew.leads:
+        _take_best(run)
+    if together:
+        run.crew.spread(run.session, p)
+    if p.step and not p.updates:
+        console.warn("every update was skipped, because no gradient was finite: nothing was trained")
+    elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
+        console.warn("validation loss did not fall below where it started: training does not help on this data")
+    if run.pipeline.captures > 1:
+        console.warn(f"the step was captured {run.pipeline.captures} times, for batches of as many shapes")
+    with console.working(f"writing the {run.session.product}"), tempfile.TemporaryDirectory() as nowhere:
+        run.session.write((run.folder if run.crew.leads else Path(nowhere)) / run.session.product)
+    summary: dict[str, Any] = {
+        "best_step": p.best_step,
+        "validation_loss": {"start": p.first_loss, "best": p.best_loss},
+    }
+    if run.answers.questions:
+        summary |= _compare(run, together)
+    if not run.crew.leads:
+        return {}
+    summary |= run.cost() | {"peak_memory": peak_resident_bytes()}
+    run.reporter.memory_in_all(p.step)
+    run.log.emit("run_end", step=p.step, stopped=stopped, **summary)
+    run.reporter.plot()
+    return summary
+
+
+def ask_base(run: Run) -> None:
+    run.base_answers = _ask(run, "the base", adapted=False)
+    run.log.emit("sample", step=0, answers=run.base_answers, questions=run.answers.digest)
+
+
+def _take_best(run: Run) -> None:
+    p = run.progress
+    if p.best_step < 0 or p.best_step == p.step:
+        return
+    best = checkpoint.steps(run.checkpoints).get(p.best_step)
+    if best is None:
+        raise GraftuneError(
+            f"the checkpoint of step {p.best_step}, the best one, is gone",
+            where=str(run.checkpoints),
+            mend="restore it, or start a new run",
+        )
+    checkpoint.read_weights(best, run.session.arena)
+    run.console.note(f"keeping step {p.best_step}, the best on validation")
+
+
+def _compare(run: Run, together: bool) -> dict[str, Any]:
+    """Base and tuned answers side by side, and their scores."""
+    missing = not run.base_answers and run.config.train.method == "lora"
+    if run.crew.from_lead(lambda: missing) if together else missing:
+        ask_base(run)
+    if not run.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
+        run.console.note("there is no base to ask: the answers are the trained model's alone")
+    tuned = _ask(run, "the tuned model", adapted=True)
+    run.log.emit("sample", step=run.progress.step, answers=tuned)
+    return run.answers.show(run.console, run.base_answers, tuned)
+
+
+def _ask(run: Run, whom: str, *, adapted: bool) -> list[str]:
+    """Answers to the run's questions, by the base or by what was trained."""
+    label, count = f"asking {whom} about unseen prompts", len(run.answers.questions)
+    with marked("samples"), run.reporter.counted(label, count, "answers", run.between_answers) as between:
+        return run.answers.ask(run.session, adapted=adapted, between=between)

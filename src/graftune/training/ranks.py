@@ -1,0 +1,213 @@
+"""A run among several ranks, as its preparation and its loop see it; `Alone` is a run of one, for which all of this is
+nothing.
+
+Every rank does what the run does, in the same order, from the same settings and data, and holds the same weights. Rank
+0 alone speaks and owns the files: the others know a folder by name, and what is in it from rank 0. Nothing is written
+within a collective: rank 0 writes, and the others wait in their next step for it.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+
+from graftune.config import Config
+from graftune.dist.watch import BUG, MISTAKE, Watch
+from graftune.dist.world import World, connect, is_broken, join
+from graftune.errors import GraftuneError
+from graftune.observe.console import Console
+from graftune.observe.memory import free_bytes
+from graftune.ranks import Ranks
+from graftune.runtime import device_of
+from graftune.session import Session
+from graftune.step.pipeline import Figures
+from graftune.weights.checkpoint import Progress
+
+Made = TypeVar("Made")
+POLL_SECONDS = 0.2
+
+
+class Alone:
+    """One process: it leads, and there is nobody to ask."""
+
+    leads = True
+    size = 0  # ranks that a launcher has started
+
+    @property
+    def world(self) -> World | None:
+        return None
+
+    def device(self, asked: str) -> torch.device:
+        return device_of(asked)
+
+    def attach(self, device: torch.device) -> str:
+        """Ready to add tensors of this device up; what to say of it."""
+        return ""
+
+    def in_turn(self, work: Callable[[], Made]) -> Made:
+        """What leaves something in a cache: never on two ranks at once that could share it."""
+        return work()
+
+    def from_lead(self, work: Callable[[], Made]) -> Made:
+        """What rank 0 finds, as JSON holds it."""
+        return work()
+
+    def same(self, facts: Mapping[str, Any], mend: str) -> None:
+        """Refuse to go on where a rank has something else."""
+
+    def memory(self, device: torch.device) -> int:
+        """Bytes that a rank may plan with; 0: what is free."""
+        return 0
+
+    def agreed(self, signal: int) -> int:
+        """The signal that some rank has had, or 0."""
+        return signal
+
+    def begin(self, step: int) -> None: ...
+    def finished(self, figures: Figures) -> None: ...
+    def spread(self, session: Session, progress: Progress) -> Progress:
+        return progress
+
+    def busy(self, doing: str) -> AbstractContextManager[None]:
+        """Around what rank 0 does while the others wait."""
+        return nullcontext()
+
+    def until_done(self) -> None:
+        """At the end: until rank 0 has written everything."""
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """`work` is done if the run is ended from elsewhere."""
+
+
+class Together(Alone):
+    def __init__(self, world: World, watch: Watch):
+        self._world, self.watch = world, watch
+        self.leads, self.size = world.leads, world.size
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    def device(self, asked: str) -> torch.device:
+        """A GPU of its own for every rank of a machine, unless one is named."""
+        device = device_of(asked)
+        if device.type != "cuda" or device.index is not None:
+            return device
+        local, count = self.world.local_rank, torch.cuda.device_count()
+        if local >= count:
+            raise GraftuneError(
+                f"rank {self.world.rank} is number {local} on its machine, which has {count} CUDA devices",
+                mend="start as many processes as there are GPUs, or let them share one with --device cuda:0",
+            )
+        return torch.device("cuda", local)
+
+    def attach(self, device: torch.device) -> str:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.world.attach(device)
+        how = f"{self.size} ranks, gradients added up over {self.world.backend}"
+        if device.type == "cuda" and not self.world.captured:
+            how += " between the CUDA graphs, for which the host waits: ranks share a GPU, or NCCL is missing"
+        return how
+
+    def in_turn(self, work: Callable[[], Made]) -> Made:
+        return self.world.in_turn(work)
+
+    def from_lead(self, work: Callable[[], Made]) -> Made:
+        made: Made = self.world.from_lead(work() if self.leads else None)
+        return made
+
+    def same(self, facts: Mapping[str, Any], mend: str) -> None:
+        for rank, theirs in enumerate(everyone := self.world.gather(dict(facts))):
+            for name, value in everyone[0].items():
+                if theirs.get(name) != value:
+                    shown = "another" if len(str(value)) > 60 else repr(theirs.get(name))
+                    than = "than rank 0" if len(str(value)) > 60 else f"where rank 0 has {value!r}"
+                    raise GraftuneError(f"rank {rank} has {shown} {name} {than}", mend=mend)
+
+    def memory(self, device: torch.device) -> int:
+        """On a CPU the ranks of a machine divide what is free there; those that share a GPU, what is free on it."""
+        if device.type == "cpu":
+            return int(min(self.world.gather(free_bytes(device) // self.world.ranks.local_size)))
+        sharing = self.world.sharing
+        if device.type != "cuda" or sharing == 1:
+            return 0
+        free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
+        return total - free + free // sharing
+
+    def agreed(self, signal: int) -> int:
+        return max(self.world.gather(signal), key=int)
+
+    def begin(self, step: int) -> None:
+        self.watch.begin(step)
+
+    def finished(self, figures: Figures) -> None:
+        step = figures.tag["step"]
+        self.watch.finished(step)
+        if figures.heard.differ:
+            self.watch.fail(
+                f"the ranks' weights have drifted apart by step {step}, as rank {self.world.rank} sees it: a device or "
+                "a library computes other numbers on one of them",
+                BUG,
+            )
+
+    def spread(self, session: Session, progress: Progress) -> Progress:
+        """Rank 0's state, which it may have read from a checkpoint, on every rank."""
+        arena, scaler = session.arena, session.step.scaler
+        for tensor in (arena.weights, arena.m, arena.v, *([] if scaler is None else [scaler.state])):
+            self.world.spread(tensor)
+        arena.publish()
+        found = Progress(**self.world.from_lead(asdict(progress)))
+        session.step.count.fill_(found.updates)
+        return found
+
+    def busy(self, doing: str) -> AbstractContextManager[None]:
+        return self.watch.busy(doing)
+
+    def until_done(self) -> None:
+        store = self.world.store
+        if self.leads:
+            store.set("done", "1")
+        while not store.check(["done"]):
+            time.sleep(POLL_SECONDS)
+        self.world.wait()
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        self.watch.at_end.append(work)
+
+
+@contextmanager
+def joined(ranks: Ranks, console: Console) -> Iterator[Together]:
+    """This process among the others. What goes wrong with one of them ends all: here nothing is raised but a signal."""
+    store = connect(ranks)  # whoever does not get so far can tell nobody but the user
+    watch = Watch(ranks, console.fail)
+    watch.start()
+    name = "" if ranks.leads else f"rank {ranks.rank}: "
+    try:
+        world = join(ranks, store=store)
+        yield Together(world, watch)
+        watch.stop()
+        world.leave()
+    except GraftuneError as error:
+        text = str(error)
+        watch.fail(text if text.startswith("rank ") else name + text, MISTAKE)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        watch.fail(f"{name}{where}{error.strerror or error}", MISTAKE)
+    except Exception as error:
+        if is_broken(error):
+            watch.lost(error)
+        traceback.print_exc()
+        watch.fail(f"{name}{type(error).__name__}: {error}", BUG)
+
+
+def check_settings(crew: Alone, asked: Config, resume: str | None, overrides: Mapping[str, Any]) -> None:
+    """The same command everywhere."""
+    mend = "start every rank with the same command line and the same files"
+    crew.same({"resume": resume, **asked.flat(), **({} if resume is None else overrides)}, mend)

@@ -1,0 +1,151 @@
+"""Forks the ranks of a run for each request read from stdin; see launcher.py. Not a test, and not imported by one.
+
+Importing torch takes seconds and would be most of a test's time, so it is imported once. With `restarts`, torchrun's own
+agent starts and watches the ranks, in a process of its own, and its workers are forks of that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def misbehave(kind: str, number: int) -> None:
+    """In a rank: its number-th update is where something happens to it."""
+    from graftune.step.step import Step
+
+    real, calls = Step.update_step, 0
+
+    def counted(self: Any) -> Any:
+        nonlocal calls
+        if self.arena.grads.is_meta:  # rehearsed, for the memory plan
+            return real(self)
+        calls += 1
+        if calls == number:
+            if kind == "drift":
+                self.arena.weights[5] += 1e-3
+            elif kind == "raise":
+                raise ArithmeticError("one rank computes nonsense")
+            elif kind == "hang":
+                time.sleep(3600)
+            else:
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+        return real(self)
+
+    Step.update_step = counted  # type: ignore[method-assign]
+
+
+def patch(request: dict[str, Any]) -> None:
+    for place, value in request.get("constants", {}).items():
+        module, _, name = place.rpartition(".")
+        setattr(importlib.import_module(module), name, value)
+
+
+def rank_main(request: dict[str, Any], rank: int) -> int:
+    """`graftune ...` as one rank, its output in a log of its own."""
+    from graftune.cli import main
+
+    log = os.open(f"{request['log']}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    patch(request)
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first and str(rank) in request.get("misbehave", {}):
+        misbehave(*request["misbehave"][str(rank)])
+    line = request.get("lines", {}).get(str(rank), request["line"])
+    try:
+        return main(line)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def forked(request: dict[str, Any], rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        if request["size"]:
+            size = str(request["size"])
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["port"])}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            os.environ |= where | request.get("environment", {}).get(str(rank), {})
+        code = rank_main(request, rank)
+    finally:
+        os._exit(code)
+
+
+def agent_worker(request: dict[str, Any]) -> None:
+    sys.exit(rank_main(request, int(os.environ["RANK"])))
+
+
+def agent(request: dict[str, Any]) -> int:
+    """torchrun's agent over forked workers."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=request["size"],
+            run_id=str(os.getpid()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            max_restarts=request["restarts"],
+            monitor_interval=0.1,
+            start_method="fork",
+        )
+        try:
+            elastic_launch(config, agent_worker)(request)
+            code = 0
+        except ChildFailedError:
+            code = 1
+    finally:
+        os._exit(code)
+
+
+def serve() -> None:
+    import torch
+    import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from graftune.training import reporter
+    from tests import rehearsed_once
+
+    importlib.import_module("graftune.api")
+    importlib.import_module("graftune.cli.app")
+    importlib.import_module("torch.distributed.launcher.api")
+    rehearsed_once.install()
+    reporter.loss_plot = lambda *_: None
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "restarts" in request:
+            pids = [agent(request)]
+        else:
+            pids = [forked(request, rank) for rank in range(request["size"] or 1)]
+        print(json.dumps({"pids": pids}), flush=True)
+        left, ends, began = dict.fromkeys(pids), {}, time.monotonic()
+        while left:
+            pid, status = os.waitpid(-1, 0)
+            if pid in left:
+                del left[pid]
+                ends[pid] = [os.waitstatus_to_exitcode(status), time.monotonic() - began]
+        print(json.dumps({"ends": [ends[pid] for pid in pids]}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
