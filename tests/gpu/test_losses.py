@@ -35,7 +35,8 @@ def test_captured_is_eager_bit_for_bit(loss: Loss, tiny_folder) -> None:
                 batches = [pack(group, layout=loss.layout(group), **SHAPE) for group in groups]
                 hyper = HYPER | {"divisor": sum(batch.divisor for batch in batches)}
                 loop.step([loop.stage(batch) for batch in batches], hyper, [7, 8])
-            found.append(([figures._replace(tag=None) for figures in loop.finished(wait=True)], ours.arena.weights.clone()))
+            steps = [figures._replace(tag=None) for figures in loop.finished(wait=True)]
+            found.append((steps, ours.arena.weights.clone()))
             assert loop.captures == (1 if graph else 0)
     finally:
         torch.use_deterministic_algorithms(False)
