@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import textwrap
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,18 +32,17 @@ from typing import Any, Literal, TypedDict
 
 class Settings(TypedDict, total=False):
 '''
+NAMED = ("base", "adapter", "loss")  # settings that are arguments of their own
 VERBS = ("open", "train", "export")
-OWN = (  # of a Session, in the order in which a reader wants them
-    *("prepare", "batches", "steps_per_epoch", "schedule", "forward_backward", "optim_step", "evaluate", "logprobs"),
-    *("sample", "stream", "generate", "chat", "prompt_tokens", "context", "describe"),
-    *("save_adapter", "save", "save_state", "load_state", "close"),
-)
-OTHERS = ("Batch", "StepStats", "Sample", "TrainResult", "Accumulator", "LossScaler")
+RESULTS = ("Batch", "StepStats", "Sample", "EvalResult", "Dataset", "TrainResult", "Exported")  # what verbs give
+TOOLS = ("Accumulator", "LossScaler")  # for loops of one's own
+# A field of a class: its name, its type, perhaps a default, and what stands behind it.
+FIELD = re.compile(r"    ([a-z]\w*): ([^=#]+?)(?: = .*?)?(?:  # (.*))?")
 
 
 def settings_file() -> str:
     """Settings of open and train; those that are arguments of their own there are left out."""
-    rows = [f"    {leaf.name}: {_type(leaf)}\n" for leaf in leaves() if leaf.name not in ("base", "adapter")]
+    rows = [f"    {leaf.name}: {_type(leaf)}\n" for leaf in leaves() if leaf.name not in NAMED]
     return HEADER + "".join(rows)
 
 
@@ -67,11 +68,48 @@ def _name(hint: Any) -> str:
 def api() -> str:
     """The body of docs/api.md."""
     module: Any = importlib.import_module("graftune.api")
+    session: Any = importlib.import_module("graftune.session.session")
     parts = [_entry(f"graftune.{name}", getattr(module, name)) for name in VERBS]
-    parts.append(_entry("Session", module.Session, "## "))
-    parts += [_entry(f"session.{name}", getattr(module.Session, name)) for name in OWN]
-    parts += [_entry(name, getattr(module, name), "## ") for name in OTHERS]
+    parts += [_entry("Session", module.Session, "## "), _table(module.Session, session.ATTRIBUTES)]
+    parts += [_entry(f"session.{name}", getattr(module.Session, name)) for name in session.VERBS]
+    for name in RESULTS:
+        parts += [_entry(name, getattr(module, name), "## "), _table(getattr(module, name))]
+    for name in TOOLS:
+        parts += [_entry(name, getattr(module, name), "## "), _methods(getattr(module, name))]
     return "\n\n".join(parts)
+
+
+def members(kind: type) -> dict[str, tuple[str, str]]:
+    """What an object of a class has for its users: name -> (type, what it is), fields by the comments in the source,
+    properties by their docstrings."""
+    found: dict[str, tuple[str, str]] = {}
+    for one in reversed(kind.__mro__[:-1]):
+        for line in inspect.getsource(one).splitlines():
+            if field := FIELD.fullmatch(line):
+                found[field[1]] = field[2], field[3] or ""
+        for name, value in vars(one).items():
+            if isinstance(value, property) and not name.startswith("_"):
+                hint = inspect.signature(value.fget).return_annotation  # type: ignore[arg-type]
+                found[name] = str(hint), inspect.getdoc(value) or ""
+    return found
+
+
+def _table(kind: type, names: Sequence[str] = ()) -> str:
+    known = members(kind)
+    rows = [(name, *known[name]) for name in names or known]
+    shown = (f"| `{name}` | `{hint}` | {' '.join(what.split())} |" for name, hint, what in rows)
+    return "\n".join(["| | type | |", "|---|---|---|", *(row.replace(" | None`", " or None`") for row in shown)])
+
+
+def _methods(kind: type) -> str:
+    """A line for each method and property, with the first sentence of its docstring."""
+    lines = []
+    for name, value in vars(kind).items():
+        what = value.fget if isinstance(value, property) else value
+        if not name.startswith("_") and isinstance(what, types.FunctionType):
+            call = "" if isinstance(value, property) else _signature(what)
+            lines.append(f"- `{name}{call}`: {' '.join((inspect.getdoc(what) or '').split())}")
+    return "\n".join(lines)
 
 
 def _entry(name: str, what: Any, level: str = "### ") -> str:
@@ -94,7 +132,7 @@ def _signature(function: types.FunctionType) -> str:
     for p in inspect.signature(function).parameters.values():
         if p.name in ("self", "console", "overrides"):
             continue
-        if verb and p.name in known and p.name not in ("base", "adapter"):
+        if verb and p.name in known and p.name not in NAMED:
             continue
         if p.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
             found.append("*")

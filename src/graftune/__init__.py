@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Accumulator",
     "Batch",
+    "Config",
+    "Dataset",
+    "EvalResult",
     "Exported",
     "GraftuneError",
     "LossScaler",
@@ -20,14 +23,19 @@ __all__ = [
     "StepStats",
     "TrainResult",
     "export",
+    "losses",
     "open",
     "train",
 ]
 
 if TYPE_CHECKING:
+    from graftune import losses
     from graftune.api import (
         Accumulator,
         Batch,
+        Config,
+        Dataset,
+        EvalResult,
         Exported,
         LossScaler,
         Sample,
@@ -43,6 +51,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """The verbs on first use: `graftune --help` must not wait for torch."""
+    if name == "losses":
+        return importlib.import_module("graftune.losses")
     if name == "GraftuneError":
         return importlib.import_module("graftune.errors").GraftuneError
     if name in ("api", *__all__):

@@ -20,11 +20,11 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
-from graftune.batch import PLAIN
+from graftune.batch import BatchLayout
 from graftune.config import Config, leaves
 from graftune.data.dataset import Dataset
 from graftune.data.encoded import distinct_tokens
@@ -33,24 +33,30 @@ from graftune.data.pack import Capacities, largest
 from graftune.errors import GraftuneError
 from graftune.exporting import Exported
 from graftune.exporting import export as export_target
+from graftune.losses import Loss
 from graftune.observe.console import Console
 from graftune.observe.events import Event
 from graftune.observe.memory import free_bytes, human_bytes
 from graftune.plan import Card, Job, any_data, card_here, resolve_auto
 from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
 from graftune.runtime import device_of, set_up
-from graftune.session import Batch, Sample, Session, StepStats, loader_of, open_session
+from graftune.session import Batch, Sample, Session, StepStats, arguments, loader_of, open_session
 from graftune.settings import Settings
 from graftune.step.accumulator import Accumulator
+from graftune.step.evaluate import EvalResult
 from graftune.step.scaler import LossScaler
 from graftune.training import launch
 from graftune.training.loop import TrainResult
+from graftune.training.prepare import compiled_ahead
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import open_base
 
 __all__ = [
     "Accumulator",
     "Batch",
+    "Config",
+    "Dataset",
+    "EvalResult",
     "Exported",
     "LossScaler",
     "Sample",
@@ -62,11 +68,14 @@ __all__ = [
     "train",
 ]
 
+LossName = Literal["cross_entropy", "anchored"]
+
 
 def open(
     base: str | os.PathLike[str] = "",
     *,
     adapter: str | os.PathLike[str] = "",
+    loss: LossName | Loss | None = None,
     quiet: bool = False,
     console: Console | None = None,
     **settings: Unpack[Settings],
@@ -74,22 +83,24 @@ def open(
     """Open a base, or a run or adapter folder together with the base it belongs to. Of a run also a checkpoint, as in
     `open("runs/mine@step-200")`, `@best` or `@last`, while it trains too. An empty base is the bundled SmolLM2.
 
-    `settings` are those of docs/settings.md. What `auto` came to is said on stderr, unless `quiet`.
+    `settings` are those of docs/settings.md. `loss` is one of its names, or an object of a class of your own that
+    derives from `graftune.losses.Loss`. What `auto` came to is said on stderr, unless `quiet`.
 
     Example:
         session = graftune.open("model.gguf", rank=8, lr=1e-4)
         print(session.chat([{"role": "user", "content": "Hi"}], max_new_tokens=20))
     """
     console = console or Console(quiet=quiet)
-    given = _settings(settings)
+    given = _settings(settings) | ({"loss": loss} if isinstance(loss, str) else {})
     device = device_of(str(given.get("device", "auto")))
     for note in set_up(device):
         console.note(note)
     # Measured before anything is loaded: a plan counts the base too.
     card = card_here(device) if device.type == "cuda" else None
     free = free_bytes(device) if device.type == "cpu" else 0
-    session = _opened(os.fspath(base), os.fspath(adapter), given)
+    session = _opened(arguments.path_text(base, "base"), arguments.path_text(adapter, "adapter"), given)
     session.say, session.planner = console.note, functools.partial(_plan_training, card=card, free=free)
+    session._use_loss(None if isinstance(loss, str) else loss)
     console.note(f"device: {session.runtime.describe()}; attention: {session.attention.backend}")
     console.note(f"frozen weights: {session.placement.describe()}")
     return session
@@ -118,29 +129,33 @@ def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
     return open_session(config)
 
 
-def _plan_training(session: Session, data: Dataset | None, *, card: Card | None, free: int) -> None:
-    """Resolve recompute and the size of a micro-batch as a run does, for this data or for any."""
-    config = session.config
-    if session.runtime.device.type not in ("cuda", "cpu"):
+def _plan_training(
+    session: Session, data: Dataset | None, layout: BatchLayout, *, card: Card | None, free: int
+) -> None:
+    """Resolve recompute and the size of a micro-batch as a run does, for this data or for any, with an evaluation now
+    and then."""
+    config, device = session.config, session.runtime.device
+    if device.type not in ("cuda", "cpu"):
         return
     shapes: Callable[[int], Capacities]
     if data is None:
         longest = config.data.max_seq_len
-        shapes, layout = any_data(longest), PLAIN
+        shapes = any_data(longest)
     else:
         examples, epochs = data.examples, math.ceil(config.train.epochs)
-        layout = session.loss.layout(examples)
         longest = largest(examples, layout)
         shapes = functools.cache(lambda size: loader_of(config, examples, size, layout=layout).capacities(epochs))
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     tokens = distinct_tokens(data.examples) if data is not None else 0
-    job = Job(config, base, session.runtime, longest, shapes, card, free, evaluates=False, tokens=tokens)
+    job = Job(config, base, session.runtime, longest, shapes, card, free, tokens=tokens)
     job.loss, job.layout = session.loss, layout
     job.loaded(session.placement.fixed)
-    plan = resolve_auto(job)
-    session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=max(plan.capacity, longest))
+    with compiled_ahead(device, session.say) as job.launched:
+        plan = resolve_auto(job)
+    asked = config.train.tokens_per_micro_batch  # a longer example has a micro-batch of its own
+    session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=asked or plan.capacity)
     session.say(
-        f"planned: recompute {plan.recompute}, micro-batches of {session.config.train.tokens_per_micro_batch} tokens; "
+        f"planned: recompute {plan.recompute}, micro-batches of {asked or plan.capacity} tokens; "
         f"training needs {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
     )
     for note in plan.notes:
@@ -148,18 +163,20 @@ def _plan_training(session: Session, data: Dataset | None, *, card: Card | None,
 
 
 def train(
-    config: Config | str | os.PathLike[str] | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     base: str | os.PathLike[str] = "",
     adapter: str | os.PathLike[str] = "",
+    loss: LossName | None = None,
     callbacks: Sequence[Callable[[Event], object]] = (),
     resume: str | os.PathLike[str] | None = None,
     console: Console | None = None,
     overrides: dict[str, Any] | None = None,
     **settings: Unpack[Settings],
 ) -> TrainResult:
-    """A whole run in a folder of its own, as `graftune train` makes it. `config` is a Config or a YAML file; `settings`
-    go before it, or are all there is. `resume` is the folder of a run to go on with.
+    """A whole run in a folder of its own, as `graftune train` makes it. `config` is a Config, a dict of
+    settings, or a YAML file; `settings` go before it, or are all there is. `resume` is the folder of a run to go on
+    with.
 
     Each of `callbacks` is called with every event of the run's log, a dict with `event` (step, eval, sample, run_end,
     ...) and its figures. One that returns "stop" ends the run after a checkpoint, as Ctrl-C does.
@@ -168,15 +185,16 @@ def train(
         result = graftune.train(base="model.gguf", data=[{"prompt": "Say 1", "response": "one"}], val_split=0.0)
         print(result.folder, result.steps)
     """
-    named = {"base": os.fspath(base), "adapter": os.fspath(adapter)}
-    given = _settings(settings) | {name: value for name, value in named.items() if value}
-    folder = None if resume is None else os.fspath(resume)
+    _check_callbacks(callbacks)
+    named = {"base": arguments.path_text(base, "base"), "adapter": arguments.path_text(adapter, "adapter")}
+    given = _settings(settings) | {name: value for name, value in (*named.items(), ("loss", loss)) if value}
+    folder = None if resume is None else arguments.path_text(resume, "resume")
     if config is None and folder is not None:
         whole = Config.of_run(folder)
     elif config is None:
         whole = Config.of(given, where="settings")
     else:
-        whole = config if isinstance(config, Config) else Config.load(os.fspath(config))
+        whole = config if isinstance(config, Config) else _config_of(config)
         whole = whole.replace(**given) if given and folder is None else whole
     return launch.train(
         whole, console=console, resume=folder, overrides={**(overrides or {}), **given}, callbacks=callbacks
@@ -202,9 +220,20 @@ def export(
     Example:
         print(graftune.export("runs/mine", "gguf", kind="Q8_0").path)
     """
-    places = {"out": os.fspath(out), "base": os.fspath(base)}
+    places = {"out": arguments.path_text(out, "out"), "base": arguments.path_text(base, "base")}
     how = {"revision": revision, "any_base": any_base, "add": add, "force": force, "console": console}
-    return export_target(os.fspath(target), to, kind=kind, **places, **how)  # type: ignore[arg-type]
+    return export_target(arguments.path_text(target, "target"), to, kind=kind, **places, **how)  # type: ignore[arg-type]
+
+
+def _config_of(given: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+    if isinstance(given, Mapping):
+        return Config.of(_settings(given), where="settings")
+    return Config.load(arguments.path_text(given, "config"))
+
+
+def _check_callbacks(given: Any) -> None:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(callable(one) for one in given):
+        raise GraftuneError(f"callbacks is {given!r}", mend="give a list of functions that take an event")
 
 
 def _settings(given: Any) -> dict[str, Any]:

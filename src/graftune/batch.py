@@ -86,8 +86,13 @@ class PackedBatch:
     labels: torch.Tensor  # [R] int64, -1 where the row is padding
     lengths: tuple[int, ...]  # document lengths; they add up to T
     response_tokens: int  # labels that are not -1
-    divisor: float = 0.0  # what this batch adds to the divisor of its optimizer step
+    # What this batch adds to the divisor of its optimizer step; where it is not said, its response tokens.
+    divisor: float = None  # type: ignore[assignment]
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the fields of the loss's layout, by name
+
+    def __post_init__(self) -> None:
+        if self.divisor is None:
+            self.divisor = float(self.response_tokens)
 
     def to(self, device: torch.device) -> PackedBatch:
         if self.tokens.device == device:

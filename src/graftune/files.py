@@ -16,6 +16,7 @@ import fcntl
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from graftune.errors import GraftuneError
 
 PART, OLD = ".part", ".old"  # what follows a name: still being written; stepping away
 LOCK = ".lock"
+_ABANDONED = 86400.0  # seconds without a write after which a half-written file is nobody's
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 # The file system or the kernel has no exchange, or no locks.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
@@ -120,6 +122,26 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def prune_folder(keep: Path, limit: int) -> None:
+    """Keep the files beside `keep` with its ending within `limit` bytes together: those used longest ago go. So does
+    what was left half-written a day ago. Whoever has such a file open keeps what it mapped."""
+    found = []
+    with suppress(OSError):
+        for path in keep.parent.iterdir():
+            with suppress(OSError):
+                stat = path.stat()
+                if path.suffix == keep.suffix and path != keep:
+                    found.append((stat.st_mtime, stat.st_size, path))
+                elif path.name.endswith(PART) and time.time() - stat.st_mtime > _ABANDONED:
+                    path.unlink()
+        total = keep.stat().st_size
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > limit:
+                with suppress(OSError):
+                    path.unlink()
 
 
 def _exchange(one: Path, other: Path) -> bool:

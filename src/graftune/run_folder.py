@@ -43,9 +43,7 @@ def trains_all(folder: Path) -> bool:
 def whole_run(folder: Path) -> dict[str, Any]:
     """Settings that open the whole model a run left, for data as the run took it. A template lies with the model."""
     if not is_model(folder / "model"):
-        raise GraftuneError(
-            "this run has no model yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
-        )
+        raise GraftuneError("this run has no model yet", where=str(folder), mend="resume it and let it finish")
     data = Config.of_run(folder).nested()["data"]
     template = "none" if data["template"] == "none" else "auto"
     return data | {"template": template, "base": str(folder / "model")}
@@ -58,7 +56,7 @@ def adapter_folder(folder: Path) -> Path:
         raise GraftuneError(
             "names a checkpoint, and training continues from an adapter",
             where=str(folder),
-            mend=f"write it out with `graftune export {folder} --to peft` and give that folder",
+            mend="export it to peft and give that folder",
         )
     if not is_run(folder):
         return folder
@@ -70,9 +68,7 @@ def adapter_folder(folder: Path) -> Path:
         )
     place = whole(folder / "adapter")
     if not is_adapter(place):
-        raise GraftuneError(
-            "this run has no adapter yet", where=str(folder), mend=f"finish it with `graftune train --resume {folder}`"
-        )
+        raise GraftuneError("this run has no adapter yet", where=str(folder), mend="resume it and let it finish")
     return place
 
 
@@ -113,7 +109,7 @@ def find_base(adapter: Adapter) -> str:
     if fallback is not None and fallback.sha256 == adapter.base_sha256:
         return str(fallback.path)
     raise GraftuneError(
-        f"its base {name or '(none named)'} is not here", where=str(adapter.folder), mend="say where it is with --base"
+        f"its base {name or '(none named)'} is not here", where=str(adapter.folder), mend="set base to where it is"
     )
 
 
@@ -266,7 +262,7 @@ def _check(state: State, base: Base, arena: Arena, any_base: bool) -> None:
         raise GraftuneError(
             f"was trained on another base than {base.path}",
             where=where,
-            mend="give its own with --base, or say --any-base if this is the same model in another file",
+            mend="set base to its own, or any_base if this is the same model in another file",
         )
     if arena.weights.shape != state.weights.shape:
         raise GraftuneError("holds other weights than the run's settings say", where=where, mend="take another")

@@ -132,7 +132,7 @@ def device_of(asked: str) -> torch.device:
     if device.type not in available:
         reason = _absence(device.type)
         raise GraftuneError(
-            f"device {asked} is not available here{reason}", mend=f"use --device {' or '.join(available)}"
+            f"device {asked} is not available here{reason}", mend=f"set device to {' or '.join(available)}"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise GraftuneError(

@@ -53,7 +53,6 @@ class Settings(TypedDict, total=False):
     clip: float
     clip_mode: Literal["global", "layer"]
     method: Literal["lora", "full", "scratch"]
-    loss: Literal["cross_entropy", "anchored"]
     anchor: float
     epochs: float
     max_steps: int

@@ -43,10 +43,12 @@ def _text(path: str | Path) -> str:
             raw = file.read(LARGEST + 1)
     except OSError as error:
         raise GraftuneError(
-            f"cannot be read ({error.strerror})", where=str(path), mend="check the path given to -c"
+            f"cannot be read ({error.strerror})", where=str(path), mend="check the path of the settings"
         ) from None
     if len(raw) > LARGEST:
-        raise GraftuneError("is too large for a file of settings", where=str(path), mend="check the path given to -c")
+        raise GraftuneError(
+            "is too large for a file of settings", where=str(path), mend="check the path of the settings"
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -58,7 +58,7 @@ def test_a_folder_that_holds_a_run(base: Path, data: Path, tmp_path: Path, refus
     assert main(line) == 0
     capsys.readouterr()
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    assert "there is a run in this folder; resume it or choose another --out" in refuse(base, data, out=out)
+    assert "there is a run in this folder; resume it, or set out to another folder" in refuse(base, data, out=out)
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 

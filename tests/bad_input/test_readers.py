@@ -285,7 +285,7 @@ def test_an_adapter_for_other_weights_of_equal_shapes(tiny_folder: Any, tmp_path
         assert main([*line, *on_the_other]) == 2
         said = capsys.readouterr()
         ours = [one for one in said.err.splitlines() if one.startswith("graftune: ")]
-        assert len(ours) == 1 and "trained on another base" in ours[0] and "--any-base" in ours[0] and said.out == ""
+        assert len(ours) == 1 and "trained on another base" in ours[0] and "any_base" in ours[0] and said.out == ""
     assert sorted(tmp_path.rglob("*")) == before
     assert main([*lines[1], *on_the_other, "--any-base", "--json"]) == 0
     assert main([*lines[4], *on_the_other, "--any-base"]) == 0 and (tmp_path / "out").is_dir()

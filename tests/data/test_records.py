@@ -170,7 +170,7 @@ def call(**changes: Any) -> dict[str, Any]:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two pairs": ({"prompt": "a", "response": "b", "completion": "c"},
-                  "ambiguous columns: prompt/response or prompt/completion; say which with --map prompt=prompt"),
+                  "ambiguous columns: prompt/response or prompt/completion; say which with map, as prompt=prompt"),
     "prompt and input": ({"prompt": "a", "input": "b", "outputs": "c"}, "a prompt needs a response"),
     "unknown": ({"foo\x1b[31m": 1}, r"unknown keys: found 'foo\x1b[31m'; expected"),
     "call without name": (call(tool_calls=[{"arguments": {}}]), "not an object with a function's name"),
@@ -204,15 +204,15 @@ def test_refused_by_a_true_reason(name: str) -> None:
 
 HH = "\n\nHuman: Hi\n\nAssistant: "
 PREFERENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "TRL": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "--map response=chosen"),
-    "TRL, turns": ({"prompt": ASKED[:1], "chosen": ASKED[1:], "rejected": ASKED[1:]}, "--map response=chosen"),
-    "HH": ({"chosen": HH + "b", "rejected": HH + "c"}, "--map text=chosen"),
-    "UltraFeedback": ({"prompt": "a", "chosen": ASKED, "rejected": ASKED, "messages": ASKED}, "--map messages=chosen"),
-    "LLaMA-Factory": ({"instruction": "a", "input": "", "Chosen": "b", "Rejected": "c"}, "--map response=Chosen"),
+    "TRL": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "map, as response=chosen"),
+    "TRL, turns": ({"prompt": ASKED[:1], "chosen": ASKED[1:], "rejected": ASKED[1:]}, "map, as response=chosen"),
+    "HH": ({"chosen": HH + "b", "rejected": HH + "c"}, "map, as text=chosen"),
+    "UltraFeedback": ({"prompt": "a", "chosen": ASKED, "rejected": ASKED, "messages": ASKED}, "as messages=chosen"),
+    "LLaMA-Factory": ({"instruction": "a", "input": "", "Chosen": "b", "Rejected": "c"}, "as response=Chosen"),
     "LLaMA-Factory, turns": ({"conversations": SHAREGPT[:1], "chosen": {}, "rejected": {}}, "write them as"),
     "OpenAI": ({"input": {"messages": ASKED[:1]}, "preferred_output": ASKED[1:], "non_preferred_output": ASKED[1:]},
                "write them as"),
-    "preferred": ({"prompt": "a", "preferred": "b", "rejected_response": "c"}, "--map response=preferred"),
+    "preferred": ({"prompt": "a", "preferred": "b", "rejected_response": "c"}, "map, as response=preferred"),
     "PKU": ({"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 0}, "response_0"),
 }  # fmt: skip
 

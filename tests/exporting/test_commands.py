@@ -63,7 +63,7 @@ def test_a_run_goes_out_in_every_format(run: Path, capsys: Capture) -> None:
         assert gap(ours(opened(path)), want) < 0.05
     capsys.readouterr()
     assert main(["export", str(run), "--to", "merged"]) == 2
-    assert "exists already; give --force" in capsys.readouterr().err
+    assert "exists already; use force" in capsys.readouterr().err
     assert main(["export", str(run), "--to", "merged", "--force"]) == 0
     out, err = capsys.readouterr()
     assert "mine-merged (" in out and "100.0% of the adapter's change survives f32" in err
@@ -167,11 +167,11 @@ def test_llama_cpps_mix() -> None:
         (["{run}"], "--to needs a value"),
         (
             ["{run}", "--to", "gguf", "--type", "Q3_K"],
-            "--type Q3_K is not known for gguf; choose one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M",
+            "the type Q3_K is not known for gguf; choose one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M",
         ),
-        (["{run}", "--to", "merged", "--type", "Q8_0"], "--type Q8_0 is not known for merged; choose one of F32"),
-        (["{run}", "--to", "peft", "--type", "F16"], "--type is F16 and peft is always F32; leave --type out"),
-        (["{base}", "--to", "gguf-lora"], "base has no adapter, and --to gguf-lora is of an adapter"),
+        (["{run}", "--to", "merged", "--type", "Q8_0"], "the type Q8_0 is not known for merged; choose one of F32"),
+        (["{run}", "--to", "peft", "--type", "F16"], "the type is F16 and peft is always F32; leave the type out"),
+        (["{base}", "--to", "gguf-lora"], "base has no adapter, and gguf-lora is of an adapter"),
         (["{base}", "--to", "merged", "--add", "{run}"], "base: is not an adapter or run folder"),
         (["{run}", "--to", "merged", "--add", "{run}=much"], "the weight 'much' of"),
         (["{run}", "--to", "merged", "--add", "nowhere"], "nowhere: is not there"),

@@ -107,7 +107,7 @@ def test_a_run_that_does_not_fit_is_refused_before_loading_and_the_suggestion_ru
     assert not (tmp_path / "refused").exists()
     sentence = said.splitlines()[-1]
     assert re.search(
-        r"training needs [\d.]+ MiB of memory and [\d.]+ MiB are free; --recompute full would need", sentence
+        r"training needs [\d.]+ MiB of memory and [\d.]+ MiB are free; recompute full would need", sentence
     )
 
     line[line.index("--recompute") + 1] = "full"
@@ -131,7 +131,7 @@ def test_the_nearest_setting_may_be_a_smaller_micro_batch_or_fewer_bits(tiny_fol
         tight = job_for(folder, free, **asked)
         found = nearest(tight, best(tight))
         assert found is not None and found.fits and found.capacity >= size
-        assert "--tokens-per-micro-batch" in str(refusal(tight, best(tight)))
+        assert "tokens_per_micro_batch" in str(refusal(tight, best(tight)))
     hopeless = job_for(folder, job.CONTEXT_BYTES + MIB, **asked)
     assert nearest(hopeless, best(hopeless)) is None
     assert "take a smaller model or a larger card" in str(refusal(hopeless, best(hopeless)))
@@ -149,7 +149,7 @@ def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_fold
     tight = job_for(smollm2, enough, **asked)
     found = nearest(tight, best(tight))
     assert found is not None and found.settings["base_dtype"] == "keep"
-    assert "--base-dtype keep would need" in str(refusal(tight, best(tight)))
+    assert "base_dtype keep would need" in str(refusal(tight, best(tight)))
     first = next(t.dtype_name for t in tight.base.tensors.values() if len(t.shape) == 2)
     with monkeypatch.context() as unknown:  # blocks that no kernel of ours reads
         unknown.delitem(KINDS, first)
@@ -175,7 +175,7 @@ def test_what_the_host_lacks_is_refused_too(tiny_folder) -> None:
     found = nearest(asked, short)
     assert found is not None and (found.recompute, found.capacity) == ("full", 4096)
     said = str(refusal(asked, short))
-    assert re.search(r"training needs [\d.]+ MiB of pinned host memory and [\d.]+ MiB are free; --recompute full", said)
+    assert re.search(r"training needs [\d.]+ MiB of pinned host memory and [\d.]+ MiB are free; recompute full", said)
 
 
 def test_the_largest_micro_batch_is_the_largest(tiny_folder) -> None:

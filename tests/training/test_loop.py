@@ -185,7 +185,7 @@ def test_cuda_on_a_machine_without_it(
     said = capsys.readouterr()
     sentences = [line for line in said.err.splitlines() if line.startswith("graftune: ")]
     assert len(sentences) == 1 and said.err == sentences[0] + "\n" and said.out == "", "before data is read"
-    assert "device cuda is not available here (" in sentences[0] and "; use --device " in sentences[0]
+    assert "device cuda is not available here (" in sentences[0] and "; set device to " in sentences[0]
     assert not (tmp_path / "run").exists()
 
 

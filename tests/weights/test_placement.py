@@ -88,7 +88,7 @@ def test_blocks_that_no_kernel_knows_are_refused(as_on_a_gpu):
     base = quantised.gguf_base("Q4_0", quantised.spec())
     strange = dataclasses.replace(base.tensors["lm_head.weight"], dtype_name="TQ1_0")
     base = dataclasses.replace(base, tensors=dict(base.tensors) | {"lm_head.weight": strange})
-    with pytest.raises(GraftuneError, match=r"lm_head.weight is TQ1_0.*--base-dtype nf4 or bf16"):
+    with pytest.raises(GraftuneError, match=r"lm_head.weight is TQ1_0.*set base_dtype to nf4 or bf16"):
         choose_placement(base, "keep", resolve("cpu", "fp32"))
     found = choose_placement(base, "auto", resolve("cpu", "fp32"), base.spec.parameters * 4)
     assert found.base_dtype == "nf4" and "no GPU kernel knows the file's TQ1_0" in found.why

@@ -16,7 +16,6 @@ import json
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +33,6 @@ from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
 LIMIT = 20 << 30  # bytes of all entries together
-ABANDONED = 86400.0  # seconds without a write after which a half-written file is nobody's
 SUFFIX = ".tokens"
 # Where the data comes from and how it is divided is no part of how it is encoded; a date counts where it is printed.
 _APART = ("data", "eval_data", "val_split", "eval_examples", "date")
@@ -102,7 +100,7 @@ def make(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -
                 where=str(path.parent),
                 mend="free some space there, or name another folder with GRAFTUNE_CACHE",
             ) from error
-        prune(keep=path)
+        files.prune_folder(path, LIMIT)
         return store, ""
 
 
@@ -113,23 +111,3 @@ def _temporary(key: str, vocabulary: int, write: Callable[[Writer], dict[str, An
         writer = Writer(file, vocabulary)
         writer.close(key=key, **write(writer))
         return Store(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def prune(keep: Path) -> None:
-    """Take away what was used longest ago until the rest is within LIMIT, and what was left half-written. Whoever has
-    such a file open keeps what it mapped."""
-    found = []
-    with suppress(OSError):
-        for path in folder().iterdir():
-            with suppress(OSError):
-                stat = path.stat()
-                if path.suffix == SUFFIX and path != keep:
-                    found.append((stat.st_mtime, stat.st_size, path))
-                elif path.name.endswith(files.PART) and time.time() - stat.st_mtime > ABANDONED:
-                    path.unlink()
-        total = keep.stat().st_size
-        for _, size, path in sorted(found, reverse=True):
-            total += size
-            if total > LIMIT:
-                with suppress(OSError):
-                    path.unlink()

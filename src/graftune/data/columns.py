@@ -127,7 +127,7 @@ def _pair(own: dict[str, str]) -> Plan | None:
     if len(found) > 1:
         shown = " or ".join(f"{own[ask]}/{own[answer]}" for ask, answer in found)
         ask, answer = (own[name] for name in found[0])
-        return Plan(refusal=("ambiguous columns", f"{shown}; say which with --map prompt={ask},response={answer}"))
+        return Plan(refusal=("ambiguous columns", f"{shown}; say which with map, as prompt={ask},response={answer}"))
     ((ask, answer),) = found
     extra = next((own[name] for name in EXTRAS if name in own), "") if ask == "instruction" else ""
     kind: Kind = "alpaca" if ask == "instruction" else "prompt/response"
@@ -172,11 +172,11 @@ def _preferred(row: dict[str, Any]) -> str:
     value, asked = row[column], any(normal(name) in ASKS for name in row)
     whole = isinstance(value, list) and any(isinstance(t, dict) and t.get("role") in ("user", "human") for t in value)
     if whole:
-        return f"say so with --map messages={column}"
+        return f"say so with map, as messages={column}"
     if asked and isinstance(value, str | list):
-        return f"say so with --map response={column}"
+        return f"say so with map, as response={column}"
     if isinstance(value, str):
-        return f"say so with --map text={column}"
+        return f"say so with map, as text={column}"
     return "write them as prompt/response or messages"
 
 

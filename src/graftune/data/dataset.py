@@ -1,7 +1,8 @@
 """Data -> tokenised examples, with an account of every row.
 
 `prepare` encodes the data once and finds it again at the next start (cached.py): a data set is a view over a mapped
-file (encoded.py), and nothing in it grows with the number of rows but a few arrays. Nothing is left out silently: each
+file (encoded.py), and nothing in it grows with the number of rows but a few arrays. Records in memory are encoded in
+the same way, for one call without a file. Nothing is left out silently: each
 row ends as an example, or under a reason that the summary counts and the file lists. `split` holds out whole source
 rows, with their exact repeats, so that neither two turns of one conversation nor two copies of it lie on both sides.
 """
@@ -9,10 +10,11 @@ rows, with their exact repeats, so that neither two turns of one conversation no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +29,9 @@ from graftune.data import cached
 from graftune.data.encoded import Examples, Store, groups_of, short
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.maker import CHUNK_ROWS, Maker
+from graftune.data.memory import Lines
 from graftune.data.record import Message
-from graftune.data.source import SourceFile, digest_of, rows, sources
+from graftune.data.source import Row, SourceFile, digest_of, rows, rows_of_lines, sources
 from graftune.data.summary import Summary, nothing_usable
 from graftune.data.writer import Entry, Writer
 from graftune.errors import GraftuneError
@@ -65,13 +68,13 @@ class _Texts(Sequence[Any]):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples and, index by index, what sample answers need: the text to continue for the example's last trained
-    answer, that answer, and the messages the text was rendered from (none for `text` records)."""
+    """Tokenised examples, with what became of every row of the data. Beside each example are its texts: the prompt of
+    its last trained answer, that answer, and the messages they were rendered from (none for `text` records)."""
 
-    examples: Examples
-    summary: Summary
-    sha256: str
-    path: str
+    examples: Examples  # each with `tokens` and `supervised`, which says of every token whether it is trained
+    summary: Summary  # counts, and the reason for every row that was left out
+    sha256: str  # of the data as it was read
+    path: str  # empty: records in memory
     tokenizer: Tokenizer | None = field(default=None, compare=False)  # that encoded it
 
     def __repr__(self) -> str:
@@ -107,14 +110,17 @@ class Dataset:
 
     @property
     def prompts(self) -> Sequence[str]:
+        """The text to continue, of each example."""
         return _Texts(self.examples, "prompt")
 
     @property
     def references(self) -> Sequence[str]:
+        """The answer that the data gives to it."""
         return _Texts(self.examples, "reference")
 
     @property
     def messages(self) -> Sequence[list[Message]]:
+        """The conversation it is from."""
         return _Texts(self.examples, "messages")
 
     @property
@@ -172,48 +178,87 @@ class Dataset:
 
 
 def prepare(
-    value: DataValue,
+    value: DataValue | Lines,
     tokenizer: Tokenizer,
     config: DataConfig,
     console: Console | None = None,
     kind: DataKind = ANSWERS,
+    *,
+    keep: bool = True,
 ) -> Dataset:
     """Everything in the data that can be trained on; GraftuneError if that is nothing. `console` shows the progress of
-    encoding, and why encoded data cannot be kept. `kind` is what the rows are read as: that of the loss."""
+    encoding, and why encoded data cannot be kept. `kind` is what the rows are read as: that of the loss. Without `keep`
+    records are encoded in memory and nowhere else."""
     notes: dict[str, int] = {}  # in the order they come, each once
 
     def note(text: str) -> None:
         notes.setdefault(text, 0)
 
-    files, path = sources(value, note), label(value)
-    sha256 = digest_of(files, _digest)
-    key = cached.key_of([sha256, [_kind(file.path) for file in files]], tokenizer, config, kind)
-    store, why = cached.find(key), ""
-    if store is None:
+    if isinstance(value, Lines):
+        data = _Input.of_lines(value, config, kind)
+    else:
+        data = _Input.of_files(value, config, note, kind)
 
-        def write(writer: Writer) -> dict[str, Any]:
-            maker = Maker(tokenizer, config, path, kind)
-            total = _rows_of(files)
-            total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
-            with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
-                for chunk in maker.chunks(rows(files, config.map, note, kind.refusal_of_all)):
-                    writer.add(chunk.entries, chunk.details)
-                    if bar is not None:
-                        bar.update(maker.summary.rows)
-            maker.summary.notes.update(notes)
-            if not maker.summary.examples:
-                raise nothing_usable(maker.summary, path)
-            if digest_of(files, _digest) != sha256:
-                raise GraftuneError("was changed while it was being read", where=path, mend="start again")
-            maker.summary.duplicates = writer.duplicates()
-            return {"summary": maker.summary.document(), "kind": kind.name}
+    def write(writer: Writer) -> dict[str, Any]:
+        maker, total = Maker(tokenizer, config, data.shown, kind), data.total()
+        total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
+        with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
+            for chunk in maker.chunks(data.rows()):
+                writer.add(chunk.entries, chunk.details)
+                if bar is not None:
+                    bar.update(maker.summary.rows)
+        maker.summary.notes.update(notes)
+        if not maker.summary.examples:
+            raise nothing_usable(maker.summary, data.shown)
+        data.check()
+        maker.summary.duplicates = writer.duplicates()
+        return {"summary": maker.summary.document(), "kind": kind.name}
 
-        store, why = cached.make(key, _vocabulary(tokenizer), write)
+    if isinstance(value, Lines) and not keep:
+        file = io.BytesIO()
+        writer = Writer(file, tokenizer.highest_id + 1)
+        writer.close(**write(writer))
+        store = Store(file.getvalue())
+    else:
+        key = cached.key_of([data.sha256, data.kinds], tokenizer, config, kind)
+        found = cached.find(key)
+        store, why = (found, "") if found is not None else cached.make(key, tokenizer.highest_id + 1, write)
         if why and console is not None:
             console.warn(f"encoded data cannot be kept in {cached.folder()} ({why}): the next start encodes it again")
     summary = Summary.of(store.header["summary"])
     summary.notes = notes | summary.notes
-    return Dataset(Examples(store), summary, sha256, path, tokenizer)
+    return Dataset(Examples(store), summary, data.sha256, data.path, tokenizer)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Rows to encode, from files or from memory."""
+
+    path: str  # empty: in memory
+    shown: str  # what messages call it
+    sha256: str
+    kinds: list[str]  # how each file is read
+    rows: Callable[[], Iterator[Row]]
+    total: Callable[[], int]  # how many rows there are; 0 where only reading can tell
+    check: Callable[[], None] = lambda: None  # that it is still the same
+
+    @staticmethod
+    def of_files(value: DataValue, config: DataConfig, note: Callable[[str], None], kind: DataKind) -> _Input:
+        files, path = sources(value, note), label(value)
+        sha256 = digest_of(files, _digest)
+
+        def check() -> None:
+            if digest_of(files, _digest) != sha256:
+                raise GraftuneError("was changed while it was being read", where=path, mend="start again")
+
+        kinds = [_kind(file.path) for file in files]
+        read = functools.partial(rows, files, config.map, note, kind.refusal_of_all)
+        return _Input(path, path, sha256, kinds, read, functools.partial(_rows_of, files), check)
+
+    @staticmethod
+    def of_lines(lines: Lines, config: DataConfig, kind: DataKind) -> _Input:
+        read = functools.partial(rows_of_lines, lines.lines, config.map, "the records", kind.refusal_of_all)
+        return _Input("", "the records", lines.sha256, [".jsonl"], read, lambda: len(lines.lines))
 
 
 def _digest(path: Path) -> str:
@@ -235,11 +280,6 @@ def _rows_of(files: Sequence[SourceFile]) -> int:
 def _kind(path: Path) -> str:
     """How a file is read: by its endings."""
     return "".join(path.suffixes[-2:]).lower()
-
-
-def _vocabulary(tokenizer: Tokenizer) -> int:
-    """Above every id: ids may have gaps."""
-    return 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=0)
 
 
 def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Dataset]:

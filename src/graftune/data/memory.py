@@ -1,42 +1,69 @@
-"""Records that are in memory (a list, a Hugging Face Dataset, an iterator) -> a file like any other.
+"""Records that are in memory (a list, a Hugging Face Dataset, an iterator) -> JSON lines, as a file would hold them.
 
-They are written as JSON lines under the user's cache folder, named by their content: the same records are the same
-file, so that what was encoded before is found again, and a run on them can be resumed. A second path through the
-readers would have checks, counts and digests of its own.
+What is encoded for a session stays in memory, or in the cache of encoded data. A run has to find its data again when it
+is resumed, so its records are written to a file under the user's cache folder, named by their content. Either way the
+lines go through the same checks, counts and digests as those of a file.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graftune import mixture
 from graftune.errors import GraftuneError
-from graftune.files import write_file
+from graftune.files import prune_folder, write_file
 from graftune.mixture import DataValue
 from graftune.remembered import cache_folder
 
 Records = Iterable[Mapping[str, Any]]
 Data = str | os.PathLike[str] | Records  # what the Python verbs take: a path, a Hub name, or records
+LIMIT = 4 << 30  # bytes of all records that are kept; those used longest ago go first
 
 
-def as_value(data: Data | DataValue) -> DataValue:
-    """The value of the setting `data`: paths and lists of sources as they are, records as the file they were put in."""
+@dataclass(frozen=True)
+class Lines:
+    """Records as JSON lines."""
+
+    lines: list[str]
+
+    @functools.cached_property
+    def content(self) -> bytes:
+        return ("\n".join(self.lines) + "\n").encode("utf-8", "surrogatepass")
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def as_given(data: Data | DataValue, verb: str = "") -> DataValue | Lines:
+    """Paths and lists of sources as the setting `data` has them; records as lines. `verb` is what asks for them."""
     if isinstance(data, str):
         return data
     if isinstance(data, os.PathLike):
         return str(Path(data))
     if isinstance(data, Mapping):
-        raise GraftuneError("data is a single mapping", mend="give a list of records, or a path")
+        raise GraftuneError("data is a single mapping", where=verb or None, mend="give a list of records, or a path")
+    if not isinstance(data, Iterable):
+        kind = "None" if data is None else f"a value of type {type(data).__name__}"
+        raise GraftuneError(f"data is {kind}", where=verb or None, mend="give a path, a Hub name or a list of records")
     if isinstance(data, tuple | list) and data and all(_is_source(entry) for entry in data):
         return mixture.checked("data", list(data))
-    return str(stored(data))
+    return lines_of(data)
+
+
+def as_value(data: Data | DataValue) -> DataValue:
+    """The value of the setting `data`: records are put into a file."""
+    given = as_given(data)
+    return str(stored(given)) if isinstance(given, Lines) else given
 
 
 def _is_source(entry: Any) -> bool:
@@ -45,8 +72,8 @@ def _is_source(entry: Any) -> bool:
     return isinstance(entry, str) or source
 
 
-def stored(records: Records) -> Path:
-    """The file of these records. A Hugging Face Dataset is iterated like a list."""
+def lines_of(records: Iterable[Any]) -> Lines:
+    """A Hugging Face Dataset is iterated like a list."""
     lines = []
     for row, record in enumerate(records, 1):
         if not isinstance(record, Mapping):
@@ -60,17 +87,23 @@ def stored(records: Records) -> Path:
             ) from None
     if not lines:
         raise GraftuneError("there are no records in the data", mend="give at least one")
-    content = ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass")
-    name = f"{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
+    return Lines(lines)
+
+
+def stored(records: Lines) -> Path:
+    """The file of these records; the same records are the same file."""
+    name = f"{records.sha256[:32]}.jsonl"
     place = cache_folder() / "records" / name
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if not place.exists():
-            write_file(place, content, unique=True)
+            write_file(place, records.content, unique=True)
+        os.utime(place)
+        prune_folder(place, LIMIT)
     except OSError:  # no folder to keep it in: it lives as long as this process does
         handle, path = tempfile.mkstemp(suffix=f"-{name}")
         os.close(handle)
         place = Path(path)
-        place.write_bytes(content)
+        place.write_bytes(records.content)
         atexit.register(place.unlink, missing_ok=True)
     return place

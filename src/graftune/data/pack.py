@@ -104,6 +104,21 @@ def members(units: Units, held: list[int]) -> list[int]:
     return held if units is None else [index for unit in held for index in units[unit]]
 
 
+def bins_in_order(examples: Sequence[Example], capacity: int, layout: BatchLayout) -> list[list[int]]:
+    """Indices of the examples, in order, as many to a batch as it holds; those of one group together. A longer one has
+    a batch of its own."""
+    units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
+    bins: list[list[int]] = []
+    left = 0  # tokens that the last batch can still take
+    for index, length in enumerate(unit_lengths(lengths_of(examples), units).tolist()):
+        if length > left:
+            bins.append([])
+            left = max(capacity, length)
+        bins[-1].append(index)
+        left -= length
+    return [members(units, held) for held in bins]
+
+
 class _Step:
     """The bins of one step while they are filled, and how many more tokens the step takes."""
 

@@ -77,17 +77,18 @@ def _read_lines(opened: Opened) -> Numbered:
         with text_of(opened) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip("\ufeff \t\r\n"):
-                    yield number, _parsed(line.lstrip("\ufeff"))
+                    yield number, parsed(line.lstrip("\ufeff"))
         return
     with binary_of(opened) as file:
         for number, raw in enumerate(file, 1):
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             if raw.strip():
-                yield number, _parsed(raw)
+                yield number, parsed(raw)
 
 
-def _parsed(line: bytes | str) -> dict[str, Any] | Refusal:
+def parsed(line: bytes | str) -> dict[str, Any] | Refusal:
+    """A row that is one line of JSON."""
     try:
         return _object(json.loads(line if isinstance(line, str) else line.decode("utf-8")))
     except UnicodeDecodeError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ import numpy as np
 
 from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, WEIGHT, normal, refusal_of_all
 from graftune.data.find import check_file, files_of
-from graftune.data.readers import read
+from graftune.data.readers import parsed, read
 from graftune.data.row import Refusal, Row, SourceFile, quoted, type_name
 from graftune.errors import GraftuneError
 from graftune.mixture import DataValue, entries
 
 __all__ = [
-    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "rows", "sha256_of", "sources", "type_name",
+    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "rows", "rows_of_lines", "sha256_of", "sources",
+    "type_name",
 ]  # fmt: skip
 
 LOOKED_AT = 100  # rows of a file, before the first is handed out
@@ -62,6 +63,18 @@ def rows(
             if times:
                 yield Row(number, value, shown, before + number, times)
         before += number
+
+
+def rows_of_lines(
+    lines: Iterable[str],
+    map: Mapping[str, str],
+    shown: str,
+    refused: Callable[[dict[str, Any]], GraftuneError | None] = refusal_of_all,
+) -> Iterator[Row]:
+    """Likewise of lines of JSON in memory, which messages call `shown`."""
+    numbered = ((number, parsed(line)) for number, line in enumerate(lines, 1))
+    for number, value in _checked(_renamed(numbered, dict(map), shown), shown, refused):
+        yield Row(number, value, key=number)
 
 
 def sha256_of(path: str | Path) -> str:
@@ -130,7 +143,7 @@ def _renamed(numbered: Numbered, renaming: dict[str, str], shown: str) -> Number
 
 def _hidden(targets: set[str]) -> Callable[[str], bool]:
     """Columns that are not looked at any more: those of other kinds of records; and where the answer itself was named,
-    everything unknown too, so that `--map response=chosen` trains on preferred answers."""
+    everything unknown too, so that map, as response=chosen, trains on preferred answers."""
     mine = [group for group in _TOGETHER if group & targets]
     others = KNOWN - frozenset().union(*mine, _BESIDE) if mine else frozenset()
     explicit = bool(targets & {*ANSWERS, *CHATS, "text"})

@@ -48,7 +48,7 @@ class Source:
     def adapter(self, to: str) -> Adapter:
         if not self.adapters:
             raise GraftuneError(
-                f"{self.name} has no adapter, and --to {to} is of an adapter", mend="export to merged or gguf"
+                f"{self.name} has no adapter, and {to} is of an adapter", mend="export to merged or gguf"
             )
         return self.adapters[0].adapter
 
@@ -104,7 +104,9 @@ def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> Source:
     """A run that trained every weight: the model it left is the base."""
     if base or add or parse_weight(target)[1] != 1:
         raise GraftuneError(
-            "this run trained the whole model, not an adapter", where=str(folder), mend="leave --base, --add and = out"
+            "this run trained the whole model, not an adapter",
+            where=str(folder),
+            mend="leave out base, add and weights",
         )
     settings = whole_run(folder)
     opened = open_base(settings["base"])

@@ -36,8 +36,10 @@ SUFFIX = {"gguf": ".gguf", "gguf-lora": ".gguf", "apr": ".apr"}
 
 @dataclass
 class Exported:
-    path: Path
-    files: list[Path] = field(default_factory=list)
+    """What an export wrote."""
+
+    path: Path  # the file or folder
+    files: list[Path] = field(default_factory=list)  # all of them
     facts: dict[str, Any] = field(default_factory=dict)  # figures, for a program to read
     notes: list[str] = field(default_factory=list)  # and sentences, for a person
 
@@ -86,9 +88,9 @@ def _checked_kind(kind: str, to: str) -> str:
         return {"gguf": "Q8_0", "gguf-lora": "F32"}.get(to, "")
     found = kind.upper()
     if to not in choices:
-        raise GraftuneError(f"--type is {kind} and {to} is always F32", mend="leave --type out")
+        raise GraftuneError(f"the type is {kind} and {to} is always F32", mend="leave the type out")
     if found not in choices[to]:
-        raise GraftuneError(f"--type {kind} is not known for {to}", mend=f"choose one of {', '.join(choices[to])}")
+        raise GraftuneError(f"the type {kind} is not known for {to}", mend=f"choose one of {', '.join(choices[to])}")
     return found
 
 
@@ -109,17 +111,17 @@ def _check_place(place: Path, to: str, source: Source, force: bool) -> None:
     sources = [source.base.path, *source.base.parts, *(a.folder for a, _ in source.adapters)]
     for used in (path.resolve() for path in sources):
         if used == here or here in used.parents or (used in here.parents and used.is_dir() and used != source.run):
-            raise GraftuneError("is what is exported from", where=str(place), mend="give another place with --out")
+            raise GraftuneError("is what is exported from", where=str(place), mend="set out to another place")
     beside = place.with_suffix(".Modelfile")
     if to in ("gguf", "gguf-lora") and beside.exists() and not force:
-        raise GraftuneError("exists already", where=str(beside), mend="give --force, or another place with --out")
+        raise GraftuneError("exists already", where=str(beside), mend="use force, or set out to another place")
     if not (place.exists() or place.is_symlink()):
         return
     if not force:
-        raise GraftuneError("exists already", where=str(place), mend="give --force, or another place with --out")
+        raise GraftuneError("exists already", where=str(place), mend="use force, or set out to another place")
     ours = place.is_file() if to in SUFFIX else is_adapter(place) if to == "peft" else is_model(place)
     if not ours and (place.is_file() or any(place.iterdir())):
-        raise GraftuneError("is in use for something else", where=str(place), mend="give another place with --out")
+        raise GraftuneError("is in use for something else", where=str(place), mend="set out to another place")
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def _require_space(place: Path, need: int) -> None:
         raise GraftuneError(
             f"the export takes {human_bytes(need)} and {human_bytes(free)} are free there",
             where=str(place),
-            mend="free some, or give another place with --out",
+            mend="free some, or set out to another place",
         )
 
 
@@ -325,9 +327,9 @@ def _report_noise(done: Exported, ratio: float, kind: str, console: Console) -> 
     if ratio <= 1:
         done.notes.append(text)
     elif kind == "Q8_0":
-        done.notes.append(f"{text}; --type F16 keeps more of it")
+        done.notes.append(f"{text}; the type F16 keeps more of it")
     else:
-        console.warn(f"{text}: this may undo your fine-tuning; use --type Q8_0")
+        console.warn(f"{text}: this may undo your fine-tuning; use the type Q8_0")
 
 
 def _report_survival(done: Exported, source: Source, survival: Survival, dtype: str, console: Console) -> None:
@@ -336,7 +338,7 @@ def _report_survival(done: Exported, source: Source, survival: Survival, dtype: 
     done.facts["survives"] = survival.share
     text = f"{100 * survival.share:.1f}% of the adapter's change survives {dtype}"
     if survival.share < 0.9:
-        console.warn(f"{text}; --type F32 keeps all of it")
+        console.warn(f"{text}; the type F32 keeps all of it")
     else:
         done.notes.append(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,10 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # besides the tokenizer's own
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed"):
+            value, real = getattr(self, name), name in ("temperature", "top_p")
+            if isinstance(value, bool) or not isinstance(value, numbers.Real if real else numbers.Integral):
+                raise GraftuneError(f"{name} is {value!r}", mend=f"it must be a {'' if real else 'whole '}number")
         for name, ok, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-3, "0 or at least 0.001"),

@@ -1,14 +1,30 @@
-"""What is minimised: one file per loss, and the choice among them (`choose`)."""
+"""What is minimised: one file per loss, and the choice among them (`choose`). `DataKind`, `BatchLayout` and `Field` are
+for losses of one's own, which say by them what data they take and what their batches hold."""
 
 from __future__ import annotations
 
+from graftune.batch import BatchLayout, Example, Field, PackedBatch
 from graftune.config import TrainConfig
+from graftune.data.kind import DataKind
 from graftune.errors import GraftuneError
 from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
 from graftune.losses.interface import Computed, LogProbLoss, Loss, reference_log_probs
 
-__all__ = ["Anchored", "Computed", "CrossEntropy", "LogProbLoss", "Loss", "choose", "reference_log_probs"]
+__all__ = [
+    "Anchored",
+    "BatchLayout",
+    "Computed",
+    "CrossEntropy",
+    "DataKind",
+    "Example",
+    "Field",
+    "LogProbLoss",
+    "Loss",
+    "PackedBatch",
+    "choose",
+    "reference_log_probs",
+]
 
 
 def choose(settings: TrainConfig) -> Loss:

@@ -159,13 +159,13 @@ def _mend(job: Job, plan: Plan) -> str:
     found = nearest(job, plan)
     if found is None:
         larger = "a larger card" if plan.device == "cuda" and not plan.fits_device else "a machine with more memory"
-        shorter = f", --max-seq-len below {job.longest}" if job.longest > LEAST and not job.resuming else ""
+        shorter = f", max_seq_len below {job.longest}" if job.longest > LEAST and not job.resuming else ""
         return f"no recompute policy and no micro-batch makes it fit: take a smaller model{shorter} or {larger}"
     names = ("base_dtype", "base_on", "recompute", "tokens_per_micro_batch")
     changed = [name for name in names if found.settings[name] != plan.settings[name]]
-    flags = " ".join(f"--{name.replace('_', '-')} {found.settings[name]}" for name in changed)
+    weaker = ", ".join(f"{name} {found.settings[name]}" for name in changed)
     where = " of the device" if plan.device == "cuda" and plan.fits_device else ""  # it is the host that is short
-    return f"{flags} would need {human_bytes(found.needed)}{where}"
+    return f"{weaker} would need {human_bytes(found.needed)}{where}"
 
 
 def _placements(job: Job, has: str) -> list[Placement]:

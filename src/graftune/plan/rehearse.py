@@ -154,7 +154,7 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
     except ImportError:
         raise GraftuneError(
             "a plan for a GPU runs the code of its kernels, and the package triton is not installed",
-            mend="pip install triton, or plan with --device cpu",
+            mend="pip install triton, or set device to cpu",
         ) from None
     mode = Counting(ledger, kind, OnGpu(ledger).before)
     with rehearsing(Recorder(setup.card.device, ledger, mode, launched)), mode:

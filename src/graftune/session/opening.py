@@ -193,5 +193,5 @@ def check_base(adapter: Adapter, base: Base, any_base: bool) -> None:
         raise GraftuneError(
             f"was trained on another base than {base.path}",
             where=str(adapter.folder),
-            mend="give its own with --base, or say --any-base if this is the same model in another file",
+            mend="set base to its own, or any_base if this is the same model in another file",
         )

@@ -72,14 +72,14 @@ def loader_of(
 @dataclass(eq=False, repr=False)
 class Parts:
     config: Config  # as asked for, with what `auto` came to filled in
-    base: Base
-    runtime: Runtime
+    base: Base  # the model as it was opened: `name`, `path`, `spec`, `tokenizer`
+    runtime: Runtime  # device and dtype
     placement: Placement
     lora: LoraConfig  # of the adapter where one was loaded
     arena: Arena
     decoder: Decoder
     attention: Choice
-    loss: Loss = field(default_factory=CrossEntropy)
+    loss: Loss = field(default_factory=CrossEntropy)  # what is minimised
     world: World | None = None  # the ranks of the run, where there are several
     whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
     start: Start | None = None  # what trains as it was at the start, where the loss compares with that
@@ -113,6 +113,7 @@ class Parts:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The base's, with the chat template."""
         return self.base.tokenizer
 
     @property
@@ -130,8 +131,12 @@ class Parts:
         runtime, width = self.runtime, self.base.spec.head_width
         return attention.for_any_shape(self.attention.backend, runtime.device, runtime.compute, width)
 
+    def _resolve_auto(self) -> None:
+        """What of the settings depends on memory, for whoever has not resolved it yet."""
+
     @cached_property
     def step(self) -> Step:
+        self._resolve_auto()
         config = self.config
         assert config.train.recompute != "auto", "the plan resolves recompute before there is a step"
         return Step(
@@ -162,6 +167,16 @@ class Parts:
     @cached_property
     def pipeline(self) -> Loop:
         return pipeline_for(self.step, graph=self.config.train.graph)
+
+    def _renew_step(self) -> None:
+        """The step and its pipeline made again, for another loss; what was counted stays."""
+        old = vars(self).pop("step")
+        self.step.count.copy_(old.count)
+        self.step.longest = old.longest
+        if self.step.scaler is not None:
+            self.step.scaler.state.copy_(old.scaler.state)
+        if "pipeline" in vars(self):  # replaced at once: the loader's thread may be using it
+            vars(self)["pipeline"] = pipeline_for(self.step, graph=self.config.train.graph)
 
     def loader(self, examples: Sequence[Example]) -> Loader:
         capacity, layout = self.config.train.tokens_per_micro_batch, self.loss.layout(examples)

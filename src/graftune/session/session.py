@@ -9,43 +9,43 @@ eagerly, and that is said once. Nothing here waits for the device but reading a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
-from graftune.batch import PackedBatch
+from graftune.batch import BatchLayout, Example, Field, PackedBatch
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.loader import Loader
-from graftune.data.memory import Data, as_value
-from graftune.data.pack import largest, pack
+from graftune.data.encoded import lengths_of, take
+from graftune.data.memory import Data, as_given
+from graftune.data.pack import bins_in_order, pack
+from graftune.data.summary import counted
 from graftune.errors import GraftuneError
 from graftune.kernels.adamw import Hyper
 from graftune.losses import Loss
-from graftune.observe.console import Console
 from graftune.observe.speed import Meter
-from graftune.session import state, text
+from graftune.session import arguments, state, text
+from graftune.session.data_verbs import DataVerbs
 from graftune.session.parts import UNPLANNED
 from graftune.session.state import DataPosition
 from graftune.session.stepping import Batch, StepStats
-from graftune.session.text_verbs import TextVerbs
 from graftune.step.evaluate import EvalResult
-from graftune.step.schedule import learning_rate
 
 MICRO_BATCHES = 4096  # of a step at most, as far as dropout's seeds go
-
-Planner = Callable[["Session", Dataset | None], None]
-
-
-def _silent(note: str) -> None:
-    """Nobody reads notes."""
+VERBS = (  # in the order in which a reader wants them
+    *("prepare", "batches", "steps_per_epoch", "schedule", "forward_backward", "optim_step", "evaluate", "logprobs"),
+    *("sample", "stream", "generate", "chat", "prompt_tokens", "describe"),
+    *("save_adapter", "save", "save_state", "load_state", "close"),
+)
+ATTRIBUTES = ("config", "loss", "steps", "context", "tokenizer", "base", "runtime")
 
 
 @dataclass(eq=False, repr=False)
-class Session(TextVerbs):
+class Session(DataVerbs):
     """A base with adapters, ready to train, evaluate and sample. `graftune.open` makes one.
 
     Example:
@@ -57,21 +57,17 @@ class Session(TextVerbs):
             session.save_adapter("my-adapter")
     """
 
-    planner: Planner | None = None  # resolves `auto` when training begins
-    say: Callable[[str], None] = _silent  # takes a note for the user
-    steps: int = 0  # optimizer steps taken
-    _loaded: tuple[Dataset, Loader] | None = field(default=None, init=False)
     _tokens: int = field(default=0, init=False)  # of what has added up since the last update
     _responses: int = field(default=0, init=False)
     _divisor: float = field(default=0.0, init=False)
-    _micro: int = field(default=0, init=False)
     _meter: Meter = field(default_factory=lambda: Meter(0, 0), init=False)
-    _warned_eager: bool = field(default=False, init=False)
-    _position: DataPosition = field(default_factory=DataPosition, init=False)  # behind the last batch that was used
-    _resume_at: DataPosition | None = field(
-        default=None, init=False
-    )  # where a loaded state stands: what is before it is done
+    _position: DataPosition = field(default_factory=DataPosition, init=False)  # behind the last batch that was applied
+    _reached: DataPosition = field(default_factory=DataPosition, init=False)  # behind the last batch that was added
     _restored: tuple[int, dict[str, torch.Tensor]] | None = field(default=None, init=False)  # for the step to come
+
+    def __dir__(self) -> list[str]:
+        """For completion: what is meant for users. The other parts are there for the rest of the package."""
+        return [*VERBS, *ATTRIBUTES, *(name for name in super().__dir__() if name.startswith("_"))]
 
     def __repr__(self) -> str:
         base, runtime = self.base.name or str(self.base.path), self.runtime
@@ -80,6 +76,7 @@ class Session(TextVerbs):
 
     def describe(self) -> dict[str, Any]:
         """The base, the device and what was chosen, by name."""
+        self._check_open()
         return self.base.describe() | {
             "device": self.runtime.describe(),
             "attention": self.attention.backend,
@@ -88,116 +85,36 @@ class Session(TextVerbs):
             "adapter": self.config.lora.adapter,
         }
 
-    # Data
-
-    def prepare(self, data: Data, console: Console | None = None) -> Dataset:
-        """Read and tokenise data by the session's data settings. `data` is a path, a Hub data set's name, a list of
-        records, a Hugging Face Dataset or an iterator of records; what was encoded before is found again.
-
-        Example:
-            data = session.prepare([{"prompt": "Say 1", "response": "one"}])
-        """
-        return prepare(as_value(data), self.tokenizer, self.config.data, console, self.loss.data)
-
-    def batches(self, data: Dataset, epoch: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, one per optimizer step: `tokens_per_step` tokens in micro-batches of
-        `tokens_per_micro_batch`, shuffled by the seed, packed one step ahead by a thread. After `load_state` what the
-        saved session had trained on is left out.
-
-        Example:
-            for epoch in range(3):
-                for batch in session.batches(data, epoch):
-                    session.forward_backward(batch)
-                    session.optim_step()
-        """
-        loader, start = self._loader_for(data), self._start(data, epoch)
-        if start == loader.steps_per_epoch(epoch):
-            return
-        self.fix_shape(loader, max(self.config.train.epochs, epoch + 1))
-        stage = self.pipeline.stage
-        for index, held in enumerate(loader.epoch(epoch, start, lambda batch: (batch, stage(batch))), start):
-            tokens, responses = loader.counts(epoch, index)
-            packed, staged = zip(*held, strict=True)
-            position = DataPosition(epoch, index + 1, data.digest)
-            yield Batch(packed, tokens, responses, position, staged, loader.fixed)
-
-    def steps_per_epoch(self, data: Dataset, epoch: int = 0) -> int:
-        """Optimizer steps of one pass over the data."""
-        return self._loader_for(data).steps_per_epoch(epoch)
-
-    def schedule(self, steps: int) -> list[float]:
-        """The learning rate of each of so many steps, by the settings: warm-up, then cosine, linear or constant.
-
-        Example:
-            rates = session.schedule(session.steps_per_epoch(data))
-            for batch, lr in zip(session.batches(data), rates, strict=True):
-                session.forward_backward(batch)
-                session.optim_step(lr=lr)
-        """
-        return [learning_rate(step, steps, self.config.optim) for step in range(steps)]
-
-    def _start(self, data: Dataset, epoch: int) -> int:
-        """The first step of an epoch that a loaded state has not done."""
-        if self._resume_at is None or epoch > self._resume_at.epoch:
-            return 0
-        if data.digest != self._resume_at.data:
-            raise GraftuneError(
-                "the loaded state was saved on other data",
-                where=data.path,
-                mend="go on with the same data and settings",
-            )
-        return self._resume_at.step if epoch == self._resume_at.epoch else self._loader_for(data).steps_per_epoch(epoch)
-
-    def _loader_for(self, data: Dataset) -> Loader:
-        self._check_open()
-        if self._loaded is None or self._loaded[0] is not data:
-            self._resolve_auto(data)
-            least = largest(data.examples, self.loss.layout(data.examples))
-            size = max(self.config.train.tokens_per_micro_batch, least)
-            self.config = self.config.replace(tokens_per_micro_batch=size)
-            self._loaded = data, self.loader(data.examples)
-        return self._loaded[1]
-
-    def _resolve_auto(self, data: Dataset | None = None) -> None:
-        """Resolve what of the settings depends on memory: by the plan, or where nobody plans to what always works."""
-        settings = self.config.train
-        if settings.recompute != "auto" and settings.tokens_per_micro_batch:
-            return
-        if self.planner is not None:
-            self.planner(self, data)
-        settings = self.config.train
-        self.config = self.config.replace(
-            recompute="none" if settings.recompute == "auto" else settings.recompute,
-            tokens_per_micro_batch=settings.tokens_per_micro_batch or min(settings.tokens_per_step, UNPLANNED),
-        )
-
     # Training
 
-    def forward_backward(self, batch: Batch | PackedBatch | Data, loss: Loss | None = None) -> None:
-        """Forward, loss, backward. Gradients add up until `optim_step`. `batch` comes from `batches()`; records (as
-        `prepare` takes them) and packed batches of your own are taken too, and on CUDA they run eagerly, not from the
-        graphs. `loss` replaces the session's loss, before the first batch.
+    def forward_backward(self, batch: Batch | PackedBatch | Dataset | Data, loss: str | Loss | None = None) -> None:
+        """Forward, loss, backward. Gradients add up until `optim_step`. `batch` comes from `batches()`. Records (as
+        `prepare` takes them), a data set and packed batches of your own are taken too; they are divided into
+        micro-batches of the session's size, and on CUDA they run eagerly, not from the graphs.
+
+        `loss`, a name or an object, replaces the session's from here on. One that reads other fields than the loss a
+        batch was packed for is given to `batches()` or to `graftune.open`.
 
         Example:
             session.forward_backward([{"prompt": "Say 1", "response": "one"}])
             print(session.optim_step(lr=1e-4).loss)
         """
         self._check_open()
-        self._set_loss(loss)
+        self._use_loss(loss, batch if isinstance(batch, Batch) else None)
         if not isinstance(batch, Batch):
-            batch = self._packed(batch)
+            batch = self._own_batch(batch)
         pipeline = self._ready()
-        if batch.fixed or not self.captured:
-            for staged in batch.take(pipeline.stage):
+        if batch._fixed or not self.captured:
+            for staged in batch._take(pipeline.stage):
                 pipeline.micro(staged, self._next_dropout_seed())
         else:
-            self._warn_eager()
+            self._say_once("batches of other shapes than those of batches() run eagerly, not from CUDA graphs")
             for packed in batch.packed:
                 pipeline.eager(packed, self._next_dropout_seed())
         self._tokens += batch.tokens
         self._responses += batch.response_tokens
         self._divisor += batch.divisor
-        self._position = batch.position or self._position
+        self._reached = batch._position or self._reached
 
     def optim_step(
         self,
@@ -216,24 +133,23 @@ class Session(TextVerbs):
             stats = session.optim_step(lr=2e-4)
             print(stats.loss, stats.grad_norm)
         """
+        self._check_open()
         if not self._micro:
             raise GraftuneError("optim_step was called with no gradients", mend="call forward_backward first")
         given = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "clip": clip}
         values = {name: getattr(self.config.optim, name) for name in Hyper._fields if name != "divisor"}
-        values |= {name: value for name, value in given.items() if value is not None}
-        self.steps += 1
-        speed = self._meter.update(self.steps, self._tokens)
-        stats = StepStats(self._fetch, self.steps, values["lr"], self._tokens, self._responses, speed)
+        values |= arguments.hyperparameters(given)
+        step = self.steps + 1
+        speed = self._meter.update(step, self._tokens)
+        stats = StepStats(self._fetch, step, values["lr"], self._tokens, self._responses, speed)
         self.pipeline.update(values | {"divisor": self._divisor or 1.0}, stats)
-        for done in self.pipeline.finished():
-            done.tag.fill(done)
-        self._tokens = self._responses = self._micro = 0
-        self._divisor = 0.0
+        self.steps, self._position = step, self._reached
+        self._forget_sums()
+        self._collect()
         return stats
 
     def _ready(self) -> Any:
         """The pipeline, with what a loaded state knows of the step in its place."""
-        self._resolve_auto()
         if self._restored is not None:
             updates, scale = self._restored
             self.step.count.fill_(updates)
@@ -242,35 +158,45 @@ class Session(TextVerbs):
             self._restored = None
         return self.pipeline
 
-    def _packed(self, batch: PackedBatch | Data) -> Batch:
+    def _own_batch(self, batch: PackedBatch | Dataset | Data) -> Batch:
+        """A batch that did not come from `batches()`, in micro-batches of the session's size."""
         if isinstance(batch, PackedBatch):
+            self._resolve_auto(None, _layout_of(batch))
             return Batch([batch], len(batch.tokens), batch.response_tokens)
-        data = self.prepare(batch)
-        packed = pack(data.examples, layout=self.loss.layout(data.examples))
-        return Batch([packed], data.summary.tokens, packed.response_tokens)
+        examples = self._examples(batch, "forward_backward").examples
+        layout = self.loss.layout(examples)
+        self._resolve_auto(None, layout)
+        bins = bins_in_order(examples, self.config.train.tokens_per_micro_batch, layout)
+        packed = [pack(take(examples, held), layout=layout) for held in bins]
+        return Batch(packed, int(lengths_of(examples).sum()), sum(one.response_tokens for one in packed))
 
-    def _set_loss(self, loss: Loss | None) -> None:
-        if loss is None or loss is self.loss:
-            return
-        if "step" in vars(self) or self._loaded is not None:
-            raise GraftuneError(
-                "the loss was given after training began", mend="give it with the first batch, before batches()"
-            )
-        self.loss = loss
+    def _examples(self, data: Data | Dataset, verb: str) -> Dataset:
+        """A data set; records are encoded for this call, and what is left out of them is said."""
+        if isinstance(data, Dataset):
+            found = data
+        else:
+            found = prepare(as_given(data, verb), self.tokenizer, self.config.data, None, self.loss.data, keep=False)
+            summary = found.summary
+            for reason, count in (*summary.refused.items(), *summary.dropped.items()):
+                self.say(f"{verb}: {counted(count, 'record')} left out: {reason}")
+            for reason, count in summary.truncated.items():
+                self.say(f"{verb}: {counted(count, 'record')} shortened: {reason}")
+        if not len(found):
+            raise GraftuneError(f"{verb} was given a data set without examples", mend="give another one")
+        return found
+
+    def _forget_sums(self) -> None:
+        self._tokens = self._responses = self._micro = 0
+        self._divisor, self._reached = 0.0, self._position
 
     def _fetch(self, stats: StepStats) -> None:
         while not stats.ready:
             done = self.pipeline.next()
-            done.tag.fill(done)
+            done.tag._fill(done)
 
     def _next_dropout_seed(self) -> int:
         self._micro += 1
         return self.steps * MICRO_BATCHES + self._micro - 1
-
-    def _warn_eager(self) -> None:
-        if not self._warned_eager:
-            self.say("batches of other shapes than those of batches() run eagerly, not from CUDA graphs")
-            self._warned_eager = True
 
     # Evaluation and text
 
@@ -287,9 +213,9 @@ class Session(TextVerbs):
         Example:
             print(session.evaluate("held-out.jsonl").perplexity)
         """
-        self._check_open()
-        data = data if isinstance(data, Dataset) else self.prepare(data)
-        return self.evaluated(data.examples, adapted=adapted, on_progress=on_progress)
+        self._check_usable(adapted)
+        examples = self._examples(data, "evaluate").examples
+        return self.evaluated(examples, adapted=adapted, on_progress=on_progress)
 
     def logprobs(self, data: Data | Dataset, *, adapted: bool = True) -> list[torch.Tensor]:
         """The log-probability of every response token, one tensor per example (fp32, on the CPU).
@@ -297,10 +223,10 @@ class Session(TextVerbs):
         Example:
             (one,) = session.logprobs([{"prompt": "Say 1", "response": "one"}])
         """
-        self._check_open()
-        data = data if isinstance(data, Dataset) else self.prepare(data)
+        self._check_usable(adapted)
+        examples = self._examples(data, "logprobs").examples
         capacity = self.config.train.tokens_per_micro_batch or UNPLANNED
-        return text.logprobs_of(self, data.examples, capacity, adapted)
+        return text.logprobs_of(self, examples, capacity, adapted)
 
     # Saving
 
@@ -308,7 +234,7 @@ class Session(TextVerbs):
         """Write what was trained: the adapter in PEFT's layout, or (method full or scratch) the model as a Hugging Face
         folder."""
         self._check_open()
-        folder = Path(path)
+        folder = arguments.path(path)
         self.write(folder)
         return folder
 
@@ -331,29 +257,33 @@ class Session(TextVerbs):
         """
         self._check_open()
         updates = self._restored[0] if self._restored else int(self.step.count) if "step" in vars(self) else 0
-        return state.save(self, Path(path), self.steps, updates, self._position)
+        return state.save(self, arguments.path(path), self.steps, updates, self._position)
 
-    def load_state(self, path: str | Path) -> None:
-        """Go on from what `save_state` wrote; a loop over `batches()` then starts behind the batches that were used.
+    def load_state(self, path: str | Path, *, position: bool = True) -> None:
+        """Go on from what `save_state` wrote. The first pass of `batches()` then starts behind the batches that were
+        used; with `position=False` it starts at the beginning, and may be over other data.
 
         Example:
             session = graftune.open("model.gguf", rank=8)
             session.load_state("state")
         """
         self._check_open()
+        progress, found, resolved, scale = state.load(self, arguments.path(path))
         if "step" in vars(self):
             self.step.discard()
-        progress, self._position, resolved, scale = state.load(self, Path(path))
-        self._resume_at = self._position
+        self._position = found if position else DataPosition()
+        self._resume_at, self._passed = (found if position and found.data else None), set()
         self.steps, self._restored = progress.step, (progress.updates, scale)
         if "step" not in vars(self):
             self.config = self.config.replace(**resolved)
-        self._tokens = self._responses = self._micro = 0
-        self._divisor, self._loaded = 0.0, None
+        self._forget_sums()
+        self._loaded = None
 
     def close(self) -> None:
-        """Let go of the model and of the device's memory. A closed session cannot be used again."""
+        """Let go of the model and of the device's memory. A closed session cannot be used again; the figures of its
+        steps can still be read."""
         if not self._closed:
+            self._collect(wait=True)
             self._closed = True
             for name in ("pipeline", "step", "decoder", "arena", "_loaded"):
                 self.__dict__.pop(name, None)
@@ -366,3 +296,17 @@ class Session(TextVerbs):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _layout_of(batch: PackedBatch) -> BatchLayout:
+    """The layout of a batch that is packed already: its fields without the data they were read from."""
+
+    def unread(examples: Sequence[Example]) -> np.ndarray:
+        raise AssertionError("a packed batch is not packed again")
+
+    per = {True: "label", False: "document"}
+    fields = [
+        Field(name, value.dtype, unread, per[len(value) == len(batch.rows)])  # type: ignore[arg-type]
+        for name, value in batch.extra.items()
+    ]
+    return BatchLayout(fields=tuple(fields))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.batch import PackedBatch
+from graftune.data.loader import Loader
+from graftune.losses import Loss
 from graftune.session.state import DataPosition
 from graftune.step.pipeline import Figures
 
@@ -17,12 +19,13 @@ class Batch:
 
     While the step before it trains, it is packed and sent to the device by the loader's thread."""
 
-    packed: Sequence[PackedBatch]
+    packed: Sequence[PackedBatch]  # the micro-batches
     tokens: int  # padding left out
-    response_tokens: int
-    position: DataPosition | None = None  # of the session in its data set, once the batch was used
-    staged: Sequence[Any] | None = field(default=None, repr=False)  # on its way to the device, for one use
-    fixed: bool = False  # of the shape that is captured
+    response_tokens: int  # those that are trained
+    _position: DataPosition | None = None  # of the session in its data set, once the batch was used
+    _staged: Sequence[Any] | None = field(default=None, repr=False)  # on its way to the device, for one use
+    _loader: Loader | None = field(default=None, repr=False)  # that packed it, for a loss
+    _loss: Loss | None = field(default=None, repr=False)  # that it was packed for
 
     @property
     def divisor(self) -> float:
@@ -30,23 +33,39 @@ class Batch:
         return sum(batch.divisor for batch in self.packed)
 
     def __len__(self) -> int:
+        """Micro-batches."""
         return len(self.packed)
 
     def __repr__(self) -> str:
         count = "1 micro-batch" if len(self) == 1 else f"{len(self)} micro-batches"
         return f"Batch({self.tokens} tokens in {count}, {self.response_tokens} of them trained)"
 
-    def take(self, stage: Callable[[PackedBatch], Any]) -> Sequence[Any]:
+    @property
+    def _fixed(self) -> bool:
+        """Whether it has the shape that is captured."""
+        return self._loader is not None and self._loader.fixed
+
+    def _take(self, stage: Callable[[PackedBatch], Any]) -> Sequence[Any]:
         """What was sent ahead; a second use sends it again."""
-        staged, self.staged = self.staged, None
+        staged, self._staged = self._staged, None
         return staged if staged is not None else [stage(batch) for batch in self.packed]
+
+    def _suits(self, loss: Loss) -> bool:
+        """Whether the loss finds in it what it reads, and is divided by what it says."""
+        loader = self._loader
+        return loss is self._loss or loader is None or loss.layout(loader.examples) == loader.layout
 
 
 class StepStats:
-    """The figures of one optimizer step. They are fetched when they are read: `loss`, `grad_norm` and `skipped` wait
-    for the device to reach the end of that step, and a loop that reads them a step late does not wait at all.
+    """The figures of one optimizer step. They are fetched when they are read: `loss`, `grad_norm`, `skipped` and
+    `figures` wait for the device to reach the end of that step, and a loop that reads them a step late does not wait
+    at all."""
 
-    `loss` is the mean over the response tokens of the whole step."""
+    step: int  # counted from 1
+    lr: float  # of this step
+    tokens: int  # padding left out
+    response_tokens: int  # those that are trained
+    tok_s: float  # tokens per second, over the last steps
 
     def __init__(
         self, fetch: Callable[[StepStats], None], step: int, lr: float, tokens: int, response_tokens: int, tok_s: float
@@ -61,11 +80,12 @@ class StepStats:
 
     @property
     def loss(self) -> float:
+        """The mean over the response tokens of the whole step, or by what else the loss divides."""
         return self._fetched().loss
 
     @property
     def grad_norm(self) -> float:
-        """Before clipping."""
+        """The gradient's norm before clipping."""
         return self._fetched().grad_norm
 
     @property
@@ -78,7 +98,7 @@ class StepStats:
         """The loss's own figures, by name."""
         return self._fetched().more
 
-    def fill(self, figures: Figures) -> None:
+    def _fill(self, figures: Figures) -> None:
         self._figures.append(figures)
 
     def _fetched(self) -> Figures:

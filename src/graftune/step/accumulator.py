@@ -87,6 +87,7 @@ class Accumulator:
 
     @torch.no_grad()
     def clear(self) -> None:
+        """All sums are zero again."""
         for flat, _ in self._flats:
             flat.zero_()
         self.counts.clear()

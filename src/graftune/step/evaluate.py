@@ -18,7 +18,7 @@ import torch
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import Capacities, capacities, divided, members, pack, pack_nothing, unit_lengths, units_of
+from graftune.data.pack import Capacities, bins_in_order, capacities, divided, pack, pack_nothing
 from graftune.losses import Computed, CrossEntropy, Loss, reference_log_probs
 from graftune.model.decoder import Decoder
 from graftune.model.start import Start
@@ -29,10 +29,12 @@ Gather = Callable[[list[Any]], list[list[Any]]]  # a list of JSON values of this
 
 @dataclass(frozen=True)
 class EvalResult:
-    loss: float
+    """What an evaluation came to."""
+
+    loss: float  # the mean over all response tokens, or by what else the loss divides
     perplexity: float | None  # None where the loss has no cross-entropy
-    response_tokens: int
-    examples: int
+    response_tokens: int  # that were predicted
+    examples: int  # that were read
     figures: dict[str, float] = field(default_factory=dict)  # the loss's own, by name
 
     def document(self) -> dict[str, float | None]:
@@ -59,7 +61,7 @@ def evaluate(
     rank's sums. `start` as of a Step."""
     loss = loss or CrossEntropy()
     layout = loss.layout(examples)
-    groups = _bins(examples, capacity, layout)
+    groups = bins_in_order(examples, capacity, layout)
     limits, longest = {}, None
     if backend != "cpu" and groups:
         shape = shape_of(examples, capacity, layout)
@@ -113,18 +115,4 @@ def evaluate_batch(
 
 def shape_of(examples: Sequence[Example], capacity: int, layout: BatchLayout = PLAIN) -> Capacities:
     """The least that holds every batch."""
-    return capacities(_bins(examples, capacity, layout), lengths_of(examples), responses_of(examples))
-
-
-def _bins(examples: Sequence[Example], capacity: int, layout: BatchLayout) -> list[list[int]]:
-    """Indices of the examples, in order, as many to a batch as it holds; those of one group together."""
-    units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
-    bins: list[list[int]] = []
-    left = 0  # tokens that the last batch can still take
-    for index, length in enumerate(unit_lengths(lengths_of(examples), units).tolist()):
-        if length > left:
-            bins.append([])
-            left = max(capacity, length)
-        bins[-1].append(index)
-        left -= length
-    return [members(units, held) for held in bins]
+    return capacities(bins_in_order(examples, capacity, layout), lengths_of(examples), responses_of(examples))

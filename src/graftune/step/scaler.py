@@ -25,6 +25,16 @@ from graftune.runtime import refusing
 
 
 class LossScaler:
+    """The dynamic loss scale of fp16, on the device: nothing here waits for it. An update whose gradients overflow is
+    to be skipped and halves the scale; 2,000 good ones in a row double it.
+
+    Example:
+        scaler = graftune.LossScaler("cuda")
+        scaler.scaled(loss).backward()
+        ok = scaler.unscale_(gradients)
+        scaler.update(ok)
+    """
+
     def __init__(self, device: torch.device | str = "cpu", start: float = MOST_SCALE):
         if not LEAST_SCALE <= start <= MOST_SCALE:
             raise GraftuneError(
@@ -58,6 +68,7 @@ class LossScaler:
         grad_norm.rescale(self.state, ok)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy, to be saved."""
         return {"loss_scale": self.state.clone()}
 
     def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:

@@ -124,6 +124,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @functools.cached_property
+    def highest_id(self) -> int:
+        """Ids may have gaps: it may be more than `vocab_size`."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Of all that decides what a text or a conversation becomes; a template's date only where it can print one."""
         template = self.template

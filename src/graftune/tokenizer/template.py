@@ -123,7 +123,7 @@ class ChatTemplate:
             raise GraftuneError(
                 f"the template does not parse: {_one_line(error.message)}",
                 where=f"{name}, line {error.lineno}",
-                mend="fix the Jinja source, or give another one with --template FILE",
+                mend="fix the Jinja source, or set template to another file",
             ) from error
         except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
             # The last three come from Python's own compiler, for sources nested too deep or with odd literals.

@@ -57,13 +57,15 @@ Callback = Callable[[Event], object]
 
 @dataclass
 class TrainResult:
-    folder: Path
-    steps: int
-    stopped: str  # finished | early stop | interrupted
-    first_eval: float | None
-    best_eval: float | None
-    summary: dict[str, Any] = field(default_factory=dict)
-    signal: int = 0
+    """What a run came to."""
+
+    folder: Path  # with the adapter, the checkpoints and the log
+    steps: int  # in all
+    stopped: str  # finished, early stop or interrupted
+    first_eval: float | None  # the validation loss before the first step
+    best_eval: float | None  # the least one since
+    summary: dict[str, Any] = field(default_factory=dict)  # what the log's last event says
+    signal: int = 0  # that interrupted it
     started: bool = True  # False: stopped while it was prepared, with nothing written
 
 

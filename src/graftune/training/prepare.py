@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -125,11 +125,20 @@ def _prepare(
     if before is not None and config.train.max_steps != before.train.max_steps:
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
-    with Warming(device) if device.type == "cuda" else nullcontext() as launched:
-        prepared = _placed(config, console, folder_for, before, Opened(base, data, path), launched, crew, device)
-    if launched is not None and (failures := launched.failures):
-        console.warn(f"{counted(len(failures), 'kernel')} could not be compiled ahead, the first by {failures[0]}")
-    return prepared
+    with compiled_ahead(device, console.warn) as launched:
+        return _placed(config, console, folder_for, before, Opened(base, data, path), launched, crew, device)
+
+
+@contextmanager
+def compiled_ahead(device: torch.device, tell: Callable[[str], None]) -> Iterator[Launched | None]:
+    """To be told, while a run is planned, of the kernels that it will launch. At the end all of them are compiled."""
+    if device.type != "cuda":
+        yield None
+        return
+    with Warming(device) as launched:
+        yield launched
+    if failures := launched.failures:
+        tell(f"{counted(len(failures), 'kernel')} could not be compiled ahead, the first by {failures[0]}")
 
 
 def _placed(
@@ -372,7 +381,7 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
     folder = Path(chosen)
     if (folder / "config.yaml").exists():
         raise GraftuneError(
-            "there is a run in this folder", where=str(folder), mend="resume it or choose another --out"
+            "there is a run in this folder", where=str(folder), mend="resume it, or set out to another folder"
         )
     try:
         for path in (*reversed(folder.parents), folder):
@@ -386,6 +395,6 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
         (folder / "metrics.jsonl").touch()
     except OSError as error:
         raise GraftuneError(
-            f"cannot be written to ({error.strerror})", where=str(folder), mend="choose another folder with --out"
+            f"cannot be written to ({error.strerror})", where=str(folder), mend="set out to another folder"
         ) from None
     return folder

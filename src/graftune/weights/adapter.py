@@ -341,7 +341,7 @@ def check_tables(adapter: Adapter, base: Base) -> None:
             raise GraftuneError(
                 f"the adapter uses modules_to_save with a trained {module}",
                 where=str(adapter.folder),
-                mend="merge it with `graftune export --to merged` and take that as the base",
+                mend="export it to merged and take that as the base",
             )
 
 

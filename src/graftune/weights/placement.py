@@ -148,7 +148,7 @@ def check_blocks(base: Base) -> None:
         raise GraftuneError(
             f"tensor {name} is {base.tensors[name].dtype_name}, of which no GPU kernel knows the blocks",
             where=str(base.path),
-            mend="use --base-dtype nf4 or bf16, or a file in another quantisation",
+            mend="set base_dtype to nf4 or bf16, or take a file in another quantisation",
         )
 
 
@@ -164,6 +164,11 @@ def _without_kernel(base: Base) -> str:
 
 def nothing_frozen(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
     """Of a run that trains every weight: there is nothing to place, but the arena has to fit."""
+    if asked not in ("auto", runtime.compute_name):
+        raise GraftuneError(
+            f"base_dtype is {asked} and every weight trains, so that none is frozen",
+            mend="leave base_dtype out, or set method to lora",
+        )
     wide, narrow = 4 * 4, 0 if runtime.compute == torch.float32 else runtime.compute.itemsize
     need = base.spec.parameters * (wide + narrow)
     free = free_bytes(runtime.device) if free is None else free
@@ -173,4 +178,4 @@ def nothing_frozen(base: Base, asked: str, runtime: Runtime, free: int | None = 
             where=base.name,
             mend="take a smaller model, or method lora",
         )
-    return Placement(runtime.compute_name if asked == "auto" else asked, "none is frozen: every weight trains")
+    return Placement(runtime.compute_name, "none is frozen: every weight trains")

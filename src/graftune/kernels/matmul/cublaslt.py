@@ -182,9 +182,7 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
             times[i] = _time_if_right(plan, operands, flush, rounds, right)
     least = min(times.values(), default=float("inf"))
     if least == float("inf"):
-        raise GraftuneError(
-            f"cuBLASLt has no algorithm for {shape}", mend="train with --deterministic, which needs none"
-        )
+        raise GraftuneError(f"cuBLASLt has no algorithm for {shape}", mend="set deterministic, which needs none")
     best = sorted((i for i in times if times[i] <= NEAR * least), key=lambda i: times[i])[:FINALISTS]
     bytes_read = sum(x.numel() * x.element_size() for x in (operands.a, operands.b))
     if least >= LONG and len(best) > 1 and bytes_read > len(flush):
@@ -392,7 +390,7 @@ def _library() -> ctypes.CDLL:
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if "libcublasLt.so" in line}
     if not paths:
-        raise GraftuneError("torch has not loaded cuBLASLt", mend="train with --deterministic, which does without it")
+        raise GraftuneError("torch has not loaded cuBLASLt", mend="set deterministic, which does without it")
     lib = ctypes.CDLL(paths.pop())
     lib.cublasLtMatmul.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
     lib.cublasLtMatmul.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p]
