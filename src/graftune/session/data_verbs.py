@@ -49,8 +49,8 @@ class DataVerbs(TextVerbs):
 
     def prepare(self, data: Data, console: Console | None = None) -> Dataset:
         """Read and tokenise data by the session's data settings, as its loss takes it. `data` is a path, a Hub data
-        set's name, a list of records, a Hugging Face Dataset or an iterator of records; what was encoded before is found
-        again.
+        set's name, a list of records, a Hugging Face Dataset or an iterator of records; what was encoded before is
+        found again.
 
         Example:
             data = session.prepare([{"prompt": "Say 1", "response": "one"}])
