@@ -14,11 +14,12 @@ import torch
 import graftune
 from graftune.errors import GraftuneError
 from graftune.infer import generate as generating
-from graftune.infer.cache import Cache, Decode, Prefill
+from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
 from graftune.infer.generate import TokenStep, generate, in_groups
 from graftune.infer.sample import Sampling, choose
+from graftune.model.hf_config import from_config
 from graftune.model.mixers.attention import KeyValues
-from tests import oracle, tiny
+from tests import oracle, quantised, tiny
 
 PROMPTS = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
 FAMILIES = (
@@ -65,7 +66,27 @@ def greedy(
 def test_as_many_prompts_together_as_fit_the_cache(
     final_lengths: list[int], capacity: int, groups: list[list[int]]
 ) -> None:
-    assert in_groups(final_lengths, capacity) == groups
+    plain = CacheSize.of(quantised.spec(), torch.float32)
+    assert plain == (0, plain.per_token, plain.per_token), "attention everywhere keeps something per token alone"
+    assert in_groups(final_lengths, capacity, plain) == groups
+
+
+def test_a_state_per_sequence_counts() -> None:
+    """Many short prompts over layers that keep a state of each, however short it is."""
+    size = CacheSize(per_sequence=80, per_token=5, most_per_token=20)  # one layer of four keeps keys and values
+    assert in_groups([2] * 9, 20, size) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert in_groups([2] * 9, 20, size._replace(per_sequence=0)) == [list(range(9))]
+    assert in_groups([2, 24, 2], 20, size) == [[0, 1], [2]], "200 bytes each, of 400"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixers_say_what_their_cache_takes(family: str, dtype: torch.dtype) -> None:
+    spec = from_config(tiny.hf_config(family).to_dict(), "x")
+    cache = Cache(spec, [3, 5], 11, torch.device("cpu"), dtype)
+    taken = sum(held.nbytes for layer in cache.layers for held in vars(layer).values())
+    size = CacheSize.of(spec, dtype)
+    assert taken == size.bytes(2, 11) and (size.per_sequence > 0) == (family == "lfm2")
 
 
 def without_cache(

@@ -45,11 +45,20 @@ def test_old_configurations_say_the_same(variant: str) -> None:
 
 def test_ropes_and_windows_by_layer() -> None:
     gemma = from_config(tiny.hf_config("gemma3-linear").to_dict(), "x")
-    assert gemma.window_layers == (0, 1, 2, 3, 4, 6) and [gemma.rope_of(i) for i in range(7)] == [1, 1, 1, 1, 1, 0, 1]
+    assert gemma.window_layers == (0, 1, 2, 3, 4, 6)
+    assert [gemma.layer(i).mixer.rope for i in range(7)] == [
+        1,
+        1,
+        1,
+        1,
+        1,
+        0,
+        1,
+    ]
     full, local = gemma.ropes()
     assert float(full.frequencies[0]) == pytest.approx(1 / 8) and float(local.frequencies[0]) == 1
     smol = from_config(tiny.hf_config("smollm3").to_dict(), "x")
-    assert [smol.rope_of(i) for i in range(5)] == [0, 0, 0, 1, 0] and not smol.ropes()[1].frequencies.any()
+    assert [smol.layer(i).mixer.rope for i in range(5)] == [0, 0, 0, 1, 0] and not smol.ropes()[1].frequencies.any()
     phi = from_config(tiny.hf_config("phi3-long").to_dict(), "x")
     assert phi.rotated == 4 and phi.ropes()[0].limit == 64 and phi.rope.factor == 4.0
     assert from_config(tiny.hf_config("granite").to_dict(), "x").score_scale == 0.5

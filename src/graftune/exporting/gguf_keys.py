@@ -74,6 +74,8 @@ def _kept(base: Base) -> dict[str, bytes]:
 
 def _written(base: Base, name: str, end_of_turn: int | None) -> dict[str, bytes]:
     spec, arch = base.spec, architecture(base)
+    if spec.own:
+        raise GraftuneError("its layers differ in size, which is not written to GGUF", where=base.name)
     general = {"architecture": arch, "type": "model", "name": name}
     keys = {f"general.{key}": gguf_file.text(value) for key, value in general.items()}
     values: Values = {

@@ -38,9 +38,9 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[Block]:
                 where=str(adapter.folder),
                 mend="export to gguf, which merges it",
             )
-        heads = rows.heads_of(base.spec, ours)
-        if interleaved and heads is not None and matrix == "lora_B":
-            value = value[rows.gguf_order(heads, base.spec.head_width)]
+        turned = rows.heads_of(base.spec, ours)
+        if interleaved and turned is not None and matrix == "lora_B":
+            value = value[rows.gguf_order(*turned)]
         found.append(Block(f"{name}.{matrix.lower()}", Held(value.float().contiguous()), kind))
     return found
 

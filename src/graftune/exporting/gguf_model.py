@@ -59,11 +59,11 @@ def gguf_tensors(base: Base, mix: str) -> list[Block]:
         if name is None:
             raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), mend="export to merged or peft")
         source: RowSource = base.tensors[ours]
-        heads = rows.heads_of(base.spec, ours)
-        if interleaved and heads is not None:
-            source = rows.Reordered(source, rows.gguf_order(heads, base.spec.head_width))
-        if rows.is_taps(ours):
-            source = rows.Reshaped(source, (source.shape[0], source.shape[2]))
+        turned, shapes = rows.heads_of(base.spec, ours), rows.shapes_of(base.spec, ours)
+        if interleaved and turned is not None:
+            source = rows.Reordered(source, rows.gguf_order(*turned))
+        if shapes is not None:
+            source = rows.Reshaped(source, shapes[1])
         found.append(Block(name, source, tensor_kind(name, tuple(source.shape), mix, base.spec)))
     found += [Block(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
     return found

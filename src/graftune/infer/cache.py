@@ -6,11 +6,33 @@ gets one new token a pass.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from graftune.kernels import attention
 from graftune.model.context import LayerCache
 from graftune.model.spec import ModelSpec
+
+
+class CacheSize(NamedTuple):
+    """What a cache takes of memory, as the mixers say: a state per sequence, and keys and values per token."""
+
+    per_sequence: int
+    per_token: int
+    most_per_token: int  # as if every layer kept as much as the one that keeps the most
+
+    @staticmethod
+    def of(spec: ModelSpec, dtype: torch.dtype) -> CacheSize:
+        kinds = [(kind.mixer.cache_bytes(dtype), count) for kind, count in spec.kinds.items()]
+        per_sequence = sum(one.per_sequence * count for one, count in kinds)
+        per_token = sum(one.per_token * count for one, count in kinds)
+        # Where no layer keeps anything per token: as much as the residual stream has.
+        most = max(one.per_token for one, _ in kinds) or spec.width * dtype.itemsize
+        return CacheSize(per_sequence, per_token, most * spec.layers)
+
+    def bytes(self, sequences: int, capacity: int) -> int:
+        return sequences * (self.per_sequence + self.per_token * capacity)
 
 
 class Cache:

@@ -13,7 +13,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.graph import Captured
-from graftune.infer.cache import Cache, Decode, Prefill
+from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
 from graftune.infer.sample import Sampling, choose
 from graftune.model.decoder import Decoder
 
@@ -183,13 +183,14 @@ def final_lengths_of(lengths: Sequence[int], new_tokens: int, positions: int) ->
     return [min(n + new_tokens, positions) for n in lengths]
 
 
-def in_groups(final_lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Prompts, by index, that are continued together: as many consecutive ones as fit a cache of `capacity` tokens, at
-    least one. The cache keeps the longest prompt's length for each."""
+def in_groups(final_lengths: Sequence[int], capacity: int, size: CacheSize) -> list[list[int]]:
+    """Prompts, by index, that are continued together: as many consecutive ones as fit, at least one. The cache keeps
+    the longest prompt's length for each. It may take as many bytes as `capacity` tokens would if every layer kept keys
+    and values of them."""
     groups: list[list[int]] = []
     for index, length in enumerate(final_lengths):
         group = [final_lengths[i] for i in groups[-1]] if groups else []
-        if group and max(*group, length) * (len(group) + 1) <= capacity:
+        if group and size.bytes(len(group) + 1, max(*group, length)) <= capacity * size.most_per_token:
             groups[-1].append(index)
         else:
             groups.append([index])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -116,6 +116,10 @@ class PassContext:
     adapted: bool = True
     dropout: Dropout | None = None
     side_streams: SideStreams | None = None
+    # What a layer's mixer leaves for those of later layers in this pass, by its layer: keys and values that several of
+    # them read. It stays until the backward is done, where the later ones, which come first, leave its gradients.
+    left: dict[int, Any] = field(default_factory=dict, init=False)
+    left_grads: dict[int, Any] = field(default_factory=dict, init=False)
 
     def defer(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
         """Run `work` now, or later on a side stream where there is one. `reads` are the tensors that it uses, which

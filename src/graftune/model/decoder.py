@@ -41,7 +41,7 @@ class Decoder:
     blocks: list[Block]
     norm: NormWeight
     head: Head
-    ropes: tuple[Rope, ...]  # for each kind of layer: spec.rope_of
+    ropes: tuple[Rope, ...]  # for each of spec.rope_kinds
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None

@@ -250,16 +250,21 @@ def _place_everything(place: _Layout, spec: ModelSpec) -> None:
 
 def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
     """Weights of a model that was never trained: Gaussian of std 0.02, those that write to the residual stream smaller
-    by the root of the number of such; norms one, biases zero. Drawn on the CPU: every device starts alike."""
+    by the root of the number of such; norms one, biases zero; tensors that only a kind of layer has as their part says.
+    Drawn on the CPU: every device starts alike."""
     generator = torch.Generator().manual_seed(seed)
     for slot in arena.slots.values():
         value = arena.view(slot.name, arena.weights)
-        if len(slot.shape) == 1:
+        part, name = spec.part_of(slot.name)
+        own = part.start_of(name, generator) if part is not None and name in part.tensors else None
+        if own is not None:
+            value.copy_(own)
+        elif len(slot.shape) == 1:
             value.fill_(0.0 if slot.name.endswith("bias") else 1.0)
-            continue
-        writes = slot.name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight", "w2.weight"))
-        std = 0.02 / math.sqrt(2 * spec.layers) if writes else 0.02
-        value.copy_(torch.empty(slot.shape).normal_(0.0, std, generator=generator))
+        else:
+            writes = part is not None and name.removesuffix(".weight") in part.writes
+            std = 0.02 / math.sqrt(2 * spec.layers) if writes else 0.02
+            value.copy_(torch.empty(slot.shape).normal_(0.0, std, generator=generator))
     arena.publish()
 
 

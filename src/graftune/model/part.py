@@ -80,6 +80,25 @@ class PartSpec:
         return {}
 
     @property
+    def rotated(self) -> dict[str, tuple[int, int]]:
+        """The projections whose rows rope turns: how many heads, and the width of one. Files may interleave them."""
+        return {}
+
+    @property
+    def unshifted_norms(self) -> tuple[str, ...]:
+        """Those of `norms` that checkpoints hold as they are, in a family whose others are stored less one."""
+        return ()
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The projections whose product goes into the residual stream."""
+        raise NotImplementedError
+
+    def start_of(self, name: str, generator: torch.Generator) -> torch.Tensor | None:
+        """What one of `tensors` begins with in a model that was never trained; None: Gaussian, as projections."""
+        return None
+
+    @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the base, norms apart, by its name behind `layers.N.`."""
         found: dict[str, tuple[int, ...]] = {}
@@ -111,12 +130,21 @@ class PartSpec:
                 yield f"{self.home}.{member}.lora_B.weight", (self.projections[member][0], rank)
 
 
+class CacheBytes(NamedTuple):
+    per_sequence: int  # however long it is
+    per_token: int  # of every sequence's capacity
+
+
 class MixerSpec(PartSpec):
     def build(self, make: Maker) -> Mixer[Any]:
         raise NotImplementedError
 
     def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
         """What generation keeps of a layer's past, for so many sequences of at most `capacity` tokens."""
+        raise NotImplementedError
+
+    def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
+        """What `new_cache` takes of memory."""
         raise NotImplementedError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -100,7 +100,28 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class LayerSizes:
+    """What one layer has of its own, where the layers of a model differ in size; 0: what the model says."""
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_width: int = 0
+    ffn: int = 0
+    rotated: int = 0
+
+
+class RopeKind(NamedTuple):
+    """Layers with the same one share rotary tables."""
+
+    width: int  # columns of a head that are turned
+    local: bool = False  # by `local_theta`
+    turned: bool = True
+
+
+@dataclass(frozen=True)
 class ModelSpec:
+    """The values of a configuration. Sizes may differ by layer (`own`): ask `layer(index)` for those of a layer."""
+
     family: str
     layers: int
     width: int
@@ -137,6 +158,7 @@ class ModelSpec:
     experts_normalised: bool = True  # whether the weights of the chosen sum to one
     conv_layers: tuple[int, ...] = ()  # layers with a short convolution in place of attention
     conv_taps: int = 0
+    own: tuple[LayerSizes, ...] = ()  # of every layer, where they differ
 
     def layer(self, index: int) -> LayerSpec:
         return LayerSpec(self._mixer(index), self._feed_forward(index), NORMS[self.norms], self.width)
@@ -148,16 +170,17 @@ class ModelSpec:
     def _mixer(self, layer: int) -> MixerSpec:
         if layer in self.conv_layers:
             return ShortConvSpec(self.width, self.conv_taps)
+        sizes = self.sizes(layer)
         return AttentionSpec(
             width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_width=self.head_width,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_width=sizes.head_width,
             norm_eps=self.norm_eps,
-            score_scale=self.score_scale,
+            score_scale=self.attention_scale or sizes.head_width**-0.5,
             score_cap=self.attention_cap,
             window=self.window if layer in self.window_layers else 0,
-            rope=self.rope_of(layer),
+            rope=self.rope_kinds.index(self._rope_kind(layer)),
             bias=self.qkv_bias,
             fused=self.fused,
             qk_norm=self.qk_norm,
@@ -167,9 +190,26 @@ class ModelSpec:
         )
 
     def _feed_forward(self, layer: int) -> FeedForwardSpec:
+        ffn = self.sizes(layer).ffn
         if self.experts:
-            return ExpertsSpec(self.width, self.ffn, self.experts, self.experts_chosen, self.experts_normalised)
-        return GatedSpec(self.width, self.ffn, self.activation, self.fused, self.names.mlp, self.names.gated)
+            return ExpertsSpec(self.width, ffn, self.experts, self.experts_chosen, self.experts_normalised)
+        return GatedSpec(self.width, ffn, self.activation, self.fused, self.names.mlp, self.names.gated)
+
+    def sizes(self, layer: int) -> LayerSizes:
+        """A layer's own, filled up with the model's."""
+        own = self.own[layer] if self.own else LayerSizes()
+        return LayerSizes(**{f.name: getattr(own, f.name) or getattr(self, f.name) for f in fields(LayerSizes)})
+
+    def part_of(self, name: str) -> tuple[PartSpec | None, str]:
+        """The part that a tensor or adapter, by our name, is in, and its name there. None: in no part of a layer."""
+        first, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".")
+        home, _, inner = rest.partition(".")
+        if first == "layers" and number.isdecimal() and int(number) < self.layers:
+            for part in self.layer(int(number)).parts:
+                if part.home == home:
+                    return part, inner
+        return None, name
 
     def only(self, layers: Sequence[int]) -> ModelSpec:
         """A model made of these layers of this one, in this order."""
@@ -178,7 +218,8 @@ class ModelSpec:
             return tuple(place for place, index in enumerate(layers) if index in some)
 
         lists: dict[str, Any] = {name: kept(getattr(self, name)) for name in LISTS}
-        return replace(self, layers=len(layers), **lists)
+        own = tuple(self.own[index] for index in layers) if self.own else ()
+        return replace(self, layers=len(layers), own=own, **lists)
 
     @cached_property
     def kinds(self) -> Counter[LayerSpec]:
@@ -208,22 +249,42 @@ class ModelSpec:
         """Of the layers without a window, for short texts."""
         return inverse_frequencies(self.rotated or self.head_width, self.rope_theta, self.rope)
 
+    @cached_property
+    def rope_kinds(self) -> tuple[RopeKind, ...]:
+        """What the rotary tables of a pass are made for, in their order. Where all layers have the same sizes the kinds
+        of the whole model, whichever of its layers these are: a plan from a few of them has the same tables."""
+        if self.own:
+            attends = (i for i in range(self.layers) if i not in self.conv_layers)
+            return tuple(sorted({self._rope_kind(i) for i in attends}, key=lambda kind: (not kind.turned, kind)))
+        plain = RopeKind(self.rotated or self.head_width)
+        local = (plain._replace(local=True),) if self.local_theta else ()
+        return plain, *local, *((plain._replace(turned=False),) if self.unrotated_layers else ())
+
+    def _rope_kind(self, layer: int) -> RopeKind:
+        sizes = self.sizes(layer)
+        kind = RopeKind(sizes.rotated or sizes.head_width)
+        if layer in self.unrotated_layers:
+            return kind._replace(turned=False)
+        return kind._replace(local=bool(self.local_theta) and layer in self.window_layers)
+
     def ropes(self, factors: torch.Tensor | None = None) -> tuple[Rope, ...]:
-        """A rope for each kind of layer (`rope_of`). `factors`: divisors that a GGUF carries."""
-        frequencies, scaling = self.inverse_frequencies()
+        """A rope for each of `rope_kinds`. `factors`: divisors that a GGUF carries."""
+        return tuple(self._rope(kind, factors) for kind in self.rope_kinds)
+
+    def _rope(self, kind: RopeKind, factors: torch.Tensor | None) -> Rope:
+        if not kind.turned:  # an angle of zero turns nothing
+            return Rope(torch.zeros(kind.width // 2), 1.0)
+        if kind.local:
+            return Rope(*inverse_frequencies(kind.width, self.local_theta, RopeScaling()))
+        frequencies, scaling = inverse_frequencies(kind.width, self.rope_theta, self.rope)
         far, limit = None, 0
         if self.rope.kind == "longrope":
-            plain = inverse_frequencies(self.rotated or self.head_width, self.rope_theta, RopeScaling())[0]
+            plain = inverse_frequencies(kind.width, self.rope_theta, RopeScaling())[0]
             far, limit = plain / torch.tensor(self.rope.long), self.rope.original_length
-        found = [Rope(frequencies if factors is None else frequencies / factors, scaling, far, limit)]
-        if self.local_theta:
-            local = inverse_frequencies(self.rotated or self.head_width, self.local_theta, RopeScaling())
-            found.append(Rope(*local))
-        if self.unrotated_layers:  # an angle of zero turns nothing
-            found.append(Rope(torch.zeros_like(frequencies), 1.0))
-        return tuple(found)
+        return Rope(frequencies if factors is None else frequencies / factors, scaling, far, limit)
 
-    def rope_of(self, layer: int) -> int:
-        if layer in self.unrotated_layers:
-            return 2 if self.local_theta else 1
-        return 1 if self.local_theta and layer in self.window_layers else 0
+    @property
+    def widest_head(self) -> int:
+        """Of the layers that have attention: what a backend of attention has to serve."""
+        found = [kind.mixer.head_width for kind in self.kinds if isinstance(kind.mixer, AttentionSpec)]
+        return max(found, default=self.head_width)

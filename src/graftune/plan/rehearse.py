@@ -25,7 +25,7 @@ from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.dist.shard import Shards
 from graftune.errors import GraftuneError
-from graftune.infer.cache import Cache
+from graftune.infer.cache import Cache, CacheSize
 from graftune.infer.generate import TokenStep, final_lengths_of, in_groups, prefill
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
@@ -285,8 +285,9 @@ def _answer(parts: Parts, setup: Setup) -> None:
     """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
     runtime, decoder, spec = parts.runtime, parts.decoder, parts.decoder.spec
     final_lengths = final_lengths_of(setup.asked, setup.new_tokens, spec.max_positions)
-    groups = in_groups(final_lengths, setup.cache_capacity)
-    largest = max(groups, key=lambda group: len(group) * max(final_lengths[i] for i in group))
+    size = CacheSize.of(spec, decoder.compute)
+    groups = in_groups(final_lengths, setup.cache_capacity, size)
+    largest = max(groups, key=lambda group: size.bytes(len(group), max(final_lengths[i] for i in group)))
     fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
     for group in (largest, fullest) if fullest is not largest else (largest,):
         lengths, longest = [setup.asked[i] for i in group], max(final_lengths[i] for i in group)

@@ -159,7 +159,7 @@ def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choic
     spec = base.spec
     windows = [kind.mixer.window for kind in spec.kinds if isinstance(kind.mixer, AttentionSpec)]
     windowed = bool(windows) and all(0 < window < longest for window in windows)
-    how = runtime.device, runtime.compute, spec.head_width, runtime.deterministic
+    how = runtime.device, runtime.compute, spec.widest_head, runtime.deterministic
     return attention.choose(*how, windowed, capped=spec.attention_cap > 0)
 
 

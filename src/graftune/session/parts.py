@@ -21,6 +21,7 @@ from graftune.data.pack import Capacities
 from graftune.dist.reduce import Reduce
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
+from graftune.infer.cache import CacheSize
 from graftune.infer.generate import cache_capacity, final_lengths_of, generate, in_groups
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch, rehearsal
@@ -128,7 +129,7 @@ class Parts:
     @property
     def eager_attention(self) -> str:
         """The backend where shapes change from batch to batch."""
-        runtime, width = self.runtime, self.base.spec.head_width
+        runtime, width = self.runtime, self.base.spec.widest_head
         return attention.for_any_shape(self.attention.backend, runtime.device, runtime.compute, width)
 
     def _resolve_auto(self) -> None:
@@ -240,7 +241,8 @@ class Parts:
         """Prompts, by number, that are continued together: as many consecutive ones as fit their cache."""
         settings = self.config.train
         final_lengths = final_lengths_of([len(prompt) for prompt in prompts], new_tokens, self.base.spec.max_positions)
-        return in_groups(final_lengths, cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute))
+        capacity = cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute)
+        return in_groups(final_lengths, capacity, CacheSize.of(self.base.spec, self.decoder.compute))
 
     # Saving
 

@@ -120,8 +120,8 @@ def write_adapter(
     """Tensors by our names, B's in Hugging Face's row order; what is at `folder` gives way if it is an adapter."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), mend="save the adapter to a new folder")
-    shift = base.spec.norm_shift
-    tensors = {name: t - shift if shift and rows.is_norm(name) else t for name, t in tensors.items()}
+    shifts = {name: rows.shift_of(base.spec, name) for name in tensors}
+    tensors = {name: t - shifts[name] if shifts[name] else t for name, t in tensors.items()}
     saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
     stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
     with new_folder(folder) as aside:
@@ -316,16 +316,17 @@ def fitted(adapter: Adapter, spec: ModelSpec) -> Adapter:
     if adapter.partial:
         adapter = dataclasses.replace(adapter, tensors=filled(adapter.tensors, spec, adapter.lora), partial=False)
     if adapter.hf_norms:
-        shifted = {n: t + spec.norm_shift if rows.is_norm(n) else t for n, t in adapter.tensors.items()}
+        shifts = {name: rows.shift_of(spec, name) for name in adapter.tensors}
+        shifted = {name: t + shifts[name] if shifts[name] else t for name, t in adapter.tensors.items()}
         adapter = dataclasses.replace(adapter, tensors=shifted, hf_norms=False)
     if not adapter.interleaved:
         return adapter
     tensors = dict(adapter.tensors)
     for name, value in tensors.items():
-        heads = rows.heads_of(spec, name)
-        if heads is None or not name.endswith("lora_B.weight") or len(value) != heads * spec.head_width:
+        turned = rows.heads_of(spec, name)
+        if turned is None or not name.endswith("lora_B.weight") or len(value) != turned[0] * turned[1]:
             continue  # rows of another number are refused by their shape
-        tensors[name] = value[rows.hf_order(heads, spec.head_width)]
+        tensors[name] = value[rows.hf_order(*turned)]
     return dataclasses.replace(adapter, tensors=tensors, interleaved=False)
 
 

@@ -200,12 +200,14 @@ def _sound(where: Path) -> Iterator[None]:
 
 def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
     kinds = [layer for name in LISTS for layer in getattr(spec, name)]
+    sizes = {spec.sizes(layer) for layer in range(len(spec.own) or 1)}
     bad = {
-        "key heads": spec.kv_heads <= 0 or spec.heads % spec.kv_heads != 0,
-        "head width": spec.head_width <= 0 or spec.head_width % 2 != 0,
+        "sizes of layers": len(spec.own) not in (0, spec.layers),
+        "key heads": any(one.kv_heads <= 0 or one.heads % one.kv_heads != 0 for one in sizes),
+        "head width": any(one.head_width <= 0 or one.head_width % 2 != 0 for one in sizes),
         "norm epsilon": not 0 <= spec.norm_eps < 1,
         "rope base": not 0 < spec.rope_theta < math.inf or not 0 <= spec.local_theta < math.inf,
-        "rope's share of a head": not 0 <= spec.rotated <= spec.head_width or spec.rotated % 2 != 0,
+        "rope's share of a head": any(not 0 <= one.rotated <= one.head_width or one.rotated % 2 for one in sizes),
         "scales": spec.head_width > 0 and not all(0 < x < math.inf for x in _scales(spec)),
         "window": spec.window < 0,
         "caps": not (0 <= spec.attention_cap < math.inf and 0 <= spec.logit_cap < math.inf),
@@ -214,7 +216,7 @@ def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
     if spec.rope.kind == "longrope":
         lengths = {len(spec.rope.short), len(spec.rope.long), (spec.rotated or spec.head_width) // 2}
         bad["rope scaling"] = len(lengths) != 1 or spec.rope.original_length < 2
-    if spec.head_width <= 1 << 16 and not any(bad.values()):
+    if max(one.head_width for one in sizes) <= 1 << 16 and not any(bad.values()):
         bad["rope scaling"] = not all(bool(rope.frequencies.isfinite().all()) for rope in spec.ropes())
     wrong = [name for name, is_bad in bad.items() if is_bad]
     if wrong:
@@ -270,8 +272,9 @@ def _open_gguf(name: str, path: Path) -> Base:
         if order is not None:
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
         tensors[ours] = tensor
-        if rows_.is_taps(ours) and len(tensor.shape) == 2:
-            tensors[ours] = rows_.Reshaped(tensor, (tensor.shape[0], 1, tensor.shape[1]))
+        shapes = rows_.shapes_of(spec, ours)
+        if shapes is not None and tensor.shape == shapes[1]:
+            tensors[ours] = rows_.Reshaped(tensor, shapes[0])
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None and factors.shape != (spec.head_width // 2,):
         raise GraftuneError(
@@ -296,12 +299,10 @@ def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, An
 
     Row (head, half j, i) of ours is row (head, i, j) of the file.
     """
-    if not name.endswith((".q_proj.weight", ".k_proj.weight")):
+    turned = rows_.heads_of(spec, name) if name.endswith(".weight") else None
+    if turned is None or rows != turned[0] * turned[1]:  # the last: a damaged file; its shape is refused in a moment
         return None
-    heads = spec.heads if ".q_proj." in name else spec.kv_heads
-    if rows != heads * spec.head_width:  # a damaged file: its shape is refused in a moment
-        return None
-    order = np.arange(rows).reshape(heads, spec.head_width // 2, 2)
+    order = np.arange(rows).reshape(turned[0], turned[1] // 2, 2)
     return order.swapaxes(1, 2).reshape(-1)
 
 

@@ -123,6 +123,8 @@ def hf_config(base: Base) -> dict[str, Any]:
         values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
         return values
     spec, scaling = base.spec, _rope(base.spec, base)
+    if spec.own:
+        raise GraftuneError("its layers differ in size, which is not written to a config.json", where=base.name)
     return (
         {
             "architectures": [FAMILIES[spec.family].hf_class],

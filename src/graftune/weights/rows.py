@@ -20,11 +20,10 @@ from graftune.model.spec import ModelSpec
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures of GGUF
 
 
-def heads_of(spec: ModelSpec, name: str) -> int | None:
-    """How many heads the rows of a tensor are divided into, if rope turns them."""
-    if ".q_proj." in name:
-        return spec.heads
-    return spec.kv_heads if ".k_proj." in name else None
+def heads_of(spec: ModelSpec, name: str) -> tuple[int, int] | None:
+    """How many heads the rows of a tensor are divided into and how wide each is, if rope turns them."""
+    part, inner = spec.part_of(name)
+    return None if part is None else part.rotated.get(inner.partition(".")[0])
 
 
 def gguf_order(heads: int, head_width: int) -> torch.Tensor:
@@ -113,23 +112,31 @@ class Reshaped(Over):
         return self.source.values().reshape(self.to)
 
 
-def is_taps(name: str) -> bool:
-    """Whether a tensor, by our name, is that of a depthwise convolution, [D, 1, K] in Hugging Face's folders."""
-    return name.endswith(".conv.conv.weight")
+def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Of a tensor that a part has beside its projections: its shape here, and in a GGUF, which leaves out dimensions of
+    one (a depthwise convolution's taps are [D, 1, K] in Hugging Face's folders). None where they are the same."""
+    part, inner = spec.part_of(name)
+    shape = part.tensors.get(inner, ()) if part is not None else ()
+    return (shape, tuple(size for size in shape if size != 1)) if 1 in shape else None
 
 
-def is_norm(name: str) -> bool:
-    return name.endswith("norm.weight")
+def shift_of(spec: ModelSpec, name: str) -> float:
+    """What Hugging Face's checkpoints leave off a tensor: of a norm what the family does, unless its part says not."""
+    if not spec.norm_shift or not name.endswith("norm.weight"):
+        return 0.0
+    part, inner = spec.part_of(name)
+    return 0.0 if part is not None and inner.removesuffix(".weight") in part.unshifted_norms else spec.norm_shift
 
 
 def from_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
     """Tensors by our names, as a checkpoint of Hugging Face holds them -> as the engine computes with them."""
-    return _shifted(tensors, spec.norm_shift)
+    return _shifted(tensors, spec, 1)
 
 
 def to_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
-    return _shifted(tensors, -spec.norm_shift)
+    return _shifted(tensors, spec, -1)
 
 
-def _shifted(tensors: Mapping[str, RowSource], by: float) -> dict[str, RowSource]:
-    return {name: Shifted(t, by) if by and is_norm(name) else t for name, t in tensors.items()}
+def _shifted(tensors: Mapping[str, RowSource], spec: ModelSpec, sign: int) -> dict[str, RowSource]:
+    shifts = {name: sign * shift_of(spec, name) for name in tensors}
+    return {name: Shifted(t, shifts[name]) if shifts[name] else t for name, t in tensors.items()}

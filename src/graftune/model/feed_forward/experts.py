@@ -62,6 +62,10 @@ class ExpertsSpec(FeedForwardSpec):
         return {ROUTER: (self.experts, self.width)}
 
     @property
+    def writes(self) -> tuple[str, ...]:
+        return ("down_proj",)
+
+    @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         found = {f"{self.home}.{name}": shape for name, shape in self.tensors.items()}
         for parameter, members in PARAMETERS.items():

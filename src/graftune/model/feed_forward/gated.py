@@ -38,6 +38,10 @@ class GatedSpec(FeedForwardSpec):
         gate, up, down = self.names
         return {"gate_up": ("gate_up_proj",) if self.fused else (gate, up), "down": (down,)}
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.names[2:]
+
     def build(self, make: Maker) -> GatedMlp:
         return GatedMlp(make.projection("gate_up"), make.projection("down"), self.activation)
 

@@ -15,7 +15,7 @@ import torch
 
 from graftune.kernels import attention, rope
 from graftune.model.context import PassContext, Past, Sequences
-from graftune.model.part import Bias, Entry, Input, Maker, MixerSpec, NormWeight
+from graftune.model.part import Bias, CacheBytes, Entry, Input, Maker, MixerSpec, NormWeight
 from graftune.model.projection import Projection, ReadyGrad
 
 
@@ -59,6 +59,16 @@ class AttentionSpec(MixerSpec):
         heads = (self.heads, self.kv_heads) if self.wide_qk_norm else (1, 1)
         return {name: count * self.head_width for name, count in zip(self.qk_norms, heads, strict=True)}
 
+    @property
+    def rotated(self) -> dict[str, tuple[int, int]]:
+        if self.fused:  # no file that interleaves heads has these
+            return {}
+        return {"q_proj": (self.heads, self.head_width), "k_proj": (self.kv_heads, self.head_width)}
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out,)
+
     def build(self, make: Maker) -> Attention:
         q_norm, k_norm = (make.norm(name) for name in self.qk_norms) if self.qk_norm else (None, None)
         return Attention(
@@ -78,6 +88,9 @@ class AttentionSpec(MixerSpec):
 
     def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> KeyValues:
         return KeyValues((sequences, self.kv_heads, capacity, self.head_width), device, dtype)
+
+    def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
+        return CacheBytes(0, 2 * self.kv_heads * self.head_width * dtype.itemsize)
 
 
 class AttentionSaved(NamedTuple):

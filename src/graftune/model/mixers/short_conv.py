@@ -17,7 +17,7 @@ import torch
 
 from graftune.kernels import short_conv
 from graftune.model.context import PassContext
-from graftune.model.part import Entry, Input, Maker, MixerSpec
+from graftune.model.part import CacheBytes, Entry, Input, Maker, MixerSpec
 from graftune.model.projection import Projection, ReadyGrad
 
 TAPS = "conv.weight"
@@ -41,6 +41,10 @@ class ShortConvSpec(MixerSpec):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return {TAPS: (self.width, 1, self.taps)}
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ("out_proj",)
+
     def build(self, make: Maker) -> ShortConv:
         taps, grad = make.tensor(TAPS)
         return ShortConv(
@@ -53,6 +57,9 @@ class ShortConvSpec(MixerSpec):
 
     def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LastValues:
         return LastValues((sequences, self.taps - 1, self.width), device, dtype)
+
+    def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
+        return CacheBytes((self.taps - 1) * self.width * dtype.itemsize, 0)
 
 
 class ShortConvSaved(NamedTuple):

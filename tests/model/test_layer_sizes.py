@@ -1,0 +1,145 @@
+"""Layers of different sizes in one model: heads, their width and the feed-forward's, each asked of its layer.
+
+The judge is transformers' own Llama layer, made from a configuration for each layer, with PEFT around it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from graftune.batch import Example
+from graftune.config import LoraConfig
+from graftune.errors import GraftuneError
+from graftune.exporting.gguf_keys import model_keys
+from graftune.infer.generate import generate
+from graftune.infer.sample import Sampling
+from graftune.model.lora import build_arena, initialise
+from graftune.model.spec import LayerSizes, ModelSpec
+from graftune.plan.job import from_few_layers
+from graftune.plan.rehearse import rehearse
+from graftune.runtime import Runtime
+from graftune.session import attention_for
+from graftune.weights import names, rows
+from graftune.weights.base import Base, _checked_spec, open_base
+from graftune.weights.model import hf_config
+from graftune.weights.streamed import Held
+from tests import oracle, tiny
+from tests.plan.test_plan import setup
+
+SIZES = (LayerSizes(), LayerSizes(heads=2, kv_heads=1, head_width=24, ffn=40), LayerSizes(ffn=88))
+LORA = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
+
+
+class OwnLayer(LlamaDecoderLayer):
+    """Its rotary tables are of its own width."""
+
+    def __init__(self, config: Any, index: int):
+        super().__init__(config, index)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, hidden_states: torch.Tensor, position_ids: Any = None, **more: Any) -> Any:
+        more["position_embeddings"] = self.rotary(hidden_states, position_ids)
+        return super().forward(hidden_states, position_ids=position_ids, **more)
+
+
+def theirs(spec: ModelSpec) -> Any:
+    model = tiny.hf_model("llama")
+    layers = []
+    for index in range(spec.layers):
+        config, sizes = copy.deepcopy(model.config), spec.sizes(index)
+        config.num_attention_heads, config.num_key_value_heads = sizes.heads, sizes.kv_heads
+        config.head_dim, config.intermediate_size = sizes.head_width, sizes.ffn
+        layers.append(OwnLayer(config, index))
+    model.model.layers = torch.nn.ModuleList(layers)
+    for layer in layers:
+        for weight in layer.parameters():
+            if weight.dim() == 2:
+                torch.nn.init.normal_(weight, 0.0, 0.15)
+    return model.eval()
+
+
+@pytest.fixture
+def base(tiny_folder: Callable[[str], Path]) -> Base:
+    found = open_base(str(tiny_folder("llama")))
+    spec = dataclasses.replace(found.spec, layers=3, own=SIZES)
+    return dataclasses.replace(found, spec=_checked_spec(spec, found.path))
+
+
+def of_model(base: Base, model: Any) -> Base:
+    tensors = {names.from_hf(n): Held(t.detach().clone()) for n, t in model.state_dict().items() if "rotary" not in n}
+    tied = {"lm_head.weight"} if base.spec.tied else set()
+    return dataclasses.replace(base, tensors={n: t for n, t in tensors.items() if n not in tied})
+
+
+def test_against_transformers_and_peft(base: Base) -> None:
+    model = theirs(base.spec)
+    ours = oracle.place(of_model(base, model), LORA)
+    initialise(ours.arena, dataclasses.replace(LORA, init="gaussian"), seed=7)
+    for name in ours.arena.slots:
+        if name.endswith("lora_B.weight"):
+            ours.arena.view(name, ours.arena.weights).normal_(0, 0.1)
+    ours.arena.publish()
+    wrapped = oracle.peft_model(model, ours)
+    documents = [torch.randint(3, tiny.VOCAB, (n,)).tolist() for n in (9, 14)]
+    with torch.no_grad():
+        want = torch.cat([wrapped(torch.tensor([d])).logits[0] for d in documents])
+    assert (ours.logits(documents) - want).abs().max() < 1e-4
+    batch = [Example(d, [i >= 3 for i in range(len(d))]) for d in documents]
+    loss, grads = ours.gradients(batch)
+    total = oracle.loss_sum(wrapped, batch)
+    total.backward()
+    assert loss == pytest.approx(float(total.detach()), rel=1e-5)
+    found = {name: p.grad for name, p in wrapped.named_parameters() if p.grad is not None}
+    assert len(found) == len(grads) == 2 * 7 * 3
+    for name, grad in grads.items():
+        other = found[oracle.peft_name(name)]
+        assert (grad - other).norm() / other.norm() < 2e-5, name
+    (answer,) = generate(ours.decoder, [documents[0]], Sampling(max_new_tokens=6), ())
+    for count in range(6):
+        text = documents[0] + answer[:count]
+        assert int(ours.logits([text])[-1].argmax()) == answer[count], "cached as uncached"
+
+
+def test_who_asks_a_layer(base: Base) -> None:
+    """Rope's tables, attention's backend, the order of rows in a GGUF, a model of some layers; and what cannot be
+    written says so."""
+    spec = base.spec
+    assert [kind.width for kind in spec.rope_kinds] == [spec.head_width, 24]
+    assert [spec.layer(i).mixer.rope for i in range(3)] == [0, 1, 0]
+    assert spec.layer(1).mixer.score_scale == 24**-0.5 and spec.widest_head == 24
+    assert rows.heads_of(spec, "layers.1.self_attn.q_proj.weight") == (2, 24)
+    assert rows.heads_of(spec, "layers.2.self_attn.k_proj.lora_B.weight") == (spec.kv_heads, spec.head_width)
+    assert spec.only([1, 1]).layer(1).feed_forward.ffn == 40 and spec.only([2]).own == (SIZES[2],)
+    runtime = Runtime(torch.device("cpu"), torch.float32, "for the test")
+    assert attention_for(base, runtime, 64).backend == "cpu"
+    arena = build_arena(spec, LORA, torch.device("cpu"), torch.float32)
+    assert arena.slots["layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 40)
+    with pytest.raises(GraftuneError, match="sizes of layers"):
+        _checked_spec(dataclasses.replace(spec, own=SIZES[:2]), base.path)
+    with pytest.raises(GraftuneError, match="head width"):
+        _checked_spec(dataclasses.replace(spec, own=(*SIZES[:2], LayerSizes(head_width=5))), base.path)
+    with pytest.raises(GraftuneError, match="its layers differ in size"):
+        model_keys(base, "x", 0, None)
+    with pytest.raises(GraftuneError, match="its layers differ in size"):
+        hf_config(dataclasses.replace(base, kind="gguf"))
+
+
+def test_the_plan_of_many_layers_by_a_few() -> None:
+    """Each size is a kind of its own."""
+    own = (LayerSizes(), LayerSizes(head_width=24, ffn=40), LayerSizes(), LayerSizes(ffn=128)) * 3
+    many = setup(spec=ModelSpec(
+        family="llama", layers=12, width=64, ffn=96, heads=4, kv_heads=2, tied=False, head_width=16, vocab=300,
+        norm_eps=1e-5, rope_theta=1e4, max_positions=512, own=own,
+    ))  # fmt: skip
+    few, all_of_them = from_few_layers(many), rehearse(many)
+    assert few.peak == pytest.approx(all_of_them.peak, rel=0.01)
+    real = rehearse(many, real=True)
+    assert all_of_them.phases["step"] == pytest.approx(real.phases["step"], rel=0.01)
