@@ -41,9 +41,11 @@ NAMES = {
     # The plan looks at every operation of a rehearsal, and tells storages without memory apart.
     "torch.utils._python_dispatch.TorchDispatchMode": TORCH,
     "torch.UntypedStorage._cdata": TORCH,
+    "torch.ops.aten._to_copy": TORCH,
     "torch.ops.aten._scaled_mm": TORCH,
     "torch.ops.aten._local_scalar_dense.default": TORCH,
     "torch.ops.aten._to_copy.default": TORCH,
+    "torch.ops.aten.mm.default._schema": TORCH,
     "torch.ops.aten._softmax": TORCH,
     "torch.ops.aten._log_softmax": TORCH,
     "torch.ops.aten._unsafe_view": TORCH,
@@ -71,6 +73,11 @@ def find(name: str) -> Any:
             f"{project} {version} has no {name.removeprefix(project + '.')}, a private name that graftune uses",
             mend=f"install a version that has it: {known}",
         ) from None
+
+
+def makes_new(operation: Any) -> bool:
+    """Whether what an operator returns has memory of its own, so that it is no view of what it is given."""
+    return not any(returned.alias_info for returned in operation._schema.returns)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

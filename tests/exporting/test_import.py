@@ -114,7 +114,7 @@ def test_an_adapter_for_another_base_is_refused_by_every_format(to: str, base: P
 def test_tables_trained_whole_are_merged_but_not_trained(saved: list[str], variant: str, tmp_path: Path) -> None:
     base = models.make_folder(variant, tmp_path / "base")
     want = by_peft(base, tmp_path / "a", target_modules=["q_proj"], modules_to_save=saved)
-    with pytest.raises(GraftuneError, match=rf"modules_to_save with a trained {saved[0]}.*export --to merged"):
+    with pytest.raises(GraftuneError, match=rf"modules_to_save with a trained {saved[0]}.*export it to merged"):
         opened(base, tmp_path / "a")
     merged = export(str(tmp_path / "a"), "merged", base=str(base), out=str(tmp_path / "m")).path
     assert gap(in_transformers(merged), want) < EXACT

@@ -89,7 +89,7 @@ def test_the_bar_names_the_tensor_that_is_quantised(
 
 def test_a_type_coarser_than_what_was_learned_is_a_warning(base: Path, tmp_path: Path) -> None:
     small, large = (adapter(base, tmp_path / f"{size}", size) for size in (1e-4, 0.5))
-    warning = "this may undo your fine-tuning; use --type Q8_0"
+    warning = "this may undo your fine-tuning; use the type Q8_0"
     for kind in ("IQ4_XS", "Q5_K_M"):
         done, console = exported(small, kind, tmp_path / "small")
         assert done.facts["noise_over_change"] > 1

@@ -10,7 +10,7 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products want it before the first of them
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")  # before what a module makes on the device
 def _needs_cuda() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here: run `python -m pytest tests/gpu` on a machine with one")

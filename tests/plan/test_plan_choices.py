@@ -266,7 +266,7 @@ def test_a_base_that_does_not_fit_is_fetched_from_host_memory() -> None:
     assert best(roomy).settings["base_on"] == "device" and not roomy.placement.fetched and not best(roomy).transfer
 
     refused = large_job("4090", base_on="device")
-    assert not best(refused).fits and "--base-on host" in str(refusal(refused, best(refused)))
+    assert not best(refused).fits and "base_on host" in str(refusal(refused, best(refused)))
     with pytest.raises(GraftuneError, match="shard_base is yes and this process is the only one"):
         large_job("4090", shard_base="yes")
 

@@ -19,6 +19,7 @@ from graftune.model import projection
 from graftune.model.context import SideStreams
 from graftune.step.pipeline import DeviceLoop, Flat, Shape
 from graftune.step.step import Step
+from graftune.step.tail import Heard
 from tests import oracle
 from tests.kernels.test_whole_step import batch
 
@@ -52,6 +53,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Mark:
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(graph, "_stream", functools.cache(lambda *_: Mark()))
+    monkeypatch.setattr(graph, "_in_order", lambda device: False)
     return main
 
 
@@ -76,7 +78,8 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
     """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
     done = [Mark(), Mark()]
     loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
-    loop.reports, loop.work, loop.begun = torch.zeros(2, 3), SimpleNamespace(loss=CrossEntropy()), False
+    work = SimpleNamespace(loss=CrossEntropy(), own_figures=slice(3, 3), heard=lambda report: Heard())
+    loop.reports, loop.work, loop.begun = torch.zeros(2, 3), work, False
     loop._fetch_oldest = lambda: DeviceLoop._fetch_oldest(loop)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         DeviceLoop._begin(loop)
@@ -100,7 +103,7 @@ def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:
     aside.forget()
     aside.queue(lambda: done.append("next"), x)
     aside.flush()
-    assert done == ["sent", "next"] and len(aside.held) == 1
+    assert done == ["sent", "next"] and len(aside.in_use) == 1
     waits = [("wait", stream) for stream in aside.streams]
     assert no_cuda.said == waits, "what was sent off is waited for before its memory goes"
 
@@ -122,7 +125,7 @@ def test_sums_made_later_are_the_same_even_after_a_pass_that_failed(
             with monkeypatch.context() as failing, pytest.raises(MemoryError):
                 failing.setattr(attention, "backward", fail)
                 step.micro_step(batch())
-            assert step.side_streams.held
+            assert step.side_streams.in_use
             step.side_streams.queue(lambda: pytest.fail("the failed pass's"), ours.arena.weights)
             step.discard()
         step.micro_step(batch())

@@ -115,7 +115,10 @@ def test_every_command_takes_them(run: Path, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     line = ["train", base, str(data), "--adapter", f"{run}@step-2", "--device", "cpu", "--out", str(tmp_path / "run")]
     assert main(line) == 2
-    assert "names a checkpoint, and training continues from an adapter; write it out with" in capsys.readouterr().err
+    assert (
+        "names a checkpoint, and training continues from an adapter; export it to peft and give that folder"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_export_is_what_the_run_would_have_left(run: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from graftune.plan.ledger import Ledger, bare
 from graftune.plan.shapes import RULES
-from graftune.private import find
+from graftune.private import find, makes_new
 
 _TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
 _READ_VALUE = find("torch.ops.aten._local_scalar_dense.default")
@@ -29,7 +29,7 @@ _TO_COPY = find("torch.ops.aten._to_copy.default")
 META = torch.device("meta")
 TABLES = {torch.ops.aten.arange, torch.ops.aten.linspace}
 # Of the operations that make a new tensor, those whose shape torch knows without its compiler's references.
-WITHOUT_REFERENCES = {torch.ops.aten.empty, torch.ops.aten._to_copy}
+WITHOUT_REFERENCES = {torch.ops.aten.empty, find("torch.ops.aten._to_copy")}
 RESHAPING = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
 
 
@@ -130,10 +130,7 @@ def without_memory(value: Any) -> Any:
     return value
 
 
-@functools.cache
-def _makes_new(func: Any) -> bool:
-    """Whether what an operation returns has memory of its own, so that it is no view of what it is given."""
-    return not any(returned.alias_info for returned in func._schema.returns)
+_makes_new = functools.cache(makes_new)
 
 
 def _written(func: Any, args: Any, named: Any) -> Any:

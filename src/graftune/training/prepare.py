@@ -295,7 +295,7 @@ def plan_job(
         asked=data.answers.lengths,
         resuming=resuming,
         layout=loss.layout(data.training.examples),
-        keeps=True,
+        keeps=runtime.device.type == "cuda",  # a run on a CPU is longer than its plan by far
         ranks=ranks,
     )
 
