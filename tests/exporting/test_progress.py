@@ -96,7 +96,7 @@ def test_a_type_coarser_than_what_was_learned_is_a_warning(base: Path, tmp_path:
         assert f"warning: rounding to {kind} moves the adapted weights" in console.said and warning in console.said
     done, console = exported(small, "Q8_0", tmp_path / "small")
     assert done.facts["noise_over_change"] > 1 and not console.said
-    assert any("as far as your fine-tuning did; --type F16 keeps more of it" in note for note in done.notes)
+    assert any("as far as your fine-tuning did; the type F16 keeps more of it" in note for note in done.notes)
     done, console = exported(large, "Q4_K_M", tmp_path / "large")
     assert 0 < done.facts["noise_over_change"] < 1 and not console.said
     assert any(note.endswith("times as far as your fine-tuning did") for note in done.notes)
