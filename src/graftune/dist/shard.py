@@ -1,6 +1,6 @@
 """A frozen base in equal parts on all ranks: a home of model/bundles.py whose bundles are gathered when they are used.
 
-Of every bundle each rank keeps one part, and `all_gather_into_tensor` brings the whole into the buffer: one collective
+Of every bundle each rank keeps one part, and an all-gather brings the whole into the buffer: one collective
 a block, forward and backward, and no other. A frozen weight has no gradient to scatter and no state, so nothing here
 knows what the bytes mean: 4-bit codes and their scales are gathered as bytes. (FSDP2 makes a DTensor of every
 parameter; quantised ones lose their state in it.)
@@ -73,8 +73,10 @@ class Shards:
 
 def shards_of(world: World, device: torch.device, *, on_host: bool = False) -> Shards:
     """Over the group that `world` has for tensors on the device."""
+    # torch 2.13's name; before that there is the other one alone.
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def gather(into: torch.Tensor, own: torch.Tensor) -> None:
-        dist.all_gather_into_tensor(into, own, group=world.group)
+        collective(into, own, group=world.group)
 
     return Shards(world.rank, world.size, gather, device, on_host=on_host)
