@@ -22,14 +22,16 @@ import torch
 from safetensors.torch import save_file
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
+from graftune.config import Config, LoraConfig
 from graftune.dist.shard import shards_of
 from graftune.dist.world import join
+from graftune.infer.sample import Sampling
 from graftune.losses import Anchored
 from graftune.model.bundles import Home
 from graftune.model.lora import build_arena, initialise
 from graftune.ranks import from_environment
 from graftune.runtime import resolve
+from graftune.session import Session, open_session
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
 from graftune.weights import gguf_io, names, safetensors_io
@@ -41,11 +43,11 @@ from tests.weights import tiny_gguf
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 LAYERS, WIDTH, VOCAB = 33, 128, 259
-CASES = {  # model, base_dtype, compute
-    "fp32": ("folder", "fp32", torch.float32),
-    "bf16": ("folder", "bf16", torch.bfloat16),
-    "nf4": ("folder", "nf4", torch.float32),
-    "gguf": ("blocks.gguf", "keep", torch.float32),
+CASES = {  # model, base_dtype; products in fp32, which every CPU has units for
+    "fp32": ("folder", "fp32"),
+    "bf16": ("folder", "bf16"),
+    "nf4": ("folder", "nf4"),
+    "gguf": ("blocks.gguf", "keep"),
 }
 EXAMPLES = [Example([5, 60, 7, 8, 9, 10, 11], [0, 0, 1, 1, 1, 1, 1]), Example([15, 16, 17, 18], [0, 1, 1, 1])]
 
@@ -109,8 +111,8 @@ def counting() -> Iterator[dict[str, int]]:
 
 
 def made(folder: Path, case: str, home: Home | None) -> oracle.Ours:
-    model, base_dtype, compute = CASES[case]
-    base, runtime = open_base(str(folder / model)), resolve("cpu", "fp32" if compute == torch.float32 else "bf16")
+    model, base_dtype = CASES[case]
+    base, runtime = open_base(str(folder / model)), resolve("cpu", "fp32")
     arena = build_arena(base.spec, LORA, runtime.device, runtime.compute)
     decoder = build_decoder(base, arena, LORA, runtime, Placement(base_dtype, "test"), home)
     initialise(arena, dataclasses.replace(LORA, init="gaussian"), seed=7)
@@ -136,6 +138,18 @@ def results(ours: oracle.Ours) -> dict[str, torch.Tensor]:
     return found
 
 
+def settings(folder: Path, **more: Any) -> Config:
+    values = {"base": str(folder / "folder"), "device": "cpu", "compute_dtype": "fp32", "base_dtype": "fp32"}
+    return Config.of(values | {"threads": 1, "rank": 4} | more)
+
+
+def said(session: Session) -> dict[str, Any]:
+    """What a session finds of data, and says: an evaluation is divided among ranks, an answer is every rank's."""
+    rows = [{"prompt": "ab", "response": "cdef"}, {"prompt": "x", "response": "yz"}]
+    answer = session.continued([[5, 6, 7], [8]], Sampling(max_new_tokens=4, temperature=0.0), ())
+    return {"loss": session.evaluate(rows).loss, "answer": answer}
+
+
 def main(folder: Path) -> None:
     ranks = from_environment()
     assert ranks is not None
@@ -149,6 +163,9 @@ def main(folder: Path) -> None:
         facts[case] = {"read": count["read"], "kept": bundles.kept_bytes, "buffers": bundles.buffer_bytes}
         save_file(results(ours), folder / f"{case}-{ranks.rank}.safetensors")
     (folder / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
+    session = open_session(settings(folder, shard_base="yes"), world=world)
+    found = said(session) | {"held": session.placement.describe()}
+    (folder / f"session-{ranks.rank}.json").write_text(json.dumps(found))
     world.leave()
 
 

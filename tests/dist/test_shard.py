@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graftune.model.bundles import HostMemory
+from graftune.observe.events import read_events
 from graftune.weights.base import open_base
+from graftune.session import open_session
 from tests import quantised
-from tests.dist import sharded
-
-CPU = torch.device("cpu")
+from tests.dist import cases, sharded
+from tests.dist.launcher import Launcher, losses, trained, validation
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +85,34 @@ def test_a_rank_holds_and_reads_its_share(case, folder, ranks, resident):
     for facts in ranks:
         assert 0.5 * whole <= facts[case]["kept"] + facts[case]["buffers"] <= 0.6 * whole
         assert 0.45 * stored < facts[case]["read"] <= 0.6 * stored
+
+
+def test_a_session_of_two_ranks_divides_its_base(ranks, folder):
+    """Opened from settings: loss and text are what a session with a resident base gives, on both ranks."""
+    with open_session(sharded.settings(folder)) as session:
+        want = sharded.said(session)
+    for rank in range(2):
+        found = json.loads((folder / f"session-{rank}.json").read_text())
+        assert found.pop("held") == "fp32, in equal parts on 2 ranks (asked for)"
+        assert found == want
+
+
+@pytest.mark.skipif(not os.environ.get("GRAFTUNE_SOAK"), reason="over a minute of two processes: set GRAFTUNE_SOAK=1")
+def test_a_run_of_two_ranks_is_the_same_with_its_base_in_parts(tmp_path_factory, tiny_folder):
+    """Losses, evaluations, answers and the adapter, to the bit. Every pass is made by both ranks, answers too."""
+    launcher = Launcher(tmp_path_factory.mktemp("ranks"))
+    data = cases.write_data(launcher.root / "data.jsonl", rows=16)
+    more = [*cases.LORA, "--max-steps", "2", "--sample-tokens", "3", "--val-split", "0.2"]
+    runs = [launcher.root / how for how in ("no", "yes")]
+    try:
+        for run in runs:
+            line = cases.line(tiny_folder("llama-untied"), data, run, *more, "--shard-base", run.name)
+            line[line.index("--samples") + 1] = "1"
+            cases.run(launcher, 2, *line)
+    finally:
+        launcher.close()
+    assert losses(runs[0]) == losses(runs[1]) and validation(runs[0]) == validation(runs[1])
+    whole, parts = (trained(run) for run in runs)
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    answers = [[e["answers"] for e in read_events(run / "metrics.jsonl") if e["event"] == "sample"] for run in runs]
+    assert answers[0] == answers[1] and len(answers[0]) == 2
