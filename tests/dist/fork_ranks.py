@@ -1,11 +1,13 @@
 """Forks the ranks of a run for each request read from stdin; see launcher.py. Not a test, and not imported by one.
 
-Importing torch takes seconds and would be most of a test's time, so it is imported once. With `restarts`, torchrun's own
-agent starts and watches the ranks, in a process of its own, and its workers are forks of that.
+Importing torch takes seconds and would be most of a test's time, so it is imported once; and a run of one process may
+take place in the server itself (`here`): what that imports and rehearses, every later rank has. With `restarts`,
+torchrun's own agent starts and watches the ranks, in a process of its own, and its workers are forks of that.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -27,13 +29,15 @@ def misbehave(kind: str, number: int) -> None:
         if self.arena.grads.is_meta:  # rehearsed, for the memory plan
             return real(self)
         calls += 1
-        if calls == number:
+        if calls == number or (kind == "slow" and calls > number):
             if kind == "drift":
                 self.arena.weights[5] += 1e-3
             elif kind == "raise":
                 raise ArithmeticError("one rank computes nonsense")
             elif kind == "hang":
                 time.sleep(3600)
+            elif kind == "slow":
+                time.sleep(0.5)
             else:
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
         return real(self)
@@ -41,8 +45,8 @@ def misbehave(kind: str, number: int) -> None:
     Step.update_step = counted  # type: ignore[method-assign]
 
 
-def patch(request: dict[str, Any]) -> None:
-    for place, value in request.get("constants", {}).items():
+def patch(request: dict[str, Any], rank: int) -> None:
+    for place, value in {**request.get("constants", {}), **request.get("own", {}).get(str(rank), {})}.items():
         module, _, name = place.rpartition(".")
         setattr(importlib.import_module(module), name, value)
 
@@ -55,10 +59,12 @@ def rank_main(request: dict[str, Any], rank: int) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    patch(request)
+    patch(request, rank)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if first and str(rank) in request.get("misbehave", {}):
         misbehave(*request["misbehave"][str(rank)])
+    if str(rank) in request.get("folders", {}):
+        os.chdir(request["folders"][str(rank)])
     line = request.get("lines", {}).get(str(rank), request["line"])
     try:
         return main(line)
@@ -117,6 +123,18 @@ def agent(request: dict[str, Any]) -> int:
         os._exit(code)
 
 
+def here(request: dict[str, Any]) -> int:
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        return rank_main(request, 0)
+    finally:
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        gc.collect()
+        gc.freeze()  # a run begins by looking through all that is alive, and ranks need not look through this
+
+
 def serve() -> None:
     import torch
     import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
@@ -133,6 +151,10 @@ def serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         request = json.loads(line)
+        if request.get("here"):
+            print(json.dumps({"pids": [os.getpid()]}), flush=True)
+            print(json.dumps({"ends": [[here(request), 0.0]]}), flush=True)
+            continue
         if "restarts" in request:
             pids = [agent(request)]
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,23 +13,6 @@ from tests.dist import cases
 from tests.dist.launcher import Launcher, apart, losses
 
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    made = Launcher(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def base(tiny_folder) -> Path:
-    return tiny_folder("llama-shallow")
-
-
-@pytest.fixture(scope="module")
-def data(launcher: Launcher) -> Path:
-    return cases.write_data(launcher.root / "data.jsonl", rows=40)
 
 
 @pytest.mark.parametrize("case", ["lora, dropout, clipped by layer", "full, clipped as a whole"])

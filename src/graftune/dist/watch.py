@@ -45,7 +45,7 @@ class Watch:
         self.at_end: list[Callable[[], None]] = []  # called before the process ends
         self.doing = "starting"  # while it is not stepping
         self._begun, self._done, self._since, self._longest = 0, 0, 0.0, 0.0
-        self._steps_done = 0
+        self._steps_done, self._told = 0, False
         self._pulses: dict[int, tuple[list[Any], float]] = {}  # by rank: the last one, and when it came
         self._ending, self._over = threading.Lock(), threading.Event()
         self._beat = max(BEAT, ranks.size / 500)
@@ -191,15 +191,15 @@ class Watch:
             if self._store.check(["fault"]):
                 fault = json.loads(self._store.get("fault"))
                 text, code = fault["text"], fault["code"]
-        heard = self._heard(1)
+        self._count("heard", 1)
         if speaks:
             self._tell(text)
-        limit = time.monotonic() + LINGER
-        while time.monotonic() < limit and (heard < self.ranks.size or not self._is_told()):
-            time.sleep(0.05)
-            heard = self._heard(0)
+        self._linger(lambda: self._is_told() and self._count("heard") >= self.ranks.size)
         if not speaks:
             self._tell(text)
+        self._count("seen", 1)
+        if self.ranks.leads and not self.ranks.agent_store:  # the store goes with this process
+            self._linger(lambda: self._count("seen") >= self.ranks.size)
         for work in self.at_end:
             with suppress(OSError):
                 work()
@@ -209,6 +209,9 @@ class Watch:
 
     def _tell(self, text: str) -> None:
         """Once, by whoever comes first."""
+        if self._told:
+            return
+        self._told = True
         try:
             first = self._store.add("told", 1) == 1
         except RuntimeError:  # the store is gone: better twice than never
@@ -217,15 +220,19 @@ class Watch:
             self.say(text)
 
     def _is_told(self) -> bool:
-        try:
-            return bool(self._store.check(["told"]))
-        except RuntimeError:
-            return False
+        with suppress(RuntimeError):
+            self._told = self._told or bool(self._store.check(["told"]))
+        return self._told
 
-    def _heard(self, count: int) -> int:
-        """How many ranks know of the fault."""
+    def _linger(self, done: Callable[[], bool]) -> None:
+        limit = time.monotonic() + LINGER
+        while time.monotonic() < limit and not done():
+            time.sleep(0.05)
+
+    def _count(self, name: str, more: int = 0) -> int:
+        """Of ranks that have heard of the fault, or seen that it was told."""
         try:
-            return int(self._store.add("heard", count))
+            return int(self._store.add(name, more))
         except RuntimeError:
             return self.ranks.size
 

@@ -129,8 +129,9 @@ class World:
         self._group = None
 
 
-def join(ranks: Ranks, *, seconds: float = JOIN_SECONDS, store: dist.Store | None = None) -> World:
+def join(ranks: Ranks, *, seconds: float = 0.0, store: dist.Store | None = None) -> World:
     """Meet the others, make sure that all of them fit together, and make the host's group."""
+    seconds = seconds or JOIN_SECONDS
     store = connect(ranks, seconds) if store is None else store
     _meet(ranks, store, seconds)
     timeout = datetime.timedelta(seconds=HOST_SECONDS)
@@ -145,7 +146,7 @@ def join(ranks: Ranks, *, seconds: float = JOIN_SECONDS, store: dist.Store | Non
     return World(ranks, store, dist.group.WORLD)
 
 
-def connect(ranks: Ranks, seconds: float = JOIN_SECONDS) -> dist.Store:
+def connect(ranks: Ranks, seconds: float = 0.0) -> dist.Store:
     """The store where the launcher says, under a prefix of this start: a restart finds nothing of the last one."""
     try:
         store = dist.TCPStore(
@@ -153,7 +154,7 @@ def connect(ranks: Ranks, seconds: float = JOIN_SECONDS) -> dist.Store:
             ranks.port,
             None,
             ranks.leads and not ranks.agent_store,
-            timeout=datetime.timedelta(seconds=seconds),
+            timeout=datetime.timedelta(seconds=seconds or JOIN_SECONDS),
             wait_for_workers=False,
         )
     except (RuntimeError, ValueError) as error:

@@ -127,7 +127,7 @@ class Together(Alone):
         for rank, theirs in enumerate(everyone := self.world.gather(dict(facts))):
             for name, value in everyone[0].items():
                 if theirs.get(name) != value:
-                    shown = "another" if len(str(value)) > 60 else repr(theirs.get(name))
+                    shown = "other" if len(str(value)) > 60 else repr(theirs.get(name))
                     than = "than rank 0" if len(str(value)) > 60 else f"where rank 0 has {value!r}"
                     raise GraftuneError(f"rank {rank} has {shown} {name} {than}", mend=mend)
 
