@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-templates gpu-test lint clean setup
+.PHONY: train test test-templates soak gpu-test lint clean setup
 
 train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
@@ -23,6 +23,10 @@ test: $(VENV)/test.stamp
 # are tried on 40 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py).
 test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
+
+# Several ranks at length, with printed figures: fifty steps on 2 and 4 ranks, ten kills, torchrun itself. Some twenty minutes.
+soak: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak/soak_ranks.py $(ARGS)
 
 # On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
 gpu-test: $(VENV)/test.stamp

@@ -1,6 +1,7 @@
 """One optimizer step on a GPU: ours, beside the floor and the peers in the same run.
 
     python benchmarks/step.py [CASE ...] [--who floor,ours,eager,api,peft,liger,liger-bf16,unsloth,hf,hf-compiled]
+    python benchmarks/step.py 8b-4x2048 1b-1x512 --who ours,ranked
     python benchmarks/step.py 8b-4x2048 8b-nf4-4x2048-full --json benchmarks/results/h200.json
     python benchmarks/step.py 8b-nf4-4x2048 8b-nf4-host-4x2048 8b-4x2048 8b-shard-4x2048 --who ours
     python benchmarks/step.py --sweep tokens,rank,layers,documents --steps 3 --json FILE
@@ -8,8 +9,9 @@
 Every participant of every case runs in a process of its own, one after another, under a time limit: one that crashes
 or is not installed is reported with its last line, and the others go on. cases.py says what a case is, measure.py how
 it is timed and when a time is refused, floor.py what nobody can beat, peers.py how the others are set up; `eager` is
-ours without CUDA graphs, `api` a loop written with the Python API. Peers are those of PYTHONPATH. Only ratios of one
-call count: machines of one kind differ by 2 to 3%. With --json the cases go into a GPU's record (measure.py), after
+ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce is in the graph), `api`
+a loop written with the Python API. Peers are those of PYTHONPATH. Only ratios of one call count: machines of one kind
+differ by 2 to 3%. With --json the cases go into a GPU's record (measure.py), after
 every case; --json - prints them. The exit code is 1 where somebody failed.
 """
 
@@ -43,8 +45,8 @@ DEFAULT = ("1b-1x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4"
 Found = dict[str, dict[str, Any]]
 
 
-def opened(case: Case, device: torch.device, **more: Any) -> Session:
-    """The case's random base with its adapters, placed as a run places it."""
+def opened(case: Case, device: torch.device, *, ranked: bool = False, **more: Any) -> Session:
+    """The case's random base with its adapters, placed as a run places it. `ranked`: as the one rank of a run."""
     from graftune.runtime import resolve, set_up
     from graftune.session import open_session
     from graftune.weights.placement import choose_placement
@@ -52,11 +54,13 @@ def opened(case: Case, device: torch.device, **more: Any) -> Session:
     set_up(device)
     torch.manual_seed(0)
     config, base, placement = case.config(device, **more), cases.base_of(case, device), None
-    world = alone() if case.where == "shard" else None
+    world = alone() if ranked or case.where == "shard" else None
+    if world is not None:
+        world.attach(device)
     if case.method == "lora" and device.type == "cuda":
         runtime = resolve(str(device), config.base.compute_dtype)
         placement = choose_placement(base, config.base.base_dtype, runtime, torch.cuda.mem_get_info(device)[0])
-        placement = placement.lying(case.where == "host", 1 if world else 0)
+        placement = placement.lying(case.where == "host", 1 if case.where == "shard" else 0)
     return open_session(config, base=base, placement=placement, world=world)
 
 
@@ -71,12 +75,12 @@ def alone() -> World:
     return join(Ranks(0, 1, 0, 1, "127.0.0.1", port))
 
 
-def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Runner:
+def ours(case: Case, device: torch.device, *, graph: bool = True, ranked: bool = False) -> measure.Runner:
     """The hot loop of a run, batches staged by a thread as its loader does."""
     from graftune.batch import Example
     from graftune.data.pack import pack
 
-    session = opened(case, device, graph=graph)
+    session = opened(case, device, ranked=ranked, graph=graph)
     arena, loop, step = session.arena, session.pipeline, session.step
     batches = [
         [pack([Example(row, case.supervised) for row in micro]) for micro in batch]
@@ -95,7 +99,7 @@ def ours(case: Case, device: torch.device, *, graph: bool = True) -> measure.Run
         nonlocal coming
         now = coming.result()
         loop.step(now, hyper, [0] * len(now))
-        loss, norm, _ = step.report.clone().unbind()
+        loss, norm, _ = step.report[:3].clone().unbind()
         loop.finished()
         coming = loader.submit(staged, index + 1)  # last: a thread that wakes takes the interpreter from us
         return loss, norm
@@ -140,15 +144,17 @@ def work(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
         from benchmarks.floor import measure_floor
 
         return measure_floor(case, device, options.steps, options.sustain)
-    if who in ("ours", "eager"):
-        runner = ours(case, device, graph=who == "ours")
+    if who in ("ours", "eager", "ranked"):
+        runner = ours(case, device, graph=who != "eager", ranked=who == "ranked")
     elif who == "api":
         runner = api(case, device)
     else:
         from benchmarks import peers
 
         runner = peers.build(who, case, device)
-    return measure.measure(runner, case.tokens, device, options.steps, ours=who == "ours", sustain=options.sustain)
+    return measure.measure(
+        runner, case.tokens, device, options.steps, ours=who in ("ours", "ranked"), sustain=options.sustain
+    )
 
 
 def apart(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -246,7 +252,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
             cases.parse(name)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(options.who) - {"floor", "ours", "eager", "api", *cases.PEERS}:
+    if unknown := set(options.who) - {"floor", "ours", "eager", "ranked", "api", *cases.PEERS}:
         parser.error(f"--who: unknown {', '.join(sorted(unknown))}")
     return options
 

@@ -30,8 +30,9 @@ from graftune.cli.plan import plan
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
 from graftune.cli.typed import Line, read_line
-from graftune.errors import one_line
+from graftune.errors import GraftuneError, one_line
 from graftune.observe.console import Console
+from graftune.ranks import from_environment
 
 app = App(
     name="graftune",
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line, documents = Line(list(sys.argv[1:] if arguments is None else arguments)), Console.documents
     try:
         line = read_line(line.arguments, _flags)
+        if _launched_in_vain(line.arguments):
+            return 2
         if not line.has("--quiet"):
             for note in line.notes:
                 print(note, file=sys.stderr)
@@ -82,6 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error, line, silent=Console.documents > documents)
 
 
+def _launched_in_vain(arguments: Sequence[str]) -> bool:
+    """Several ranks train; every other command is for one process, and rank 0 says so."""
+    ranks = from_environment()
+    if ranks is None or ranks.size == 1 or not arguments or arguments[0] in ("train", "--help", "--version"):
+        return False
+    if ranks.leads:
+        raise GraftuneError(
+            f"graftune {arguments[0]} runs in one process, and a launcher has started {ranks.size}",
+            mend="start it without torchrun",
+        )
+    return True
+
+
 def _failed(error: Exception, line: Line, silent: bool) -> int:
     """`silent`: stdout has the command's document already, as of a plan that does not fit."""
     found = explained(error)
@@ -91,13 +107,19 @@ def _failed(error: Exception, line: Line, silent: bool) -> int:
         _discard(sys.stdout)  # it may be stdout itself that is full: do not fail again at exit
     if line.verbose:
         traceback.print_exception(error, file=sys.stderr)
-    print(f"graftune: {found['message']}", file=sys.stderr)
+    print(f"graftune: {_from_rank(found['message'])}", file=sys.stderr)
     if line.has("--json") and not silent:
         try:
             print(json.dumps({"error": found}), flush=True)
         except OSError:
             _discard(sys.stdout)
     return 2
+
+
+def _from_rank(text: str) -> str:
+    """With the rank's name, where a launcher has started several processes and this is not the first."""
+    rank = os.environ.get("RANK", "0") if os.environ.get("LOCAL_RANK") else "0"
+    return text if rank == "0" or text.startswith("rank ") else f"rank {rank}: {text}"
 
 
 @functools.cache

@@ -58,7 +58,9 @@ def train(
     flags = positional(given(settings), base=base, data=[data, *more] if more else data)
     if resume:
         file = flatten(read_yaml(config), config, console.note) if config else {}
-        whole, overrides = run_config(resume), {**file, **flags}
+        # Only rank 0 has to see the folder.
+        whole = run_config(resume) if ranks is None or ranks.leads else Config()
+        overrides = {**file, **flags}
         if print_config:
             return show_config(Config.of(whole.flat(), overrides), console)
         result = _engine(whole, console, resume, overrides)

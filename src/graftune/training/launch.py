@@ -43,7 +43,6 @@ def train(
     console = console or Console()
     with joined(ranks, console) as crew:
         check_settings(crew, config, resume, overrides or {})
-        crew.watch.deadline = config.run.deadline
         if resume is None:
             resume = crew.from_lead(lambda: found_again(config, ranks))
             # What was asked for was compared with the run: all of it is the run's already.
@@ -69,6 +68,7 @@ def _train(
                     if isinstance(run, TrainResult):
                         return run
                 else:
+                    crew.set_deadline(config.run.deadline)
                     with removed_unless_started() as made:
                         crew.at_end(lambda: remove_made(made))
                         prepared = prepare_run(config, console, made, held, crew)
@@ -115,6 +115,7 @@ def _resumed(
 
     was, asked, end = crew.from_lead(read)
     before, now = Config.of(was), Config.of(asked)
+    crew.set_deadline(now.run.deadline)
     if end is not None:
         more = math.floor(now.train.epochs) + 3
         console.note(

@@ -69,6 +69,7 @@ class Alone:
         """The signal that some rank has had, or 0."""
         return signal
 
+    def set_deadline(self, seconds: float) -> None: ...
     def begin(self, step: int) -> None: ...
     def finished(self, figures: Figures) -> None: ...
     def spread(self, session: Session, progress: Progress) -> Progress:
@@ -111,7 +112,8 @@ class Together(Alone):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.world.attach(device)
-        how = f"{self.size} ranks, gradients added up over {self.world.backend}"
+        count = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        how = f"{count}, gradients added up over {self.world.backend}"
         if device.type == "cuda" and not self.world.captured:
             how += " between the CUDA graphs, for which the host waits: ranks share a GPU, or NCCL is missing"
         return how
@@ -143,6 +145,9 @@ class Together(Alone):
 
     def agreed(self, signal: int) -> int:
         return max(self.world.gather(signal), key=int)
+
+    def set_deadline(self, seconds: float) -> None:
+        self.watch.deadline = seconds
 
     def begin(self, step: int) -> None:
         self.watch.begin(step)
@@ -210,4 +215,5 @@ def joined(ranks: Ranks, console: Console) -> Iterator[Together]:
 def check_settings(crew: Alone, asked: Config, resume: str | None, overrides: Mapping[str, Any]) -> None:
     """The same command everywhere."""
     mend = "start every rank with the same command line and the same files"
-    crew.same({"resume": resume, **asked.flat(), **({} if resume is None else overrides)}, mend)
+    given = asked.flat() if resume is None else dict(overrides)
+    crew.same({"resume": resume, **given}, mend)
