@@ -105,3 +105,14 @@ def test_groups_and_numbers_are_stored(times: int) -> None:
     for part in (some, plain):
         assert numbers_of(part, "label", 0.5).tolist() == [0.0, 1.0, 0.5]
         assert token_numbers_of(part, "log_probs", 9.0).tolist() == [9, 9, 0, -1.5, -2, 9, 9]
+
+
+def test_a_rated_answer_is_one_example_with_a_number(tmp_path: Path) -> None:
+    """What answers refuse as made for another loss is a kind's column here."""
+    rows = [{"prompt": f"Say {i}", "completion": "so", "label": bool(i % 2)} for i in range(4)]
+    with pytest.raises(GraftuneError, match="rated good or bad"):
+        load(tmp_path, rows, ANSWERS)
+    data = load(tmp_path, rows, DataKind("rated answers", numbers=("label",)))
+    assert (
+        numbers_of(data.examples, "label", 9.0).tolist() == [0, 1, 0, 1] and not (groups_of(data.examples) >= 0).any()
+    )
