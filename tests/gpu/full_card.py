@@ -66,7 +66,11 @@ def with_settings(line: Sequence[str], changed: dict[str, str]) -> list[str]:
 def suggested(said: str) -> dict[str, str]:
     """Settings that a refusal names, as flags, and their values; none where it names no way."""
     mend = said.rpartition(";")[2]
-    found = re.findall(r"(base_dtype|recompute|tokens_per_micro_batch) (\w+)", mend) if "would need" in mend else []
+    found = (
+        re.findall(r"(base_dtype|base_on|shard_base|recompute|tokens_per_micro_batch) (\w+)", mend)
+        if "would need" in mend
+        else []
+    )
     return {f"--{name.replace('_', '-')}": value for name, value in found}
 
 

@@ -55,6 +55,27 @@ def test_nothing_waits_but_the_reading(tiny_folder, tmp_path: Path):
     assert stats.loss > 0 and stats.grad_norm > 0
 
 
+def test_a_loss_changes_between_captured_steps(tiny_folder, tmp_path: Path):
+    """Batches that were sent ahead are used, the step is captured again, and nothing that was counted is lost."""
+    session = graftune.open(tiny_folder("llama"), quiet=True, **SETTINGS)
+    data = session.prepare(write_data(tmp_path / "data.jsonl", rows=40))
+    stats = []
+    for index, batch in enumerate(session.batches(data)):
+        session.forward_backward(batch, loss="anchored" if index % 2 else "cross_entropy")
+        stats.append(session.optim_step(lr=1e-3))
+    assert len(stats) > 3 and int(session.step.count) == session.steps == len(stats)
+    for index, one in enumerate(stats):
+        assert one.loss > 0 and bool(one.figures) == bool(index % 2)
+
+
+def test_figures_can_be_read_when_a_session_is_closed(tiny_folder, tmp_path: Path):
+    with graftune.open(tiny_folder("llama"), quiet=True, **SETTINGS) as session:
+        data = session.prepare(write_data(tmp_path / "data.jsonl", rows=40))
+        session.forward_backward(next(session.batches(data)))
+        stats = session.optim_step()
+    assert stats.loss > 0 and stats.grad_norm > 0
+
+
 def test_other_shapes_run_eagerly_and_say_so_once(tiny_folder, tmp_path: Path, capsys):
     session = graftune.open(tiny_folder("llama"), **SETTINGS)
     data = session.prepare(write_data(tmp_path / "data.jsonl", rows=40))

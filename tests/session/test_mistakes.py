@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +79,22 @@ def test_a_mistake_is_one_sentence(name, session, data):
         make(session, data)
     text = str(found.value)
     assert "--" not in text and " -c" not in text and "\n" not in text, "flags are the command line's"
+
+
+def test_messages_below_the_command_line_name_no_flags():
+    """They are read by users of Python too. Flags that are no settings belong to a command, as recognise.py's do."""
+    package = Path(graftune.__file__).parent
+    found = []
+    for path in package.rglob("*.py"):
+        if path.parent.name == "cli" or path.name == "recognise.py":
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "GraftuneError":
+                words = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)]
+                text = " ".join(word for word in words if isinstance(word, str))
+                flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*|(?<= )-c\b", text)) - {"--gpu", "--memory"}
+                found += [f"{path.relative_to(package)}: {flag}" for flag in sorted(flags)]
+    assert not found, found
 
 
 def test_what_looks_like_a_mistake_and_is_none(session, data):

@@ -131,8 +131,9 @@ class DataVerbs(TextVerbs):
             )
         total = loader.steps_per_epoch(epoch)
         start = min(saved.step, total) if epoch == saved.epoch else total
-        self._passed.add(epoch)
-        if epoch == saved.epoch:
+        if epoch < saved.epoch:
+            self._passed.add(epoch)
+        else:
             self._resume_at = None
         self.say(f"epoch {epoch}: this pass leaves out {start} of {total} steps, which the saved session had taken")
         return start

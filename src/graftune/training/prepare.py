@@ -253,7 +253,9 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
         shapes, asked = any_data(longest), (longest,) * config.run.samples
         job = Job(config, base, runtime, longest, shapes, card, memory, asked=asked) if planned else None
     if job is None:
-        raise GraftuneError(f"memory is planned on CUDA and on CPUs, not on {config.base.device}", mend="use --device")
+        raise GraftuneError(
+            f"memory is planned on CUDA and on CPUs, not on {config.base.device}", mend="set device to cuda or cpu"
+        )
     return job
 
 
