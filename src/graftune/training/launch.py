@@ -86,7 +86,7 @@ def found_again(config: Config, ranks: Ranks) -> str | None:
     """The run that this command had begun when the launcher started it anew; None at a first start."""
     if ranks.max_restarts and not config.run.out:
         raise GraftuneError(
-            "the launcher may start this run again, and would not find it", mend="name its folder with --out"
+            "the launcher may start this run again, and would not find it", mend="set out to its folder"
         )
     folder = Path(config.run.out)
     if not ranks.restarts or not (folder / "config.yaml").exists():

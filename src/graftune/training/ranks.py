@@ -104,7 +104,7 @@ class Together(Alone):
         if local >= count:
             raise GraftuneError(
                 f"rank {self.world.rank} is number {local} on its machine, which has {count} CUDA devices",
-                mend="start as many processes as there are GPUs, or let them share one with --device cuda:0",
+                mend="start as many processes as there are GPUs, or set device to cuda:0 to let them share one",
             )
         return torch.device("cuda", local)
 
