@@ -295,7 +295,7 @@ def cap(memory: str, device: torch.device) -> None:
 
     if memory and device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(memory) / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(memory) / total), device.index or 0)
 
 
 def goal(what: str, rule: str, bound: float, value: Any) -> dict[str, Any]:
