@@ -78,8 +78,20 @@ def test_every_field_of_a_setup_is_in_the_key(tiny_folder: Any) -> None:
     setup = job(tiny_folder("llama")).setup("none", 256, job(tiny_folder("llama")).placement)
     plain = kept.key_of(setup)
     for field in dataclasses.fields(setup):
-        if field.name not in ("base", "loss", "card", "runtime"):
+        if field.name not in ("base", "loss", "card", "runtime", "placement"):
             assert kept.key_of(dataclasses.replace(setup, **{field.name: "another"})) != plain, field.name
+
+
+def test_how_the_weights_lie_is_in_the_key_and_what_is_free_is_not(tiny_folder: Any) -> None:
+    """Another process on the card, and the same run finds its rehearsal all the same."""
+    made = job(tiny_folder("llama"))
+    setup = made.setup("none", 256, made.placement)
+
+    def key(**changes: Any) -> str | None:
+        return kept.key_of(dataclasses.replace(setup, placement=dataclasses.replace(setup.placement, **changes)))
+
+    assert key(reason="resident: 1 MiB of 2 MiB free") == key(reason="resident: 1 MiB of 3 MiB free")
+    assert len({key(), key(base_dtype="nf4"), key(on_host=True), key(ranks=2)}) == 4
 
 
 @pytest.mark.parametrize(

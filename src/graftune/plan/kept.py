@@ -34,6 +34,7 @@ def key_of(setup: Setup) -> str | None:
     ]
     rest = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup) if field.name != "base"}
     rest |= {"loss": [type(setup.loss).__qualname__, vars(setup.loss)]}
+    rest |= {"placement": dataclasses.replace(setup.placement, reason="")}  # a sentence, with what is free in it
     if setup.card is not None:
         rest |= {"card": setup.card.device}  # what is free there decides nothing of what a step takes
     text = json.dumps([setup.base.spec, tensors, rest, _surroundings(setup.runtime.device.type)], default=repr)
