@@ -1,7 +1,8 @@
 """Several ranks, at length: `make soak`. Not part of `make test`, which has two ranks and one setting of each kind.
 
 Fifty steps on 2 and 4 ranks against one, in every case of tests/dist/cases.py; a rank killed at ten random moments
-under torchrun's own agent; a rank that is stopped; torchrun itself, from the command line. Figures are printed (pytest -s).
+under torchrun's own agent; a rank that is stopped; torchrun itself, from the command line. Figures are printed
+(pytest -s).
 """
 
 from __future__ import annotations
