@@ -27,6 +27,7 @@ ROWS = [
         "settings",
         "batch",
         "runtime",
+        "spans",
         "graph",
     ],
     ["kernels", "observe", "tokenizer"],

@@ -5,6 +5,9 @@ caches, libraries get to know the stream (cuDNN keeps streams of its own for eve
 callable is captured, which runs nothing, and every later call replays. So capturing neither loses a call's effect nor
 makes it twice. What the callable reads and writes beyond its own temporaries must stay where it is.
 
+A profile times a replay as a replay: with a timeline active the same callable is captured once more, with its spans as
+event nodes (spans.py), and that graph is replayed instead. The graph of every other call has no such node.
+
 Streams and events are asked for here, by device: on a CPU, and for meta tensors, on which a step is rehearsed, they are
 objects that do nothing.
 """
@@ -20,6 +23,8 @@ from typing import Any
 
 import torch
 
+from graftune import spans
+
 _unfinished: list[torch.cuda.CUDAGraph] = []  # torch's allocator asks those whose capture broke for good
 
 
@@ -29,26 +34,40 @@ class Captured:
     def __init__(self, work: Callable[[], None], *, enabled: bool = True, pool: Any = None):
         self.work, self.enabled, self.pool = work, enabled, pool
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.timed: dict[spans.Turn, tuple[torch.cuda.CUDAGraph, spans.Timeline]] = {}
 
     def __call__(self) -> None:
         if not self.enabled:
             self.work()
         elif self.graph is None:
             self._first()
-        else:
+        elif (timeline := spans.current()) is None:
             self.graph.replay()
+        else:
+            self._replay_timed(timeline)
 
     def _first(self) -> None:
         # Before others: what a callable forks off to another stream yields to what it does on its own.
         main, ahead = torch.cuda.current_stream(), stream("capture", priority=-1)
         torch.cuda.empty_cache()  # what other streams have let go of, this one could not take
         ahead.wait_stream(main)
-        with torch.cuda.stream(ahead):
-            self.work()
-        main.wait_stream(ahead)
-        graph = torch.cuda.CUDAGraph()
-        capture(self.work, graph, ahead, self.pool)
+        with spans.recording(None):  # this graph is for all calls that are not timed
+            with torch.cuda.stream(ahead):
+                self.work()
+            main.wait_stream(ahead)
+            graph = torch.cuda.CUDAGraph()
+            capture(self.work, graph, ahead, self.pool)
         self.graph = graph  # only now: a capture that failed is none
+
+    def _replay_timed(self, timeline: spans.Timeline) -> None:
+        if timeline.turn not in self.timed:
+            graph, inner = torch.cuda.CUDAGraph(), timeline.nested()
+            with spans.recording(inner):
+                capture(self.work, graph, stream("capture", priority=-1), self.pool)
+            self.timed[timeline.turn] = graph, inner
+        graph, inner = self.timed[timeline.turn]
+        graph.replay()
+        timeline.inner.append(inner)
 
 
 def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, on: torch.cuda.Stream, pool: Any = None) -> None:

@@ -42,6 +42,15 @@ FROZEN = {
         --schedule --score --score-records --seed --shard-base --strict --targets --template --template-vars
         --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --val-split
         --warmup --weight-decay -c BASE DATA MORE""",
+    "profile": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta1 --beta2
+        --clip --clip-mode --compute-dtype --config --data --date --deterministic --device --dropout
+        --epochs --eps --eval-data --eval-every --eval-examples --graph --init --init-scale --json
+        --keep-last --loss --lr --map --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base
+        --no-append-eos --no-deterministic --no-graph --no-rslora --no-strict --no-train-norms --patience
+        --prompt-form --quiet --rank --recompute --revision --rslora --save-every --save-minutes --schedule
+        --seed --shard-base --steps --strict --targets --template --template-vars --threads
+        --tokens-per-micro-batch --tokens-per-step --trace --train-norms --train-on --train-reasoning
+        --val-split --warmup --weight-decay -c DATA TARGET""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
     "schema": "",

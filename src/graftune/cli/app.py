@@ -27,6 +27,7 @@ from graftune.cli.eval import evaluate
 from graftune.cli.export import export
 from graftune.cli.failures import explained
 from graftune.cli.plan import plan
+from graftune.cli.profile import profile
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
 from graftune.cli.typed import Line, read_line
@@ -48,6 +49,7 @@ app.command(chat)
 app.command(evaluate, name="eval")
 app.command(data)
 app.command(plan)
+app.command(profile)
 app.command(export)
 app.command(doctor)
 app.command(schema)

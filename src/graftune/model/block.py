@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from graftune import spans
 from graftune.kernels import rms_norm
 from graftune.model.context import PassContext
 from graftune.model.part import Entry, FeedForward, Input, Mixer, NormWeight, Part
@@ -50,6 +51,7 @@ class Branch(Generic[SomePart]):
         if self.out_norm is None:
             y = out if self.scale == 1 else out.mul_(self.scale)
             return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, None, None)
+        spans.operation("norm")
         y = torch.empty_like(out)
         _, out_rstd = rms_norm.add_forward(out, None, self.out_norm.of(run.adapted), self.norm_eps, y)
         return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, out, out_rstd)
@@ -98,6 +100,7 @@ class Branch(Generic[SomePart]):
         """The gradient of what the part returned, in a buffer with the adapter columns of its last projection."""
         if self.out_norm is None and self.scale == 1:
             return grad
+        spans.operation("norm")
         width = saved.x.shape[1]
         grad_out = augmented_buffer(grad, len(grad), width, self.adapter_columns)
         if self.out_norm is None:
@@ -114,6 +117,7 @@ class Branch(Generic[SomePart]):
         """The stream's gradient with what came through the part: in place, or elsewhere while sums on other streams
         still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
         multiply."""
+        spans.operation("norm")
         width = read.x.shape[1]
         after = grad if run.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graftune import graph
+from graftune import graph, spans
 from graftune.arithmetic import ceil_div
 from graftune.kernels import launch
 
@@ -231,6 +231,7 @@ class Bundles:
         if any(on_its_way is buffer for on_its_way, *_ in self.pending):
             self._send(len(self.pending))
         if buffer.arrived is not None:
+            spans.operation("wait for weights")
             graph.current_stream(self.device).wait_event(buffer.arrived)
             buffer.arrived = None
 
@@ -269,8 +270,9 @@ class Bundles:
             return
         self.side.wait_stream(graph.current_stream(self.device))  # what was sent there may still read the buffer
         with graph.on(self.side):
-            for _, into, kept in pieces:
-                self.home.fetch(kept, into)
+            with spans.aside("fetching weights"):
+                for _, into, kept in pieces:
+                    self.home.fetch(kept, into)
             arrived = graph.event(self.device)
             arrived.record(self.side)
         pieces[-1][0].arrived = arrived

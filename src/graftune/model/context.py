@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graftune import graph
+from graftune import graph, spans
 from graftune.kernels import dropout as dropouts
 from graftune.kernels.attention import Documents
 
@@ -91,7 +91,8 @@ class SideStreams:
         for stream in self.streams:
             stream.wait_stream(graph.current_stream(self.device))
         for number, (work, reads, product) in enumerate(self.queued):
-            with graph.on(self.streams[0 if product else number % len(self.streams)]):
+            aside = self.streams[0 if product else number % len(self.streams)]
+            with graph.on(aside), spans.aside("weight gradients"):
                 work()
             self.in_use.append(reads)
         self.queued.clear()
@@ -125,7 +126,9 @@ class PassContext:
         """Run `work` now, or later on a side stream where there is one. `reads` are the tensors that it uses, which
         must not change until `join`. `product`: it is large enough to fill the GPU."""
         if self.side_streams is None:
+            spans.operation("weight gradients")
             work()
+            spans.back()
         else:
             self.side_streams.queue(work, *reads, product=product)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from graftune import spans
 from graftune.batch import PackedBatch
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import Block
@@ -95,18 +96,22 @@ class Decoder:
 
         The last feed-forward sees no other row: its output elsewhere is never used. `tape` keeps what `backward` needs.
         """
+        spans.operation("embedding")
         self.bundles.begin()
         x, y = self.embed(tokens, run.adapted), None
         for block in self.blocks:
+            spans.layer(block.index)
             self.bundles.enter(block.index)
             x, y, mixed = block.mixing.forward(x, y, run)
             if rows is not None and block is self.blocks[-1]:
+                spans.operation("response rows")
                 x, y = x.index_select(0, rows), y.index_select(0, rows)
             x, y, fed = block.feeding.forward(x, y, run)
             self.bundles.leave(block.index, following=block.index + 2)
             if tape is not None:
                 tape.keep(block, mixed, fed)
             del mixed, fed
+        spans.layer(None)
         assert y is not None, "a decoder has at least one block"
         return Stream(x, y)
 
@@ -120,13 +125,16 @@ class Decoder:
         self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):
             last = block is self.blocks[-1]
+            spans.phase("recompute", block.index)
             self.bundles.enter(block.index)
             mixed, fed = tape.take(block, run, rows if last else None)
+            spans.phase("backward", block.index)
             assert stream is not None
             stream, ready = block.feeding.backward(stream, ready, fed, run, below=block.mixing)
             assert stream is not None
             del fed
             if last:  # rows that predict nothing have no gradient from the last feed-forward
+                spans.operation("response rows")
                 stream = self._stream_buffer(stream, len(tokens)).zero_().index_add_(0, rows, stream)
                 ready = None
             # In the first block nothing below learns, so the input's gradient is not computed.
@@ -134,13 +142,19 @@ class Decoder:
             need = learns_below or below is not None
             stream, ready = block.mixing.backward(stream, ready, mixed, run, below, need)
             self.bundles.leave(block.index, following=block.index - 2)
+            if run.side_streams is not None:
+                spans.operation("wait for weight gradients")
             run.join()
             del mixed
             if stream is None:
                 break
+        spans.phase("backward")
+        if run.side_streams is not None:
+            spans.operation("wait for weight gradients")
         run.flush()
         run.join()
         if learns_below and stream is not None:
+            spans.operation("embedding")
             self._embed_backward(tokens, stream[:, : self.spec.width])
         self.bundles.settle()
 

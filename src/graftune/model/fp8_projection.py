@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graftune import spans
 from graftune.kernels.fp8 import Rows
 from graftune.model.context import PassContext
 from graftune.model.frozen.fp8 import MOST_RANK, FetchedFp8, Fp8, Workspace
@@ -36,6 +37,7 @@ class Fp8Projection(Projection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.frozen.name = self.name
         publish = self.frozen.workspace.publish
         if self.lora is not None and self.adapter_columns and publish not in self.lora.arena.followers:
             self.lora.arena.followers.append(publish)
@@ -56,6 +58,7 @@ class Fp8Projection(Projection):
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if self._from_codes(run):
+            spans.operation("norm")
             return self.frozen.after_norm(x, y, weight, eps)
         return super().after_norm(x, y, weight, eps, run, wide=wide, h=h)
 
@@ -63,11 +66,13 @@ class Fp8Projection(Projection):
         self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._from_codes(run) and kind == "silu":
+            spans.operation("gated unit")
             return self.frozen.after_act(gate_up)
         return super().after_act(gate_up, run, kind)
 
     def low_after_act(self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu") -> torch.Tensor | None:
         if self._from_codes(run) and kind == "silu":
+            spans.operation("gated unit")
             return self.frozen.low_after_act(gate_up)
         return super().low_after_act(gate_up, run, kind)
 
@@ -76,6 +81,7 @@ class Fp8Projection(Projection):
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
         if not (self._from_codes(run) and kind == "silu"):
             return super().act_backward(grad_act, gate_up, run, kind)
+        spans.operation("gated unit")
         grad, act = self._act_buffers(grad_act, gate_up)
         read, out = gate_up[:, : self.width_out], grad[:, : self.width_out]
         return grad, act, GradCodes(self.frozen.act_backward(grad_act, read, out, act))
@@ -110,6 +116,7 @@ class Fp8Projection(Projection):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A `wide` product is as any other: the columns that its gradient needs are those of the codes."""
         if self._from_codes(run):
+            spans.operation("quantise")
             return self.frozen.forward(x[:, : self.width_in])
         return super().forward(x, run, h=h)
 
@@ -124,6 +131,7 @@ class Fp8Projection(Projection):
         if self.lora is None or h is None or not need_input or not self._from_codes(run):
             return super().backward(grad, h, run, need_input)
         assert ready is None or isinstance(ready, GradCodes)
+        spans.operation("adapters" if ready else "quantise")
         grad_y, low = grad[:, : self.width_out], self.lora.low(h)
         grad_up = self._grad_up_with_g(grad_y, low, run)
         return self.frozen.backward(grad_y, low, rows=ready.rows if ready else None, grad_up=grad_up)
@@ -151,7 +159,7 @@ class Fp8Projections:
         self.workspace = Workspace(size, max(width for _, width, _ in found), device)
 
     def make(
-        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, mask_id: int
+        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, mask_id: int, name: str
     ) -> Projection:
         adapter_columns = adapter_columns if lora is not None and lora.up.shape[1] <= MOST_RANK else 0
         weight = self.kind.of(
@@ -163,4 +171,4 @@ class Fp8Projections:
             slack=self.slack,
             both=self.both,
         )
-        return Fp8Projection(weight, lora, mask_id)
+        return Fp8Projection(weight, lora, mask_id, name)

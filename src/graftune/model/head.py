@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graftune import spans
 from graftune.kernels import linear_cross_entropy, rms_norm
 from graftune.kernels.lora_linear import add_product_
 from graftune.model.frozen import Frozen, Trained
@@ -44,10 +45,20 @@ class Head:
         return Head(self.frozen, replace(self.added, value=self.added.start))
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        spans.operation("head")
         logits = self.frozen.matmul(x)
-        return logits if self.added is None else torch.cat((logits, x @ self.added.value.t()), 1)
+        if self.added is not None:
+            logits = torch.cat((logits, x @ self.added.value.t()), 1)
+        spans.operation("cross-entropy")  # whoever asked for logits
+        return logits
 
     def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        spans.operation("head")
+        found = self._input_grad(grad, x)
+        spans.operation("cross-entropy")
+        return found
+
+    def _input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.frozen, Trained):
             self.frozen.accumulate_grad(grad, x)
         if self.added is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from graftune import spans
 from graftune.kernels import rms_norm
 from graftune.model.context import LayerCache, PassContext
 from graftune.model.projection import Normed, Projection, ReadyGrad
@@ -215,6 +216,7 @@ class Entry:
                 self.x, self.y, self.weight, self.eps, self.run, wide=wide, h=h
             )
             return product, h
+        spans.operation("residual add")
         self._add()
         read = self.x
         if projection.adapter_columns:
@@ -224,6 +226,7 @@ class Entry:
 
     def tensor(self) -> torch.Tensor:
         """The input itself, [T, D]."""
+        spans.operation("residual add" if self.weight is None else "norm")
         if self.weight is None:
             self._add()
             return self.x

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from graftune import spans
 from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.lora_linear import LowRank
 from graftune.model.context import PassContext
@@ -61,6 +62,7 @@ class Projection:
     frozen: Frozen
     lora: LoraGroup | None = None
     mask_id: int = 0  # tells the dropout masks of one step apart
+    name: str = "product"  # of the operation, in a profile
 
     def __post_init__(self) -> None:
         self.width_in, self.width_out = self.frozen.in_features, self.frozen.out_features
@@ -91,6 +93,7 @@ class Projection:
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum. See `forward`."""
+        spans.operation("norm")
         normed = self.input_buffer(x, len(x))
         x, rstd = rms_norm.add_forward(x, y, weight, eps, normed[:, : self.width_in])
         return x, rstd, *self.forward(normed, run, wide=wide, h=h)
@@ -99,6 +102,7 @@ class Projection:
         self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The product of the gated unit of gate_up, and h."""
+        spans.operation("gated unit")
         act = self.input_buffer(gate_up, len(gate_up))
         swiglu.forward(gate_up, act[:, : self.width_in], kind)
         return self.forward(act, run)
@@ -107,14 +111,17 @@ class Projection:
         """The h of `after_act` without its product."""
         if self.lora is None or not run.adapted:
             return None
+        spans.operation("gated unit")
         act = augmented_buffer(gate_up, len(gate_up), self.width_in, 0)
         swiglu.forward(gate_up, act, kind)
+        spans.operation("adapters")
         return lora_linear.down(self._dropped(act, run), self.lora.down)
 
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
         """swiglu.backward -> (our gradient buffer, the activation, what `backward` is given as `ready`)."""
+        spans.operation("gated unit")
         grad, act = self._act_buffers(grad_act, gate_up)
         swiglu.backward(grad_act, gate_up[:, : self.width_out], grad[:, : self.width_out], act, kind)
         return grad, act, None
@@ -160,15 +167,20 @@ class Projection:
         need; an `h` from an earlier forward is not computed again."""
         plain = x[:, : self.width_in]
         if self.lora is None or not run.adapted:
+            spans.operation(self.name)
             return self.frozen.matmul(plain), None
+        spans.operation("adapters")
         tail = x[:, self.width_in :] if self.adapter_columns else None
         if h is None:
             h = lora_linear.down(self._dropped(plain, run), self.lora.down, tail)
         elif tail is not None:
             tail[:, : h.shape[1]].copy_(h)
             tail[:, h.shape[1] :].zero_()
+        spans.operation(self.name)
         if not self.adapter_columns:
-            return lora_linear.add_(self.frozen.matmul(plain), self.lora.low(h)), h
+            y = self.frozen.matmul(plain)
+            spans.operation("adapters")
+            return lora_linear.add_(y, self.lora.low(h)), h
         assert isinstance(self.frozen, Augmented)
         if not wide:
             return self.frozen.matmul_augmented(x), h
@@ -192,7 +204,9 @@ class Projection:
         `norm_backward` or `rope_backward` left."""
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
+            spans.operation(self.name)
             return (self.frozen.input_grad(grad_y) if need_input else None), None
+        spans.operation("adapters")
         low, inside = lora.low(h), bool(self.adapter_columns) and run.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.adapter_columns] if inside else None
         grad_up = self._grad_up_with_g(grad_y, low, run)
@@ -202,10 +216,12 @@ class Projection:
             g = lora_linear.up_both(grad_y, low, grad_up, tail)
         if not need_input:
             return None, g
+        spans.operation(self.name)
         if inside:
             assert isinstance(self.frozen, Augmented)
             return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.adapter_columns]), g
         grad_x = self.frozen.input_grad(grad_y)
+        spans.operation("adapters")
         if run.dropout is None:
             return grad_x.addmm_(g, lora.down), g
         return grad_x.add_(run.dropout.apply(g @ lora.down, self.mask_id)), g

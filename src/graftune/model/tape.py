@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graftune import graph
+from graftune import graph, spans
 from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import SAVED
 from graftune.model.block import Block, BranchSaved
@@ -83,7 +83,8 @@ class Offloaded:
         self._let_go(1)
         self.side.wait_stream(main)
         with graph.on(self.side):
-            self.homes[block.index].copy_(mixed.x, non_blocking=True)
+            with spans.aside("keeping inputs on the host"):
+                self.homes[block.index].copy_(mixed.x, non_blocking=True)
             done = graph.event(self.device)
             done.record(self.side)
         self.leaving.append((mixed.x, done))
@@ -93,6 +94,7 @@ class Offloaded:
         if block.index not in self.coming:
             self._fetch(block.index)
         x, arrived = self.coming.pop(block.index)
+        spans.operation("wait for inputs")
         graph.current_stream(self.device).wait_event(arrived)
         if block.index:
             self._fetch(block.index - 1)
@@ -102,7 +104,8 @@ class Offloaded:
         x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=self.device)
         self.side.wait_stream(graph.current_stream(self.device))  # x's memory may still be read by what came before
         with graph.on(self.side):
-            x.copy_(self.homes[index], non_blocking=True)
+            with spans.aside("fetching inputs"):
+                x.copy_(self.homes[index], non_blocking=True)
             arrived = graph.event(self.device)
             arrived.record(self.side)
         self.coming[index] = (x, arrived)

@@ -15,12 +15,14 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from graftune import spans
 from graftune.arithmetic import ceil_div
 from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
@@ -127,6 +129,8 @@ class HostLoop(Steps):
         return batch.to(self.work.arena.device)
 
     def micro(self, staged: PackedBatch, dropout_seed: int) -> None:
+        spans.phase("host to device")
+        spans.operation("batch")
         self.work.set_dropout_seed(dropout_seed)
         self.work.micro_step(staged)
 
@@ -134,9 +138,13 @@ class HostLoop(Steps):
         self.micro(self.stage(batch), dropout_seed)
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
+        spans.phase("host to device")
+        spans.operation("hyperparameters")
         self.work.set_hyper(hyper)
         self.work.reduce_apart()
         report = self.work.update_step().tolist()
+        spans.phase("update")
+        spans.operation("figures")
         self.done.append(Figures.of(tag, self.work, report))
         self._updated()
 
@@ -255,6 +263,8 @@ class DeviceLoop(Steps):
 
     def micro(self, staged: Slot, dropout_seed: int) -> None:
         self._begin()
+        spans.phase("host to device")
+        spans.operation("batch")
         main, inputs = torch.cuda.current_stream(), self._inputs(staged.shape)
         main.wait_event(staged.arrived)
         inputs.flat.copy_(staged.device)
@@ -263,6 +273,7 @@ class DeviceLoop(Steps):
         if self.work.dropout:
             self.work.set_dropout_seed(dropout_seed)
         self.work.decoder.bundles.settle()  # an evaluation leaves other blocks in the buffers than a replay begins with
+        spans.end()
         inputs.run()
 
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
@@ -284,11 +295,16 @@ class DeviceLoop(Steps):
         self.begun = True
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
+        spans.phase("host to device")
+        spans.operation("hyperparameters")
         place = self.count % len(self.rows)
         self.rows[place] = torch.tensor(self.work.row_of(hyper))
         self.work.uploaded.copy_(self.rows[place], non_blocking=True)
+        spans.end()
         self.work.reduce_apart()
         self.update_step()
+        spans.phase("update")
+        spans.operation("figures")
         self.reports[place].copy_(self.work.report, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream())
@@ -308,6 +324,18 @@ class DeviceLoop(Steps):
         if not self.ready:
             self._fetch_oldest()
         return self.ready.pop(0)
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Steps of the shapes that are captured run eagerly inside, by the same callables."""
+        captured = [*(inputs.run for inputs in self.inputs.values()), self.update_step]
+        for one in captured:
+            one.enabled = False
+        try:
+            yield
+        finally:
+            for one in captured:
+                one.enabled = self.graph
 
     def _update(self) -> None:
         self.work.update_step()

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from graftune import spans
 from graftune.batch import PackedBatch
 from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
@@ -115,6 +116,8 @@ class Step:
         """Adds the batch's loss and gradients to the sums. `any_shape`: this shape is not expected again, so nothing is
         planned or timed for it."""
         decoder = self.decoder
+        spans.phase("forward")
+        spans.operation("rotary tables")
         if self.side_streams is not None:
             self.side_streams.forget()
         dropout = Dropout(self.dropout, self.dropout_seed) if self.dropout else None
@@ -127,7 +130,10 @@ class Step:
         )
 
         with matmul.tuned(self.tuned and not any_shape):
+            if self.loss.reference:
+                spans.phase("reference")
             reference = reference_log_probs(self.loss, decoder, batch, run, self.start)
+            spans.phase("forward")
             # Handed on, not named: a name here would hold the stream, then its gradient, through the whole backward.
             decoder.backward(
                 self.grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch, reference),
@@ -136,15 +142,20 @@ class Step:
                 batch.rows,
                 tape,
             )
+        spans.end()
 
     def grad_of_loss(self, stream: Stream, batch: PackedBatch, reference: torch.Tensor | None) -> torch.Tensor:
         """Adds the loss and its figures to their sums; returns the gradient of the stream's rows."""
+        spans.phase("loss")
+        spans.operation("final norm")
         scale = self.scaler.scale * self.unit if self.scaler else None
         with rehearsal.owned(LOGITS):
             output = self.decoder.read_out(stream)
             total, grad, figures = self.loss(output, batch, reference, scale=scale)
             assert grad is not None
+            spans.operation("final norm")
             grad = output.backward(grad)
+        spans.operation("cross-entropy")
         self.loss_sum.add_(total, alpha=self.unit)
         if figures is not None:
             self.figure_sums.add_(figures, alpha=self.unit)
@@ -167,16 +178,21 @@ class Step:
     def update_step(self) -> torch.Tensor:
         """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""
         arena, state = self.arena, self.scaler.state if self.scaler else None
+        spans.phase("update")
         if self.reduce is not None and self.reduce.captured:
             self._add_up_ranks(self.reduce)
+        spans.operation("gradient norm")
         if self.loss.figures:
             torch.div(self.figure_sums, adamw.Hyper(*self.row).divisor, out=self.report[self.own_figures])
             self.figure_sums.zero_()
         decided = self.report[:3], self.factors, self.ok
         grad_norm.clip(arena.grads, self.table, self.row, self.loss_sum, self.count, *decided, state, self.partials)
         buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
+        spans.operation("AdamW")
         adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)
+        spans.operation("adapters to their weights")
         arena.publish(cast=False)
+        spans.end()
         return self.report
 
     def reduce_apart(self) -> None:
@@ -185,6 +201,8 @@ class Step:
             self._add_up_ranks(self.reduce)
 
     def _add_up_ranks(self, reduce: Reduce) -> None:
+        spans.phase("update")
+        spans.operation("sum over ranks")
         self.tail.fill()
         reduce(self.arena.sums)
         self.tail.report(self.report[self.own_figures.stop :])

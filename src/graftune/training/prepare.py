@@ -90,6 +90,13 @@ def prepare_resume(
     return _prepare(config, console, lambda config, path: folder, crew or Alone(), before)
 
 
+def prepare_profile(config: Config, console: Console) -> Prepared:
+    """Everything that the steps of a run need, without a folder: nothing is asked, and nothing is written."""
+    date = config.data.date or today().isoformat()
+    quiet = config.replace(date=date, samples=0, score=False)
+    return _prepare(quiet, console, lambda config, path: Path(config.run.out or "."), Alone())
+
+
 class Opened(NamedTuple):
     base: Base
     data: Read

@@ -325,14 +325,14 @@ class _PartMaker:
         mask_id = self.layer * 8 + self.first + list(self.part.groups).index(group)
         if placer.own:
             sources = [_in_memory(placer.source(name, shape)) for name, shape in zip(names, shapes, strict=True)]
-            made = placer.own.make(sources, adapter_columns, adapter, mask_id)
+            made = placer.own.make(sources, adapter_columns, adapter, mask_id, group)
             placer.noted(made.frozen)
             return made
-        return Projection(placer.projection(names, shapes, adapter_columns), adapter, mask_id)
+        return Projection(placer.projection(names, shapes, adapter_columns), adapter, mask_id, group)
 
     def experts(self, group: str) -> ExpertProjection:
         adapter = expert_lora(self.placer.arena, f"{self.stem}.experts.{group}", self.placer.lora)
-        return ExpertProjection(self._expert_weights(group), adapter)
+        return ExpertProjection(self._expert_weights(group), adapter, group.removesuffix("_proj"))
 
     def _expert_weights(self, group: str) -> ExpertWeights:
         """On a GPU one weight, all experts' rows one behind the other; on a CPU each by itself."""

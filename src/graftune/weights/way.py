@@ -30,7 +30,7 @@ class Projections(Protocol):
     """Makes the projections of one model."""
 
     def make(
-        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, place: int
+        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, place: int, name: str
     ) -> Projection: ...
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from graftune import spans
 from graftune.kernels import experts as grouped
 from graftune.kernels.experts import Starts
 from graftune.model.frozen import Dense, Frozen, Unpacked
@@ -99,10 +100,14 @@ class ExpertProjection:
 
     weights: ExpertWeights
     lora: ExpertLora | None = None
+    name: str = "product"  # of the operation, in a profile
 
     def forward(self, x: torch.Tensor, starts: Starts, adapted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] -> (y [S, out], h [S, R] for the backward)."""
-        y, h = self.weights.matmul(x, starts), self.low(x, starts, adapted)
+        spans.operation(self.name)
+        y = self.weights.matmul(x, starts)
+        spans.operation("adapters")
+        h = self.low(x, starts, adapted)
         if self.lora is not None and h is not None:
             grouped.add_multiplied_(y, h, self.lora.up, starts, self.lora.scale)
         return y, h
@@ -115,7 +120,9 @@ class ExpertProjection:
         self, grad: torch.Tensor, h: torch.Tensor | None, starts: Starts
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """dY [S, out] -> (dX [S, in], g = s dY B [S, R] for `accumulate_grad`)."""
+        spans.operation(self.name)
         grad_x = self.weights.input_grad(grad, starts)
+        spans.operation("adapters")
         if self.lora is None or h is None:
             return grad_x, None
         g = grouped.multiply(grad, self.lora.up.transpose(1, 2), starts).mul_(self.lora.scale)
@@ -126,6 +133,7 @@ class ExpertProjection:
         self, grad: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, starts: Starts
     ) -> None:
         """Adds dB = s dY' h and dA = g' x."""
+        spans.operation("weight gradients")
         if self.lora is not None and h is not None and g is not None:
             grouped.add_products_(self.lora.grad_up, grad, h, starts, self.lora.scale)
             grouped.add_products_(self.lora.grad_down, g, x, starts)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from graftune import spans
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, swiglu
 from graftune.kernels.experts import Starts
@@ -153,6 +154,7 @@ class Experts:
 
     def route(self, normed: torch.Tensor) -> Routed:
         """In fp32, so that the choice does not hang on how logits were rounded."""
+        spans.operation("router")
         probs = torch.softmax(normed.float() @ self.router.t(), 1)
         weights, chosen = probs.topk(self.chosen, 1)
         if self.normalised:
@@ -170,6 +172,7 @@ class Experts:
         routed = self.route(normed)
         gate_up, h_gate_up = self._first(normed, routed, run)
         said, h_down = self.down.forward(self._act(gate_up), routed.starts, run.adapted)
+        spans.operation("sum of experts")
         return _weighed(said, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
     def again(self, entry: Entry, run: PassContext) -> ExpertsSaved:
@@ -187,6 +190,7 @@ class Experts:
         return saved._replace(gate_up=self._first(read.tensor(), saved.routed, run)[0])
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
+        spans.operation("gated unit")
         act = gate_up.new_empty(len(gate_up), self.down.weights.in_features)
         swiglu.forward(gate_up, act)
         return act
@@ -195,6 +199,7 @@ class Experts:
         self, normed: torch.Tensor, routed: Routed, run: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """gate_up [S, 2F] and its h."""
+        spans.operation("rows of experts")
         return self.gate_up.forward(normed.index_select(0, routed.tokens), routed.starts, run.adapted)
 
     def backward(
@@ -206,12 +211,14 @@ class Experts:
         run: PassContext,
         need_input: bool,
     ) -> torch.Tensor:
+        spans.operation("rows of experts")
         gate_up, h_gate_up, h_down, routed = saved
         grad, normed = grad[:, : read.x.shape[1]], read.tensor()
         starts, tokens = routed.starts, routed.tokens
         weights = _by_row(routed.weights, routed).to(grad.dtype).unsqueeze(1)
         rows = grad.index_select(0, tokens)
         grad_act, g = self.down.backward(rows, h_down, starts)
+        spans.operation("gated unit")
         heard = grad_act.mul(weights)
         in_place = launch.fused(heard)  # the kernel goes value by value
         grad_gate_up, act = (gate_up, heard) if in_place else (torch.empty_like(gate_up), torch.empty_like(heard))
@@ -227,6 +234,7 @@ class Experts:
         if h_gate_up is not None and g is not None:
             self.gate_up.accumulate_grad(grad_gate_up, h_gate_up, g, normed.index_select(0, tokens), starts)
         del grad_gate_up
+        spans.operation("router")
         grad_normed = grad_rows.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1).sum(1)
         return grad_normed.add_(self._through_router(grad_weights[routed.places], routed).to(grad.dtype))
 

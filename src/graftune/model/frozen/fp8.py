@@ -23,6 +23,7 @@ from typing import Protocol, Self, runtime_checkable
 
 import torch
 
+from graftune import spans
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch
@@ -107,6 +108,7 @@ class Fp8(Augmented):
         if both:
             self.kept = fp8.buffer(in_features, out_features + code_columns, device, zero=True)
         self.share: Share | None = None
+        self.name = "product"  # of the projection, in a profile
 
     @classmethod
     def of(
@@ -204,6 +206,7 @@ class Fp8(Augmented):
         codes = self._buffer(len(x), self.in_features)
         total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=share.forward.reach)
         rows = Rows(codes, scale)
+        spans.operation("adapters")
         h = fp8.down(rows, self.in_features, share.down, share.forward.shift)
         return total, rstd, self._product(rows), h
 
@@ -220,12 +223,14 @@ class Fp8(Augmented):
         share, width = self._share, self.in_features
         codes = self._buffer(len(gate_up), width)
         rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=share.forward.reach))
+        spans.operation("adapters")
         return rows, fp8.down(rows, width, share.down, share.forward.shift)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, in] -> (x W' + s h B', h): h goes from its kernel straight into the codes."""
         share = self._share
         rows = self._rows(x, None, share.forward.reach)
+        spans.operation("adapters")
         h = fp8.down(rows, self.in_features, share.down, share.forward.shift)
         return self._product(rows), h
 
@@ -276,6 +281,7 @@ class Fp8(Augmented):
         reach, shift = self._share.backward
         if rows is None:
             rows = self._rows(grad, self.scale, reach)
+        spans.operation("adapters")
         g = fp8.up_backward(grad, low, rows, shift) if grad_up is None else fp8.up_both(grad, low, grad_up, rows, shift)
         return self._grad_product(rows), g
 
@@ -301,11 +307,13 @@ class Fp8(Augmented):
         return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack))
 
     def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:
+        spans.operation(self.name)
         weight = Rows(self.storage[: self.out_features, :width], self.scale)
         return fp8.mm(rows, weight, self.compute)
 
     def _grad_product(self, rows: Rows, height: int | None = None) -> torch.Tensor:
         """By the first `height` rows of the storage, or all."""
+        spans.operation(self.name)
         if self.kept is not None:
             turned = self.kept[:, :height]
         else:

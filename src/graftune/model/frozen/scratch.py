@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from graftune import spans
 from graftune.kernels import augmented_weight, matmul
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy
@@ -103,10 +104,12 @@ class Unpacked(Augmented):
 
     def unpack(self) -> None:
         """Dequantise the weight into the scratch; the adapters beside and below it are left as they are."""
+        spans.operation("dequantise")
         at, weight = 0, self.weight
         for member in self.members:
             member.unpack(weight[at : at + member.shape[0]])
             at += member.shape[0]
+        spans.back()
 
 
 class Table(ByPieces):
@@ -135,5 +138,7 @@ class Table(ByPieces):
         for start in range(0, self.out_features, self.step):
             stop = min(start + self.step, self.out_features)
             weight = self.scratch.matrix(stop - start, self.in_features)
+            spans.operation("dequantise")
             self.packed.unpack(weight, start)
+            spans.back()
             yield slice(start, stop), weight

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from graftune import spans
 from graftune.kernels import short_conv
 from graftune.model.context import PassContext
 from graftune.model.part import CacheBytes, Entry, Input, Maker, MixerSpec
@@ -86,6 +87,7 @@ class ShortConv:
 
     def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, ShortConvSaved]:
         bcx, h_in = entry.product(self.into)
+        spans.operation("convolution")
         mixed = self.out.input_buffer(bcx, len(bcx))
         self._mix(bcx, mixed[:, : self.out.width_in], run)
         out, h_out = self.out.forward(mixed, run)
@@ -103,6 +105,7 @@ class ShortConv:
         bcx, h_in, h_out = saved
         grad_mixed, g = self.out.backward(grad, h_out, run, ready=ready)
         assert grad_mixed is not None
+        spans.operation("convolution")
         grad_bcx, mixed = self.into.grad_buffer(bcx, len(bcx)), torch.empty_like(grad_mixed)
         run.flush()
         written = grad_bcx[:, : self.into.width_out]

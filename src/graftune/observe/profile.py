@@ -1,0 +1,298 @@
+"""Profiled steps and what they come to: who owns how much of a step, in one document, one table and one trace.
+
+A sample is one profiled step, read from its timeline (spans.py) once the device is done with it. Samples may have been
+taken in turns, each with the operations of other layers. So a layer's time is the mean over all samples, and is divided
+among its operations as in the samples that saw them: operations add up to their layer, layers to their phase, and
+phases to what is owned of the step. Means are used because they add up; percentiles stand beside them.
+
+The time of a captured pass that was replayed several times in a step (micro-batches of one shape) is that of its last
+replay, as often as it was replayed: every replay records into the same events.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from graftune.spans import EVERY_LAYER, Name, Timeline, Turn
+
+HOT = 1.5  # times the mean of the same operation in the other layers
+LEAST_HOT = 0.002  # of the step: less is noise
+PHASES = ("load", "host to device", "reference", "forward", "loss", "recompute", "backward", "update")
+
+
+class Span(NamedTuple):
+    name: Name
+    start: float  # milliseconds since the step began
+    ms: float
+    times: int = 1  # that it stands for
+
+
+@dataclass(frozen=True)
+class Sample:
+    total: float  # milliseconds
+    spans: list[Span]
+    apart: list[Span] = field(default_factory=list)  # on other streams
+    turn: Turn = EVERY_LAYER
+
+
+def read(timeline: Timeline) -> Sample:
+    """A profiled step, whose first stamp is its beginning and whose last one is its end. The device must be done."""
+    first, last = timeline.stamps[0][1], timeline.stamps[-1][1]
+    replays: dict[int, tuple[Timeline, int]] = {}
+    for inner in timeline.inner:
+        replays[id(inner)] = inner, replays.get(id(inner), (inner, 0))[1] + 1
+    passes = [(timeline, 1), *replays.values()]
+    return Sample(
+        timeline.clock.ms(first, last),
+        [span for one, count in passes for span in _spans(one, first, count)],
+        [span for one, count in passes for span in _apart(one, first, count)],
+        timeline.turn,
+    )
+
+
+def _spans(timeline: Timeline, first: Any, count: int) -> Iterable[Span]:
+    ms = timeline.clock.ms
+    for (name, begin), (_, end) in zip(timeline.stamps, timeline.stamps[1:], strict=False):
+        if name is not None:
+            yield Span(name, ms(first, begin), ms(begin, end), count)
+
+
+def _apart(timeline: Timeline, first: Any, count: int) -> Iterable[Span]:
+    ms = timeline.clock.ms
+    for name, begin, end in timeline.apart:
+        yield Span(name, ms(first, begin), ms(begin, end), count)
+
+
+class Times(NamedTuple):
+    ms: float
+    calls: float
+
+
+@dataclass
+class Profile:
+    """All samples of one shape of step. `facts` are what the document says beside the times."""
+
+    samples: list[Sample] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)  # milliseconds of steps without stamps, taken in between
+    eager: list[float] = field(default_factory=list)  # of steps without graphs, where there are graphs
+    beside: dict[str, float] = field(default_factory=dict)  # other work, by name: an evaluation, a checkpoint
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_ms(self) -> float:
+        return statistics.fmean(sample.total for sample in self.samples)
+
+    def by_layer(self) -> dict[tuple[str, int | None], float]:
+        """(phase, layer) -> milliseconds of a step; None: outside of the layers."""
+        return _means((sample.spans for sample in self.samples), lambda name: (name.phase, name.layer))
+
+    def by_operation(self) -> dict[Name, Times]:
+        """Of one step; every layer divided among its operations as in the samples that saw them."""
+        found: dict[Name, Times] = {}
+        for (phase, layer), ms in self.by_layer().items():
+            seen = [sample.spans for sample in self.samples if sample.turn.details(layer)]
+            inside = [[s for s in spans if s.name[:2] == (phase, layer)] for spans in seen]
+            parts = _means(inside, lambda name: name)
+            calls = _means(inside, lambda name: name, lambda span: span.times)
+            whole = sum(parts.values())
+            for name, part in parts.items():
+                found[name] = Times(ms * part / whole if whole else 0.0, calls[name])
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """profile.json."""
+        layers, operations, whole = self.by_layer(), self.by_operation(), self.step_ms
+        phases = self._phases(layers)
+        grouped: dict[tuple[str, str], list[Times]] = defaultdict(list)
+        for name, times in operations.items():
+            grouped[name.phase, name.operation].append(times)
+        rows: list[dict[str, Any]] = [
+            {
+                "name": operation,
+                "phase": phase,
+                "ms": sum(t.ms for t in all_of),
+                "calls": round(sum(t.calls for t in all_of)),
+                "share": sum(t.ms for t in all_of) / whole,
+            }
+            for (phase, operation), all_of in grouped.items()
+        ]
+        rows.sort(key=lambda row: -row["ms"])
+        plain = statistics.fmean(self.plain) if self.plain else None
+        floor, eager = self.facts.get("floor_ms"), statistics.fmean(self.eager) if self.eager else None
+        found = {
+            "version": 1,
+            **self.facts,
+            "steps": len(self.samples),
+            "step_ms": whole,
+            "step": _percentiles([sample.total for sample in self.samples]),
+            "plain_ms": plain,
+            "eager_ms": eager,
+            "floor_ms": floor,
+            "floor_share": floor / (plain or whole) if floor else None,
+            "owned": sum(row["ms"] for row in phases) / whole,
+            "phases": phases,
+            "layers": _layer_rows(layers),
+            "operations": rows,
+            "apart": self._apart_rows(),
+            "beside": [{"name": name, "ms": ms} for name, ms in self.beside.items()],
+            "hotspots": self._hotspots(),
+            "tree": _tree(layers, operations, whole),
+        }
+        return found | {"bottleneck": bottleneck(found)}
+
+    def _phases(self, layers: Mapping[tuple[str, int | None], float]) -> list[dict[str, Any]]:
+        names = sorted({phase for phase, _ in layers}, key=_order)
+        rows = []
+        for name in names:
+            each = [sum(s.ms * s.times for s in sample.spans if s.name.phase == name) for sample in self.samples]
+            ms = statistics.fmean(each)
+            rows.append({"name": name, "ms": ms, **_percentiles(each), "share": ms / self.step_ms})
+        return rows
+
+    def _hotspots(self) -> list[dict[str, Any]]:
+        """By medians: a step in which something else ran on the machine is no hotspot."""
+        times: dict[Name, list[float]] = {}
+        for sample in self.samples:
+            for name, ms in _means([sample.spans], lambda name: name).items():
+                times.setdefault(name, []).append(ms)
+        return hotspots({n: statistics.median(ms) for n, ms in times.items() if n.operation}, self.step_ms)
+
+    def _apart_rows(self) -> list[dict[str, Any]]:
+        """Time on other streams, which runs beside the spans: no part of the step's sum."""
+        totals: dict[tuple[str, str], float] = defaultdict(float)
+        names = {s.name for sample in self.samples for s in sample.apart}
+        for name in names:
+            seen = [sample for sample in self.samples if sample.turn.details(name.layer)]
+            each = [sum(s.ms * s.times for s in sample.apart if s.name == name) for sample in seen]
+            totals[name.operation, name.phase] += statistics.fmean(each)
+        rows: list[dict[str, Any]] = [{"name": name, "phase": phase, "ms": ms} for (name, phase), ms in totals.items()]
+        return sorted(rows, key=lambda row: -row["ms"])
+
+    def trace(self) -> dict[str, Any]:
+        """A Chrome trace: the last profiled step of every turn, one process each, other streams as threads."""
+        events: list[dict[str, Any]] = []
+        last = {sample.turn: sample for sample in self.samples}
+        for place, (turn, sample) in enumerate(sorted(last.items())):
+            label = (
+                "a step" if turn.of == 1 else f"a step, operations of layers {turn.number}, {turn.number + turn.of} ..."
+            )
+            events.append({"ph": "M", "pid": place, "name": "process_name", "args": {"name": label}})
+            for thread, spans in (("main stream", sample.spans), ("other streams", sample.apart)):
+                for span in spans:
+                    name, layer = span.name, span.name.layer
+                    shown = name.operation or f"layer {layer}"
+                    where = {"phase": name.phase} | ({} if layer is None else {"layer": layer})
+                    times = {"ts": span.start * 1e3, "dur": span.ms * 1e3}
+                    events.append({"ph": "X", "pid": place, "tid": thread, "cat": name.phase, "name": shown} | times)
+                    events[-1]["args"] = where | ({"times": span.times} if span.times > 1 else {})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _means(samples: Iterable[Sequence[Span]], key: Any, value: Any = lambda span: span.ms * span.times) -> Any:
+    """Sums by key, divided by the number of samples."""
+    totals: dict[Any, float] = defaultdict(float)
+    count = 0
+    for spans in samples:
+        count += 1
+        for span in spans:
+            totals[key(span.name)] += value(span)
+    return {name: total / count for name, total in totals.items()}
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{p}": ordered[min(len(ordered) - 1, -(-p * len(ordered) // 100) - 1)] for p in (50, 95, 99)}
+
+
+def _order(phase: str) -> tuple[int, str]:
+    return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
+
+
+def _layer_rows(layers: Mapping[tuple[str, int | None], float]) -> list[dict[str, Any]]:
+    """What is computed again belongs to the backward pass that needs it."""
+    ways = {"forward": ("reference", "forward"), "backward": ("recompute", "backward")}
+    indices = sorted({layer for _, layer in layers if layer is not None})
+    return [
+        {"layer": index} | {f"{way}_ms": sum(layers.get((p, index), 0.0) for p in of) for way, of in ways.items()}
+        for index in indices
+    ]
+
+
+def hotspots(operations: Mapping[Name, float], whole: float) -> list[dict[str, Any]]:
+    """Operations that take much longer in one layer than in the others, the worst first."""
+    alike: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for name, ms in operations.items():
+        if name.layer is not None:
+            alike[name.phase, name.operation][name.layer] = ms
+    found: list[dict[str, Any]] = []
+    for (phase, operation), times_of in alike.items():
+        mean = statistics.fmean(times_of.values())
+        for layer, ms in times_of.items():
+            if ms > HOT * mean and ms > LEAST_HOT * whole:
+                label = f"layer {layer}, {phase}, {operation}"
+                found.append({"name": label, "ms": ms, "times_the_mean": ms / mean})
+    return sorted(found, key=lambda row: -row["ms"])
+
+
+def _tree(
+    layers: Mapping[tuple[str, int | None], float], operations: Mapping[Name, Times], whole: float
+) -> dict[str, Any]:
+    def leaves(phase: str, layer: int | None) -> list[dict[str, Any]]:
+        mine = {name: times for name, times in operations.items() if name[:2] == (phase, layer)}
+        return [{"name": name.operation, "ms": times.ms, "children": []} for name, times in mine.items()]
+
+    children = []
+    for phase in sorted({phase for phase, _ in layers}, key=_order):
+        of = sorted((layer for p, layer in layers if p == phase and layer is not None))
+        inside: list[dict[str, Any]] = [
+            {"name": f"layer {i}", "ms": layers[phase, i], "children": leaves(phase, i)} for i in of
+        ]
+        inside += leaves(phase, None)
+        children.append({"name": phase, "ms": sum(child["ms"] for child in inside), "children": inside})
+    return {"name": "step", "ms": whole, "children": children}
+
+
+def bottleneck(found: Mapping[str, Any]) -> str:
+    """What to look at first, in one sentence."""
+    shares = {row["name"]: row["share"] for row in found["phases"]}
+    waits = [row for row in found["operations"] if row["name"].startswith("wait for")]
+    waited = sum(row["share"] for row in waits)
+    unowned = 1 - found["owned"]
+    if shares.get("load", 0.0) > 0.1:
+        return f"The step waits for its data: {shares['load']:.0%} of its time passes before a batch is there."
+    if unowned > 0.1:
+        return f"The device waits for the host between passes for {unowned:.0%} of the step."
+    if waited > 0.1:
+        worst = max(waits, key=lambda row: row["share"])
+        return f"Other streams hold the step up: {waited:.0%} of it is spent waiting, most in {worst['name']!r}."
+    worst = found["operations"][0]
+    text = (
+        f"The largest part is {worst['name']} in the {worst['phase']} phase, {worst['share']:.0%} of the step"
+        f" ({worst['calls']} {'call' if worst['calls'] == 1 else 'calls'})"
+    )
+    if found.get("floor_share"):
+        text += f"; the whole step runs at {found['floor_share']:.0%} of the speed of the floor"
+    return text + "."
+
+
+class Recorder:
+    """Takes the samples of a profile while steps are sent. Its timeline begins where the step before ended, so what
+    passes until the first batch is there is the phase `load`."""
+
+    def __init__(self, clock: Any, profile: Profile | None = None):
+        self.clock, self.profile = clock, profile or Profile()
+
+    def begin(self, turn: Turn = EVERY_LAYER) -> Timeline:
+        timeline = Timeline(self.clock, turn)
+        timeline.phase("load")
+        timeline.operation("waiting for a batch")
+        return timeline
+
+    def take(self, timeline: Timeline) -> None:
+        """The step was sent and its end stamped: waited for, and kept."""
+        self.clock.wait()
+        self.profile.samples.append(read(timeline))

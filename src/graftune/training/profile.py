@@ -1,0 +1,110 @@
+"""`graftune profile`: the steps of a run, or of a run as it would be, profiled without a run.
+
+The data, the plan, the session and the loop are those of a run (prepare.py), so what is profiled is what a run does.
+Steps really train, in memory; nothing of it is kept but the profile.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from graftune.config import Config
+from graftune.kernels.adamw import Hyper
+from graftune.observe.console import Console
+from graftune.observe.profile import Profile
+from graftune.step.profile import profiled
+from graftune.training.prepare import Prepared, prepare_profile
+from graftune.weights import checkpoint
+from graftune.weights.checkpoint import Progress
+
+EVALUATED = 8  # examples
+
+
+def profile(config: Config, console: Console, steps: int) -> Profile:
+    """Of at least so many steps, with what was found about the machine and the model in its facts."""
+    prepared = prepare_profile(config, console)
+    send = Sender(prepared)
+    session = prepared.session
+    with console.working("profiling steps"):
+        found = profiled(session.pipeline, send, session.runtime.device, steps)
+    found.facts |= facts(prepared, send)
+    with console.working("timing an evaluation and a checkpoint"):
+        found.beside = _beside(prepared)
+    return found
+
+
+class Sender:
+    """Sends one step after the other over the training data, from the beginning again where it ends."""
+
+    def __init__(self, prepared: Prepared):
+        session = prepared.session
+        self.session, self.config = session, session.config
+        self.loader = session.loader(prepared.training.examples)
+        self.shape = session.fix_shape(self.loader, self.config.train.epochs)
+        self.steps = self._steps()
+        self.sent = self.tokens = self.micro_batches = 0
+
+    def __call__(self) -> None:
+        epoch, place, micro_batches = next(self.steps)
+        loader, optim = self.loader, self.config.optim
+        hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
+        hyper["divisor"] = loader.divisor(epoch, place)
+        seeds = [self.sent * 4096 + number for number in loader.bins(epoch, place)]
+        self.session.pipeline.step(micro_batches, hyper, seeds)
+        self.session.pipeline.finished()
+        self.sent += 1
+        self.tokens += loader.counts(epoch, place)[0]
+        self.micro_batches += len(micro_batches)
+
+    def _steps(self) -> Iterator[tuple[int, int, list[Any]]]:
+        while True:
+            for epoch in range(math.ceil(self.config.train.epochs)):
+                for place, staged in enumerate(self.loader.epoch(epoch, 0, self.session.pipeline.stage)):
+                    yield epoch, place, staged
+
+
+def facts(prepared: Prepared, send: Sender) -> dict[str, Any]:
+    session, settings = prepared.session, prepared.session.config.train
+    runtime, shape = session.runtime, send.shape
+    found: dict[str, Any] = {
+        "tokens_per_micro_batch": settings.tokens_per_micro_batch,
+        "micro_batches": send.micro_batches / send.sent,
+        "tokens": send.tokens / send.sent,
+    }
+    if shape is not None:
+        found |= {"documents": shape.max_docs, "longest": shape.longest, "response_rows": shape.max_rows}
+    return {
+        "device": runtime.device.type,
+        "gpu": runtime.describe(),
+        "model": session.base.name,
+        "method": settings.method,
+        "recompute": settings.recompute,
+        "attention": session.step.backend,
+        "shape": found,
+    }
+
+
+def _beside(prepared: Prepared) -> dict[str, float]:
+    """Milliseconds of what a run does between steps."""
+    session, found = prepared.session, dict[str, float]()
+    examples = prepared.validation.examples[:EVALUATED]
+    if len(examples):
+        if session.captured:
+            session.evaluated(examples)  # its shape is a new one: kernels and plans are made for it
+        found[f"evaluation of {len(examples)} examples"] = _ms(lambda: session.evaluated(examples))
+    with tempfile.TemporaryDirectory() as folder:
+        save = session.step.scaler
+        found["checkpoint"] = _ms(lambda: checkpoint.save(Path(folder), session.arena, Progress(), {}, save))
+    return found
+
+
+def _ms(work: Callable[[], object]) -> float:
+    """Both end with the host waiting for what they computed."""
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3

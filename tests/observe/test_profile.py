@@ -1,0 +1,265 @@
+"""The spans of a step: who owns its time, that they add up, and that nothing is there when nobody asks.
+
+Times are those of a clock that ticks at every stamp: nothing here depends on how fast the machine is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graftune import graph, spans
+from graftune.config import LoraConfig
+from graftune.model.context import SideStreams
+from graftune.observe.profile import Profile, Recorder, Sample, Span, bottleneck, read
+from graftune.spans import Name, Timeline, Turn
+from graftune.step import profile as step_profile
+from graftune.step.pipeline import HostLoop
+from graftune.step.step import Step
+from tests import oracle
+from tests.kernels.test_whole_step import HYPER, batch
+
+
+class Ticks:
+    """A clock whose stamps are 1 ms apart."""
+
+    def __init__(self) -> None:
+        self.count = itertools.count()
+
+    def stamp(self) -> int:
+        return next(self.count)
+
+    def ms(self, begin: int, end: int) -> float:
+        return float(end - begin)
+
+    def wait(self) -> None: ...
+
+
+def loop_of(folder: Path, **options: Any) -> HostLoop:
+    side = oracle.ours(folder, LoraConfig(rank=2, alpha=4.0))
+    return HostLoop(Step(side.decoder, side.arena, **options))
+
+
+def sent(loop: HostLoop, micro_batches: int = 1) -> None:
+    packed = batch()
+    hyper = HYPER | {"divisor": float(micro_batches * packed.response_tokens)}
+    loop.step([packed] * micro_batches, hyper, [0] * micro_batches)
+
+
+def sampled(loop: HostLoop, turn: Turn = spans.EVERY_LAYER, micro_batches: int = 1) -> Sample:
+    recorder = Recorder(Ticks())
+    timeline = recorder.begin(turn)
+    with spans.recording(timeline):
+        sent(loop, micro_batches)
+        timeline.end()
+    recorder.take(timeline)
+    return recorder.profile.samples[0]
+
+
+EXPECTED = {
+    "load": {"waiting for a batch"},
+    "host to device": {"batch", "hyperparameters"},
+    "forward": {"rotary tables", "embedding", "norm", "qkv", "rope", "attention", "o", "gate_up", "gated unit", "down",
+                "adapters", "response rows"},
+    "loss": {"final norm", "head", "cross-entropy"},
+    "backward": {"down", "gated unit", "gate_up", "norm", "o", "attention", "rope", "qkv", "adapters",
+                 "weight gradients", "response rows"},
+    "update": {"gradient norm", "AdamW", "adapters to their weights", "figures"},
+}  # fmt: skip
+
+
+def test_every_part_of_a_step_has_an_owner_and_the_owners_add_up(tiny_folder) -> None:
+    loop = loop_of(tiny_folder("llama"))
+    found = Profile([sampled(loop, micro_batches=2), sampled(loop)], facts={"gpu": "none", "model": "tiny"})
+    document = found.document()
+    assert 0.95 < document["owned"] < 1.0, "a tick between two passes, behind each of them, is nobody's"
+    named: dict[str, set[str]] = {}
+    for row in document["operations"]:
+        named.setdefault(row["phase"], set()).add(row["name"])
+    assert named == EXPECTED
+    check_sums(document)
+    assert [row["layer"] for row in document["layers"]] == list(range(len(loop.work.decoder.blocks)))
+    assert document["bottleneck"].endswith(".")
+
+
+def check_sums(document: dict[str, Any]) -> None:
+    """Operations add up to their phase, in the rows and in the tree, and children to their parents."""
+    for phase in document["phases"]:
+        parts = [row["ms"] for row in document["operations"] if row["phase"] == phase["name"]]
+        assert sum(parts) == pytest.approx(phase["ms"])
+
+    def down(node: dict[str, Any]) -> None:
+        if node["children"]:
+            assert sum(child["ms"] for child in node["children"]) == pytest.approx(node["ms"])
+        for child in node["children"]:
+            down(child)
+
+    for child in document["tree"]["children"]:
+        down(child)
+    shares = sum(phase["share"] for phase in document["phases"])
+    assert shares == pytest.approx(document["owned"])
+    both = {row["layer"]: row["forward_ms"] + row["backward_ms"] for row in document["layers"]}
+    inside = {"reference", "forward", "recompute", "backward"}
+    for layer, ms in both.items():
+        nodes = [n for p in document["tree"]["children"] if p["name"] in inside for n in p["children"]]
+        assert sum(n["ms"] for n in nodes if n["name"] == f"layer {layer}") == pytest.approx(ms)
+
+
+def test_turns_see_all_operations_with_fewer_stamps(tiny_folder) -> None:
+    loop = loop_of(tiny_folder("llama"))
+    layers = len(loop.work.decoder.blocks)
+    assert layers > 1
+    whole = sampled(loop)
+    turns = [sampled(loop, Turn(number, layers)) for number in range(layers)]
+    assert all(len(one.spans) < len(whole.spans) for one in turns)
+    document = Profile(turns).document()
+    check_sums(document)
+    keys = {(row["phase"], row["name"], row["calls"]) for row in document["operations"]}
+    expected = Profile([whole]).document()["operations"]
+    assert keys == {(row["phase"], row["name"], row["calls"]) for row in expected}, "an operation was lost or doubled"
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_computed_again_is_a_phase_of_its_own(tiny_folder, recompute: str) -> None:
+    document = Profile([sampled(loop_of(tiny_folder("llama"), recompute=recompute))]).document()
+    again = {row["name"] for row in document["operations"] if row["phase"] == "recompute"}
+    assert {"norm", "gate_up"} <= again and ("qkv" in again) == (recompute == "full")
+    check_sums(document)
+
+
+@pytest.mark.parametrize("variant", ["lfm2-short", "gemma3-short"])
+def test_other_kinds_of_layers_have_owners_too(tiny_folder, variant: str) -> None:
+    document = Profile([sampled(loop_of(tiny_folder(variant)))]).document()
+    names = {row["name"] for row in document["operations"]}
+    assert "product" not in names, "every projection is built with its name"
+    assert ("convolution" in names) == (variant == "lfm2-short")
+
+
+def test_other_streams_are_listed_apart(tiny_folder) -> None:
+    loop = loop_of(tiny_folder("llama"))
+    loop.work.side_streams = SideStreams(torch.device("cpu"))
+    document = Profile([sampled(loop)]).document()
+    (row,) = document["apart"]
+    assert row["name"] == "weight gradients" and row["ms"] > 0
+    waits = [row for row in document["operations"] if row["name"] == "wait for weight gradients"]
+    assert waits and not any(row["name"] == "weight gradients" for row in document["operations"])
+    check_sums(document)
+
+
+class Ops(TorchDispatchMode):
+    """Writes down every operation that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_without_a_timeline_nothing_is_stamped_and_with_one_the_same_is_computed(
+    tiny_folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operations of a step are what a capture would make nodes of."""
+    loop = loop_of(tiny_folder("llama-shallow"))
+    with Ops() as timed:
+        sampled(loop)
+    called: list[str] = []
+    for name in ("operation", "phase", "layer", "end", "back"):
+        monkeypatch.setattr(Timeline, name, lambda *args, name=name: called.append(name))
+    monkeypatch.setattr(torch.cuda, "Event", lambda *_, **__: called.append("event"))
+    with Ops() as plain:
+        sent(loop)
+    assert plain.seen == timed.seen and len(plain.seen) > 100 and not called
+
+
+def test_a_captured_callable_is_captured_again_with_its_spans_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[Any] = []
+
+    class Graph:
+        replays = 0
+
+        def replay(self) -> None:
+            self.replays += 1
+
+    def capture(work: Any, made: Any, *_: Any) -> None:
+        captures.append((made, spans.current()))
+        work()
+
+    main = SimpleNamespace(wait_stream=lambda stream: None)
+    monkeypatch.setattr(graph, "capture", capture)
+    monkeypatch.setattr(graph, "stream", lambda *_, **__: main)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def work() -> None:
+        spans.phase("forward")
+        spans.operation("product")
+        spans.end()
+
+    captured = graph.Captured(work)
+    timeline = Timeline(Ticks())
+    timeline.operation("load")
+    with spans.recording(timeline):
+        captured()  # the first call of all, while a profile is on
+        assert captures[0][1] is None, "the plain graph was captured with stamps in it"
+        before = len(timeline.stamps)
+        for _ in range(3):
+            captured()
+        assert len(timeline.stamps) == before, "stamps of a captured pass are the pass's own"
+        timeline.end()
+    captured()
+    (plain, _), (timed, inner) = captures
+    assert plain.replays == 1 and timed.replays == 3 and captured.graph is plain
+    sample = read(timeline)
+    assert [(s.name.operation, s.times) for s in sample.spans] == [("load", 1), ("product", 3)]
+    assert inner is timeline.inner[0]
+
+
+def test_stamps_take_a_small_share_of_a_short_step() -> None:
+    assert step_profile.turns_for(stamps=600, layers=32, plain_ms=400.0) == [Turn(0, 1)]
+    short = step_profile.turns_for(stamps=320, layers=16, plain_ms=5.8)
+    stamps = 320 / len(short) + 2 * 16
+    assert 1 < len(short) <= 16 and stamps * step_profile.STAMP_MS <= step_profile.STAMPS_SHARE * 5.8 * 1.01
+    assert len(step_profile.turns_for(stamps=320, layers=16, plain_ms=0.1)) == 16
+
+
+def test_hotspots_percentiles_and_the_sentence() -> None:
+    def step(slow: float) -> Sample:
+        made = [Span(Name("forward", layer, "attention"), 0.0, slow if layer == 2 else 1.0) for layer in range(4)]
+        return Sample(sum(span.ms for span in made) + 0.1, made)
+
+    document = Profile([step(4.0)] * 98 + [step(40.0)] * 2, plain=[8.0], facts={"floor_ms": 6.0}).document()
+    (hot,) = document["hotspots"]
+    assert hot["name"] == "layer 2, forward, attention" and hot["times_the_mean"] == pytest.approx(4 / 1.75)
+    (phase,) = document["phases"]
+    assert (phase["p50"], phase["p95"], phase["p99"]) == (7.0, 7.0, 43.0)
+    assert document["floor_share"] == 0.75 and "attention" in document["bottleneck"] and "75%" in document["bottleneck"]
+    slow = {"phases": [{"name": "load", "share": 0.3}], "operations": [], "owned": 1.0}
+    assert "waits for its data: 30%" in bottleneck(slow)
+
+
+def test_a_trace_has_every_span_in_its_place(tiny_folder) -> None:
+    found = Profile([sampled(loop_of(tiny_folder("llama-shallow")))])
+    events = [event for event in found.trace()["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(found.samples[0].spans)
+    ends = [event["ts"] + event["dur"] for event in events]
+    gaps = [event["ts"] - end for end, event in zip(ends, events[1:], strict=False)]
+    assert set(gaps) == {0.0, 1000.0} and gaps.count(1000.0) == 2, "one tick behind each of the two passes"
+
+
+def test_steps_are_profiled_in_turn_with_plain_ones(tiny_folder) -> None:
+    loop = loop_of(tiny_folder("llama-shallow"))
+    found = step_profile.profiled(loop, lambda: sent(loop), torch.device("cpu"), steps=3)
+    assert len(found.samples) == len(found.plain) == 3 and found.facts["captured"] is False
+    assert found.document()["owned"] > 0.95
