@@ -24,7 +24,7 @@ import graftune
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE = ROOT / "src" / "graftune"
-TARGETS = ("setup", "train", "test", "lint", "gpu-test", "clean")
+TARGETS = ("setup", "train", "test", "soak", "lint", "gpu-test", "clean")
 
 
 def shipped() -> list[Path]:
@@ -38,6 +38,14 @@ def test_every_file_of_the_package_gets_into_the_wheel():
     assert [name for name in others if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
     folders = {p.parent for p in shipped()}
     assert [str(f) for f in folders if not (f / "__init__.py").is_file()] == [], "packages.find passes these over"
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config):
+    """pytest's own defaults leave out folders called dist or build, and say nothing."""
+    left_out = pytestconfig.getini("norecursedirs")
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        parts = file.relative_to(ROOT).parts
+        assert not any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in left_out), file
 
 
 def test_extras():

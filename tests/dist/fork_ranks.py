@@ -19,10 +19,15 @@ from typing import Any
 
 
 def misbehave(kind: str, number: int) -> None:
-    """In a rank: its number-th update is where something happens to it."""
+    """In a rank: its number-th update is where something happens to it; `absent` is it that never begins that step."""
     from graftune.step.step import Step
+    from graftune.training.ranks import Together
 
     real, calls = Step.update_step, 0
+    if kind == "absent":
+        begin = Together.begin
+        Together.begin = lambda self, step: time.sleep(3600) if step == number else begin(self, step)  # type: ignore
+        return
 
     def counted(self: Any) -> Any:
         nonlocal calls
@@ -52,7 +57,7 @@ def patch(request: dict[str, Any], rank: int) -> None:
 
 
 def rank_main(request: dict[str, Any], rank: int) -> int:
-    """`graftune ...` as one rank, its output in a log of its own."""
+    """`graftune ...`, or what `main` of a module does, as one rank, its output in a log of its own."""
     from graftune.cli import main
 
     log = os.open(f"{request['log']}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -67,7 +72,7 @@ def rank_main(request: dict[str, Any], rank: int) -> int:
         os.chdir(request["folders"][str(rank)])
     line = request.get("lines", {}).get(str(rank), request["line"])
     try:
-        return main(line)
+        return importlib.import_module(request["module"]).main(*line) if "module" in request else main(line)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -155,6 +160,8 @@ def serve() -> None:
             print(json.dumps({"pids": [os.getpid()]}), flush=True)
             print(json.dumps({"ends": [[here(request), 0.0]]}), flush=True)
             continue
+        if "module" in request:
+            importlib.import_module(request["module"])  # here, so that every rank has it
         if "restarts" in request:
             pids = [agent(request)]
         else:

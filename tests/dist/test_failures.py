@@ -58,12 +58,20 @@ def test_a_signal_stops_all_after_the_same_step(launcher: Launcher, base: Path, 
     assert losses(out) == losses(straight) and equal(out, straight)
 
 
-def test_a_hung_step_is_named(launcher: Launcher, base: Path, data: Path) -> None:
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [
+        ({"1": ["absent", 4]}, "step 4 has not finished within 2 s: rank 1 has not begun it"),
+        (dict.fromkeys("01", ["hang", 4]), "step 4 has not finished within 2 s, and every rank has begun it"),
+    ],
+    ids=["one", "all"],
+)
+def test_a_hung_step_is_named(launcher: Launcher, base: Path, data: Path, who: dict[str, list[object]], said: str):
     """Every process answers, but a step does not end: as a collective in a graph would hang."""
-    line = cases.line(base, data, launcher.root / "hung", *MORE[:-1], "2")
-    ended = launcher.run(2, *line, misbehave={"1": ["hang", 4]}, constants={"graftune.dist.watch.SLACK": 0.0})
+    line = cases.line(base, data, launcher.root / f"hung {len(who)}", *MORE[:-1], "2")
+    ended = launcher.run(2, *line, misbehave=who, constants={"graftune.dist.watch.SLACK": 0.0})
     assert ended.codes == [1, 1] and len(ended.sentences) == 1, ended
-    assert "step 5 has not finished within 2 s: rank 1 has not begun it" in ended.sentences[0]
+    assert said in ended.sentences[0]
 
 
 def test_weights_that_drift_apart_end_the_run(launcher: Launcher, base: Path, data: Path) -> None:

@@ -155,21 +155,21 @@ class Watch:
             return
         allowed = max(self.deadline, SLACK * self._longest)
         if now - self._since > allowed:
-            step = self._done + 1
-            self._overdue(f"step {step} has not finished within {allowed:.0f} s{self._missing(step)}")
+            self._overdue(self._hung(allowed))
 
-    def _missing(self, step: int) -> str:
-        """The ranks that have not come to a step, by their pulses."""
-        store, behind = self._store, []
-        for rank in range(self.ranks.size):
-            begun = json.loads(store.get(f"pulse/{rank}"))[1] if store.check([f"pulse/{rank}"]) else 0
-            if begun < step:
-                behind.append(rank)
+    def _hung(self, seconds: float) -> str:
+        """By all pulses, since a rank whose main thread hangs has not heard how far the others came: what is finished on
+        one of them is finished, and the step behind it is the one that all wait for."""
+        store, ranks = self._store, range(self.ranks.size)
+        known = {rank: json.loads(store.get(f"pulse/{rank}")) for rank in ranks if store.check([f"pulse/{rank}"])}
+        step = 1 + max(self._done, *(done for _, _, done, _ in known.values()))
+        behind = [rank for rank in ranks if rank not in known or known[rank][1] < step]
+        text = f"step {step} has not finished within {seconds:.0f} s"
         if not behind:
-            return ", and every rank has begun it: a device or the network hangs"
+            return f"{text}, and every rank has begun it: a device or the network hangs"
         if len(behind) == 1:
-            return f": rank {behind[0]} has not begun it"
-        return f": ranks {', '.join(map(str, behind[:8]))} have not begun it"
+            return f"{text}: rank {behind[0]} has not begun it"
+        return f"{text}: ranks {', '.join(map(str, behind[:8]))} have not begun it"
 
     def _overdue(self, text: str) -> None:
         self._post(text, BUG)
