@@ -1,12 +1,10 @@
-"""Files and folders are old or new at whatever call a process dies, and a folder has one writer."""
+"""Files and folders are old or new at whatever call a process dies."""
 
 from __future__ import annotations
 
 import ast
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ from typing import Any
 import pytest
 
 from graftune import files
-from graftune.errors import GraftuneError
-from graftune.files import FolderLock, new_file, new_folder, replace_folder, whole, write_file
+from graftune.files import new_file, new_folder, replace_folder, whole, write_file
 
 
 class Died(BaseException):
@@ -142,51 +139,6 @@ def test_several_writers_of_one_file(tmp_path: Path) -> None:
         aside.write_text("mine")
         (tmp_path / "x.part").write_text("another's")
     assert (tmp_path / "x").read_text() == "mine" and (tmp_path / "x.part").exists()
-
-
-def test_a_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from graftune.files import FolderLock\n"
-        "lock = FolderLock(sys.argv[1]).acquire(); print('held', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(GraftuneError, match=f"process {other.pid} is training in this folder; wait until"):
-            FolderLock(tmp_path).acquire()
-        other.kill()
-    with FolderLock(tmp_path) as lock, pytest.raises(GraftuneError, match=f"process {os.getpid()} "):
-        FolderLock(tmp_path).acquire()
-    assert not lock.unsupported
-    with FolderLock(tmp_path):
-        pass
-
-
-def test_a_lock_that_is_taken_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening the file and locking it, its last owner deletes it: a lock on no file would keep nobody out."""
-    lock, real = FolderLock(tmp_path), os.open
-    opened: list[object] = []
-
-    def then_gone(path: Any, *how: Any) -> int:
-        handle = real(path, *how)
-        if not opened:
-            lock.path.unlink()
-        opened.append(path)
-        return handle
-
-    monkeypatch.setattr(os, "open", then_gone)
-    with lock:
-        assert len(opened) == 2
-        with pytest.raises(GraftuneError, match="is training"):
-            FolderLock(tmp_path).acquire()
-
-
-def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(files.fcntl, "flock", none)
-    with FolderLock(tmp_path) as lock:
-        assert "locks" in lock.unsupported.lower()
 
 
 # Who else writes: into a file or folder that `new_file` or `new_folder` gave, to the end of a log, or nothing to keep.

@@ -15,6 +15,7 @@ ROWS = [
         "arithmetic",
         "private",
         "files",
+        "lock",
         "remembered",
         "mixture",
         "values",
@@ -37,7 +38,7 @@ ROWS = [
     ["session"],
     ["plan", "run_folder"],
     ["exporting", "training"],
-    ["api"],
+    ["api", "dashboard"],
     ["cli"],
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}

@@ -1,4 +1,4 @@
-"""The one way to write a file or a folder, and to claim a folder.
+"""The one way to write a file or a folder.
 
 Whatever is written goes into a neighbour first, is flushed to the disk, renamed over its place, and the rename is
 flushed too: at whatever moment the process or the machine dies, a reader finds the old content or the new, never half
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import sys
@@ -20,17 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-
-from graftune.errors import GraftuneError
 
 PART, OLD = ".part", ".old"  # what follows a name: still being written; stepping away
-LOCK = ".lock"
 _ABANDONED = 86400.0  # seconds without a write after which a half-written file is nobody's
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
-# The file system or the kernel has no exchange, or no locks.
+# The file system or the kernel has no exchange.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def flush(path: Path) -> None:
@@ -167,66 +161,3 @@ def _swapper() -> Callable[[bytes, bytes], int] | None:
         return None
     here, flags = ctypes.c_int(_AT_FDCWD), ctypes.c_uint(_RENAME_EXCHANGE)
     return lambda one, other: int(renameat2(here, one, here, other, flags))
-
-
-class FolderLock:
-    """One process at a time writes to a folder. The lock belongs to an open file, so it dies with its process, however
-    that ends; the file stays and says whose it was last. Never waits.
-
-    `unsupported` is why there is no lock, on file systems that have none: whoever asked should say so."""
-
-    def __init__(self, folder: str | Path):
-        self.path, self.unsupported = Path(folder) / LOCK, ""
-        self._handle = -1
-
-    def acquire(self) -> FolderLock:
-        while self._handle < 0:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                self._lock(handle)
-                same = self._is(handle)  # not if its last owner has just taken it away with the folder
-            except BaseException:
-                os.close(handle)
-                raise
-            if same:
-                self._handle = handle
-            else:
-                os.close(handle)
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
-        return self
-
-    def _lock(self, handle: int) -> None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
-            who = f"process {owner}" if owner.isdecimal() else "another process"
-            raise GraftuneError(
-                f"{who} is training in this folder",
-                where=str(self.path.parent),
-                mend="wait until it is done, or stop it",
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            self.unsupported = os.strerror(error.errno)
-
-    def _is(self, handle: int) -> bool:
-        try:
-            there = os.stat(self.path)
-        except FileNotFoundError:
-            return False
-        mine = os.fstat(handle)
-        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
-
-    def release(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-
-    def __enter__(self) -> FolderLock:
-        return self.acquire()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()

@@ -28,8 +28,12 @@ def dump_yaml(tree: dict[str, Any]) -> str:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The keys and values of a file of settings."""
-    where = str(path)
-    tree = _constructed(_text(path), where)
+    return parse_yaml(_text(path), str(path))
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """The keys and values of a text of settings; messages call it `where`."""
+    tree = _constructed(text, where)
     if tree is None:
         return {}
     if not isinstance(tree, dict):

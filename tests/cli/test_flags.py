@@ -53,6 +53,7 @@ FROZEN = {
         --val-split --warmup --weight-decay -c DATA TARGET""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
+    "watch": "--host --port --quiet --token FOLDER",
     "schema": "",
     "completion": "SHELL",
 }

@@ -18,7 +18,7 @@ from graftune.api import train
 from graftune.cli import main
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.files import FolderLock
+from graftune.lock import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts

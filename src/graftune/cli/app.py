@@ -31,6 +31,7 @@ from graftune.cli.profile import profile
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
 from graftune.cli.typed import Line, read_line
+from graftune.cli.watch import watch
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.console import Console
 from graftune.ranks import from_environment
@@ -51,6 +52,7 @@ app.command(data)
 app.command(plan)
 app.command(profile)
 app.command(export)
+app.command(watch)
 app.command(doctor)
 app.command(schema)
 app.command(functools.partial(completion, app), name="completion")

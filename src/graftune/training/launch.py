@@ -15,7 +15,7 @@ from typing import Any
 
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.files import FolderLock
+from graftune.lock import FolderLock
 from graftune.observe.console import Console
 from graftune.ranks import Ranks, from_environment
 from graftune.training.loop import Callback, Run, TrainResult

@@ -25,9 +25,9 @@ from graftune.data.pack import Capacities, largest
 from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
-from graftune.files import LOCK, FolderLock
 from graftune.kernels.rehearsal import Launched
 from graftune.kernels.warm import Warming
+from graftune.lock import LOCK, FolderLock
 from graftune.losses import choose
 from graftune.mixture import DataValue, label, slug
 from graftune.observe import plot

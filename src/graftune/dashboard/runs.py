@@ -1,0 +1,220 @@
+"""The runs below a folder, each as a short document, kept current at the cost of looking at what has changed.
+
+A folder is a run if it holds metrics.jsonl, the first file that a run makes. Runs are found by walking, without
+following links, and known by their path below the watched folder; a request can only name one that was found, so no
+name leads out of it. What a run says is read again when its files' sizes or times change, and of its log only what is
+new.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from graftune.dashboard.log import Glance, Log, number
+from graftune.dashboard.reading import stamp
+from graftune.dashboard.settings_file import settings_of
+from graftune.dashboard.states import RUNNING, Pulse, State, state_of
+from graftune.errors import GraftuneError, one_line
+
+LOG, CONFIG = "metrics.jsonl", "config.yaml"
+DEEPEST = 6  # folders below the watched one
+MOST_RUNS = 20_000
+FRESH = 0.5  # seconds for which a look at all folders holds
+KEPT_BYTES = 40 << 20  # figures of steps that are held in memory, over all runs
+Document = dict[str, Any]
+
+
+class Run:
+    """One run folder."""
+
+    def __init__(self, key: str, folder: Path):
+        self.id, self.folder, self.lock = key, folder, threading.RLock()
+        self.glance, self.pulse = Glance(folder / LOG), Pulse(folder)
+        self.settings: dict[str, Any] = {}
+        self._log: Log | None = None
+        self._stamps: tuple[Any, ...] = ()
+        self.state = State("preparing", "")
+        self.version = 0  # rises whenever the document changes
+
+    def refresh(self) -> None:
+        """Read what has changed."""
+        with self.lock:
+            log, config = stamp(self.folder / LOG), stamp(self.folder / CONFIG)
+            before = self._stamps
+            if before[1:] != (config,):
+                self.settings = settings_of(self.folder / CONFIG)
+            if before[:1] != (log,):
+                self.glance.advance()
+            state = state_of(self.folder, self.glance, None if self._over() else self.pulse.holder())
+            if before != (log, config) or state != self.state:
+                self._stamps, self.state = (log, config), state
+                self.version += 1
+
+    def _over(self) -> bool:
+        """An ended run is looked at once more only if somebody has its lock."""
+        return bool(self.glance.end) and not self.pulse.path.exists()
+
+    def document(self, differing: list[str]) -> Document:
+        with self.lock:
+            glance, settings = self.glance, self.settings
+            best, best_step = glance.best()
+            return {
+                "id": self.id,
+                "name": shown_name(self.folder.name),
+                "state": self.state.state,
+                "sentence": self.state.sentence,
+                "base": _text(settings.get("base")) or "bundled SmolLM2-135M-Instruct",
+                "data": _data(settings.get("data")),
+                "method": _text(settings.get("method")) or "lora",
+                "steps": glance.steps,
+                "max_steps": glance.total,
+                "best_eval": best,
+                "best_eval_step": best_step,
+                "last_loss": number(glance.step.get("loss")),
+                "tok_s": number(glance.step.get("tok_s")) if self.state.state in RUNNING else None,
+                "started": number(glance.start.get("time")),
+                "updated": glance.updated,
+                "settings": settings,
+                "differing": differing,
+            }
+
+    def log(self) -> Log:
+        """All figures, current. Call and use it with `lock` held."""
+        if self._log is None:
+            self._log = Log(self.folder / LOG)
+        self._log.advance()
+        return self._log
+
+    @property
+    def held_bytes(self) -> int:
+        return self._log.nbytes if self._log is not None else 0
+
+    def let_go(self) -> None:
+        with self.lock:
+            self._log = None
+
+
+class Runs:
+    """All runs below `root`, or the one that `root` is."""
+
+    def __init__(self, root: Path):
+        self.root = Path(os.path.realpath(root))
+        self.single = is_run(self.root)
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+        self._looked = -FRESH
+        self._used: list[Run] = []  # runs whose figures are held, the latest last
+
+    def refresh(self) -> None:
+        """Find runs that are new or gone, and read what has changed in the others."""
+        with self._lock:
+            if time.monotonic() - self._looked < FRESH:
+                return
+            found = {self.root.name or "run": self.root} if self.single else found_runs(self.root)
+            self._runs = {key: self._runs.get(key) or Run(key, folder) for key, folder in found.items()}
+            for run in self._runs.values():
+                run.refresh()
+            self._looked = time.monotonic()
+
+    def known(self) -> list[Run]:
+        """As of the last look."""
+        return list(self._runs.values())
+
+    def all(self) -> list[Run]:
+        self.refresh()
+        return list(self._runs.values())
+
+    def get(self, key: str) -> Run:
+        """The run of that id. KeyError where there is none, or its folder has become a link."""
+        run = self._runs.get(key)
+        if run is None:
+            self.refresh()
+            run = self._runs[key]
+        if Path(os.path.realpath(run.folder)) != run.folder or not run.folder.is_dir():
+            raise KeyError(key)
+        return run
+
+    def differing(self) -> list[str]:
+        """Settings that are not the same in all runs."""
+        seen: dict[str, Any] = {}
+        found: set[str] = set()
+        runs = list(self._runs.values())
+        for run in runs:
+            for name, value in run.settings.items():
+                if name != "out" and seen.setdefault(name, value) != value:
+                    found.add(name)
+        return sorted(found)
+
+    def documents(self) -> list[Document]:
+        runs = self.all()
+        differing = self.differing()
+        return [run.document(differing) for run in runs]
+
+    def keep(self, run: Run) -> None:
+        """Hold the figures of a run that was looked at; those looked at longest ago go when it is too much."""
+        with self._lock:
+            self._used = [*(one for one in self._used if one is not run), run]
+            while len(self._used) > 1 and sum(one.held_bytes for one in self._used) > KEPT_BYTES:
+                self._used.pop(0).let_go()
+
+
+def open_runs(folder: str) -> Runs:
+    """The runs of a folder that a user named."""
+    path = Path(folder).expanduser()
+    if not path.exists():
+        raise GraftuneError(
+            "there is no such folder", where=folder, mend="give a run folder or a folder of runs, or train a run first"
+        )
+    if not path.is_dir():
+        raise GraftuneError("is a file", where=folder, mend="give a run folder or a folder of runs")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise GraftuneError("cannot be read", where=folder, mend="change its permissions, or give another folder")
+    return Runs(path)
+
+
+def is_run(folder: Path) -> bool:
+    return any(stamp(folder / name) != (0, 0, 0) for name in (LOG, CONFIG))
+
+
+def found_runs(root: Path) -> dict[str, Path]:
+    """Run folders by id, in the order of their names. What lies in a run is no run."""
+    found: dict[str, Path] = {}
+    waiting = [(root, 0)]
+    while waiting and len(found) < MOST_RUNS:
+        folder, depth = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                inside = list(entries)
+        except OSError:
+            continue
+        if folder != root and any(entry.name == LOG and entry.is_file(follow_symlinks=False) for entry in inside):
+            key = shown_name(str(folder.relative_to(root)))
+            while key in found:
+                key += "~"
+            found[key] = folder
+        elif depth < DEEPEST:
+            below = [e for e in inside if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+            waiting += [(Path(entry.path), depth + 1) for entry in below]
+    return dict(sorted(found.items()))
+
+
+def shown_name(name: str) -> str:
+    """A name as text that every encoder takes: bytes that are no UTF-8 are spelled out."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _data(value: Any) -> str:
+    """What the run was trained on, in few words."""
+    if isinstance(value, list) and value:
+        first = value[0].get("path") if isinstance(value[0], dict) else value[0]
+        more = len(value) - 1
+        return one_line(str(first)) + (f" and {more} more" if more else "")
+    return _text(value) or "bundled sample"

@@ -1,0 +1,170 @@
+"""The page's server: its addresses, and what each of them answers.
+
+Everything under /api is JSON or a stream of server-sent events; the rest are the files of the page. Names of runs come
+from the address as they were sent (a slash within one is %2F), and are looked up among the runs that were found: no
+path is ever made of them. What takes longer than a moment is done in a thread, so that streams go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from importlib.resources import files
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from graftune.dashboard import streams
+from graftune.dashboard.reading import read_bytes
+from graftune.dashboard.runs import Run, Runs
+from graftune.dashboard.security import Guard
+from graftune.dashboard.series import series
+from graftune.dashboard.views import PROFILE, details
+from graftune.errors import GraftuneError
+
+STATIC = str(files("graftune.dashboard").joinpath("static"))
+VIEWS = ("series", "events", "preview", "profile")
+
+
+class Server:
+    """The answers, over the runs of one folder."""
+
+    def __init__(self, runs: Runs):
+        self.runs, self.closing = runs, streams.Closing()
+        self.watch = streams.ListWatch(runs, self.closing)
+        self.readers = 0
+
+    # The list
+
+    async def list_runs(self, request: Request) -> Response:
+        def asked() -> bytes:
+            found = self.runs.documents()
+            differing = found[0]["differing"] if found else []
+            return _json({"root": str(self.runs.root), "runs": found, "differing": differing})
+
+        return Response(await asyncio.to_thread(asked), media_type="application/json")
+
+    async def list_events(self, request: Request) -> Response:
+        return self._stream(self.watch.events())
+
+    # One run
+
+    async def run(self, request: Request) -> Response:
+        """/api/runs/ID and /api/runs/ID/VIEW."""
+        raw = request.scope.get("raw_path") or request.scope["path"].encode()
+        parts = raw.decode("latin-1").partition("?")[0].removeprefix("/api/runs/").split("/")
+        view = parts.pop() if len(parts) > 1 and parts[-1] in VIEWS else ""
+        run = await asyncio.to_thread(self._found, unquote("/".join(parts)))
+        if view == "events":
+            since = _whole(request, "since", 0) or 0
+            return self._stream(streams.log_events(self.runs, run, since, self.closing))
+        answer: Callable[[], Response] = {
+            "": lambda: self._details(run),
+            "series": lambda: self._series(run, request),
+            "profile": lambda: _profile(run),
+            "preview": lambda: _none("preview"),
+        }[view]
+        return await asyncio.to_thread(answer)
+
+    def _found(self, key: str) -> Run:
+        try:
+            return self.runs.get(key)
+        except KeyError:
+            raise HTTPException(404, "there is no such run in the watched folder") from None
+
+    def _details(self, run: Run) -> Response:
+        self.runs.refresh()
+        document = details(run, self.runs.differing())
+        self.runs.keep(run)
+        return Response(_json(document), media_type="application/json")
+
+    def _series(self, run: Run, request: Request) -> Response:
+        names = [name for name in request.query_params.get("names", "").split(",") if name]
+        points = _whole(request, "points", 2000) or 2000
+        first, last = _whole(request, "from", None), _whole(request, "to", None)
+        with run.lock:
+            document = series(run.log(), names, points, first, last)
+        self.runs.keep(run)
+        return Response(_json(document), media_type="application/json")
+
+    def _stream(self, events: AsyncIterator[str]) -> Response:
+        if self.readers >= streams.MOST_READERS:
+            raise HTTPException(503, f"{self.readers} pages are open already; close one of them")
+        return StreamingResponse(self._counted(events), media_type="text/event-stream")
+
+    async def _counted(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        self.readers += 1
+        try:
+            async for event in events:
+                yield event
+        finally:
+            self.readers -= 1
+            await events.aclose()  # type: ignore[attr-defined]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        self.closing.set = True
+
+
+def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "") -> Starlette:
+    """The whole server, as something that uvicorn or a test runs."""
+    server = Server(runs)
+    app = Starlette(
+        routes=[
+            Route("/", _page),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/api/runs", server.list_runs),
+            Route("/api/events", server.list_events),
+            Route("/api/runs/{rest:path}", server.run),
+        ],
+        middleware=[Middleware(Guard, host=host, token=token)],
+        exception_handlers={HTTPException: _refused, GraftuneError: _mistaken},  # type: ignore[dict-item]
+        lifespan=server.lifespan,
+    )
+    app.state.server = server
+    return app
+
+
+async def _page(request: Request) -> Response:
+    return FileResponse(f"{STATIC}/index.html", headers={"cache-control": "no-cache"})
+
+
+def _profile(run: Run) -> Response:
+    content = read_bytes(run.folder / PROFILE, 32 << 20)
+    return _none("profile") if content is None else Response(content, media_type="application/json")
+
+
+def _none(what: str) -> Response:
+    return JSONResponse({"error": f"this run has no {what}"}, 404)
+
+
+def _json(document: Any) -> bytes:
+    """In ASCII: halves of characters, which a file may hold, would be no UTF-8."""
+    return json.dumps(document, separators=(",", ":")).encode("ascii")
+
+
+def _whole(request: Request, name: str, default: int | None) -> int | None:
+    given = request.query_params.get(name, "")
+    if not given:
+        return default
+    if not given.isascii() or not given.isdecimal() or len(given) > 15:
+        raise HTTPException(400, f"{name} has to be a whole number")
+    return int(given)
+
+
+async def _refused(request: Request, error: HTTPException) -> Response:
+    return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
+
+
+async def _mistaken(request: Request, error: GraftuneError) -> Response:
+    return JSONResponse({"error": str(error)}, 400)

@@ -1,0 +1,107 @@
+"""The server on a port: bound before anything is said, so that a taken port is one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+
+from graftune.dashboard.runs import Runs
+from graftune.dashboard.security import is_loopback, new_token
+from graftune.dashboard.server import application
+from graftune.errors import GraftuneError
+
+TOKEN = "GRAFTUNE_WATCH_TOKEN"
+SHORTEST_TOKEN = 16
+
+
+class Page:
+    """A bound port and the application behind it. `run` serves until a signal, `start` in a thread until `stop`."""
+
+    def __init__(self, runs: Runs, *, host: str, port: int, token: str = ""):
+        self._socket = _bound(host, port)
+        self.host, self.port, self._token = host, self._socket.getsockname()[1], token
+        app = application(runs, host=host, token=token)
+        self._closing = app.state.server.closing
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=32 << 10, limit_concurrency=1000, ws="none",
+        )  # fmt: skip
+        self._server = _Server(config, self._closing)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """With the token, if there is one: for the user's eyes alone."""
+        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        name = f"[{name}]" if ":" in name else name
+        return f"http://{name}:{self.port}/" + (f"?token={self._token}" if self._token else "")
+
+    def run(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name="page", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._closing.set = self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(5)
+
+
+class _Server(uvicorn.Server):
+    """Streams are told of the end before connections are waited for."""
+
+    def __init__(self, config: uvicorn.Config, closing: object):
+        super().__init__(config)
+        self._streams = closing
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._streams.set = True  # type: ignore[attr-defined]
+        await super().shutdown(sockets)
+
+
+def token_for(host: str, always: bool, shown: Callable[[], bool]) -> str:
+    """The token that a page on `host` needs; empty on loopback, unless it is asked for. Without one of the user's own
+    it is made up, which helps only where they can see it (`shown`)."""
+    own = os.environ.get(TOKEN, "")
+    if is_loopback(host) and not always and not own:
+        return ""
+    if own:
+        if len(own) < SHORTEST_TOKEN or not own.isascii() or not own.isprintable() or set(own) & set(' ;,"\\&#%+?='):
+            raise GraftuneError(
+                f"{TOKEN} is too short or holds other characters than letters, digits, - and _",
+                mend=f"give it at least {SHORTEST_TOKEN} of them",
+            )
+        return own
+    if not shown():
+        raise GraftuneError(
+            "a page that needs a token has nobody to show it to, because stderr is not a terminal",
+            mend=f"set {TOKEN} to a token of your own",
+        )
+    return new_token()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(256)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise GraftuneError(f"port {port} is taken", mend="give another one with port, or 0 for any") from None
+        raise GraftuneError(
+            f"cannot listen on {host}, port {port} ({error.strerror or error})", mend="give another host or port"
+        ) from None
+    except OverflowError:
+        listening.close()
+        raise GraftuneError(f"port is {port}", mend="it must be at least 0 and at most 65535") from None
+    return listening

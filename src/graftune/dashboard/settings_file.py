@@ -1,0 +1,83 @@
+"""config.yaml of many runs, read quickly.
+
+YAML takes a millisecond or nine for one file, and a list may have a thousand that differ in two lines. As graftune
+writes it, a file is sections of two-space keys; each key with its value is parsed as YAML by itself and remembered by
+its text. A file that looks otherwise is parsed as a whole, with the limits of yaml_file.py. Nothing is checked against
+the settings of this version: a run may be of another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from graftune.dashboard.reading import read_bytes
+from graftune.errors import GraftuneError
+from graftune.yaml_file import LARGEST, parse_yaml
+
+_SECTION = re.compile(r"[a-z_]+:")
+_FIRST = re.compile(r"  [A-Za-z_]\w*:(\s|$)")
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """The settings by name, without their sections; none where the file is missing or is no YAML."""
+    content = read_bytes(path, LARGEST)
+    if content is None:
+        return {}
+    text = content.decode("utf-8-sig", "replace")
+    try:
+        parts = _parts(text)
+        found = [_parsed(part) for part in parts] if parts is not None else None
+        if found is not None and all(len(one) == 1 for one in found):
+            flat = {name: value for one in found for name, value in one.items()}
+        else:
+            flat = _flat(parse_yaml(text, path.name))
+    except GraftuneError:
+        return {}
+    return {str(name): _plain(value) for name, value in flat.items()}
+
+
+def _parts(text: str) -> list[str] | None:
+    """Each key with its value; None if the file is not as graftune writes it."""
+    parts: list[str] = []
+    in_section = False
+    for line in text.splitlines():
+        if line.startswith("#") or not line:
+            continue
+        if _SECTION.fullmatch(line):
+            in_section = True
+        elif in_section and _FIRST.match(line):
+            parts.append(line)
+        elif parts and line.startswith(("   ", "  - ")):
+            parts[-1] += "\n" + line
+        elif not (in_section and line == "  {}"):
+            return None
+    return parts
+
+
+@functools.lru_cache(maxsize=8192)
+def _parsed(part: str) -> dict[str, Any]:
+    return parse_yaml(part, "config.yaml")
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat.update(value if isinstance(value, dict) and name != "map" else {name: value})
+    return flat
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """As JSON holds it: dates and what else YAML knows become text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth < 8 and isinstance(value, dict):
+        return {str(name): _plain(inner, depth + 1) for name, inner in value.items()}
+    if depth < 8 and isinstance(value, list | tuple):
+        return [_plain(inner, depth + 1) for inner in value]
+    return str(value)

@@ -1,0 +1,152 @@
+"""Server-sent events: what is appended to a log, and what changes in the list, sent to every page that is open.
+
+Each reader keeps its own place in the file and looks at its size twice a second; what two readers read is in the
+system's cache. The list is looked at once for all of its readers. A comment every few seconds keeps proxies from
+closing a quiet line, and lets the server notice readers that have gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from graftune.dashboard.log import CHUNK, LONGEST, parsed
+from graftune.dashboard.reading import opened
+from graftune.dashboard.runs import LOG, Run, Runs
+
+LOOK, BEAT = 0.5, 5.0  # seconds between two looks at a file, and between two comments
+MOST_READERS = 400
+
+
+def message(document: Any, event: str = "") -> str:
+    """One server-sent event."""
+    return (f"event: {event}\n" if event else "") + f"data: {json.dumps(document)}\n\n"
+
+
+class Quiet:
+    """Says when it is time for a comment."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def sent(self) -> None:
+        self.last = time.monotonic()
+
+    def due(self) -> bool:
+        if time.monotonic() - self.last < BEAT:
+            return False
+        self.sent()
+        return True
+
+
+class Closing:
+    """Set when the server ends: streams end with it instead of holding it up."""
+
+    def __init__(self) -> None:
+        self.set = False
+
+    async def wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self.set and (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 0.25))
+
+
+async def log_events(runs: Runs, run: Run, since: int, closing: Closing) -> AsyncIterator[str]:
+    """Every event behind the byte `since`, as it is written; and the state whenever it changes."""
+    offset, said, quiet = since, None, Quiet()
+    yield ": follow\n\n"
+    while not closing.set:
+        try:
+            await asyncio.to_thread(runs.get, run.id)
+        except KeyError:
+            yield message({"gone": run.id}, "gone")
+            return
+        await asyncio.to_thread(run.refresh)
+        if run.state != said:
+            said = run.state
+            yield message({"state": said.state, "sentence": said.sentence}, "state")
+            quiet.sent()
+        piece, began = await asyncio.to_thread(appended, run, offset)
+        if began != offset:  # another file has taken the place of the one that was followed
+            yield message({"reset": True}, "reset")
+        offset = began
+        lines = piece.split(b"\n")[:-1]
+        for line in lines:
+            offset += len(line) + 1
+            event = parsed(line)
+            if event is not None:
+                yield message({"offset": offset, "event": event})
+                quiet.sent()
+        if quiet.due():
+            yield ": still here\n\n"
+        if not lines:
+            await closing.wait(LOOK)
+
+
+def appended(run: Run, offset: int) -> tuple[bytes, int]:
+    """Whole lines behind `offset`, and where they begin: 0 if the file has become shorter."""
+    try:
+        with opened(run.folder / LOG) as handle:
+            size = os.fstat(handle).st_size
+            offset = offset if offset <= size else 0
+            most = CHUNK
+            while True:
+                content = os.pread(handle, min(most, size - offset), offset)
+                end = content.rfind(b"\n") + 1
+                if end or len(content) < most or most > LONGEST:
+                    return content[:end], offset
+                most *= 4
+    except OSError:
+        return b"", 0
+
+
+class ListWatch:
+    """What changes in the list, found once for all readers."""
+
+    def __init__(self, runs: Runs, closing: Closing):
+        self.runs, self.closing = runs, closing
+        self.readers: set[asyncio.Queue[str]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._versions: dict[str, int] = {}
+
+    async def events(self) -> AsyncIterator[str]:
+        queue: asyncio.Queue[str] = asyncio.Queue(maxsize=20_000)
+        if self._task is None or self._task.done():
+            self._versions = await asyncio.to_thread(self._looked)
+            self._task = asyncio.create_task(self._watch())
+        self.readers.add(queue)
+        try:
+            yield ": follow\n\n"
+            while not self.closing.set:
+                try:
+                    yield await asyncio.wait_for(queue.get(), BEAT)
+                except TimeoutError:
+                    yield ": still here\n\n"
+        finally:
+            self.readers.discard(queue)
+
+    async def _watch(self) -> None:
+        while self.readers and not self.closing.set:
+            versions = await asyncio.to_thread(self._looked)
+            differing = self.runs.differing()
+            for run in self.runs.known():
+                if versions.get(run.id) != self._versions.get(run.id):
+                    self._send(message({"run": run.document(differing)}))
+            for key in self._versions.keys() - versions.keys():
+                self._send(message({"gone": key}))
+            self._versions = versions
+            await self.closing.wait(1.0)
+
+    def _looked(self) -> dict[str, int]:
+        return {run.id: run.version for run in self.runs.all()}
+
+    def _send(self, text: str) -> None:
+        for queue in list(self.readers):
+            if queue.full():  # a reader that does not read: it asks for the list anew when it is back
+                self.readers.discard(queue)
+            else:
+                queue.put_nowait(text)
