@@ -54,7 +54,8 @@ def finish(run: Run, stopped: str) -> dict[str, Any]:
 
 def ask_base(run: Run) -> None:
     run.base_answers = _ask(run, "the base", adapted=False)
-    run.log.emit("sample", step=0, answers=run.base_answers, questions=run.answers.digest)
+    asked = [question.asked for question in run.answers.questions]
+    run.log.emit("sample", step=0, answers=run.base_answers, questions=run.answers.digest, prompts=asked)
 
 
 def _take_best(run: Run) -> None:
@@ -80,7 +81,8 @@ def _compare(run: Run, together: bool) -> dict[str, Any]:
     if not run.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
         run.console.note("there is no base to ask: the answers are the trained model's alone")
     tuned = _ask(run, "the tuned model", adapted=True)
-    run.log.emit("sample", step=run.progress.step, answers=tuned)
+    more = {} if run.base_answers else {"prompts": [question.asked for question in run.answers.questions]}
+    run.log.emit("sample", step=run.progress.step, answers=tuned, **more)
     return run.answers.show(run.console, run.base_answers, tuned)
 
 

@@ -40,6 +40,7 @@ from graftune.training.prepare import (
     Prepared,
     report_start,
 )
+from graftune.training.preview import PreviewWriter
 from graftune.training.reporter import Reporter
 from graftune.training.resume import (
     KEPT_ON_RESUME,
@@ -49,6 +50,7 @@ from graftune.training.resume import (
     run_length,
 )
 from graftune.training.signals import HANGUP, noted_signals
+from graftune.training.typed import typed_command
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 
@@ -112,7 +114,8 @@ class Run:
 
     def _write_start(self) -> None:
         session = self.session
-        facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__}
+        facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__, "command": typed_command()}
+        facts |= {"examples": len(self.training), "encoded": self.training.examples.store.header.get("key", "")}
         facts |= {"device": session.runtime.describe(), "attention": session.attention.backend}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(session.arena.weights))
         if self.plan is not None:
@@ -177,6 +180,9 @@ class Run:
 
     def go(self) -> TrainResult:
         stopped = "finished"
+        preview = PreviewWriter(self.folder, self.training.examples, self.session.tokenizer, self.reporter.warn)
+        if self.crew.leads:
+            preview.start()
         try:
             with noted_signals(self._signalled):
                 if self._train() == "early":
@@ -189,6 +195,7 @@ class Run:
             self._stop()
             stopped, summary = "interrupted", {}
         finally:
+            preview.finish()
             self.log.close()
         p = self.progress
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
@@ -200,7 +207,7 @@ class Run:
         self._finish_steps()
         if not self.closing:  # by then the arena may hold the best step's weights
             self._save()
-        self.log.emit("run_end", step=self.progress.step, stopped="interrupted", **self.cost())
+        self.log.emit("run_end", step=self.progress.step, stopped="interrupted", signal=int(self.signal), **self.cost())
         if self.crew.leads:
             self.reporter.plot()
 
@@ -234,6 +241,8 @@ class Run:
     def _epoch(self, profile: Profile) -> None:
         """Steps until an evaluation is due or the epoch ends."""
         p, settings = self.progress, self.config.train
+        compiles = self.session.runtime.device.type == "cuda" and not self.reporter.host_seconds
+        self.reporter.phase("compiling" if compiles else "training")
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.pipeline.stage):
             began, waited = time.perf_counter(), self.pipeline.waited
             self._one_step(micro_batches)
@@ -306,6 +315,7 @@ class Run:
 
     def _evaluate(self) -> None:
         p = self.progress
+        self.reporter.phase("evaluating")
         examples, between = self.validation.examples, self._between if self.crew.world is None else _go_on
         with marked("evaluate"), self.reporter.counted("validating", len(examples), "examples", between) as count:
             result = self.session.evaluated(examples, on_progress=count)
@@ -344,6 +354,7 @@ class Run:
         if not self.validation.examples:
             self._save()
         self.closing = True
+        self.reporter.phase("finalising")
         with self.crew.busy("finishing the run"):
             return finish(self, stopped)
 

@@ -26,7 +26,7 @@ class Reporter:
     def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
         self.console, self.log, self.total, self.device = console, log, total, device
         self.plan, self.reported_plan = plan, False
-        self.bar = Progress(total)
+        self.bar, self._phase = Progress(total), ""
         png = log.path.with_name("loss.png")
         self.live_plot = LivePlot(lambda: loss_plot(log.path, png, log.path.parent.name))
         self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
@@ -41,12 +41,24 @@ class Reporter:
         with self.console.progress(self.total, done) as self.bar:
             yield
 
+    def warn(self, text: str, step: int = 0) -> None:
+        self.console.warn(text)
+        self.log.emit("warning", step=step, text=text)
+
+    def phase(self, name: str) -> None:
+        """What the run does from here on: compiling, training, evaluating or finalising."""
+        if name != self._phase:
+            self._phase = name
+            self.log.emit("phase", phase=name)
+
     def step(self, done: Figures, *, scaled: bool) -> None:
         facts, step = done.tag, done.tag["step"]
         self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"])
         speed = self.meter.tok_s
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures, **done.more)
+        if self._phase == "compiling":
+            self.phase("training")
         if self.plan is not None and not self.reported_plan:
             self._memory(self.plan, step)
             self.reported_plan = True
@@ -55,8 +67,7 @@ class Reporter:
             if scaled:
                 what = "the gradient overflowed; this update was skipped and the loss scale halved"
             text = f"step {step}: {what}"
-            self.console.warn(text)
-            self.log.emit("warning", step=step, text=text)
+            self.warn(text, step)
 
     def _memory(self, plan: Plan, step: int) -> None:
         """What the first step came to, beside what was planned."""
@@ -74,8 +85,7 @@ class Reporter:
         allowed, most = OFF[self.plan.device], device_bytes(self.device).peak
         if most > (1 + allowed) * self.plan.expected:
             text = f"memory: the run took {human_bytes(most)}, more than the {human_bytes(self.plan.expected)} planned"
-            self.console.warn(text)
-            self.log.emit("warning", step=step, text=text)
+            self.warn(text, step)
 
     def evaluation(self, result: EvalResult, step: int, epoch: int) -> None:
         self.log.emit("eval", step=step, epoch=epoch, **result.document())
