@@ -44,7 +44,7 @@ def weight_of(out: int, into: int, columns, rank: int = 16, *, both: bool = Fals
     weight.finish()
     given = Adapters(random(ranks, into, scale=1 / rank), random(out, rank, scale=0.01), columns, 2.0)
     weight.place_adapters(given)
-    fp8.quantise_adapters([weight.share], {})
+    fp8.quantise_adapters([weight.adapter_codes], {})
     return weight, given
 
 
@@ -79,13 +79,13 @@ def test_the_product_is_that_of_the_codes(m, n, k, padding, tuned):
 )
 def test_the_adapters_share(out, into, columns, both):
     weight, given = weight_of(out, into, columns, both=both)
-    assert weight.share is not None
+    assert weight.adapter_codes is not None
     x, grad = random(700, into), random(700, out, scale=1e-3)
     y, h = weight.forward(x)
     want = torch.cat(
         [2.0 * h[:, r].float() @ given.up[rows].float().t() for _, rows, r in lora_linear.members(columns, 16)], 1
     )
-    rows = weight._rows(x, None, weight.share.forward.reach)
+    rows = weight._rows(x, None, weight.adapter_codes.forward.reach)
     base = reference.mm(Rows(rows.codes[:, :into], rows.scale), Rows(weight.weight, weight.scale), torch.float32)
     read = rows.codes[:, :into].float() * rows.scale[:, None]  # by the adapters as by the weight
     assert off(h, read @ given.down.float().t()) < 8e-3
@@ -97,7 +97,7 @@ def test_the_adapters_share(out, into, columns, both):
     low = LowRank(h, given.up, columns, 2.0)
     grad_x, g = weight.backward(grad, low)
     want = g.float() @ given.down.float()
-    rows = weight._rows(grad, weight.scale, weight.share.backward.reach)
+    rows = weight._rows(grad, weight.scale, weight.adapter_codes.backward.reach)
     base = (rows.codes[:, :out].float() * rows.scale[:, None]) @ weight.weight.float()
     assert off(g, lora_linear.up_backward(grad, low)) < 8e-3
     assert off(grad_x, base + want) < 0.006
@@ -141,7 +141,7 @@ def test_captured_is_eager_and_follows_the_adapters():
     x, grad = random(96, 128), random(96, 256, scale=1e-3)
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        fp8.quantise_adapters([weight.share], tables)
+        fp8.quantise_adapters([weight.adapter_codes], tables)
         y, h = weight.forward(x)
         return y, weight.backward(grad, LowRank(h, given.up, given.columns, 2.0))[0]
 

@@ -33,7 +33,7 @@ def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: s
     weight.finish()
     given = adapters(out, into, rank, columns, size=size, device=device)
     assert weight.place_adapters(given) == []
-    fp8.quantise_adapters([weight.share], {})
+    fp8.quantise_adapters([weight.adapter_codes], {})
     return weight, (weight.weight.float() * weight.scale[:, None]).cpu(), given
 
 
@@ -67,7 +67,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     h, want = share(given, x, out)
     wide = torch.cat((x, h, torch.zeros(20, weight.adapter_columns - h.shape[1], dtype=h.dtype)), 1).to(device)
     with_, without = weight.matmul_augmented(wide).cpu(), weight.matmul(x.to(device)).cpu()
-    rows = weight._rows(x.to(device), None, weight.share.forward.reach)
+    rows = weight._rows(x.to(device), None, weight.adapter_codes.forward.reach)
     base = reference.mm(Rows(rows.codes[:, :into], rows.scale), Rows(weight.weight, weight.scale), torch.float32).cpu()
     # Of the units' sums: each of the 11 steps of 32 keeps 14 bits of what has added up, and cuts off the rest.
     alive, sums = want.norm(dim=1) > 0, 11 * 2.0**-14 if device == "cuda" else 0.0
@@ -83,7 +83,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
     want = g.float() @ given.down.float().cpu()
     wide = torch.cat((grad, g, torch.zeros(20, weight.adapter_columns - g.shape[1], dtype=g.dtype)), 1).to(device)
     with_ = weight.input_grad_augmented(wide).cpu()
-    rows = weight._rows(grad.to(device), weight.scale, weight.share.backward.reach)
+    rows = weight._rows(grad.to(device), weight.scale, weight.adapter_codes.backward.reach)
     base = (rows.codes[:, :out].float() * rows.scale[:, None]).cpu() @ weight.weight.float().cpu()
     assert ((with_ - base - want).norm(dim=1) <= 0.01 * want.norm(dim=1) + sums * base.norm(dim=1)).all()
     exact = grad.float() @ values
@@ -151,7 +151,7 @@ def test_the_ways_agree(kernels_on, device):
     alone, h_alone = weight.forward(normed.bfloat16().to(device))
     close(alone, product, 0.01)
     close(h_alone, h, 0.02)
-    codes = weight._rows(normed.bfloat16().to(device), None, weight.share.forward.reach)
+    codes = weight._rows(normed.bfloat16().to(device), None, weight.adapter_codes.forward.reach)
     close(h_alone, (codes.codes[:, :into].float() * codes.scale[:, None]).cpu() @ given.down.float().cpu().t(), 8e-3)
 
     gate_up = rows_of(tokens, 2 * into, torch.bfloat16)

@@ -10,6 +10,7 @@ the whole step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -73,17 +74,17 @@ class Loader:
 
     def counts(self, epoch: int, step: int) -> tuple[int, int]:
         """(tokens, response tokens) of a step, padding left out."""
-        held = [index for indices in self.plan(epoch)[step] for index in indices]
-        return int(self.lengths[held].sum()), int(self.responses[held].sum())
+        indices = list(itertools.chain.from_iterable(self.plan(epoch)[step]))
+        return int(self.lengths[indices].sum()), int(self.responses[indices].sum())
 
     def divisor(self, epoch: int, step: int) -> float:
         """What the loss's sums of that step are divided by; 1 where there is nothing to divide."""
-        held = [index for indices in self.plan(epoch)[step] for index in indices]
-        return float(self.shares[held].sum()) or 1.0
+        indices = list(itertools.chain.from_iterable(self.plan(epoch)[step]))
+        return float(self.shares[indices].sum()) or 1.0
 
     def capacities(self, epochs: int) -> Capacities:
         """What holds every micro-batch of the first `epochs` epochs; fixes the shapes."""
-        bins = (held for epoch in range(epochs) for step in self.plan(epoch) for held in step)
+        bins = (indices for epoch in range(epochs) for step in self.plan(epoch) for indices in step)
         self._limits = capacities(bins, self.lengths, self.responses)
         return self._limits
 
@@ -110,9 +111,9 @@ class Loader:
         mine = [step[number] if number < len(step) else [] for number in divided(step, self.lengths, self.share)]
         return [
             stage(
-                pack(take(self.examples, held), layout=self.layout, **limits)
-                if held
+                pack(take(self.examples, indices), layout=self.layout, **limits)
+                if indices
                 else pack_nothing(self.layout, **limits)
             )
-            for held in mine
+            for indices in mine
         ]

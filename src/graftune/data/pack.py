@@ -71,7 +71,7 @@ def plan_epoch(
             index = order.pop()
             if not step.takes(index, sizes[index]):
                 waiting.append(index)
-        steps.append([members(units, held) for held in step.bins if held])
+        steps.append([members(units, indices) for indices in step.bins if indices])
     return steps
 
 
@@ -99,9 +99,9 @@ def largest(examples: Sequence[Example], layout: BatchLayout) -> int:
     return int(unit_lengths(lengths_of(examples), units).max(initial=0))
 
 
-def members(units: Units, held: list[int]) -> list[int]:
-    """The examples of these units."""
-    return held if units is None else [index for unit in held for index in units[unit]]
+def members(units: Units, numbers: list[int]) -> list[int]:
+    """The indices of the examples of these units."""
+    return numbers if units is None else [index for unit in numbers for index in units[unit]]
 
 
 def bins_in_order(examples: Sequence[Example], capacity: int, layout: BatchLayout) -> list[list[int]]:
@@ -116,7 +116,7 @@ def bins_in_order(examples: Sequence[Example], capacity: int, layout: BatchLayou
             left = max(capacity, length)
         bins[-1].append(index)
         left -= length
-    return [members(units, held) for held in bins]
+    return [members(units, indices) for indices in bins]
 
 
 class _Step:
@@ -144,10 +144,10 @@ def capacities(
     bins: Iterable[Sequence[int]], lengths: Sequence[int] | np.ndarray, responses: Sequence[int] | np.ndarray
 ) -> Capacities:
     """The least that holds every one of these bins of indices, in whole tiles."""
-    held = list(bins)
-    assert held, "there is nothing to hold"
-    counts = np.fromiter(map(len, held), np.int64, len(held))
-    order = np.fromiter(itertools.chain.from_iterable(held), np.int64, int(counts.sum()))
+    bins = list(bins)
+    assert bins, "there is nothing to hold"
+    counts = np.fromiter(map(len, bins), np.int64, len(bins))
+    order = np.fromiter(itertools.chain.from_iterable(bins), np.int64, int(counts.sum()))
     starts = np.cumsum(counts) - counts
     tokens = np.add.reduceat(np.asarray(lengths, dtype=np.int64)[order], starts)
     rows = np.add.reduceat(np.asarray(responses, dtype=np.int64)[order], starts)
@@ -163,7 +163,7 @@ def divided(bins: Sequence[Sequence[int]], lengths: np.ndarray, share: Share) ->
     if share.size == 1:
         return list(range(len(bins)))
     each = ceil_div(len(bins), share.size)
-    costs = [float((lengths[held] * (1 + lengths[held] / ATTENTION_COST)).sum()) for held in map(list, bins)]
+    costs = [float((lengths[indices] * (1 + lengths[indices] / ATTENTION_COST)).sum()) for indices in map(list, bins)]
     loads, parts = [0.0] * share.size, [list[int]() for _ in range(share.size)]
     for number in sorted(range(len(bins)), key=lambda number: (-costs[number], number)):
         rank = min((r for r in range(share.size) if len(parts[r]) < each), key=lambda r: (loads[r], r))

@@ -18,15 +18,15 @@ from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear, matmul, rope
 from graftune.kernels.fp8 import reference
-from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, Figures, Rows, Share, scale_of
+from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, AdapterCodes, Figures, Rows, scale_of
 from graftune.kernels.lora_linear import THIN, LowRank
 
 __all__ = [
     "E4M3",
     "LARGEST",
+    "AdapterCodes",
     "Figures",
     "Rows",
-    "Share",
     "act",
     "act_backward",
     "adapter_code_columns",
@@ -97,7 +97,7 @@ def quantise(
     slack: float = 1.0,
 ) -> torch.Tensor:
     """x [T, K] (times `factor` [K], fp32) into codes [T, K]; returns the scale [T]. `reach` makes the scale cover
-    what the adapters lay beside (`Share`), times `slack`."""
+    what the adapters lay beside (`AdapterCodes`), times `slack`."""
     assert x.shape == codes.shape and x.stride(1) == codes.stride(1) == 1 and codes.dtype == E4M3
     assert factor is None or (factor.shape == x.shape[1:] and factor.is_contiguous())
     if launch.fused(x):
@@ -138,14 +138,14 @@ def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
         reference.transpose(codes, out)
 
 
-def quantise_adapters(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
+def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
     """Brings the codes of adapters and their figures up to date; three launches on a GPU."""
-    if shares and launch.fused(shares[0].down):
+    if groups and launch.fused(groups[0].down):
         from graftune.kernels.fp8 import adapters
 
-        adapters.quantise_adapters(shares, tables)
+        adapters.quantise_adapters(groups, tables)
     else:
-        reference.quantise_adapters(shares)
+        reference.quantise_adapters(groups)
 
 
 def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

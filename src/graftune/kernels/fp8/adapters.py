@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from graftune.kernels import launch
-from graftune.kernels.fp8.reference import HEADROOM, LARGEST, MOST_Q, Share
+from graftune.kernels.fp8.reference import HEADROOM, LARGEST, MOST_Q, AdapterCodes
 from graftune.kernels.fp8.thin import beyond_code
 from graftune.kernels.lora_linear.reference import members
 
@@ -24,7 +24,7 @@ PIECE = 2048  # values that one program lays
 
 @launch.kernel
 def _measure(a_type_ptr, table_ptr, alpha_ptr, stats_ptr, B: tl.constexpr):
-    """Of one rank of one share: |A_r|^2, max |A_r|, and the same of the column of u = s B / scale.
+    """Of one rank of one group: |A_r|^2, max |A_r|, and the same of the column of u = s B / scale.
     Table: [A_r's address, its width, the address of B's first value, rows, distance, the scales' address]."""
     row = table_ptr + tl.program_id(0) * 6
     a_ptr = tl.load(row).to(tl.pointer_type(a_type_ptr.dtype.element_ty))
@@ -109,21 +109,21 @@ def _quantise(a_type_ptr, code_type_ptr, table_ptr, alpha_ptr, B: tl.constexpr):
     tl.store(place + 2 * distance, hi, mask)
 
 
-def quantise_adapters(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
-    """All shares in three launches, whose tables are made at the first call: not while capturing."""
+def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
+    """All groups in three launches, whose tables are made at the first call: not while capturing."""
     if "fp8.ranks" not in tables:
-        _make_tables(shares, tables)
-    kinds = shares[0].down, shares[0].beside
+        _make_tables(groups, tables)
+    kinds = groups[0].down, groups[0].beside
     stats = tables["fp8.stats"]
     _measure[(len(stats),)](kinds[0], tables["fp8.ranks"], tables["fp8.rank_alpha"], stats, B=1024, num_warps=4)
-    _figures[(len(shares),)](
-        stats, tables["fp8.shares"], B=64, LARGEST=LARGEST, HEADROOM=HEADROOM, MOST_Q=MOST_Q, num_warps=1
+    _figures[(len(groups),)](
+        stats, tables["fp8.groups"], B=64, LARGEST=LARGEST, HEADROOM=HEADROOM, MOST_Q=MOST_Q, num_warps=1
     )
     pieces = tables["fp8.pieces"]
     _quantise[(len(pieces),)](*kinds, pieces, tables["fp8.piece_alpha"], B=PIECE, num_warps=4)
 
 
-def _make_tables(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> None:
+def _make_tables(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
     ranks: list[tuple[int, ...]] = []
     lines: list[tuple[int, ...]] = []
     pieces: list[tuple[int, ...]] = []
@@ -141,23 +141,23 @@ def _make_tables(shares: Sequence[Share], tables: dict[str, torch.Tensor]) -> No
             ))  # fmt: skip
             piece_alpha.append(alpha)
 
-    for share in shares:
-        assert share.down.is_contiguous() and share.up.is_contiguous() and share.scale.is_contiguous()
-        n, into = share.down.shape
-        rank = share.up.shape[1]
-        lines.append((len(ranks), n, share.figures.data_ptr()))
-        for columns, rows, place in members(share.columns, rank):
-            up, scale = share.up[rows], share.scale[columns]
+    for group in groups:
+        assert group.down.is_contiguous() and group.up.is_contiguous() and group.scale.is_contiguous()
+        n, into = group.down.shape
+        rank = group.up.shape[1]
+        lines.append((len(ranks), n, group.figures.data_ptr()))
+        for columns, rows, place in members(group.columns, rank):
+            up, scale = group.up[rows], group.scale[columns]
             for r in range(rank):
-                down = share.down[place.start + r]
+                down = group.down[place.start + r]
                 ranks.append((down.data_ptr(), into, up[:, r].data_ptr(), len(up), rank, scale.data_ptr()))
-                rank_alpha.append(share.alpha)
-            beside = share.beside[columns, place.start :]
-            lay_out(up, beside, n * beside.stride(1), scale, share.figures[1], share.alpha)
-        lay_out(share.down, share.below, n * share.below.stride(0), None, share.figures[3], 1.0)
-    device = shares[0].down.device
+                rank_alpha.append(group.alpha)
+            beside = group.beside[columns, place.start :]
+            lay_out(up, beside, n * beside.stride(1), scale, group.figures[1], group.alpha)
+        lay_out(group.down, group.below, n * group.below.stride(0), None, group.figures[3], 1.0)
+    device = groups[0].down.device
     tables["fp8.ranks"] = torch.tensor(ranks, dtype=torch.int64).to(device)
-    tables["fp8.shares"] = torch.tensor(lines, dtype=torch.int64).to(device)
+    tables["fp8.groups"] = torch.tensor(lines, dtype=torch.int64).to(device)
     tables["fp8.pieces"] = torch.tensor(pieces, dtype=torch.int64).to(device)
     tables["fp8.rank_alpha"] = torch.tensor(rank_alpha, dtype=torch.float32).to(device)
     tables["fp8.piece_alpha"] = torch.tensor(piece_alpha, dtype=torch.float32).to(device)

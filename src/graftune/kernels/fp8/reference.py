@@ -55,7 +55,7 @@ class Figures(NamedTuple):
     shift: torch.Tensor  # 1 / q
 
 
-class Share(NamedTuple):
+class AdapterCodes(NamedTuple):
     """A group's adapters, and the frozen weight whose codes they lie beside (B) and below (A)."""
 
     down: torch.Tensor  # [R * members, in], the A's
@@ -129,25 +129,25 @@ def power(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def quantise_adapters(shares: Sequence[Share]) -> None:
-    """Brings each share's figures and its codes beside and below the weight up to date."""
-    for share in shares:
-        _quantise(share)
+def quantise_adapters(groups: Sequence[AdapterCodes]) -> None:
+    """Brings each group's figures and its codes beside and below the weight up to date."""
+    for group in groups:
+        _quantise(group)
 
 
-def _quantise(share: Share) -> None:
-    n, out = len(share.down), len(share.scale)
-    a = share.down.float()
+def _quantise(group: AdapterCodes) -> None:
+    n, out = len(group.down), len(group.scale)
+    a = group.down.float()
     u = a.new_zeros(out, n)  # s B / the weight's scales, member by member on a diagonal
-    for columns, rows, ranks in members(share.columns, share.up.shape[1]):
-        u[columns, ranks] = share.up[rows].float() * (share.alpha / share.scale[columns]).unsqueeze(1)
+    for columns, rows, ranks in members(group.columns, group.up.shape[1]):
+        u[columns, ranks] = group.up[rows].float() * (group.alpha / group.scale[columns]).unsqueeze(1)
     a_length, u_length = a.norm(dim=1).amax(), u.norm(dim=0).amax()
     q = power(torch.minimum(LARGEST / u.abs().amax(), HEADROOM * a_length))
     p = power(torch.minimum(LARGEST / a.abs().amax(), HEADROOM * u_length))
-    share.figures.copy_(torch.stack((a_length / q, 1 / q, u_length / p, 1 / p)))
+    group.figures.copy_(torch.stack((a_length / q, 1 / q, u_length / p, 1 / p)))
     for target, (hi, lo) in (
-        (share.beside, split(u * q)),
-        (share.below.t(), split(a.t() * p)),
+        (group.beside, split(u * q)),
+        (group.below.t(), split(a.t() * p)),
     ):
         for i, piece in enumerate((hi, lo, hi)):
             target[:, i * n : (i + 1) * n].copy_(piece)

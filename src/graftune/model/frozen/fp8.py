@@ -5,7 +5,7 @@ not (the sum runs over `out`), so the codes are transposed into a buffer that al
 value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base: where a card has
 much more than that (weights/placement.py). Scales of its rows serve both passes (kernels/fp8/reference.py), and
 adapters lie beside and below the codes as in any augmented weight, in three columns of codes a rank instead of one of
-bf16: `share` says where, and `Workspace.publish` writes them there.
+bf16: `adapter_codes` says where, and `Workspace.publish` writes them there.
 
 Weights are rounded to the nearest code once, while they are read. Codes that a checkpoint has with one scale a row, or
 one for all, are taken as they are (`CodedRows`).
@@ -28,7 +28,7 @@ from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch
 from graftune.kernels.augmented_weight import Adapters
-from graftune.kernels.fp8 import Rows, Share
+from graftune.kernels.fp8 import AdapterCodes, Rows
 from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource
@@ -52,7 +52,7 @@ class Workspace:
     def __init__(self, size: int, widest: int, device: torch.device):
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.ones = torch.ones(widest, dtype=torch.float32, device=device)
-        self.shares: list[Share] = []
+        self.adapter_codes: list[AdapterCodes] = []
         self._tables: dict[str, torch.Tensor] = {}
 
     @staticmethod
@@ -70,7 +70,7 @@ class Workspace:
 
     def publish(self) -> None:
         """Turns the adapters into codes again, after they have changed."""
-        fp8.quantise_adapters(self.shares, self._tables)
+        fp8.quantise_adapters(self.adapter_codes, self._tables)
 
 
 class Fp8(Augmented):
@@ -107,7 +107,7 @@ class Fp8(Augmented):
         self.kept: torch.Tensor | None = None  # [in, out + code_columns]
         if both:
             self.kept = fp8.buffer(in_features, out_features + code_columns, device, zero=True)
-        self.share: Share | None = None
+        self.adapter_codes: AdapterCodes | None = None
         self.name = "product"  # of the projection, in a profile
 
     @classmethod
@@ -169,8 +169,8 @@ class Fp8(Augmented):
         """Nothing is copied as it is: `Workspace.publish` turns the adapters into codes."""
         below = self.below if self.kept is None else self.kept[:, self.out_features :].t()
         figures = torch.zeros(4, dtype=torch.float32, device=self.scale.device)
-        self.share = Share(*adapters, self.scale, self.beside, below, figures)
-        self.workspace.shares.append(self.share)
+        self.adapter_codes = AdapterCodes(*adapters, self.scale, self.beside, below, figures)
+        self.workspace.adapter_codes.append(self.adapter_codes)
         return []
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -181,17 +181,17 @@ class Fp8(Augmented):
 
     def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] -> x W' + s h B'."""
-        width, share = self.in_features, self._share
-        rows = self._rows(x[:, :width], None, share.forward.reach, self.slack)
-        fp8.lay(x[:, width : width + len(share.down)], rows, width, share.forward.shift)
+        width, group = self.in_features, self._adapter_codes
+        rows = self._rows(x[:, :width], None, group.forward.reach, self.slack)
+        fp8.lay(x[:, width : width + len(group.down)], rows, width, group.forward.shift)
         product = self._product(rows)
         return product if out is None else out.copy_(product)
 
     def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         """[dY | g] -> dY W + g A."""
-        width, share = self.out_features, self._share
-        rows = self._rows(grad[:, :width], self.scale, share.backward.reach)
-        fp8.lay(grad[:, width : width + len(share.down)], rows, width, share.backward.shift)
+        width, group = self.out_features, self._adapter_codes
+        rows = self._rows(grad[:, :width], self.scale, group.backward.reach)
+        fp8.lay(grad[:, width : width + len(group.down)], rows, width, group.backward.shift)
         return self._grad_product(rows)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -202,12 +202,12 @@ class Fp8(Augmented):
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(s = x + y, rstd, norm(s) W' + s h B', h), without norm(s) in bf16. y is overwritten by the sum."""
-        share = self._share
+        group = self._adapter_codes
         codes = self._buffer(len(x), self.in_features)
-        total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=share.forward.reach)
+        total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=group.forward.reach)
         rows = Rows(codes, scale)
         spans.operation("adapters")
-        h = fp8.down(rows, self.in_features, share.down, share.forward.shift)
+        h = fp8.down(rows, self.in_features, group.down, group.forward.shift)
         return total, rstd, self._product(rows), h
 
     def after_act(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,23 +220,23 @@ class Fp8(Augmented):
         return self._act(gate_up)[1]
 
     def _act(self, gate_up: torch.Tensor) -> tuple[Rows, torch.Tensor]:
-        share, width = self._share, self.in_features
+        group, width = self._adapter_codes, self.in_features
         codes = self._buffer(len(gate_up), width)
-        rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=share.forward.reach))
+        rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=group.forward.reach))
         spans.operation("adapters")
-        return rows, fp8.down(rows, width, share.down, share.forward.shift)
+        return rows, fp8.down(rows, width, group.down, group.forward.shift)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, in] -> (x W' + s h B', h): h goes from its kernel straight into the codes."""
-        share = self._share
-        rows = self._rows(x, None, share.forward.reach)
+        group = self._adapter_codes
+        rows = self._rows(x, None, group.forward.reach)
         spans.operation("adapters")
-        h = fp8.down(rows, self.in_features, share.down, share.forward.shift)
+        h = fp8.down(rows, self.in_features, group.down, group.forward.shift)
         return self._product(rows), h
 
     def act_backward(self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> Rows:
         """SwiGLU's backward into `out`, our dY, and `act` (kernels/swiglu); returns dY's codes for `backward`."""
-        codes, reach = self._buffer(len(out), self.out_features), self._share.backward.reach
+        codes, reach = self._buffer(len(out), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.act_backward(grad_act, gate_up, out, act, inner, self.scale, reach=reach))
 
@@ -251,7 +251,7 @@ class Fp8(Augmented):
     ) -> Rows:
         """The norm's backward into `out`, the gradient of the stream that we wrote, so our dY: its codes for
         `backward`."""
-        codes, reach = self._buffer(len(x), self.out_features), self._share.backward.reach
+        codes, reach = self._buffer(len(x), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.norm_backward(grad_y, x, rstd, weight, residual, out, inner, self.scale, reach=reach))
 
@@ -264,7 +264,7 @@ class Fp8(Augmented):
         heads: tuple[int, int, int],
     ) -> Rows:
         """Rope's backward into `out`, our dY: its codes for `backward`."""
-        codes, reach = self._buffer(len(out), self.out_features), self._share.backward.reach
+        codes, reach = self._buffer(len(out), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.rope_backward(grads, out, cos, sin, heads, inner, self.scale, reach=reach))
 
@@ -278,7 +278,7 @@ class Fp8(Augmented):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left its
         codes, with columns behind them for the codes of g."""
-        reach, shift = self._share.backward
+        reach, shift = self._adapter_codes.backward
         if rows is None:
             rows = self._rows(grad, self.scale, reach)
         spans.operation("adapters")
@@ -286,9 +286,9 @@ class Fp8(Augmented):
         return self._grad_product(rows), g
 
     @property
-    def _share(self) -> Share:
-        assert self.share is not None, "no adapters were placed here"
-        return self.share
+    def _adapter_codes(self) -> AdapterCodes:
+        assert self.adapter_codes is not None, "no adapters were placed here"
+        return self.adapter_codes
 
     def _buffer(self, tokens: int, width: int) -> torch.Tensor:
         code_columns = self.storage.shape[1] - self.in_features
@@ -344,17 +344,17 @@ class FetchedFp8(Fp8):
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
         super().place_adapters(adapters)
         beside, below = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (self.beside, self.below))
-        self.share = self.workspace.shares[-1] = self._share._replace(beside=beside, below=below)
+        self.adapter_codes = self.workspace.adapter_codes[-1] = self._adapter_codes._replace(beside=beside, below=below)
         return []
 
     def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:
         if width is None:
-            self.beside.view(torch.uint8).copy_(self._share.beside.view(torch.uint8))
+            self.beside.view(torch.uint8).copy_(self._adapter_codes.beside.view(torch.uint8))
         return super()._product(rows, width)
 
     def _grad_product(self, rows: Rows, height: int | None = None) -> torch.Tensor:
         if height is None:
-            self.below.view(torch.uint8).copy_(self._share.below.view(torch.uint8))
+            self.below.view(torch.uint8).copy_(self._adapter_codes.below.view(torch.uint8))
         return super()._grad_product(rows, height)
 
 
