@@ -9,7 +9,7 @@ import torch
 
 from graftune.kernels import fp8, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.augmented_weight import Adapters
-from graftune.kernels.fp8 import E4M3, Rows, Share, reference
+from graftune.kernels.fp8 import E4M3, AdapterCodes, Rows, reference
 from graftune.kernels.lora_linear import LowRank
 
 NAN = float("nan")
@@ -166,7 +166,7 @@ def adapters(
     return Adapters(down.to(dtype).to(device), up.to(dtype).to(device), columns, 2.0)
 
 
-def share_of(given: Adapters, out: int, device: str, *, turned: bool = False) -> Share:
+def share_of(given: Adapters, out: int, device: str, *, turned: bool = False) -> AdapterCodes:
     """With columns for its codes, and scales as a weight has them."""
     into, code_columns = given.down.shape[1], fp8.adapter_code_columns(len(given.down))
     scale = torch.rand(out, generator=torch.Generator().manual_seed(3)).add(0.3).mul(2e-4).to(device)
@@ -174,7 +174,7 @@ def share_of(given: Adapters, out: int, device: str, *, turned: bool = False) ->
     below = fp8.buffer(
         into if turned else code_columns, code_columns if turned else into, torch.device(device), zero=True
     )
-    return Share(*given, scale, beside, below.t() if turned else below, torch.zeros(4, device=device))
+    return AdapterCodes(*given, scale, beside, below.t() if turned else below, torch.zeros(4, device=device))
 
 
 GROUPS = [
