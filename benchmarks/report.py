@@ -210,6 +210,26 @@ def sweeps() -> str:
     return "\n\n".join(parts)
 
 
+# What leaving the plain path costs: (case, participant), what it is beside, and both in words.
+RANKED = [
+    ("8b-4x2048", "ranked", "8b-4x2048", "8B, bf16: the only rank of a run over NCCL, its all-reduce in the graph"),
+    ("1b-1x512", "ranked", "1b-1x512", "1B, 512 tokens: the same"),
+    ("8b-shard-4x2048", "ours", "8b-4x2048", "8B, bf16: every block gathered, as `shard_base` does it"),
+    ("8b-nf4-host-4x2048", "ours", "8b-nf4-4x2048", "8B, NF4: fetched from host memory (`base_on: host`)"),
+]
+
+
+def ranked() -> str:
+    lines = ["| NVIDIA H200 | ms per step | plain run | beside it | GiB | plain run |", "|---|---|---|---|---|---|"]
+    found = next((record["ranks"] for record in records("ranks")), {})
+    for case, who, beside, words in RANKED:
+        if case in found and beside in found:
+            one, plain = found[case]["participants"][who], found[beside]["participants"]["ours"]
+            times = f"{one['ms']:.2f} | {plain['ms']:.2f} | {one['ms'] / plain['ms'] - 1:+.1%}"
+            lines.append(f"| {words} | {times} | {one['peak_gib']:.1f} | {plain['peak_gib']:.1f} |")
+    return "\n".join(lines) if lines[2:] else ABSENT
+
+
 def scale() -> str:
     """The model's curves at three sizes of a cluster."""
     columns = [("InfiniBand", 8), ("InfiniBand", 64), ("InfiniBand", 1024), ("Ethernet", 64), ("Ethernet", 1024)]

@@ -55,6 +55,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "sweeps": report.sweeps,
     "start": report.start,
     "speed": report.speed,
+    "ranked": report.ranked,
     "scale": report.scale,
     "scale hidden": report.scale_hidden,
     "scale marks": report.scale_marks,
