@@ -35,8 +35,9 @@ def test_every_file_of_the_package_gets_into_the_wheel():
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["graftune"]
     others = [str(p.relative_to(PACKAGE)) for p in shipped() if p.suffix != ".py"]
     assert {"py.typed", "data/sample/support.jsonl", "data/sample/support.yaml"} <= set(others)
+    assert {"dashboard/static/index.html", "dashboard/static/uPlot.LICENSE"} <= set(others)
     assert [name for name in others if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
-    folders = {p.parent for p in shipped()}
+    folders = {p.parent for p in shipped() if p.suffix == ".py"}
     assert [str(f) for f in folders if not (f / "__init__.py").is_file()] == [], "packages.find passes these over"
 
 

@@ -1,0 +1,294 @@
+// One chart: uPlot with the page's colours, a summary for screen readers, a table beside it, and pan and zoom by mouse,
+// keyboard and buttons. What range of steps is shown belongs to a `Range`, which all charts of a view share.
+
+import { el, fill, setText, table } from "./dom.js";
+import { count } from "./format.js";
+
+const LINES = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6", "--line-7", "--line-8"];
+const TABLE_ROWS = 60;
+
+export const lineColour = (at) => LINES[at % LINES.length];
+
+// The colour that a custom property has now: the canvas does not know `var()` and `light-dark()`.
+export function colour(name) {
+  const probe = el("span", { class: "unseen", style: { color: `var(${name})` } });
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+// The steps that are shown: null for the whole run, which then grows with it.
+export class Range {
+  constructor() {
+    this.shown = null;
+    this.whole = [0, 1];
+    this.listeners = [];
+    this.frame = 0;
+  }
+
+  onChange(listener) {
+    this.listeners.push(listener);
+  }
+
+  get now() {
+    return this.shown ?? this.whole;
+  }
+
+  set(min, max) {
+    const [first, last] = this.whole;
+    const width = Math.max(4, Math.min(max - min, last - first));
+    const from = Math.max(first, Math.min(min, last - width));
+    this.shown = width >= last - first ? null : [from, from + width];
+    // Once a frame, however often a mouse reports.
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      for (const listener of this.listeners) listener();
+    });
+  }
+
+  all() {
+    this.set(...this.whole);
+  }
+
+  pan(share) {
+    const [min, max] = this.now;
+    const shift = share * (max - min);
+    this.set(min + shift, max + shift);
+  }
+
+  zoom(factor, at = 0.5) {
+    const [min, max] = this.now;
+    const middle = min + at * (max - min);
+    this.set(middle - factor * at * (max - min), middle + factor * (1 - at) * (max - min));
+  }
+}
+
+// One table of steps for lines that were measured at different ones. Where a line has no point it gets `undefined`,
+// over which uPlot draws on; a `null` in the data, a loss that was not finite, stays a gap.
+export function aligned(lines) {
+  if (lines.length === 1) return [lines[0].steps, lines[0].values];
+  const same = lines.every((line) => line.steps === lines[0].steps);
+  if (same) return [lines[0].steps, ...lines.map((line) => line.values)];
+  const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, at) => [step, at]));
+  const columns = lines.map((line) => {
+    const column = new Array(steps.length).fill(undefined);
+    line.steps.forEach((step, at) => (column[place.get(step)] = line.values[at]));
+    return column;
+  });
+  return [steps, ...columns];
+}
+
+export class Chart {
+  // `lines`: [{label, colour (a custom property), width, points, dash, faint}]; `format` writes a value; `mark`:
+  // {value, label} is a horizontal line; `height` in pixels.
+  constructor({ title, lines, format, range, mark = null, height = 180, sync = "steps", note = "" }) {
+    Object.assign(this, { title, lines, format, range, mark, height, sync, log: false, data: [[], ...lines.map(() => [])] });
+    this.readout = el("span", { class: "readout" });
+    this.note = el("span", { class: "chart-note" }, note);
+    this.plot = el("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", on: { keydown: (event) => this.key(event), wheel: (event) => this.wheel(event) } });
+    this.details = el("details", { class: "chart-table", on: { toggle: () => this.fillTable() } }, el("summary", {}, "Table"));
+    this.element = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.note, this.readout), this.plot, this.details);
+    this.resize = new ResizeObserver(() => this.uplot?.setSize(this.size()));
+    this.onTheme = () => this.draw();
+    addEventListener("theme", this.onTheme);
+    range.onChange(() => this.uplot && this.applyRange());
+  }
+
+  size() {
+    return { width: Math.max(160, this.plot.clientWidth), height: this.height };
+  }
+
+  set(data) {
+    this.data = this.log ? [data[0], ...data.slice(1).map(positive)] : data;
+    this.raw = data;
+    if (!this.uplot) this.draw();
+    else {
+      this.uplot.setData(this.data, false);
+      this.applyRange();
+    }
+    if (this.uplot) this.read(this.uplot);
+    this.describe();
+    if (this.details.open) this.fillTable();
+  }
+
+  setLog(log) {
+    if (this.log === log) return;
+    this.log = log;
+    if (!this.raw) return;
+    this.uplot?.destroy();
+    this.uplot = null;
+    this.set(this.raw);
+  }
+
+  setLines(lines) {
+    this.lines = lines;
+    this.uplot?.destroy();
+    this.uplot = null;
+  }
+
+  applyRange() {
+    const [min, max] = this.range.now;
+    this.uplot.setScale("x", { min, max });
+  }
+
+  draw() {
+    if (!this.raw || !this.plot.isConnected) return;
+    this.uplot?.destroy();
+    const [dim, grid, ink] = ["--dim", "--grid", "--ink"].map(colour);
+    const font = "11px system-ui, sans-serif";
+    const axis = { stroke: dim, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 4 }, font };
+    this.uplot = new window.uPlot(
+      {
+        ...this.size(),
+        legend: { show: false },
+        padding: [8, 10, 0, 0],
+        scales: { x: { time: false }, y: this.log ? { distr: 3 } : { range: (_, min, max) => this.bounds(min, max) } },
+        axes: [
+          { ...axis, size: 26, gap: 2, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? count(tick) : "")) },
+          { ...axis, size: 58, gap: 4, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.format(tick, true))) },
+        ],
+        cursor: {
+          drag: { x: true, y: false, setScale: false, dist: 6 },
+          points: { size: 6 },
+          sync: { key: this.sync, setSeries: false, filters: { pub: moves, sub: moves } },
+          bind: { mousedown: (u, target, handler) => (event) => (event.shiftKey ? this.startPan(event) : handler(event)), dblclick: () => () => this.range.all() },
+        },
+        series: [{}, ...this.lines.map((line) => this.line(line))],
+        hooks: { setSelect: [(u) => this.selected(u)], setCursor: [(u) => this.read(u)], draw: [(u) => this.drawMark(u, ink)] },
+      },
+      this.data,
+      this.plot,
+    );
+    this.applyRange();
+    this.resize.observe(this.plot);
+  }
+
+  line({ label, colour: name, width = 1.5, points = false, dash, faint = false, alone = false }) {
+    const stroke = colour(name);
+    return {
+      label,
+      stroke: faint ? stroke.replace(/^rgb\(/, "rgba(").replace(/\)$/, ", 0.35)") : stroke,
+      width,
+      dash,
+      spanGaps: false,
+      paths: alone ? () => null : undefined,
+      points: { show: points || alone, size: 6, fill: stroke, stroke },
+    };
+  }
+
+  // The y range: all that is shown, with room, from 0 where that is near; the mark too unless it is far above.
+  bounds(min, max) {
+    if (min === null || max === null) return [0, 1];
+    if (this.mark && this.mark.value <= 4 * max) [min, max] = [Math.min(min, this.mark.value), Math.max(max, this.mark.value)];
+    if (min > 0 && min < 0.4 * max) min = 0;
+    const room = 0.06 * (max - min || Math.abs(max) || 1);
+    return [min === 0 ? 0 : min - room, max + room];
+  }
+
+  drawMark(u, ink) {
+    if (!this.mark) return;
+    const y = u.valToPos(this.mark.value, "y", true);
+    const { left, top, width, height } = u.bbox;
+    const there = y >= top && y <= top + height;
+    setText(this.note, there ? this.mark.label : `${this.mark.label}, outside of what is shown`);
+    if (!there) return;
+    const context = u.ctx;
+    context.save();
+    context.strokeStyle = ink;
+    context.lineWidth = devicePixelRatio;
+    context.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
+    context.beginPath();
+    context.moveTo(left, y);
+    context.lineTo(left + width, y);
+    context.stroke();
+    context.restore();
+  }
+
+  read(u) {
+    // Without a cursor the latest figures are shown, which is a legend at the same time.
+    const at = u.cursor.idx ?? this.raw[0].length - 1;
+    if (at < 0) return fill(this.readout);
+    const parts = this.lines.map((line, number) => {
+      const value = nearest(this.raw[number + 1], at);
+      if (value === undefined || value === null || line.alone) return null;
+      if (this.lines.length === 1 && line.colour === lineColour(0)) return el("b", {}, this.format(value)); // the title says what it is
+      return el("span", {}, el("i", { class: "swatch", style: { background: `var(${line.colour})`, opacity: line.faint ? "0.4" : "1" } }), `${line.label} `, el("b", {}, this.format(value)));
+    });
+    fill(this.readout, el("span", {}, `step ${count(this.raw[0][at])}`), parts);
+  }
+
+  selected(u) {
+    const { left, width } = u.select;
+    if (width > 4) this.range.set(u.posToVal(left, "x"), u.posToVal(left + width, "x"));
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  startPan(event) {
+    const width = this.uplot.over.clientWidth;
+    const [min, max] = this.range.now;
+    const from = event.clientX;
+    const move = (moved) => {
+      const shift = ((from - moved.clientX) / width) * (max - min);
+      this.range.set(min + shift, max + shift);
+    };
+    addEventListener("mousemove", move);
+    addEventListener("mouseup", () => removeEventListener("mousemove", move), { once: true });
+  }
+
+  wheel(event) {
+    if (event.ctrlKey) {
+      const box = this.uplot.over.getBoundingClientRect();
+      this.range.zoom(event.deltaY > 0 ? 1.25 : 0.8, Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
+    } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.range.pan(event.deltaX / this.uplot.over.clientWidth);
+    else return; // scrolling the page stays what it is
+    event.preventDefault();
+  }
+
+  key(event) {
+    const acts = { ArrowLeft: () => this.range.pan(-0.2), ArrowRight: () => this.range.pan(0.2), "+": () => this.range.zoom(0.6), "=": () => this.range.zoom(0.6), "-": () => this.range.zoom(1.6), 0: () => this.range.all() };
+    if (!acts[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    acts[event.key]();
+  }
+
+  describe() {
+    const parts = this.lines.map((line, number) => {
+      const known = this.raw[number + 1].map((value, at) => [this.raw[0][at], value]).filter(([, value]) => Number.isFinite(value));
+      if (!known.length) return null;
+      const [first, last] = [known[0], known[known.length - 1]];
+      return `${line.label} from ${this.format(first[1])} at step ${first[0]} to ${this.format(last[1])} at step ${last[0]}`;
+    });
+    const said = parts.filter(Boolean).join("; ") || "no data yet";
+    this.plot.setAttribute("aria-label", `${this.title}: ${said}. Arrow keys pan, plus and minus zoom.`);
+  }
+
+  // Rows evenly over what is shown; made when they are asked for.
+  fillTable() {
+    if (!this.details.open || !this.raw) return;
+    const [min, max] = this.range.now;
+    const inside = this.raw[0].map((step, at) => [step, at]).filter(([step]) => step >= min && step <= max);
+    const every = Math.max(1, Math.ceil(inside.length / TABLE_ROWS));
+    const rows = inside.filter((_, at) => at % every === 0 || at === inside.length - 1);
+    const columns = [{ title: "Step", number: true }, ...this.lines.map((line) => ({ title: line.label, number: true }))];
+    const made = table(this.title, columns, rows.map(([step, at]) => [count(step), ...this.raw.slice(1).map((column) => this.format(column[at]))]));
+    this.details.replaceChildren(this.details.firstElementChild, el("div", { class: "scroll", tabindex: "0" }, made));
+  }
+
+  destroy() {
+    removeEventListener("theme", this.onTheme);
+    this.resize.disconnect();
+    this.uplot?.destroy();
+    this.uplot = null;
+  }
+}
+
+const moves = (type) => type === "mousemove" || type === "mouseleave";
+const positive = (column) => column.map((value) => (value > 0 ? value : value === undefined ? undefined : null));
+
+// The value at a place of the table, or the last one before it: lines were not all measured at every step.
+function nearest(column, at) {
+  for (let place = at; place >= 0; place--) if (column[place] !== undefined) return column[place];
+  return undefined;
+}

@@ -1,0 +1,86 @@
+// Where a step's time goes: an icicle (each bar as wide as its share, its parts below it) with the tables beside it.
+
+import { get, runPath } from "./api.js";
+import { button, el, fill, table } from "./dom.js";
+import { milliseconds as ms, percent } from "./format.js";
+
+const DEEPEST = 6;
+const NARROWEST = 0.0015; // of what is shown; narrower bars are in the table only
+const NAMED = 0.02; // narrower bars have no room for a name; it is in their title
+
+export class ProfileView {
+  constructor(root, run) {
+    Object.assign(this, { root, run });
+  }
+
+  async start() {
+    try {
+      this.profile = await get(`${runPath(this.run.id)}/profile`);
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      fill(this.root, el("p", { class: "dim" }, "This run was not profiled. `graftune profile RUN` does it, and so does a run with `--profile-every`."));
+      return;
+    }
+    this.icicle = el("div", { class: "icicle" });
+    this.path = el("nav", { class: "crumbs", "aria-label": "Part of the step that is shown" });
+    fill(this.root, this.facts(), this.profile.tree ? [this.path, this.icicle] : null, this.tables());
+    if (this.profile.tree) this.show([this.profile.tree]);
+  }
+
+  facts() {
+    const { profile } = this;
+    const facts = [
+      ["Step", `${ms(profile.step_ms)} ms`, "with the profiler on"],
+      ["Plain step", `${ms(profile.plain_ms)} ms`, "without it"],
+      ["Eager step", profile.eager_ms ? `${ms(profile.eager_ms)} ms` : null, "without CUDA graphs"],
+      ["Floor", profile.floor_ms ? `${ms(profile.floor_ms)} ms` : null, "the step's products alone"],
+      ["Share of the floor", profile.floor_share ? percent(profile.floor_share) : null, "floor over plain step"],
+      ["Owned", percent(profile.owned), "of the time has a name"],
+      ["Device", profile.gpu ?? profile.device, profile.captured ? "captured in graphs" : "not captured"],
+    ].filter(([, value]) => value !== null && value !== undefined);
+    const shown = facts.map(([name, value, title]) => el("div", { title }, el("dt", {}, name), el("dd", {}, value)));
+    return [profile.bottleneck ? el("p", { class: "sentence" }, profile.bottleneck) : null, el("dl", { class: "figures" }, shown)];
+  }
+
+  show(path) {
+    const root = path[path.length - 1];
+    const step = (node, at) => (at === path.length - 1 ? el("span", { "aria-current": "true" }, node.name) : button(node.name, () => this.show(path.slice(0, at + 1)), { class: "link" }));
+    fill(this.path, path.map((node, at) => [at ? " \u203a " : null, step(node, at)]), el("span", { class: "dim" }, ` ${ms(root.ms)} ms`));
+    fill(this.icicle, el("ul", { "aria-label": `Parts of ${root.name}` }, this.node(root, path, root.ms, path.map((node) => tone(node.name)).find(Boolean), 0)));
+  }
+
+  node(node, path, whole, inherited, depth) {
+    const share = whole ? node.ms / whole : 0;
+    const parts = (node.children ?? []).filter((child) => child.ms / whole >= NARROWEST);
+    const covered = parts.reduce((sum, child) => sum + child.ms, 0);
+    const label = `${node.name} ${ms(node.ms)} ms, ${percent(share)}`;
+    const own = inherited ?? tone(node.name);
+    const below = path[path.length - 1] === node ? path : [...path, node];
+    const text = share < NAMED ? [] : [el("b", {}, node.name), el("span", {}, ` ${ms(node.ms)}`)];
+    const bar = button(text, () => this.show(below), { title: label, "aria-label": label, class: "slice", data: { tone: own ?? "part" } });
+    const rest = Math.max(0, node.ms - covered);
+    const children = depth < DEEPEST && parts.length ? el("ul", {}, parts.map((child) => this.node(child, below, whole, own, depth + 1)), rest ? el("li", { class: "rest", "aria-hidden": "true", style: { "flex-grow": rest } }) : null) : null;
+    return el("li", { style: { "flex-grow": node.ms } }, bar, children);
+  }
+
+  tables() {
+    const { phases = [], operations = [], hotspots = [], layers = [] } = this.profile;
+    const text = (title) => ({ title });
+    const number = (title) => ({ title, number: true });
+    const section = (title, made) => el("section", { class: "panel" }, el("h2", {}, title), el("div", { class: "scroll" }, made));
+    return el("div", { class: "columns" }, [
+      phases.length ? section("Phases", table("Phases", [text("Phase"), ...["ms", "p50", "p95", "p99", "Share"].map(number)], phases.map((each) => [each.name, ms(each.ms), ms(each.p50), ms(each.p95), ms(each.p99), percent(each.share)]))) : null,
+      operations.length ? section("Operations", table("Operations", [text("Operation"), text("Phase"), ...["ms", "Calls", "Share"].map(number)], operations.map((each) => [each.name, each.phase, ms(each.ms), each.calls, percent(each.share)]))) : null,
+      hotspots.length ? section("Hotspots", table("Hotspots", [text("Where"), number("ms"), number("Times the mean")], hotspots.map((each) => [each.name, ms(each.ms), each.times_the_mean?.toFixed(2)]))) : null,
+      layers.length ? section("Layers", table("Layers", [text("Layer"), number("Forward ms"), number("Backward ms")], layers.map((each) => [each.layer, ms(each.forward_ms), ms(each.backward_ms)]))) : null,
+    ]);
+  }
+}
+
+// The tone of a phase, which all that is below it has too.
+function tone(name) {
+  if (/backward/.test(name)) return "backward";
+  if (/forward/.test(name)) return "forward";
+  if (/adamw|update|norm of|gradient|clip|optim/i.test(name)) return "update";
+  return /loss|head/.test(name) ? "loss" : undefined;
+}

@@ -1,0 +1,96 @@
+// The curves of one run as the page holds them: an overview of the whole run, a finer part where one has zoomed in, and
+// the steps that arrive while it runs. The server thins out what is longer than `POINTS`, keeping spikes.
+
+import { series } from "./api.js";
+
+export const POINTS = 2000;
+
+export class Curves {
+  constructor(id, names) {
+    Object.assign(this, { id, names, overview: empty(names), detail: null, evals: [], asking: null });
+  }
+
+  async load() {
+    this.overview = await this.ask({});
+    this.detail = null;
+  }
+
+  async ask(part, signal) {
+    const found = await series(this.id, this.names, { points: POINTS, ...part }, signal);
+    const column = (name) => found.values[name] ?? found.steps.map(() => null);
+    return { steps: found.steps, values: Object.fromEntries(this.names.map((name) => [name, column(name)])), offset: found.offset };
+  }
+
+  get last() {
+    return this.overview.steps.length ? this.overview.steps[this.overview.steps.length - 1] : 0;
+  }
+
+  get first() {
+    return Math.min(this.overview.steps[0] ?? 0, this.evals[0]?.step ?? Infinity);
+  }
+
+  // A step that has just been made. A resumed run takes steps back: then false, and all is to be loaded again.
+  append(event) {
+    const { steps } = this.overview;
+    if (event.step <= this.last && steps.length) return steps.includes(event.step);
+    steps.push(event.step);
+    for (const name of this.names) this.overview.values[name].push(number(event[name]));
+    return true;
+  }
+
+  get crowded() {
+    return this.overview.steps.length > 2 * POINTS;
+  }
+
+  addEval(event) {
+    this.evals = [...this.evals.filter((each) => each.step !== event.step), event].sort((a, b) => a.step - b.step);
+  }
+
+  // Finer data for a part of the run, with as much again on either side to pan into. True if there is something new.
+  async zoom(range) {
+    if (!range) {
+      this.detail = null;
+      return true;
+    }
+    const [min, max] = range;
+    const inside = this.overview.steps.filter((step) => step >= min && step <= max).length;
+    if (inside >= max - min) return false; // every step is here already
+    if (this.detail && this.detail.from <= min && this.detail.to >= max && max - min > (this.detail.to - this.detail.from) / 6) return false;
+    this.asking?.abort();
+    this.asking = new AbortController();
+    const [from, to] = [Math.max(0, min - (max - min)), max + (max - min)];
+    try {
+      this.detail = { ...(await this.ask({ from, to }, this.asking.signal)), from, to };
+    } catch (error) {
+      if (error.name === "AbortError") return false;
+      throw error;
+    }
+    return true;
+  }
+
+  // What to draw: the finer part where it covers the range.
+  part(range) {
+    const covers = this.detail && range && this.detail.from <= range[0] && this.detail.to >= Math.min(range[1], this.last);
+    return covers ? this.detail : this.overview;
+  }
+}
+
+// Booleans are counted: a skipped update is 1.
+export const number = (value) => (value === true ? 1 : value === false ? 0 : typeof value === "number" ? value : null);
+
+const empty = (names) => ({ steps: [], values: Object.fromEntries(names.map((name) => [name, []])) });
+
+// Exponential smoothing by steps, so that it means the same however far apart the points are; without the pull of the
+// first value (the divisor takes it out).
+export function smoothed(steps, values, factor) {
+  if (!factor) return values;
+  let [mean, weight, before] = [0, 0, steps[0] - 1];
+  return values.map((value, at) => {
+    if (!Number.isFinite(value)) return value;
+    const kept = factor ** (steps[at] - before);
+    before = steps[at];
+    mean = kept * mean + (1 - kept) * value;
+    weight = kept * weight + (1 - kept);
+    return mean / weight;
+  });
+}
