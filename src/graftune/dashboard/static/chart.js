@@ -189,7 +189,7 @@ export class Chart {
 
   drawMark(u, ink) {
     if (!this.mark) return;
-    const y = u.valToPos(this.mark.value, "y", true);
+    const y = Math.floor(u.valToPos(this.mark.value, "y", true)) + 0.5;
     const { left, top, width, height } = u.bbox;
     const there = y >= top && y <= top + height;
     setText(this.note, there ? this.mark.label : `${this.mark.label}, outside of what is shown`);
