@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-templates soak gpu-test lint clean setup
+.PHONY: train test page-test screenshots test-templates soak gpu-test lint clean setup
 
 train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
@@ -18,6 +18,14 @@ test: $(VENV)/test.stamp
 	$(BIN)/mypy & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS); tests=$$?; \
 	wait $$types && exit $$tests
+
+# The page in a real Chromium, the machine's own. `make test` does it too where there is one, and says so where not.
+page-test: $(VENV)/page.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/page $(ARGS)
+
+# docs/images/page-*.png, of runs that are written by hand.
+screenshots: $(VENV)/page.stamp
+	$(BIN)/python tools/screenshots.py
 
 # Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 300. Other properties
 # are tried on 40 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py).
@@ -46,6 +54,7 @@ setup: $(VENV)/run.stamp
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 EXTRAS := $(if $(GPU)$(shell command -v nvidia-smi 2> /dev/null),gpu)
 comma := ,
+CHROMIUM := $(or $(GRAFTUNE_CHROMIUM),$(shell command -v chromium chromium-browser google-chrome-stable google-chrome 2> /dev/null | head -n 1))
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("graftune needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
@@ -55,9 +64,14 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 
 # A variable of a target holds for what it depends on: made on the way to test.stamp, run.stamp installs what tests need,
 # and says so.
-$(VENV)/test.stamp: EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma))test
+$(VENV)/test.stamp: EXTRAS := $(if $(EXTRAS),$(EXTRAS)$(comma))test$(if $(CHROMIUM),$(comma)page-test)
 $(VENV)/test.stamp: $(VENV)/run.stamp
 	grep -q test $(VENV)/run.stamp || $(PIP) -c constraints.txt torch -e '.[$(EXTRAS)]'
+	touch $@
+
+$(VENV)/page.stamp: $(VENV)/test.stamp
+	@test -n '$(CHROMIUM)' || { echo 'the page is tested in a Chromium, and there is none here: apt-get install chromium' >&2; exit 1; }
+	$(BIN)/python -c 'import playwright' 2> /dev/null || $(PIP) -c constraints.txt torch -e '.[test,page-test]'
 	touch $@
 
 clean:

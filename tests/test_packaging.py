@@ -24,7 +24,7 @@ import graftune
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE = ROOT / "src" / "graftune"
-TARGETS = ("setup", "train", "test", "soak", "lint", "gpu-test", "clean")
+TARGETS = ("setup", "train", "test", "page-test", "screenshots", "soak", "lint", "gpu-test", "clean")
 
 
 def shipped() -> list[Path]:
@@ -53,7 +53,7 @@ def test_extras():
     extras = PROJECT["project"]["optional-dependencies"]
     assert {"gpu", "parquet", "zstd", "all", "test"} <= set(extras)
     named = re.fullmatch(r"graftune\[(.+)\]", *extras["all"])
-    assert named is not None and set(named[1].split(",")) == set(extras) - {"all", "test"}
+    assert named is not None and set(named[1].split(",")) == set(extras) - {"all", "test", "page-test"}
 
 
 def test_version_and_changelog():

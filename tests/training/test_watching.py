@@ -56,6 +56,7 @@ def test_a_run_that_was_stopped_has_its_picture(tiny_folder, tmp_path: Path, mon
     events = run_of(tiny_folder("llama"), tmp_path / "run", samples=0, max_steps=3)
     assert events[-1] == "run_end" and events.count("step") == 1
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert '"stopped":"interrupted"' in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graftune.errors import GraftuneError
 from graftune.observe.console import Console, Progress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
@@ -111,10 +112,16 @@ class Reporter:
         return self.console
 
     def plot(self) -> None:
-        """The picture of the run as it ended, or was stopped."""
+        """The picture and the report of the run as it ended, or was stopped."""
         why = self.live_plot.finish()
         if why:
             self.console.warn(f"loss.png was not drawn: {why}")
+        from graftune.observe.report import write_report  # here: a start does not wait for it
+
+        try:
+            write_report(self.log.path.parent)
+        except (OSError, GraftuneError) as error:
+            self.console.warn(f"report.html was not written: {error}")
 
     def cost(self, captures: int) -> dict[str, Any]:
         """What the steps took of the host, and the run of the device."""

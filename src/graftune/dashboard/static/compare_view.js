@@ -6,7 +6,8 @@ import { button, el, fill, setText } from "./dom.js";
 import { count, loss, setting } from "./format.js";
 import { shortcut } from "./keys.js";
 import { PANELS } from "./panels.js";
-import { Curves, smoothed } from "./series.js";
+import { Curves } from "./series.js";
+import { smoothed } from "./smooth.js";
 import { stateMark } from "./state.js";
 
 const OVERLAID = [

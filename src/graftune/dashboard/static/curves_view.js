@@ -6,7 +6,8 @@ import { count } from "./format.js";
 import { shortcut } from "./keys.js";
 import { memoryTable } from "./memory.js";
 import { NAMES, PANELS, clipMark, evalLines, linesOf } from "./panels.js";
-import { Curves, smoothed } from "./series.js";
+import { Curves } from "./series.js";
+import { smoothed } from "./smooth.js";
 
 const SMOOTH = [0, 0.6, 0.9, 0.97, 0.99];
 

@@ -42,6 +42,7 @@ export class RunView {
     if (this.closed) return;
     document.title = `${this.run.name} \u00b7 graftune`;
     setText(this.name, this.run.name);
+    this.app.setRoot(this.run.folder ?? "");
     this.draw();
     this.view = new this.part[2](this.body, this.run, this.app);
     await this.view.start();

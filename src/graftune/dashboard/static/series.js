@@ -79,18 +79,3 @@ export class Curves {
 export const number = (value) => (value === true ? 1 : value === false ? 0 : typeof value === "number" ? value : null);
 
 const empty = (names) => ({ steps: [], values: Object.fromEntries(names.map((name) => [name, []])) });
-
-// Exponential smoothing by steps, so that it means the same however far apart the points are; without the pull of the
-// first value (the divisor takes it out).
-export function smoothed(steps, values, factor) {
-  if (!factor) return values;
-  let [mean, weight, before] = [0, 0, steps[0] - 1];
-  return values.map((value, at) => {
-    if (!Number.isFinite(value)) return value;
-    const kept = factor ** (steps[at] - before);
-    before = steps[at];
-    mean = kept * mean + (1 - kept) * value;
-    weight = kept * weight + (1 - kept);
-    return mean / weight;
-  });
-}

@@ -1,0 +1,72 @@
+// report.html: one run in one file, with the charts of the page. observe/report.py joins this module with those that it
+// imports; there is no server behind it, and all data is in the file.
+
+import { Chart, Range, aligned } from "./chart.js";
+import { copyButton, el, fill } from "./dom.js";
+import { count, date, duration, loss } from "./format.js";
+import { memoryTable } from "./memory.js";
+import { PANELS, clipMark, evalLines, linesOf } from "./panels.js";
+import { smoothed } from "./smooth.js";
+
+const run = JSON.parse(document.getElementById("run").textContent);
+const SMOOTH_BY = 0.9;
+
+function headOf() {
+  const after = run.evals.filter((each) => each.loss !== null);
+  const best = after.reduce((least, each) => (least === null || each.loss < least.loss ? each : least), null);
+  const last = run.curves.values.loss?.[run.curves.steps.length - 1];
+  const figures = [
+    ["State", run.stopped ?? "not ended"],
+    ["Steps", `${count(run.done)} / ${count(run.steps)}`],
+    ["Last loss", loss(last)],
+    ["Best validation", best ? loss(best.loss) : loss(null), best ? `at step ${count(best.step)}` : ""],
+    ["Time", duration(run.ended - run.started), `began ${date(run.started)}`],
+  ];
+  const shown = figures.map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : null)));
+  return [el("h1", {}, run.name), el("p", { class: "dim facts" }, run.device), el("dl", { class: "figures" }, shown)];
+}
+
+function chartOf(panel, range) {
+  const values = run.curves.values[panel.name];
+  if (!values || (panel.optional && !values.some((value) => value !== null))) return null;
+  const mark = panel.name === "grad_norm" ? clipMark({ clip: run.clip }) : null;
+  const chart = new Chart({ ...panel, lines: linesOf(panel, true), range, mark });
+  chart.element.classList.toggle("wide", Boolean(panel.wide));
+  chart.element.dataset.name = panel.name;
+  const line = { steps: run.curves.steps, values };
+  const soft = { steps: line.steps, values: smoothed(line.steps, values, SMOOTH_BY) };
+  return [chart, panel, panel.name === "loss" ? [line, soft, ...evalLines(run.evals)] : [line]];
+}
+
+function section(title, ...content) {
+  return el("section", { class: "panel" }, el("h2", {}, title), content);
+}
+
+function samplesOf() {
+  const side = (who, text) => el("div", { class: `answer ${who}` }, el("h4", {}, who), el("p", { class: "text" }, text));
+  const one = (sample) => el("article", { class: "sample" }, el("p", { class: "prompt text" }, sample.prompt), el("div", { class: "sides" }, side("base", sample.base), side("tuned", sample.tuned)));
+  return run.samples.length ? section("Sample answers", el("div", { class: "samples" }, run.samples.map(one))) : null;
+}
+
+function show() {
+  const range = new Range();
+  const steps = [...run.curves.steps, ...run.evals.map((each) => each.step)];
+  range.whole = [Math.min(0, ...steps), Math.max(1, ...steps)];
+  const charts = PANELS.map((panel) => chartOf(panel, range)).filter(Boolean);
+  const log = el("input", { type: "checkbox", on: { change: () => charts.forEach(([chart, panel]) => panel.canLog && chart.setLog(log.checked)) } });
+  const thinned = run.curves.thinned ? el("p", { class: "dim" }, "Curves are thinned out: each place shows the least and the greatest value of some steps.") : null;
+  const warnings = run.warnings.length ? section("Warnings", run.warned > run.warnings.length ? el("p", { class: "dim" }, `The last ${run.warnings.length} of ${count(run.warned)}.`) : null, el("ul", { class: "lines" }, run.warnings.map((text) => el("li", {}, text)))) : null;
+  fill(
+    document.getElementById("view"),
+    headOf(),
+    el("div", { class: "toolbar" }, el("label", {}, log, " Log scale"), thinned),
+    el("div", { class: "charts" }, charts.map(([chart]) => chart.element)),
+    el("div", { class: "columns" }, section("Memory", memoryTable(run.plan, run.memory, run.end)), warnings),
+    el("div", { class: "columns one" }, samplesOf()),
+    el("div", { class: "columns one" }, run.command ? section("Command", copyButton("Copy", () => run.command), el("pre", { tabindex: "0" }, run.command)) : null, section("Configuration", el("pre", { tabindex: "0" }, run.config))),
+  );
+  for (const [chart, , lines] of charts) chart.set(aligned(lines)); // after they are in the page, where they have a width
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => dispatchEvent(new Event("theme")));
+}
+
+show();

@@ -1,0 +1,166 @@
+"""report.html: a run in one file that opens anywhere, with the charts of the page and nothing to load.
+
+Made from the run folder alone, as loss.png is, so that a resumed run or one of last week gives the same report. Its
+scripts are the modules of the page (dashboard/static), joined into one: they import each other by name and their
+top-level names do not clash, so taking the words `import` and `export` away is all that a bundler would do here. The
+data is JSON in an element that no browser runs. A policy in the file allows the two scripts and the style by their
+hashes and nothing else: even markup that came from a run and slipped through could do nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from graftune.errors import GraftuneError
+from graftune.files import write_file
+from graftune.observe.events import Event, evals, read_events, steps
+
+NAME = "report.html"
+POINTS = 1000  # of a curve; more cannot be told apart, and the file stays small
+MODULES = ("dom", "format", "chart", "smooth", "panels", "memory", "report")
+STYLES = ("uPlot.min.css", "page.css", "views.css")
+FIGURES = ("loss", "grad_norm", "lr", "tok_s", "floor_share", "skipped")
+MOST_WARNINGS, LONGEST = 50, 20_000  # warnings, and characters of one text
+STATIC = Path(__file__).resolve().parents[1] / "dashboard" / "static"
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.M)
+
+
+def write_report(folder: Path) -> None:
+    """Write the report of the run in `folder` there, aside and renamed."""
+    write_file(folder / NAME, report(folder), unique=True)
+
+
+def report(folder: Path) -> str:
+    """The whole file as text."""
+    charts, script, style = _asset("uPlot.iife.min.js"), _script(), _style()
+    policy = (
+        f"default-src 'none'; script-src {_hash(charts)} {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    data = json.dumps(document(folder), allow_nan=False, separators=(",", ":"))  # in ASCII
+    for character in "<>&":  # so that no text in it can end the element
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{html.escape(_text(folder.resolve().name))}</title>\n<style>{style}</style>\n</head>\n"
+        '<body>\n<main id="view"></main>\n<noscript>The charts need JavaScript.</noscript>\n'
+        f'<script type="application/json" id="run">{data}</script>\n'
+        f"<script>{charts}</script>\n<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def document(folder: Path) -> dict[str, Any]:
+    """What the report shows, in types of JSON."""
+    events = read_events(folder / "metrics.jsonl")
+    start, end = _last(events, "run_start") or {}, _last(events, "run_end")
+    done = steps(events)
+    settings = start.get("settings")
+    warnings = [_text(e.get("text", "")) for e in events if e["event"] == "warning"]
+    return {
+        "name": _text(folder.resolve().name),
+        "command": _text(start.get("command") or ""),
+        "config": _text(_read(folder / "config.yaml")),
+        "device": _text(start.get("device") or ""),
+        "clip": settings.get("clip") if isinstance(settings, dict) else None,
+        "steps": start.get("steps"),
+        "done": done[-1]["step"] if done else 0,
+        "started": start.get("time"),
+        "ended": events[-1].get("time") if events else None,
+        "stopped": end.get("stopped") if end else None,
+        "plan": _plan(folder),
+        "memory": _last(events, "memory"),
+        "end": {key: end.get(key) for key in ("peak_device_memory", "peak_memory")} if end else None,
+        "curves": _curves(done),
+        "evals": [{"step": e["step"], "loss": e.get("loss")} for e in evals(events)],
+        "samples": _samples(events),
+        "warnings": warnings[-MOST_WARNINGS:],
+        "warned": len(warnings),
+    }
+
+
+def _curves(done: list[Event]) -> dict[str, Any]:
+    import numpy as np  # here: not before there is something to draw
+
+    from graftune.observe.thin import numbers, thinned
+
+    def number(value: object) -> float:
+        return float(value) if isinstance(value, int | float) else float("nan")
+
+    columns = {name: np.array([number(e.get(name)) for e in done]) for name in FIGURES if any(name in e for e in done)}
+    at, values = thinned(np.array([e["step"] for e in done], np.int64), columns, POINTS)
+    shown = {name: [_short(value) for value in numbers(column)] for name, column in values.items()}
+    return {"steps": at.tolist(), "values": shown, "thinned": len(done) > POINTS}
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits: a screen shows fewer, and the file is half as long."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _samples(events: list[Event]) -> list[dict[str, str]]:
+    """Prompts with the answer of the base and the last one of the tuned model."""
+    found = [e for e in events if e["event"] == "sample" and isinstance(e.get("answers"), list)]
+    prompts = next((e["prompts"] for e in reversed(found) if isinstance(e.get("prompts"), list)), [])
+    base = next((e["answers"] for e in reversed(found) if e.get("step") == 0), [])
+    tuned = next((e["answers"] for e in reversed(found) if e.get("step") != 0), [])
+    at = range(max(len(base), len(tuned)))
+    texts = {"prompt": prompts, "base": base, "tuned": tuned}
+    return [{who: _text(each[i]) if i < len(each) else "" for who, each in texts.items()} for i in at]
+
+
+def _last(events: list[Event], kind: str) -> Event | None:
+    return next((e for e in reversed(events) if e["event"] == kind), None)
+
+
+def _plan(folder: Path) -> object:
+    try:
+        return json.loads(_read(folder / "plan.json") or "null")
+    except ValueError:
+        return None  # a foreign file; the report says that there was no plan
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} [... {len(text) - LONGEST} more characters]"
+
+
+@cache
+def _asset(name: str) -> str:
+    return _safe(name, (STATIC / name).read_text(encoding="utf-8"))
+
+
+@cache
+def _script() -> str:
+    parts = [IMPORT.sub("", _asset(f"{name}.js")) for name in MODULES]
+    joined = "".join(re.sub(r"^export ", "", part, flags=re.M) for part in parts)
+    return f'(function () {{\n"use strict";\n{joined}}})();\n'
+
+
+@cache
+def _style() -> str:
+    return "".join(_asset(name) for name in STYLES)
+
+
+def _safe(name: str, text: str) -> str:
+    if re.search(r"</(script|style)|<!--", text, re.IGNORECASE):
+        raise GraftuneError("cannot stand inside of a page", where=f"{STATIC / name}")
+    return text
+
+
+def _hash(text: str) -> str:
+    """As a policy names a script or a style that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,136 @@
+"""The page in a real Chromium, over run folders that are written by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+from tests.page.folders import BASE, RIGHT, RunFolder, gallery
+
+# How many pixels of a chart's canvas have a line's colour, all but its blurred edges.
+PIXELS = """(figure, name) => {
+  const canvas = figure.querySelector("canvas");
+  const probe = document.createElement("span");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const wanted = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
+  probe.remove();
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let found = 0;
+  for (let at = 0; at < data.length; at += 4)
+    if (data[at + 3] > 200 && wanted.every((part, i) => Math.abs(part - data[at + i]) < 12)) found++;
+  return found;
+}"""
+
+
+def pixels(page, chart: str, colour: str) -> int:
+    return page.eval_on_selector(f'figure[data-name="{chart}"]', f"figure => ({PIXELS})(figure, '{colour}')")
+
+
+def summary(page, chart: str) -> str:
+    """What a screen reader is told of a chart."""
+    return page.get_attribute(f'figure[data-name="{chart}"] .plot', "aria-label")
+
+
+def wait_for_step(page, chart: str, step: int) -> None:
+    page.wait_for_function(
+        "([chart, text]) => document.querySelector(`figure[data-name='${chart}'] .plot`).ariaLabel.includes(text)",
+        arg=[chart, f"at step {step}"],
+    )
+
+
+def test_curves_grow_while_a_run_trains(tab, tmp_path: Path):
+    run = RunFolder(tmp_path / "live").start().train(40).held()
+    page = tab(tmp_path).open("run/live")
+    wait_for_step(page, "loss", 40)
+    before = page.eval_on_selector('figure[data-name="loss"] canvas', "canvas => canvas.toDataURL()")
+    assert page.inner_text(".state") == "training"
+    run.train(90, since=40)
+    wait_for_step(page, "loss", 90)
+    wait_for_step(page, "grad_norm", 90)
+    assert "validation from" in summary(page, "loss") and "at step 50" in summary(page, "loss")
+    assert page.eval_on_selector('figure[data-name="loss"] canvas', "canvas => canvas.toDataURL()") != before
+    page.wait_for_selector(".figures:has-text('90 / 400')")
+    run.ended()
+    page.wait_for_selector(".state[data-state=finished]")
+    assert "finished" in page.inner_text("#announcer"), "screen readers are told"
+
+
+def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
+    RunFolder(tmp_path / "done").start().train(400).answered(200, 400).checkpoints(400).profiled().ended()
+    opened = tab(tmp_path)
+    page = opened.open("run/done")
+    page.wait_for_selector("figure[data-name=grad_norm] .chart-note:text-is('clipped at 1')")
+    assert pixels(page, "grad_norm", "--ink") > 100, "the dashed line of the clip"
+    assert "Measured peak" in page.inner_text(".memory") and "saved activations" in page.inner_text(".memory")
+    assert "step 346: the gradient was not finite" in page.inner_text("main")
+    page.click("text=Log scale")
+    page.focus('figure[data-name="loss"] .plot')
+    page.keyboard.press("+")
+    page.click('figure[data-name="lr"] summary')
+    steps = page.eval_on_selector_all(
+        'figure[data-name="lr"] tbody td:first-child', "cells => cells.map(cell => Number(cell.innerText))"
+    )
+    assert 60 < steps[0] < 100 and 300 < steps[-1] < 340, "the table holds what is shown after zooming in"
+    opened.open("run/done/samples")
+    assert [page.inner_text(f".sample:first-child .{who} .text") for who in ("base", "tuned")] == [BASE[0], RIGHT[0]]
+    page.keyboard.press("[")
+    assert page.inner_text(".sample:first-child .tuned .text") == RIGHT[0][: len(RIGHT[0]) // 2]
+    opened.open("run/done/profile")
+    page.click(".slice:has-text('backward')")
+    assert page.inner_text(".crumbs").startswith("step \u203a backward")
+    opened.open("run/done/command")
+    assert "graftune train HuggingFaceTB/SmolLM2-135M-Instruct" in page.inner_text("pre >> nth=0")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("text=Copy >> nth=0")
+    page.wait_for_selector("text=Copied")
+    assert page.evaluate("navigator.clipboard.readText()").startswith("graftune train ")
+
+
+def test_two_runs_overlay(tab, tmp_path: Path):
+    RunFolder(tmp_path / "a", seed=1).start().train(200).ended()
+    live = RunFolder(tmp_path / "b", seed=2, lr=1e-3).start().train(120).held()
+    page = tab(tmp_path).open()
+    assert "2 runs" in page.inner_text(".summary")
+    for name in ("a", "b"):
+        page.check(f'[aria-label="Choose {name} for the comparison"]')
+    page.keyboard.press("c")
+    page.wait_for_selector('figure[data-name="loss"] canvas')
+    for chart in ("loss", "lr"):
+        assert pixels(page, chart, "--line-1") > 50 and pixels(page, chart, "--line-2") > 50
+    rows = page.inner_text("table >> nth=-1")
+    assert "lr\t2e-4\t0.001" in rows and "rank" not in rows, "settings that differ, and no others"
+    live.train(150, since=120)
+    wait_for_step(page, "loss", 150)
+    page.uncheck(".legend li:first-child input")
+    assert pixels(page, "lr", "--line-1") < 10 < pixels(page, "lr", "--line-2")
+
+
+def test_the_list_sorts_and_filters(tab, tmp_path: Path):
+    page = tab(gallery(tmp_path)).open()
+    names = "cells => cells.map(cell => cell.innerText)"
+    page.click("thead button:has-text('Best validation')")
+    ordered = page.eval_on_selector_all("tbody th", names)
+    assert ordered[0] == "support-lr5e-4" and ordered[-1] == "sweep/lr1e-3", "the best first"
+    page.keyboard.press("/")
+    page.keyboard.type("rank=16 stopped")
+    page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
+    assert page.eval_on_selector_all("tbody th", names) == ["sweep/lr1e-4"]
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".state[data-state=stopped]")
+    assert "SIGTERM" in page.inner_text(".state-line")
+
+
+def test_a_killed_run_is_shown_as_dead_within_15_seconds(tab, tmp_path: Path):
+    with subprocess.Popen(["sleep", "600"]) as process:
+        RunFolder(tmp_path / "killed").start().train(30).held(process.pid)
+        page = tab(tmp_path).open("run/killed")
+        assert page.inner_text(".state") == "training"
+        process.kill()
+        process.wait()
+    since = time.monotonic()
+    page.wait_for_selector(".state[data-state=died]", timeout=15_000)
+    assert time.monotonic() - since < 15 and "--resume" in page.inner_text(".state-line")

@@ -1,0 +1,52 @@
+"""report.html: one file, opened from the disk by a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from graftune.observe.report import document, report, write_report
+from tests.page.folders import HOSTILE, RunFolder
+from tests.page.test_page import pixels, summary
+
+
+def test_the_report_draws_the_charts_of_the_page(browser, tmp_path: Path):
+    name = "<img src=x onerror=alert(1)>"
+    run = RunFolder(tmp_path / name, steps=3000).start(command=HOSTILE).train(3000, every=500).answered(3000)
+    run.emit({"event": "warning", "step": 3000, "text": "</script><script>window.hacked = 1</script>"})
+    run.ended()
+    write_report(run.folder)
+    file = run.folder / "report.html"
+    assert file.stat().st_size < 400_000, "curves are thinned out"
+    page, complaints = browser.new_page(), []
+    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(file.as_uri())
+    page.wait_for_selector('figure[data-name="loss"] canvas')
+    assert pixels(page, "loss", "--line-1") > 100 and pixels(page, "loss", "--line-2") > 50
+    assert "at step 3000" in summary(page, "loss")
+    assert page.inner_text("h1") == name and "</script><script>window.hacked" in page.inner_text("main")
+    assert page.evaluate("window.hacked") is None and page.query_selector("main img") is None
+    assert page.eval_on_selector_all("[src], [href]", "all => all.length") == 0, "nothing to load"
+    page.close()
+    assert not complaints, "a policy that refuses the file's own script or style says so"
+
+
+def test_spikes_survive_and_text_cannot_end_the_data(tmp_path: Path):
+    run = RunFolder(tmp_path / "run", steps=5000).start().train(5000, every=1000)
+    found = document(run.folder)
+    curves = found["curves"]
+    assert len(curves["steps"]) == 1000 and all(len(v) == 1000 for v in curves["values"].values())
+    losses = [e["loss"] for e in map(json.loads, run.log.read_text().splitlines()) if e["event"] == "step"]
+    assert max(curves["values"]["loss"]) == float(f"{max(losses):.6g}")
+    (run.folder / "config.yaml").write_text("</script>&<b>\u2028" + "x" * 30_000)
+    (data,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', report(run.folder))
+    read = json.loads(data)["config"]
+    assert read.startswith("</script>&<b>\u2028xx") and read.endswith("more characters]") and "<" not in data
+
+
+def test_a_run_without_steps_has_a_report(tmp_path: Path):
+    run = RunFolder(tmp_path / "run").start()
+    found = document(run.folder)
+    assert found["curves"]["steps"] == [] and found["done"] == 0 and found["stopped"] is None
