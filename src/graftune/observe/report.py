@@ -110,12 +110,13 @@ def _short(value: float | None) -> float | None:
 def _samples(events: list[Event]) -> list[dict[str, str]]:
     """Prompts with the answer of the base and the last one of the tuned model."""
     found = [e for e in events if e["event"] == "sample" and isinstance(e.get("answers"), list)]
-    prompts = next((e["prompts"] for e in reversed(found) if isinstance(e.get("prompts"), list)), [])
-    base = next((e["answers"] for e in reversed(found) if e.get("step") == 0), [])
-    tuned = next((e["answers"] for e in reversed(found) if e.get("step") != 0), [])
-    at = range(max(len(base), len(tuned)))
-    texts = {"prompt": prompts, "base": base, "tuned": tuned}
-    return [{who: _text(each[i]) if i < len(each) else "" for who, each in texts.items()} for i in at]
+    last: dict[str, list[Any]] = {"prompt": [], "base": [], "tuned": []}
+    for event in found:
+        last["base" if event.get("step") == 0 else "tuned"] = event["answers"]
+        if isinstance(event.get("prompts"), list):
+            last["prompt"] = event["prompts"]
+    at = range(max(len(last["base"]), len(last["tuned"])))
+    return [{who: _text(each[i]) if i < len(each) else "" for who, each in last.items()} for i in at]
 
 
 def _last(events: list[Event], kind: str) -> Event | None:
