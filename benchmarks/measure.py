@@ -11,7 +11,6 @@ the date and the versions it was measured with, and leaves the other parts as th
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -173,49 +172,6 @@ def counted_syncs(call: Callable[[], None]) -> int:
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def sustained(work: Callable[[], Any], device: torch.device, steps: int, sustain: float) -> float:
-    """Milliseconds of one replay of the work as a CUDA graph, median, after `sustain` seconds of replays."""
-    if device.type != "cuda":
-        work()
-        return statistics.median(1e3 * seconds(work) for _ in range(steps))
-    graph = captured(work)
-    until = time.perf_counter() + sustain
-    while time.perf_counter() < until:
-        graph.replay()
-        torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * steps + 1)]
-    for mark in marks[:-1]:
-        mark.record()
-        graph.replay()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-
-
-def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Run until it is warm, then captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        begin = time.perf_counter()
-        for _ in range(3):
-            work()
-            torch.cuda.synchronize()
-            if time.perf_counter() - begin > 2:
-                break
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 # Records

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.floor import Floor, flops
-from benchmarks.floor import plan as floor_plan
+from benchmarks.floor import work_of
 
 from benchmarks import cases, cpu, curves, data, kernels, measure, plan, start, step
+from graftune.model.hf_config import from_config
+from graftune.step import floor
 from tests.training.runs import write_data
 
 CPU = torch.device("cpu")
@@ -99,15 +100,17 @@ def test_the_floor_counts_every_product_once() -> None:
     shape = case.shape
     weights = shape.parameters - 2 * shape.vocab * shape.width
     wanted = 4 * weights * case.tokens + 4 * shape.vocab * shape.width * case.responses
-    assert flops(case, floor_plan(case)) == pytest.approx(wanted, rel=1e-3)
-    packed = floor_plan(cases.parse("8b-nf4-1x2"))
+    work = work_of(case)
+    assert floor.flops(work, floor.plan(work)) == pytest.approx(wanted, rel=1e-3)
+    assert floor.layers_of(from_config(shape.settings, case.name)) == work.layers, "what a run measures is the same"
+    packed = floor.plan(work_of(cases.parse("8b-nf4-1x2")))
     assert sum(op.kind == "unpack" for op in packed) == 2 * 4 * shape.layers, "once a pass and weight"
 
 
 @pytest.mark.parametrize("name", ["tiny-fp8-2x16", "tiny-nf4-2x16"])
 def test_floors_of_quantised_bases(name: str) -> None:
-    case = cases.parse(name)
-    Floor(case, CPU).run(floor_plan(case))
+    work = work_of(cases.parse(name))
+    floor.Floor(work, CPU).run(floor.plan(work))
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,22 @@ Steps really train, in memory; nothing of it is kept but the profile.
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from graftune.config import Config
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile
 from graftune.step.profile import profiled
+from graftune.training import floors
 from graftune.training.prepare import Prepared, prepare_profile
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
@@ -30,11 +34,23 @@ def profile(config: Config, console: Console, steps: int) -> Profile:
     prepared = prepare_profile(config, console)
     send = Sender(prepared)
     session = prepared.session
+    device = session.runtime.device
     with console.working("profiling steps"):
-        found = profiled(session.pipeline, send, session.runtime.device, steps)
+        found = profiled(session.pipeline, send, device, steps)
     found.facts |= facts(prepared, send)
     with console.working("timing an evaluation and a checkpoint"):
         found.beside = _beside(prepared)
+    why = floors.lacks(session)
+    if why or send.shape is None:
+        found.facts["floor_note"] = why
+        return found
+    key, work = floors.key_of(session, send.shape), floors.work_of(session, send.shape, send.lengths)
+    del session, prepared
+    send.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+    ms = floors.measured(key, work, device, console)
+    found.facts["floor_ms"] = None if ms is None else ms * found.facts["shape"]["micro_batches"]
     return found
 
 
@@ -48,6 +64,7 @@ class Sender:
         self.shape = session.fix_shape(self.loader, self.config.train.epochs)
         self.steps = self._steps()
         self.sent = self.tokens = self.micro_batches = 0
+        self.lengths = self._lengths()
 
     def __call__(self) -> None:
         epoch, place, micro_batches = next(self.steps)
@@ -61,7 +78,20 @@ class Sender:
         self.tokens += loader.counts(epoch, place)[0]
         self.micro_batches += len(micro_batches)
 
-    def _steps(self) -> Iterator[tuple[int, int, list[Any]]]:
+    def _lengths(self) -> tuple[int, ...]:
+        """Of the documents of a typical micro-batch, and of what pads it."""
+        if self.shape is None:
+            return ()
+        held = [int(self.loader.lengths[index]) for index in self.loader.plan(0)[0][0]]
+        rest = self.shape.capacity - sum(held)
+        return *held, *([self.shape.longest] * (rest // self.shape.longest)), *filter(None, [rest % self.shape.longest])
+
+    def close(self) -> None:
+        """Let go of the model and of the device's memory."""
+        self.steps.close()
+        self.session.close()
+
+    def _steps(self) -> Generator[tuple[int, int, list[Any]], None, None]:
         while True:
             for epoch in range(math.ceil(self.config.train.epochs)):
                 for place, staged in enumerate(self.loader.epoch(epoch, 0, self.session.pipeline.stage)):

@@ -1,0 +1,46 @@
+"""Floating-point operations that a model needs for a step: products with its weights and attention, forward and
+backward. Padding, recomputation, adapters and everything cheap are left out, so that the figure compares programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graftune.model.feed_forward.experts import ExpertsSpec
+from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.spec import LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    per_token: float
+    per_response: float  # the head's, which reads the rows that predict something
+
+    @staticmethod
+    def of(spec: ModelSpec, lengths: Sequence[int] | np.ndarray, *, full: bool = False) -> StepFlops:
+        """`lengths`: of the documents, for attention. `full`: every weight has a gradient of its own."""
+        passes, tokens = (3 if full else 2), np.asarray(lengths, dtype=np.float64)
+        pairs = float((tokens**2).sum() / (2 * tokens.sum()))  # that a token sees of its document, on average
+        layers = sum(count * _layer(kind, passes, pairs) for kind, count in spec.kinds.items())
+        return StepFlops(layers, 2.0 * passes * spec.vocab * spec.width)
+
+    def __call__(self, tokens: int, responses: int) -> float:
+        return self.per_token * tokens + self.per_response * responses
+
+
+def _layer(kind: LayerSpec, passes: int, pairs: float) -> float:
+    """Of one token. Attention has two products forward and five backward."""
+    mixer, feed_forward = kind.mixer, kind.feed_forward
+    values = sum(math.prod(shape) for shape in mixer.products.values())
+    if isinstance(feed_forward, ExpertsSpec):
+        values += feed_forward.chosen * sum(math.prod(shape) for shape in feed_forward.projections.values())
+    else:
+        values += sum(math.prod(shape) for shape in feed_forward.products.values())
+    total = 2.0 * passes * values
+    if isinstance(mixer, AttentionSpec):
+        seen = min(pairs, mixer.window) if mixer.window else pairs
+        total += 7 * 2 * seen * mixer.heads * mixer.head_width
+    return total

@@ -1,0 +1,93 @@
+"""The floor of a session's steps (step/floor.py), measured once for a card, a model and a shape, and kept in the user's
+cache: a run then says at every step which share of it is reached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import torch
+
+from graftune import remembered
+from graftune.data.pack import Capacities
+from graftune.observe.console import Console
+from graftune.session import Session
+from graftune.step import floor
+
+KIND, MOST = "floors", 200
+
+
+def lacks(session: Session) -> str:
+    """Why there is no floor for these steps; empty: there is one."""
+    if session.runtime.device.type != "cuda":
+        return "the floor is measured on CUDA devices"
+    if session.base.spec.experts:
+        return "there is no floor for a mixture of experts: which experts compute depends on the data"
+    if session.config.train.recompute != "none":
+        return f"there is no floor for recompute {session.config.train.recompute}: what is made again is not in it"
+    return ""
+
+
+def key_of(session: Session, shape: Capacities) -> str:
+    """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
+    share, and a run has other documents in every batch."""
+    card = torch.cuda.get_device_name(session.runtime.device)
+    held = [session.placement.base_dtype, round(packed_bytes(session), 4), session.runtime.compute_name]
+    facts = [card, torch.__version__, repr(session.base.spec), held, session.config.train.method, list(shape)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def known(session: Session, shape: Capacities | None) -> float | None:
+    """Milliseconds of a micro-batch, if they were measured."""
+    if shape is None or lacks(session):
+        return None
+    found = remembered.recall(KIND).get(key_of(session, shape))
+    return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
+
+
+def work_of(session: Session, shape: Capacities, lengths: tuple[int, ...]) -> floor.Work:
+    """`lengths`: of the documents of one micro-batch, which add up to its tokens."""
+    spec = session.base.spec
+    return floor.Work(
+        floor.layers_of(spec),
+        (spec.vocab, spec.width),
+        shape.capacity,
+        shape.max_rows,
+        lengths,
+        full=session.config.train.method != "lora",
+        packed_bytes=packed_bytes(session),
+        fp8=session.placement.base_dtype == "fp8",
+        dtype=session.runtime.compute,
+    )
+
+
+def measured(key: str, work: floor.Work, device: torch.device, console: Console) -> float | None:
+    """Measured now, on a card that holds nothing else of ours, and kept. None where it does not fit."""
+    found = remembered.recall(KIND).get(key)
+    if isinstance(found, int | float) and found > 0:
+        console.note("floor: as it was measured earlier for this card, model and shape")
+        return float(found)
+    try:
+        with console.working("measuring the floor"):
+            ms, note = floor.measured(work, device, say=console.note)
+    except torch.OutOfMemoryError:
+        console.warn("the floor was not measured: its weights and buffers do not fit into the memory that is free")
+        return None
+    console.note(f"floor: {ms:.3f} ms a micro-batch ({note})")
+    remembered.remember(KIND, key, ms, MOST)
+    return ms
+
+
+def packed_bytes(session: Session) -> float:
+    """Of a value of a projection, where it is unpacked before a product; 0: it is not."""
+    held = session.placement.base_dtype
+    if held == "nf4":
+        return floor.NF4_BYTES
+    if held != "keep":
+        return 0.0
+    matrices = [
+        tensor for name, tensor in session.base.tensors.items() if name.startswith("layers.") and len(tensor.shape) == 2
+    ]
+    size = sum(tensor.nbytes for tensor in matrices) / max(1, sum(math.prod(tensor.shape) for tensor in matrices))
+    return size if size < session.runtime.compute.itemsize else 0.0
