@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import BLOCKS, Case
 
-from graftune.step.floor import NF4_BYTES, SUSTAIN_S, Layer, Work, flops, measured, plan, unpacked_bytes
+from graftune.kernels.nf4 import VALUE_BYTES
+from graftune.step.floor import SUSTAIN_S, Layer, Work, flops, measured, plan, unpacked_bytes
 from graftune.step.floor_attention import Heads
 
 
@@ -48,7 +49,7 @@ def work_of(case: Case) -> Work:
 def packed_bytes(case: Case) -> float:
     """Of a value of a projection, where it has to be unpacked before a product."""
     if case.base == "nf4":
-        return NF4_BYTES
+        return VALUE_BYTES
     if case.base in BLOCKS:
         from graftune.kernels.gguf_dequant import KINDS
 

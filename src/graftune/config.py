@@ -207,6 +207,12 @@ class RunConfig:
     score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
     score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", min=0)
     profile: int = opt(0, "steps, from the fifth on, written as a trace to the run folder, profile.json.gz", min=0)
+    profile_every: int = opt(
+        0, "steps after which some are profiled, by phase, layer and operation, into profile.json; 0: never", min=0
+    )
+    track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = opt(
+        "none", "experiment tracker that is sent the figures of the run; each needs the extra of its name"
+    )
     deadline: float = opt(
         120.0,
         "several ranks: seconds after which a step that does not finish ends the run, or three times the longest step "

@@ -65,6 +65,7 @@ class Captured:
             with spans.recording(inner):
                 capture(self.work, graph, stream("capture", priority=-1), self.pool)
             self.timed[timeline.turn] = graph, inner
+            timeline.captures = True
         graph, inner = self.timed[timeline.turn]
         graph.replay()
         timeline.inner.append(inner)

@@ -73,4 +73,6 @@ class Settings(TypedDict, total=False):
     score: bool
     score_records: int
     profile: int
+    profile_every: int
+    track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]
     deadline: float

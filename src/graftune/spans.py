@@ -98,6 +98,7 @@ class Timeline:
         self.stamps: list[tuple[Name | None, Any]] = []  # from the stamp on the time is the name's; None: nobody's
         self.apart: list[tuple[Name, Any, Any]] = []  # on other streams: begin and end
         self.inner: list[Timeline] = []  # captured passes, one entry a replay
+        self.captures = False  # something was captured within it, which takes time: it says nothing of a step
         self._phase = ""
         self._layer: int | None = None
         self._operation = self._before = ""

@@ -6,7 +6,9 @@ does not know (nan, inf) become null. A database or a binary log would be faster
 read this one without us.
 
 Events, each with `event` and `time` (unix seconds):
-  run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped},
+  run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped; micro_batches, tflops (the
+  model's, over the last steps), on CUDA floor_share (where the floor was measured) and host_idle},
+  profile {step, step_ms, owned, bottleneck; of profile_every},
   memory {step, planned, measured (bytes), owners; after the first step},
   eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, sample, warning,
   (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss)

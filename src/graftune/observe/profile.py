@@ -292,7 +292,9 @@ class Recorder:
         timeline.operation("waiting for a batch")
         return timeline
 
-    def take(self, timeline: Timeline) -> None:
-        """The step was sent and its end stamped: waited for, and kept."""
+    def take(self, timeline: Timeline) -> bool:
+        """The step was sent and its end stamped: it is waited for and, unless it was captured meanwhile, kept."""
         self.clock.wait()
-        self.profile.samples.append(read(timeline))
+        if not timeline.captures:
+            self.profile.samples.append(read(timeline))
+        return not timeline.captures

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graftune.observe.speed import Meter, clock_text
+from graftune.observe.speed import NOTHING, Amounts, Meter, clock_text
 
 Clock = Callable[[], float]
 TRAINING = "training"
@@ -38,15 +38,31 @@ class Progress:
         self.meter = Meter(total, done, clock=clock)
         self.began = clock()
         self.figures: list[str] = []
+        self.without_floor = ""  # what is said in place of the share of the floor
 
     def update(
-        self, done: int, *, loss: float | None = None, lr: float | None = None, tokens: int | None = None
+        self,
+        done: int,
+        *,
+        loss: float | None = None,
+        lr: float | None = None,
+        tokens: int | None = None,
+        amounts: Amounts = NOTHING,
     ) -> None:
         """`done` units are done; of training steps with their figures."""
         # The same count again means that the work is alive; it is no unit, and no time for one.
-        tok_s = self.meter.update(done, tokens or 0) if done != self.done or tokens else self.meter.tok_s
+        fresh = done != self.done or tokens
+        tok_s = self.meter.update(done, tokens or 0, amounts) if fresh else self.meter.tok_s
         self.done = done
-        self.figures = _figures(loss, lr, tok_s if tokens else None) or self.figures
+        figures = _figures(loss, lr, tok_s if tokens else None)
+        self.figures = [*figures, *self._rates()] if figures else self.figures
+
+    def _rates(self) -> list[str]:
+        """Of training, as far as they are known."""
+        flops, floor, idle = self.meter.rates
+        found = [f"{_short(flops / 1e12)} TFLOP/s"] if flops else []
+        found += [f"floor {floor:.0%}"] if floor else [self.without_floor] if self.without_floor else []
+        return found + ([f"host idle {idle:.0%}"] if idle else [])
 
     @property
     def age(self) -> float:
@@ -96,9 +112,15 @@ class LineProgress(Progress):
             self._say(f"{label}: {self.count()}")
 
     def update(
-        self, done: int, *, loss: float | None = None, lr: float | None = None, tokens: int | None = None
+        self,
+        done: int,
+        *,
+        loss: float | None = None,
+        lr: float | None = None,
+        tokens: int | None = None,
+        amounts: Amounts = NOTHING,
     ) -> None:
-        super().update(done, loss=loss, lr=lr, tokens=tokens)
+        super().update(done, loss=loss, lr=lr, tokens=tokens, amounts=amounts)
         if self._due():
             self._say(self.line())
 
@@ -146,9 +168,15 @@ class BarProgress(Progress):
         self.task = bar.add_task(label, total=total or None, completed=done, shown=self)
 
     def update(
-        self, done: int, *, loss: float | None = None, lr: float | None = None, tokens: int | None = None
+        self,
+        done: int,
+        *,
+        loss: float | None = None,
+        lr: float | None = None,
+        tokens: int | None = None,
+        amounts: Amounts = NOTHING,
     ) -> None:
-        super().update(done, loss=loss, lr=lr, tokens=tokens)
+        super().update(done, loss=loss, lr=lr, tokens=tokens, amounts=amounts)
         self._bar.update(self.task, completed=done)
         if self.training and self._due():
             self._shown = self.clock()
@@ -172,6 +200,9 @@ class BarProgress(Progress):
             "loss": (figures.get("loss", ""), "bold"),
             "lr": (figures.get("lr", ""), ""),
             "speed": (speed, ""),
+            "floor": (figures.get("floor", ""), ""),
+            "flops": (next((text for text in self.figures if text.endswith("TFLOP/s")), ""), ""),
+            "idle": (figures.get("host", ""), ""),
             "age": (clock_text(self.age), "yellow"),
             "left": (f"left {clock_text(left)}" if left is not None else "", "cyan"),
         }
@@ -183,9 +214,9 @@ def fitting(parts: dict[str, str], width: int, gap: int = 2) -> set[str]:
     """Names of the parts that fit beside each other, the important ones first."""
     kept: set[str] = set()
     used = 0
-    for name in ("count", "loss", "label", "left", "speed", "age", "lr"):
-        needed = len(parts[name]) + (gap if kept else 0)
-        if parts[name] and (used + needed <= width or not kept):
+    for name in ("count", "loss", "label", "left", "speed", "floor", "age", "lr", "flops", "idle"):
+        needed = len(parts.get(name, "")) + (gap if kept else 0)
+        if parts.get(name) and (used + needed <= width or not kept):
             kept.add(name)
             used += needed
     return kept
@@ -248,6 +279,11 @@ class Beat:
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(1.0)
+
+
+def _short(value: float) -> str:
+    """Three digits, whatever the size."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _figures(loss: float | None, lr: float | None, tok_s: float | None) -> list[str]:

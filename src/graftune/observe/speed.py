@@ -1,4 +1,4 @@
-"""Tokens per second over the last steps, and the time left.
+"""Tokens and operations per second over the last steps, the share of the floor, and the time left.
 
 A moving window rather than the mean of the whole run: the first steps (page faults, autotuning, capture) would weigh on
 the figure for hours, and a machine that slows down would not show it. The first step leaves both figures as soon as
@@ -12,6 +12,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Amounts(NamedTuple):
+    """What one step came to beside its tokens."""
+
+    flops: float = 0.0
+    floor: float = 0.0  # seconds that the floor would have taken; 0: nobody knows
+    idle: float = 0.0  # seconds for which the host waited for the device
+
+
+NOTHING = Amounts()
+
+
+class _Mark(NamedTuple):
+    """Sums up to the end of a step."""
+
+    seconds: float  # of working time
+    steps: int
+    tokens: int
+    amounts: Amounts
 
 
 class Meter:
@@ -21,11 +42,11 @@ class Meter:
         self, total: int, done: int = 0, *, window: int = 20, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.total, self.done, self._clock = total, done, clock
-        self._marks: deque[tuple[float, int, int]] = deque(maxlen=window + 1)  # (working time, steps, tokens so far)
+        self._marks: deque[_Mark] = deque(maxlen=window + 1)
         self._tokens, self._paused = 0, 0.0
         self._warm = False  # the first step no longer counts
         self._started = clock()
-        self._marks.append((0.0, done, 0))
+        self._marks.append(_Mark(0.0, done, 0, NOTHING))
 
     @property
     def elapsed(self) -> float:
@@ -35,13 +56,14 @@ class Meter:
     @property
     def since_last(self) -> float:
         """Seconds since the last step ended, pauses left out."""
-        return self.elapsed - self._marks[-1][0]
+        return self.elapsed - self._marks[-1].seconds
 
-    def update(self, step: int, tokens: int) -> float:
+    def update(self, step: int, tokens: int, amounts: Amounts = NOTHING) -> float:
         """Note that `step` (counted from 1) ended and took `tokens`; returns tokens per second."""
         self.done = step
         self._tokens += tokens
-        self._marks.append((self.elapsed, step, self._tokens))
+        total = Amounts(*(a + b for a, b in zip(self._marks[-1].amounts, amounts, strict=True)))
+        self._marks.append(_Mark(self.elapsed, step, self._tokens, total))
         if not self._warm and len(self._marks) > 2:
             self._marks.popleft()
             self._warm = True
@@ -49,16 +71,22 @@ class Meter:
 
     @property
     def tok_s(self) -> float:
-        seconds, _, tokens = self._span()
-        return tokens / seconds if seconds > 0 else 0.0
+        span = self._span()
+        return span.tokens / span.seconds if span.seconds > 0 else 0.0
+
+    @property
+    def rates(self) -> Amounts:
+        """A second: operations; the share of the floor's speed; the share of the time in which the host is idle."""
+        span = self._span()
+        return Amounts(*(amount / span.seconds for amount in span.amounts)) if span.seconds > 0 else NOTHING
 
     @property
     def left(self) -> float | None:
         """Seconds until `total` steps are done at the window's pace; None until there is a step besides the first."""
         if self.done >= self.total:
             return 0.0
-        seconds, steps, _ = self._span()
-        return (self.total - self.done) * seconds / steps if self._warm and steps > 0 else None
+        span = self._span()
+        return (self.total - self.done) * span.seconds / span.steps if self._warm and span.steps > 0 else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -69,9 +97,10 @@ class Meter:
         finally:
             self._paused += self._clock() - since
 
-    def _span(self) -> tuple[float, int, int]:
+    def _span(self) -> _Mark:
         first, last = self._marks[0], self._marks[-1]
-        return last[0] - first[0], last[1] - first[1], last[2] - first[2]
+        amounts = Amounts(*(b - a for a, b in zip(first.amounts, last.amounts, strict=True)))
+        return _Mark(last.seconds - first.seconds, last.steps - first.steps, last.tokens - first.tokens, amounts)
 
 
 def clock_text(seconds: float | None) -> str:

@@ -36,7 +36,6 @@ from graftune.step.floor_attention import Attention, Heads, fastest
 
 HEAD_ROWS = 2048
 SUSTAIN_S = 2.0
-NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a value: half a byte, a byte of scale for 64, four of those for 256 of them
 HEAD = "head"
 
 Size = tuple[int, int]  # (out, in)

@@ -6,14 +6,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from graftune import remembered
 from graftune.data.pack import Capacities
+from graftune.kernels import nf4
 from graftune.observe.console import Console
 from graftune.session import Session
-from graftune.step import floor
+
+if TYPE_CHECKING:
+    from graftune.step.floor import Work
 
 KIND, MOST = "floors", 200
 
@@ -46,8 +50,10 @@ def known(session: Session, shape: Capacities | None) -> float | None:
     return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
 
 
-def work_of(session: Session, shape: Capacities, lengths: tuple[int, ...]) -> floor.Work:
+def work_of(session: Session, shape: Capacities, lengths: tuple[int, ...]) -> Work:
     """`lengths`: of the documents of one micro-batch, which add up to its tokens."""
+    from graftune.step import floor
+
     spec = session.base.spec
     return floor.Work(
         floor.layers_of(spec),
@@ -62,8 +68,10 @@ def work_of(session: Session, shape: Capacities, lengths: tuple[int, ...]) -> fl
     )
 
 
-def measured(key: str, work: floor.Work, device: torch.device, console: Console) -> float | None:
+def measured(key: str, work: Work, device: torch.device, console: Console) -> float | None:
     """Measured now, on a card that holds nothing else of ours, and kept. None where it does not fit."""
+    from graftune.step import floor
+
     found = remembered.recall(KIND).get(key)
     if isinstance(found, int | float) and found > 0:
         console.note("floor: as it was measured earlier for this card, model and shape")
@@ -83,7 +91,7 @@ def packed_bytes(session: Session) -> float:
     """Of a value of a projection, where it is unpacked before a product; 0: it is not."""
     held = session.placement.base_dtype
     if held == "nf4":
-        return floor.NF4_BYTES
+        return nf4.VALUE_BYTES
     if held != "keep":
         return 0.0
     matrices = [

@@ -17,6 +17,7 @@ from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.lock import FolderLock
 from graftune.observe.console import Console
+from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.training.loop import Callback, Run, TrainResult
 from graftune.training.prepare import prepare_resume, prepare_run, remove_made, removed_unless_started
@@ -35,6 +36,7 @@ def train(
 ) -> TrainResult:
     """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add. `callbacks`
     get every event of its log."""
+    check_installed((overrides or {}).get("track", config.run.track))
     ranks = from_environment()
     if ranks is None:
         return _train(config, console or Console(), resume, overrides or {}, callbacks, Alone())

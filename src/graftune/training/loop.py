@@ -36,19 +36,12 @@ from graftune.observe.marks import Profile, marked
 from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.ending import ask_base, finish
-from graftune.training.prepare import (
-    Prepared,
-    report_start,
-)
+from graftune.training.every import ProfiledSteps
+from graftune.training.live import live_speed, profiled_steps, tracking_of
+from graftune.training.prepare import Prepared, report_start
 from graftune.training.preview import PreviewWriter
 from graftune.training.reporter import Reporter
-from graftune.training.resume import (
-    KEPT_ON_RESUME,
-    check_longer,
-    extension,
-    identity,
-    run_length,
-)
+from graftune.training.resume import KEPT_ON_RESUME, check_longer, extension, identity, run_length
 from graftune.training.signals import HANGUP, noted_signals
 from graftune.training.typed import typed_command
 from graftune.weights import checkpoint
@@ -79,12 +72,14 @@ class Run:
     """One training run in its folder."""
 
     def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
-        self.callbacks, self.crew = callbacks, prepared.crew
+        self.crew = prepared.crew
         self.folder, self.session, self.console = prepared.folder, prepared.session, console
         self.training, self.validation = prepared.training, prepared.validation
         self.plan, self.answers = prepared.plan, prepared.answers
         session = prepared.session
         self.config = config = session.config
+        self.tracking = tracking_of(config, prepared, console)
+        self.callbacks: Sequence[Callback] = [*callbacks, *([self.tracking] if self.tracking else [])]
         self.progress = Progress()
         self.loader = session.loader(self.training.examples)
         self.shape = session.fix_shape(self.loader, config.train.epochs)
@@ -102,6 +97,7 @@ class Run:
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
         self.reporter: Reporter
+        self.profiling: ProfiledSteps
 
     # Beginning
 
@@ -170,6 +166,8 @@ class Run:
         path = self.folder / "metrics.jsonl" if self.crew.leads else os.devnull
         self.log = EventLog(path, self._called_back if self.callbacks else None)
         self.reporter = Reporter(self.console, self.log, self.total, self.session.runtime.device, self.plan)
+        self.reporter.live = live_speed(self.session, self.training, self.pipeline, self.shape)
+        self.profiling = profiled_steps(self)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to fit."""
@@ -197,6 +195,8 @@ class Run:
         finally:
             preview.finish()
             self.log.close()
+            if self.tracking:
+                self.tracking.close()
         p = self.progress
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
 
@@ -243,10 +243,12 @@ class Run:
         p, settings = self.progress, self.config.train
         compiles = self.session.runtime.device.type == "cuda" and not self.reporter.host_seconds
         self.reporter.phase("compiling" if compiles else "training")
+        self.profiling.interrupted()
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.pipeline.stage):
             began, waited = time.perf_counter(), self.pipeline.waited
             self._one_step(micro_batches)
             profile.step()
+            self.reporter.profiled(self.profiling.sent(p.step, len(micro_batches)), p.step)
             for done in self.pipeline.finished():
                 self._take(done)
             self.reporter.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
@@ -259,6 +261,7 @@ class Run:
                 self._finish_steps()
                 with self.reporter.meter.paused():
                     self._save()
+                self.profiling.interrupted()
 
     def _one_step(self, micro_batches: list[Any]) -> None:
         """Send a step on its way; what came of it is asked for later."""
@@ -272,10 +275,12 @@ class Run:
         if self.crew.world is not None:  # a step that others have begun is not left: all stop after the same one
             hyper["stop"], between = float(self.signal > 0), _go_on
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
+        facts |= {"micro_batches": len(micro_batches)}
         first = not self.reporter.host_seconds
         with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
             self.crew.begin(p.step + 1)
-            self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, between)
+            with self.profiling.step():
+                self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         self._report_chosen()
 

@@ -22,6 +22,7 @@ from graftune.observe.console import Console
 from graftune.observe.profile import Profile
 from graftune.step.profile import profiled
 from graftune.training import floors
+from graftune.training.every import facts_of
 from graftune.training.prepare import Prepared, prepare_profile
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
@@ -37,7 +38,8 @@ def profile(config: Config, console: Console, steps: int) -> Profile:
     device = session.runtime.device
     with console.working("profiling steps"):
         found = profiled(session.pipeline, send, device, steps)
-    found.facts |= facts(prepared, send)
+    found.facts |= facts_of(session, send.shape)
+    found.facts["shape"] |= {"micro_batches": send.micro_batches / send.sent, "tokens": send.tokens / send.sent}
     with console.working("timing an evaluation and a checkpoint"):
         found.beside = _beside(prepared)
     why = floors.lacks(session)
@@ -96,27 +98,6 @@ class Sender:
             for epoch in range(math.ceil(self.config.train.epochs)):
                 for place, staged in enumerate(self.loader.epoch(epoch, 0, self.session.pipeline.stage)):
                     yield epoch, place, staged
-
-
-def facts(prepared: Prepared, send: Sender) -> dict[str, Any]:
-    session, settings = prepared.session, prepared.session.config.train
-    runtime, shape = session.runtime, send.shape
-    found: dict[str, Any] = {
-        "tokens_per_micro_batch": settings.tokens_per_micro_batch,
-        "micro_batches": send.micro_batches / send.sent,
-        "tokens": send.tokens / send.sent,
-    }
-    if shape is not None:
-        found |= {"documents": shape.max_docs, "longest": shape.longest, "response_rows": shape.max_rows}
-    return {
-        "device": runtime.device.type,
-        "gpu": runtime.describe(),
-        "model": session.base.name,
-        "method": settings.method,
-        "recompute": settings.recompute,
-        "attention": session.step.backend,
-        "shape": found,
-    }
 
 
 def _beside(prepared: Prepared) -> dict[str, float]:

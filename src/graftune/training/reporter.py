@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,31 @@ from graftune.observe.console import Console, Progress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
 from graftune.observe.plot import LivePlot, loss_plot
-from graftune.observe.speed import Meter
+from graftune.observe.speed import NOTHING, Amounts, Meter
 from graftune.plan import Plan
 from graftune.step.evaluate import EvalResult
+from graftune.step.flops import StepFlops
 from graftune.step.pipeline import Figures
 
 OFF = {"cuda": 0.03, "cpu": 0.10}  # what a plan may be off by
+
+
+@dataclass
+class LiveSpeed:
+    """What a step is worth beside its tokens, so that speed can be said live."""
+
+    flops: StepFlops
+    floor_ms: float | None = None  # of a micro-batch, as `graftune profile` measured it
+    without_floor: str = ""  # said in place of it
+    waited: Callable[[], float] | None = None  # seconds so far for which the host waited for the device
+    _waited: float = 0.0
+
+    def amounts(self, facts: dict[str, Any]) -> Amounts:
+        """Of one step, once it is done."""
+        waited = self.waited() if self.waited else 0.0
+        idle, self._waited = waited - self._waited, waited
+        floor = (self.floor_ms or 0.0) * facts["micro_batches"] / 1e3
+        return Amounts(self.flops(facts["tokens"], facts["response_tokens"]), floor, idle)
 
 
 class Reporter:
@@ -31,6 +51,7 @@ class Reporter:
         png = log.path.with_name("loss.png")
         self.live_plot = LivePlot(lambda: loss_plot(log.path, png, log.path.parent.name))
         self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
+        self.live: LiveSpeed | None = None
 
     @property
     def meter(self) -> Meter:
@@ -40,6 +61,7 @@ class Reporter:
     def steps(self, done: int) -> Iterator[None]:
         """The time in which steps are taken, `done` of them before."""
         with self.console.progress(self.total, done) as self.bar:
+            self.bar.without_floor = self.live.without_floor if self.live else ""
             yield
 
     def warn(self, text: str, step: int = 0) -> None:
@@ -54,10 +76,10 @@ class Reporter:
 
     def step(self, done: Figures, *, scaled: bool) -> None:
         facts, step = done.tag, done.tag["step"]
-        self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"])
-        speed = self.meter.tok_s
-        figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": speed, "skipped": done.skipped}
-        self.log.emit("step", **facts, **figures, **done.more)
+        amounts = self.live.amounts(facts) if self.live else NOTHING
+        self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"], amounts=amounts)
+        figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": self.meter.tok_s, "skipped": done.skipped}
+        self.log.emit("step", **facts, **figures, **self._rates(), **done.more)
         if self._phase == "compiling":
             self.phase("training")
         if self.plan is not None and not self.reported_plan:
@@ -69,6 +91,20 @@ class Reporter:
                 what = "the gradient overflowed; this update was skipped and the loss scale halved"
             text = f"step {step}: {what}"
             self.warn(text, step)
+
+    def profiled(self, document: dict[str, Any] | None, step: int) -> None:
+        """An occasion of `profile_every` is over, if there is a document."""
+        if document is not None:
+            figures = {name: document[name] for name in ("step_ms", "owned", "bottleneck")}
+            self.log.emit("profile", step=step, **figures)
+            self.console.note(f"profile at step {step}: {figures['step_ms']:.1f} ms; {figures['bottleneck']}")
+
+    def _rates(self) -> dict[str, float]:
+        """Beside tokens per second, as far as they are known."""
+        flops, floor, idle = self.meter.rates
+        known = {"tflops": flops / 1e12, "floor_share": floor, "host_idle": idle}
+        on_gpu = self.device.type == "cuda"
+        return {name: value for name, value in known.items() if value or (name == "host_idle" and on_gpu)}
 
     def _memory(self, plan: Plan, step: int) -> None:
         """What the first step came to, beside what was planned."""

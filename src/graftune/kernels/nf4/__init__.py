@@ -23,6 +23,7 @@ from graftune.kernels.nf4.reference import BLOCK, GROUP, TABLE, Nf4
 
 __all__ = [
     "STATE",
+    "VALUE_BYTES",
     "Nf4",
     "checkpoint_shape",
     "dequantise",
@@ -34,6 +35,7 @@ __all__ = [
 
 FLOATS = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
 STATE = ".quant_state.bitsandbytes__"
+VALUE_BYTES = 0.5 + (1 + 4 / GROUP) / BLOCK  # half a byte, a byte of scale a block, four of those a group of blocks
 
 
 def quantise(weight: torch.Tensor, *, double: bool = True) -> Nf4:

@@ -1,0 +1,123 @@
+"""`profile_every`: some steps of a run are profiled while it trains, every so many.
+
+The step before them is timed plain. On a GPU the first profiled step of a turn (step/profile.py) captures the step once
+more and is no sample; its graphs are kept, so that later occasions only replay them. A profiled step is waited for,
+and that is all that a run with this setting waits for beside evaluations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from graftune import spans
+from graftune.data.pack import Capacities
+from graftune.files import write_file
+from graftune.observe.profile import Profile, Recorder
+from graftune.session import Session
+from graftune.spans import EVERY_LAYER, Timeline, Turn
+from graftune.step.pipeline import DeviceLoop, Loop
+from graftune.step.profile import STAMPS_OF_A_LAYER, turns_for
+from graftune.training import floors
+
+WARM = 5  # steps of a run before the first that is profiled
+
+
+def facts_of(session: Session, shape: Capacities | None) -> dict[str, Any]:
+    """What a profile says of the machine and of the model, beside its times."""
+    settings, runtime = session.config.train, session.runtime
+    found: dict[str, Any] = {"tokens_per_micro_batch": settings.tokens_per_micro_batch}
+    if shape is not None:
+        found |= {"documents": shape.max_docs, "longest": shape.longest, "response_rows": shape.max_rows}
+    return {
+        "device": runtime.device.type,
+        "gpu": runtime.describe(),
+        "model": session.base.name,
+        "method": settings.method,
+        "recompute": settings.recompute,
+        "shape": found,
+    }
+
+
+class ProfiledSteps:
+    """Told of every step that is sent; `every` 0: none is profiled."""
+
+    def __init__(self, every: int, folder: Path, loop: Loop, session: Session, shape: Capacities | None):
+        self.every, self.folder, self.loop, self.layers = every, folder, loop, session.base.spec.layers
+        self.captured = isinstance(loop, DeviceLoop) and loop.graph
+        self.floor_ms = floors.known(session, shape) if every else None
+        facts = facts_of(session, shape) | {"captured": self.captured}
+        self.recorder = Recorder(spans.clock_for(session.runtime.device), Profile(facts=facts))
+        self.left: list[Turn] = []  # of this occasion
+        self.timeline: Timeline | None = None
+        self.plain: Any = None  # the stamp ahead of a step that is timed plain
+
+    @property
+    def profile(self) -> Profile:
+        return self.recorder.profile
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step that is sent."""
+        if self.timeline is None:
+            yield
+            return
+        with spans.recording(self.timeline):
+            yield
+            self.timeline.end()
+
+    def sent(self, step: int, micro_batches: int) -> dict[str, Any] | None:
+        """`step` was sent. When the last one of an occasion is done: the document, which is in the folder."""
+        if not self.every:
+            return None
+        ended = self._take(micro_batches)
+        if self.left:
+            self.timeline = self.recorder.begin(self.left[0])
+        elif self.plain is not None:
+            self._begin()
+        elif step >= WARM and (step + 2) % self.every == 0:
+            self.plain = self.recorder.clock.stamp()
+        return self._written() if ended else None
+
+    def interrupted(self) -> None:
+        """Something else than a step was done: its time is no step's."""
+        self.plain = None
+        if self.timeline is not None:
+            self.timeline = self.recorder.begin(self.timeline.turn)
+
+    def _begin(self) -> None:
+        """An occasion: the plain step has just been sent."""
+        clock, began, self.plain = self.recorder.clock, self.plain, None
+        end = clock.stamp()
+        clock.wait()
+        self.profile.plain.append(clock.ms(began, end))
+        self.left = self._turns()
+        self.timeline = self.recorder.begin(self.left[0])
+
+    def _turns(self) -> list[Turn]:
+        if not self.captured:
+            return [EVERY_LAYER]
+        if self.profile.samples:  # as on the first occasion: those graphs are there
+            return sorted({sample.turn for sample in self.profile.samples})
+        return turns_for(STAMPS_OF_A_LAYER * self.layers, self.layers, self.profile.plain[0])
+
+    def _take(self, micro_batches: int) -> bool:
+        """Whether that was the last one of an occasion."""
+        if self.timeline is None:
+            return False
+        timeline, self.timeline = self.timeline, None
+        if self.recorder.take(timeline):
+            self.left.pop(0)
+        self.profile.facts["shape"]["micro_batches"] = micro_batches
+        if self.floor_ms is not None:
+            self.profile.facts["floor_ms"] = self.floor_ms * micro_batches
+        return not self.left
+
+    def _written(self) -> dict[str, Any]:
+        document = self.profile.document()
+        write_file(self.folder / "profile.json", json.dumps(document) + "\n")
+        write_file(self.folder / "profile-trace.json", json.dumps(self.profile.trace()) + "\n")
+        return document

@@ -1,0 +1,48 @@
+"""What a run is watched by while it trains: live speed, profiled steps, a tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graftune.config import Config
+from graftune.data.dataset import Dataset
+from graftune.data.encoded import lengths_of
+from graftune.data.pack import Capacities
+from graftune.observe.console import Console
+from graftune.observe.trackers import Tracking
+from graftune.session import Session
+from graftune.step.flops import StepFlops
+from graftune.step.pipeline import Loop
+from graftune.training import floors
+from graftune.training.every import ProfiledSteps
+from graftune.training.prepare import Prepared
+from graftune.training.reporter import LiveSpeed
+
+if TYPE_CHECKING:
+    from graftune.training.loop import Run
+
+
+def live_speed(session: Session, training: Dataset, loop: Loop, shape: Capacities | None) -> LiveSpeed:
+    full = session.config.train.method != "lora"
+    flops = StepFlops.of(session.base.spec, lengths_of(training.examples), full=full)
+    if session.runtime.device.type != "cuda":
+        return LiveSpeed(flops)
+    known = floors.known(session, shape)
+    without = "" if known or floors.lacks(session) else "floor: not measured (graftune profile RUN)"
+    return LiveSpeed(flops, known, without, lambda: loop.waited)
+
+
+def profiled_steps(run: Run) -> ProfiledSteps:
+    """Of one process: where several ranks train, capturing once more on one of them would leave the others behind."""
+    session, every = run.session, run.config.run.profile_every
+    if every and run.crew.world is not None:
+        run.console.warn("profile_every is for one process: the steps of several ranks are not profiled")
+        every = 0
+    return ProfiledSteps(every, run.folder, run.pipeline, session, run.shape)
+
+
+def tracking_of(config: Config, prepared: Prepared, console: Console) -> Tracking | None:
+    if config.run.track == "none" or not prepared.crew.leads:
+        return None
+    return Tracking(config.run.track, Path(prepared.folder), config.flat(), console.warn)

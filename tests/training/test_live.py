@@ -1,0 +1,166 @@
+"""What a run is watched by: profiled steps, live speed, trackers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graftune.api import train
+from graftune.config import Config
+from graftune.data.pack import Capacities
+from graftune.errors import GraftuneError
+from graftune.model.hf_config import from_config
+from graftune.observe import trackers
+from graftune.observe.console import Console
+from graftune.observe.events import read_events
+from graftune.observe.speed import Amounts, Meter
+from graftune.observe.trackers import Tracking, metrics_of
+from graftune.step import floor
+from graftune.step.flops import StepFlops
+from graftune.training import floors
+from graftune.training.reporter import LiveSpeed
+from tests.training.runs import write_data
+
+
+def run_of(folder: Path, out: Path, **more: Any) -> list[dict[str, Any]]:
+    data = write_data(out.parent / "data.jsonl")
+    values = {
+        "base": str(folder), "data": str(data), "out": str(out), "device": "cpu", "compute_dtype": "fp32",
+        "tokens_per_step": 64, "max_seq_len": 64, "samples": 0,
+    }  # fmt: skip
+    train(Config.of(values | more), console=Console(quiet=True))
+    return list(read_events(out / "metrics.jsonl"))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A module with wandb's calls, which notes them down."""
+    said: list[tuple[Any, ...]] = []
+    module: Any = ModuleType("wandb")
+    module.__spec__ = object()
+    module.init = lambda **given: said.append(("init", given))
+    module.log = lambda metrics, step: said.append(("log", metrics, step))
+    module.finish = lambda: said.append(("finish",))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return said
+
+
+def test_a_run_with_profiled_steps_live_speed_and_a_tracker(tiny_folder, tmp_path: Path, wandb) -> None:
+    """An evaluation in the middle belongs to no step."""
+    out = tmp_path / "run"
+    events = run_of(
+        tiny_folder("llama-shallow"), out, profile_every=4, track="wandb", max_steps=14, eval_every=8, epochs=20
+    )
+    steps = [event for event in events if event["event"] == "step"]
+    assert len(steps) == 14 and all(event["tflops"] > 0 for event in steps)
+    assert not any("floor_share" in event or "host_idle" in event for event in steps), "both are a GPU's"
+
+    profiles = [event for event in events if event["event"] == "profile"]
+    assert [event["step"] for event in profiles] == [8, 12]
+    assert all(event["owned"] > 0.95 and event["bottleneck"].endswith(".") for event in profiles)
+    document = json.loads((out / "profile.json").read_text())
+    assert document["steps"] == 2 and document["step_ms"] == profiles[-1]["step_ms"] and document["plain_ms"] > 0
+    assert json.loads((out / "profile-trace.json").read_text())["traceEvents"]
+
+    assert wandb[0][0] == "init" and wandb[-1] == ("finish",)
+    assert wandb[0][1]["project"] == "graftune" and wandb[0][1]["config"]["profile_every"] == 4
+    logged = {step: metrics for _, metrics, step in wandb[1:-1] if "train/loss" in metrics}
+    assert sorted(logged) == list(range(1, 15))
+    assert logged[3]["train/learning_rate"] == steps[2]["lr"] and logged[3]["train/grad_norm"] == steps[2]["grad_norm"]
+    assert [step for _, metrics, step in wandb[1:-1] if "eval/loss" in metrics] == [
+        event["step"] for event in events if event["event"] == "eval"
+    ]
+
+
+def test_without_profile_every_no_step_is_profiled_and_none_is_waited_for(tiny_folder, tmp_path: Path) -> None:
+    events = run_of(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=3)
+    assert "profile" not in {event["event"] for event in events}
+    assert not (tmp_path / "run" / "profile.json").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_one_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(GraftuneError, match=rf"{name} is not installed.*graftune\[{name}\]"):
+        train(Config.of({"base": "nowhere", "track": name}), console=Console(quiet=True))
+
+
+def test_a_tracker_that_fails_is_said_once_and_left(tmp_path: Path, wandb) -> None:
+    said: list[str] = []
+    tracking = Tracking("wandb", tmp_path / "mine", {}, said.append)
+    tracking({"event": "run_start"})
+
+    def gone(metrics: dict[str, float], step: int) -> None:
+        raise ConnectionError("the network is gone")
+
+    sys.modules["wandb"].log = gone  # type: ignore[attr-defined]
+    for step in (1, 2):
+        tracking({"event": "step", "step": step, "loss": 1.0})
+    tracking.close()
+    assert said == ["wandb is not told of this run any more: ConnectionError: the network is gone"]
+
+
+def test_what_is_sent_has_the_names_that_others_know() -> None:
+    step = {"event": "step", "step": 3, "loss": 1.5, "grad_norm": 0.5, "lr": 1e-4, "epoch": 0, "tok_s": 9.0}
+    wanted = {"loss": 1.5, "grad_norm": 0.5, "learning_rate": 1e-4, "epoch": 0.0, "tokens_per_second": 9.0}
+    assert metrics_of(step) == {f"train/{name}": value for name, value in wanted.items()}
+    assert metrics_of({"event": "eval", "step": 3, "loss": None, "perplexity": 2.0}) == {"eval/perplexity": 2.0}
+    assert metrics_of({"event": "sample", "step": 3}) == {}
+
+
+def test_rates_are_amounts_over_the_window_without_pauses() -> None:
+    now = [0.0]
+    meter = Meter(100, window=3, clock=lambda: now[0])
+    for step in range(1, 8):
+        now[0] += 2.0
+        meter.update(step, 10, Amounts(flops=4e12, floor=1.5, idle=0.5))
+        with meter.paused():
+            now[0] += 100.0
+    assert meter.rates == pytest.approx(Amounts(2e12, 0.75, 0.25))
+
+
+def test_live_speed_counts_what_a_step_is_worth() -> None:
+    waited = [0.0]
+    live = LiveSpeed(StepFlops(10.0, 1.0), floor_ms=4.0, waited=lambda: waited[0])
+    waited[0] = 3.0
+    facts = {"tokens": 7, "response_tokens": 5, "micro_batches": 2}
+    assert live.amounts(facts) == Amounts(75.0, 0.008, 3.0)
+    assert live.amounts(facts).idle == 0.0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_operations_of_a_step_are_those_of_its_floor(full: bool) -> None:
+    """Two ways to count: by token, for live speed, and product by product, for the floor."""
+    settings = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    spec = from_config(settings, "tiny")
+    lengths = (8, 24)
+    work = floor.Work(floor.layers_of(spec), (spec.vocab, spec.width), 32, 20, lengths, full=full)
+    wanted = floor.flops(work, floor.plan(work))
+    assert StepFlops.of(spec, np.array(lengths), full=full)(32, 20) == pytest.approx(wanted)
+
+
+def test_a_floor_is_kept_for_its_card_model_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(floors, "lacks", lambda session: "")
+    monkeypatch.setattr(floors, "key_of", lambda session, shape: f"{session}-{shape.capacity}")
+    monkeypatch.setattr(floor, "measured", lambda work, device, say: (3.5, "measured"))
+    shape = Capacities(64, 4, 32, 16)
+    session: Any = "card and model"
+    assert floors.known(session, shape) is None
+    key, console, nothing = floors.key_of(session, shape), Console(quiet=True), Any
+    assert floors.measured(key, nothing, nothing, console) == 3.5 == floors.known(session, shape)  # type: ignore[arg-type]
+    assert floors.known(session, shape._replace(capacity=128)) is None and floors.known(session, None) is None
+    (tmp_path / "floors.json").write_text('{"card and model-64": "fast"}')
+    assert floors.known(session, shape) is None, "a file of somebody else's"
