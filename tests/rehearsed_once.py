@@ -5,10 +5,9 @@ Plans for cards are made each time; tests of plans take `rehearse` as it is.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from graftune.plan import job
+from graftune.plan import job, kept
 
 _rehearse = job.rehearse
 _rehearsed: dict[str, Any] = {}
@@ -17,9 +16,9 @@ _rehearsed: dict[str, Any] = {}
 def rehearse(setup: Any, launched: Any = None) -> Any:
     if setup.card is not None:
         return _rehearse(setup, launched=launched)
-    rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name != "base"}
-    tensors = [(name, type(rows), rows.dtype_name, rows.shape) for name, rows in setup.base.tensors.items()]
-    key = repr((setup.base.path, setup.base.kind, setup.base.spec, tensors, rest))
+    key = kept.key_of(setup)
+    if key is None:
+        return _rehearse(setup)
     if key not in _rehearsed:
         _rehearsed[key] = _rehearse(setup)
     return _rehearsed[key]

@@ -80,6 +80,12 @@ def makes_new(operation: Any) -> bool:
     return not any(returned.alias_info for returned in operation._schema.returns)
 
 
+def writes_to(operation: Any) -> list[int]:
+    """The numbers of the arguments that an operator writes to."""
+    arguments = enumerate(operation._schema.arguments)
+    return [number for number, taken in arguments if taken.alias_info is not None and taken.alias_info.is_write]
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """A number that no other storage has while this one lives, with memory or without."""
     return int(storage._cdata)

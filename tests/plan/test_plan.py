@@ -196,33 +196,29 @@ def test_it_grows_with_tokens_rank_and_layers(make: Any) -> None:
 
     wide = spec() if make is setup else spec(width=256, ffn=1024, vocab=4000)
     deeper = spec(layers=5) if make is setup else spec(layers=5, width=256, ffn=1024, vocab=4000)
-    tokens = [peak(shape=Capacities(n, n // 64, n // 2, 64), spec=wide) for n in (256, 512, 1024, 2048)]
-    ranks = [peak(lora=LoraConfig(rank=r), spec=wide) for r in (4, 8, 64)]
+    tokens = [peak(shape=Capacities(n, n // 64, n // 2, 64), spec=wide) for n in (256, 512, 2048)]
+    ranks = [peak(lora=LoraConfig(rank=r), spec=wide) for r in (4, 64)]
     assert tokens == sorted(set(tokens)) and ranks == sorted(set(ranks))
     assert peak(spec=wide) < peak(spec=deeper)
 
 
 def test_policies_save_in_their_order() -> None:
     shape = Capacities(2048, 8, 1024, 256)
-    deep = spec(layers=6, width=256, ffn=1024, vocab=4000)
+    deep = spec(layers=4, width=256, ffn=1024, vocab=4000)
     on_gpu = [rehearse(gpu(shape=shape, spec=deep, recompute=p)) for p in ("none", "selective", "full", "offload")]
     on_cpu = [rehearse(setup(shape=shape, spec=deep, recompute=p)).peak for p in ("none", "selective", "full")]
     peaks = [found.peak for found in on_gpu]
     assert peaks == sorted(set(peaks), reverse=True) and on_cpu == sorted(set(on_cpu), reverse=True)
-    assert on_gpu[3].host >= 6 * 2048 * 256 * 2, "offloaded inputs wait in host memory"
+    assert on_gpu[3].host >= 4 * 2048 * 256 * 2, "offloaded inputs wait in host memory"
     assert rehearse(gpu(kind="nf4", spec=deep)).owners["base"] < 0.5 * rehearse(gpu(spec=deep)).owners["base"]
 
 
-@pytest.mark.parametrize("make", [setup, gpu])
-@pytest.mark.parametrize("policy", ["none", "full", "offload"])
+@pytest.mark.parametrize(("make", "policy"), [(setup, "none"), (gpu, "none"), (gpu, "offload")])
 def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
-    if make is setup and policy == "offload":
-        pytest.skip("there is nowhere to offload to from a CPU")
-
     def of(layers: int) -> Any:
         return make(recompute=policy, spec=spec(layers=layers, width=256, ffn=1024, vocab=4000))
 
-    found, whole = told(of, 12), rehearse(of(12))
+    found, whole = told(of, 9), rehearse(of(9))
     assert abs(found.peak / whole.peak - 1) < 1e-3 and abs(found.pools - whole.pools) <= 1e-3 * whole.peak
     assert found.owners == pytest.approx(whole.owners, rel=0.02, abs=64 << 10)
 
@@ -232,12 +228,11 @@ def test_a_few_layers_tell_of_all_that_are_fetched(where: Any) -> None:
     def of(layers: int) -> Any:
         return gpu(kind="nf4", spec=spec(layers=layers, width=256, ffn=1024, vocab=4000), **where)
 
-    found, whole = told(of, 12), rehearse(of(12))
+    found, whole = told(of, 9), rehearse(of(9))
     assert abs(found.peak / whole.peak - 1) < 2e-3 and abs(found.host / max(1, whole.host) - 1) < 2e-2
 
 
-@pytest.mark.parametrize("make", [setup, gpu])
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize(("make", "policy"), [(setup, "none"), (gpu, "full")])
 def test_a_few_layers_of_two_kinds_tell_of_all(make: Any, policy: str) -> None:
     mixed = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 1, 3, 4, 6, 7, 9, 10), "conv_taps": 3}
     mixed |= {"head_width": 128}
@@ -311,7 +306,7 @@ def test_a_fetched_base_is_planned(kind: str) -> None:
     them on each rank."""
     deep = spec(layers=24, width=256, ffn=1024, vocab=1000)
     resident, host, ranks, both = (
-        rehearse(gpu(kind=kind, spec=deep, **where))
+        job.from_few_layers(gpu(kind=kind, spec=deep, **where))
         for where in ({}, {"on_host": True}, {"ranks": 4}, {"on_host": True, "ranks": 4})
     )
     base, buffers = resident.owners["base"], "buffers of fetched blocks"
@@ -324,7 +319,7 @@ def test_a_fetched_base_is_planned(kind: str) -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full", "offload"])
+@pytest.mark.parametrize("policy", ["none", "offload"])
 def test_fp8_is_planned(policy: str) -> None:
     found, wide = rehearse(gpu(kind="fp8", recompute=policy)), rehearse(gpu(recompute=policy))
     assert 0.4 < found.owners["base"] / wide.owners["base"] < 1.0
@@ -415,6 +410,10 @@ def test_the_ledger_follows_views_writes_and_ends() -> None:
         del a, written
         assert holder.total == 100_000, "the view still holds it"
         del view
+        codes = torch.empty(80, dtype=torch.uint8)
+        shifted, halved = codes >> 4, codes.bitwise_right_shift_(1)
+        assert holder.total == 60_160 and halved is codes and shifted is not codes
+        del codes, shifted, halved
     assert holder.total == 60_000 and holder.peak == 100_000 and holder.at_peak == {"mine": 80_000, "yours": 20_000}
     del b, c
     assert holder.total == 0

@@ -3,7 +3,6 @@ then runs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -20,7 +19,7 @@ from graftune.errors import GraftuneError
 from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.plan import Bytes, Card, Setup, cards, job, rehearse
+from graftune.plan import Bytes, Card, Setup, cards, job, kept, rehearse, transfer
 from graftune.training import prepare
 from graftune.weights.synthetic import random_base
 from tests.training.runs import write_data
@@ -33,12 +32,11 @@ MIB = 1 << 20
 def _rehearsed_once() -> Iterator[None]:
     """What a step takes follows from its setup (tests/plan/test_plan.py), and these tests ask for the same ones with
     more and less memory: one rehearsal of each is enough."""
-    made: dict[Any, Any] = {}
+    made: dict[str, Bytes] = {}
 
     def once(setup: Setup, launched: object = None) -> Bytes:
-        card = setup.card and dataclasses.replace(setup.card, name="", free=0, total=0)
-        rest = {f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name not in ("base", "card")}
-        key = repr((setup.base.path, setup.base.spec, card, rest))
+        key = kept.key_of(setup)
+        assert key is not None
         if key not in made:
             made[key] = rehearse(setup)
         return made[key]
@@ -49,7 +47,8 @@ def _rehearsed_once() -> Iterator[None]:
 
 
 def job_for(folder: Path, memory: int = 0, **more: Any) -> job.Job:
-    values = {"base": str(folder), "device": "cuda", "max_seq_len": 64} | more
+    """Of a run that answers no prompts: what those take is test_plan.py's."""
+    values = {"base": str(folder), "device": "cuda", "max_seq_len": 64, "samples": 0} | more
     return prepare.job_of(Config.of(values), QUIET, memory=memory)
 
 
@@ -64,7 +63,7 @@ def test_auto_takes_the_largest_micro_batch_and_then_the_least_recompute(tiny_fo
     def limit(policy: str, size: int) -> int:
         return job_for(folder, 80 << 30).plan(policy, size).needed + job.CONTEXT_BYTES
 
-    for policy, size in (("none", 2048), ("selective", 4096), ("full", 2048), ("offload", 2048)):
+    for policy, size in (("selective", 4096), ("offload", 2048)):
         found = resolve_auto(job_for(folder, limit(policy, size)))
         assert found.fits and found.needed <= limit(policy, size)
         order = ("none", "selective", "full", "offload")
@@ -142,11 +141,17 @@ def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_fold
     from graftune.plan import best, nearest, refusal
 
     asked = {"base_dtype": "fp32", "compute_dtype": "bf16", "recompute": "offload", "tokens_per_micro_batch": 64}
-    whole = job_for(smollm2, 80 << 30, **asked)
+
+    def of_three_layers(memory: int) -> job.Job:
+        made = job_for(smollm2, memory, **asked)
+        made.base = made.setup("offload", 64, made.placement).with_layers([0, 1, 2]).base
+        return made
+
+    whole = of_three_layers(80 << 30)
     needed = {kind: whole.plan("offload", 64, whole.place(kind)).needed for kind in ("keep", "nf4", "fp32")}
     assert max(needed["keep"], needed["nf4"]) < needed["fp32"]
     enough = max(needed["keep"], needed["nf4"]) + job.CONTEXT_BYTES
-    tight = job_for(smollm2, enough, **asked)
+    tight = of_three_layers(enough)
     found = nearest(tight, best(tight))
     assert found is not None and found.settings["base_dtype"] == "keep"
     assert "base_dtype keep would need" in str(refusal(tight, best(tight)))
@@ -213,23 +218,23 @@ def test_a_card_of_this_machine_has_its_memory_beside_it(tiny_folder, monkeypatc
 
 
 def test_plan_command_for_a_card_that_is_not_here(tiny_folder, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(tiny_folder("llama"))
-    assert main(["plan", folder, "--device", "cuda", "--memory", "24GiB", "--json", "--max-seq-len", "64"]) == 0
+    line = ["plan", str(tiny_folder("llama")), "--device", "cuda", "--samples", "0"]
+    assert main([*line, "--memory", "24GiB", "--json", "--max-seq-len", "64"]) == 0
     document = json.loads(capsys.readouterr().out)
     owners = ("base", "adapters", "gradients", "moments", "saved activations", "workspaces", "CUDA context")
     assert all(document["owners"][name] > 0 for name in owners)
     assert document["fits"] and document["needed"] <= document["free"] < 24 << 30
     assert document["largest"]["none"] <= document["largest"]["full"] <= document["largest_looked_for"]
-    assert main(["plan", folder, "--device", "cuda", "--memory", "24GiB", "--max-seq-len", "64"]) == 0
+    assert main([*line, "--memory", "24GiB", "--max-seq-len", "64"]) == 0
     shown = capsys.readouterr().out
     assert "131072 or more" in shown
     assert "saved activations" in shown and "largest micro-batch that fits" in shown and "█" in shown
-    one_size = ("--max-seq-len", "512", "--tokens-per-step", "512")  # else all below are rehearsed too, and none fits
-    assert main(["plan", folder, "--device", "cuda", "--memory", "601MiB", *one_size]) == 2
+    one = ("--max-seq-len", "512", "--tokens-per-step", "512", "--recompute", "offload", "--base-dtype", "nf4")
+    assert main([*line, "--memory", "601MiB", *one]) == 2  # one choice: all are rehearsed where none fits
     said = capsys.readouterr()
     assert "gradients" in said.out and "take a smaller model" in said.err
     if not torch.cuda.is_available():
-        assert main(["plan", folder, "--device", "cuda"]) == 2
+        assert main(line) == 2
         assert "--memory 24GiB" in capsys.readouterr().err
 
 
@@ -240,21 +245,21 @@ def test_plan_without_triton_says_so(tiny_folder, monkeypatch: pytest.MonkeyPatc
         job_for(tiny_folder("llama"), 24 << 30).plan("none", 64)
 
 
-def large_job(gpu: str, ranks: int = 0, **more: Any) -> job.Job:
-    """Of a model in the shape of Llama 3's 70B, on a card that is not here."""
+def large_job(gpu: str, ranks: int = 0, memory: int = 0, **more: Any) -> job.Job:
+    """Of a model in the shape of Llama 3's 70B, on a card that is not here, with its own memory or another's."""
     shape = {
         **{"family": "llama", "layers": 80, "width": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "head_width": 128},
         **{"vocab": 128256, "norm_eps": 1e-5, "rope_theta": 5e5, "max_positions": 8192, "tied": False},
     }
     values = {"device": "cuda", "base_dtype": "nf4", "max_seq_len": 1024, "tokens_per_step": 1024, "recompute": "full"}
     config = Config.of(values | more)
-    runtime, card = job.runtime_for(config, 0, cards.find(gpu))
+    runtime, card = job.runtime_for(config, memory, cards.find(gpu))
     base = random_base(ModelSpec(**shape), torch.device("cpu"))
-    return job.Job(config, base, runtime, 1024, job.any_data(1024), card, ranks=ranks)
+    return job.Job(config, base, runtime, 1024, job.any_data(1024), card, evaluates=False, ranks=ranks)
 
 
 def test_a_base_that_does_not_fit_is_fetched_from_host_memory() -> None:
-    """70B in 4 bits on a card of 24 GB; on one of 140 GB it is resident."""
+    """70B in 4 bits on a card of 24 GB; if that had 140 GB it would be resident."""
     from graftune.plan import best, refusal
 
     tight = large_job("4090")
@@ -262,7 +267,7 @@ def test_a_base_that_does_not_fit_is_fetched_from_host_memory() -> None:
     assert found.fits and found.settings["base_on"] == "host" and tight.placement.on_host
     assert "in host memory" in tight.placement.describe()
     assert 30 << 30 < found.bytes.host < 42 << 30 and found.needed < 23 << 30
-    roomy = large_job("h200")
+    roomy = large_job("4090", memory=140 << 30)
     assert best(roomy).settings["base_on"] == "device" and not roomy.placement.fetched and not best(roomy).transfer
 
     refused = large_job("4090", base_on="device")
@@ -278,9 +283,10 @@ def test_ranks_share_a_base_that_none_of_them_can_hold() -> None:
     found = best(four)
     assert found.fits and (found.settings["shard_base"], found.settings["base_on"]) == ("yes", "device")
     assert four.placement.ranks == 4 and 8 << 30 < found.bytes.owners["base"] < 12 << 30
-    asked = best(large_job("h200", ranks=4, shard_base="yes"))
+    asked = best(large_job("4090", ranks=4, memory=140 << 30, shard_base="yes"))
     assert asked.settings["shard_base"] == "yes" and asked.bytes.owners["base"] < 12 << 30
-    assert best(large_job("h200", ranks=4)).settings["shard_base"] == "no", "auto divides only what does not fit"
+    roomy = best(large_job("4090", ranks=4, memory=140 << 30))
+    assert roomy.settings["shard_base"] == "no", "auto divides only what does not fit"
     both = large_job("4090", ranks=2, shard_base="yes", base_on="host")
     assert best(both).fits and best(both).bytes.host < 22 << 30, "half of it in each rank's host memory"
 
@@ -294,6 +300,7 @@ def test_a_plan_says_whether_the_transfer_hides() -> None:
     assert float(seconds[1]) == pytest.approx((0.516 * parameters + 2 * tables) / 50e9, rel=0.05)
     assert float(seconds[2]) == pytest.approx(2 * (parameters + tables) * 8192 / (0.6 * 989e12), rel=0.05)
     assert found.transfer.endswith("hides behind the compute") and found.document()["transfer"] == found.transfer
-    short = large_job("h200", base_on="host", tokens_per_micro_batch=1024).plan("full", 1024)
-    enough = re.search(r"waits for the link; from about (\d+) tokens", short.transfer)
+    short = large_job("h200", base_on="host", tokens_per_micro_batch=1024)
+    said = transfer.sentence(short.setup("full", 1024, short.placement))
+    enough = re.search(r"waits for the link; from about (\d+) tokens", said)
     assert enough is not None and 3000 < int(enough[1]) < 6000

@@ -115,11 +115,12 @@ def largest(job: Job, policy: str) -> int:
     least, top = ceil_div(job.longest, 512), furthest(job) // 512
     below, beyond = least - 1, top + 1  # in steps: the largest known to fit, and the smallest known not to
     over: dict[int, int] = {}
-    tries = [max(least, top // 8), max(least, top // 4)]
     while beyond - below > 1:
-        if tries:
-            steps = tries.pop(0)
-        elif 1 < len(over) < SECANTS:
+        if not over:
+            steps = max(least, top // 8)
+        elif len(over) == 1:  # either end may be the answer
+            steps = top if below in over else least
+        elif len(over) < SECANTS:
             (a, over_a), (b, over_b) = sorted(over.items(), key=lambda known: abs(known[1]))[:2]
             steps = a - over_a * (b - a) // (over_b - over_a) if over_a != over_b else (below + beyond) // 2
             steps = min(max(steps, below + 1), beyond - 1)

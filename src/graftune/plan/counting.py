@@ -13,15 +13,15 @@ is its compiler's: it imports that, and its CUDA tensors cannot be sliced by a t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graftune.plan.ledger import Ledger, bare
 from graftune.plan.shapes import RULES
-from graftune.private import find, makes_new
+from graftune.private import find, makes_new, writes_to
 
 _TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
 _READ_VALUE = find("torch.ops.aten._local_scalar_dense.default")
@@ -60,11 +60,15 @@ class Counting(_TorchDispatchMode):
         named = kwargs or {}
         if self.off:
             return func(*args, **named)
-        tensors = [*_tensors(args), *_tensors(named.values())] if named else list(_tensors(args))
+        operation = _operation(func)
+        if operation.makes_view and args[0].is_meta:
+            return self._entered(func(*args, **named), self.kind_of(args[0]))
+        tensors = _tensors(args)
+        if named:
+            tensors += _tensors(named.values())
         asked = named.get("device")
-        all_real = not any(x.is_meta for x in tensors)
         if asked is None or asked.type == "cpu":
-            if (all_real and tensors) or func.overloadpacket in TABLES:
+            if operation.makes_table or (tensors and not any(x.is_meta for x in tensors)):
                 return self._entered(func(*args, **named), "cpu")
             wanted = None if asked is None else "cpu"
         else:
@@ -74,27 +78,31 @@ class Counting(_TorchDispatchMode):
         held = self.before(func, args)
         if func is _TO_COPY and self._unchanged(args[0], named, wanted):
             return args[0]
-        written = _written(func, args, named)
-        if written is not None:
+        # Where an operation writes to what it is given, that is its result: nothing is allocated, no shape changes.
+        written = args[0] if operation.writes_first else named.get("out", named.get("grad_input"))
+        if written is not None and written.is_meta:
             return written
         if wanted is None:  # with the tensors; scalars on the CPU go along with the rest
             on_device = self.kind != "cpu" and any(self.kind_of(x) == self.kind for x in tensors)
             wanted = self.kind if on_device else "cpu"
         if asked is not None or not tensors:
             named = {name: value for name, value in named.items() if name != "pin_memory"} | {"device": META}
-        rule = RULES.get(func.overloadpacket)
+        rule = RULES.get(operation.packet)
         if rule is None:
-            if func.overloadpacket not in WITHOUT_REFERENCES and _makes_new(func):
-                self.without_rule.add(str(func.overloadpacket))
-            if any(not x.is_meta for x in tensors):
+            if operation.wants_rule:
+                self.without_rule.add(str(operation.packet))
+            if not all(x.is_meta for x in tensors):
                 args, named = without_memory(args), {name: without_memory(value) for name, value in named.items()}
         made = self._entered((rule or func)(*args, **named), wanted)
         del held
         return made
 
     def _entered(self, made: Any, kind: str) -> Any:
-        for tensor in _tensors(made if isinstance(made, (list, tuple)) else (made,)):
-            self.ledger.see(tensor, kind)
+        if isinstance(made, torch.Tensor):
+            self.ledger.see(made, kind)
+        elif isinstance(made, (list, tuple)):
+            for tensor in _tensors(made):
+                self.ledger.see(tensor, kind)
         return made
 
     def _unchanged(self, tensor: torch.Tensor, named: dict[str, Any], wanted: str | None) -> bool:
@@ -111,12 +119,14 @@ class Counting(_TorchDispatchMode):
         return 0
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
 def without_memory(value: Any) -> Any:
@@ -130,13 +140,23 @@ def without_memory(value: Any) -> Any:
     return value
 
 
-_makes_new = functools.cache(makes_new)
+class _Operation(NamedTuple):
+    """What is the same whenever an operation is called."""
+
+    packet: Any
+    makes_view: bool
+    makes_table: bool
+    writes_first: bool  # to its first argument, whose shape stays
+    wants_rule: bool  # else torch knows its shape without its compiler's references
 
 
-def _written(func: Any, args: Any, named: Any) -> Any:
-    """Where an operation writes to what it is given, that is its result: nothing is allocated and no shape changes."""
-    out = named.get("out", named.get("grad_input"))
-    if out is not None and out.is_meta:
-        return out
-    name = func.overloadpacket.__name__
-    return args[0] if name[-1] == "_" and name not in RESHAPING and args[0].is_meta else None
+@functools.cache
+def _operation(func: Any) -> _Operation:
+    packet, new, written = func.overloadpacket, makes_new(func), writes_to(func)
+    return _Operation(
+        packet,
+        makes_view=not new and not written,
+        makes_table=packet in TABLES,
+        writes_first=written[:1] == [0] and packet.__name__ not in RESHAPING,
+        wants_rule=new and packet not in WITHOUT_REFERENCES,
+    )
