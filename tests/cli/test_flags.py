@@ -25,7 +25,7 @@ FROZEN = {
         --resume --revision --rslora --sample-tokens --samples --save-every --save-minutes --schedule
         --score --score-records --seed --shard-base --strict --targets --template --template-vars --threads
         --tokens-per-micro-batch --tokens-per-step --track --train-norms --train-on --train-reasoning
-        --val-split --warmup --weight-decay -c BASE DATA MORE""",
+        --val-split --warmup --watch --weight-decay -c BASE DATA MORE""",
     "chat": """--any-base --append-eos --base --base-dtype --base-on --compare --compute-dtype --date --device --json
         --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --shard-base --system
         --temperature --template --template-vars --threads --top-k --top-p TARGET""",
@@ -54,7 +54,8 @@ FROZEN = {
         --val-split --warmup --weight-decay -c DATA TARGET""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
-    "watch": "--host --port --quiet --token FOLDER",
+    "runs": "--json FOLDER",
+    "watch": "--device --host --port --quiet --token FOLDER",
     "schema": "",
     "completion": "SHELL",
 }

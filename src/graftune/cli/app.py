@@ -28,6 +28,7 @@ from graftune.cli.export import export
 from graftune.cli.failures import explained
 from graftune.cli.plan import plan
 from graftune.cli.profile import profile
+from graftune.cli.runs import runs
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
 from graftune.cli.typed import Line, read_line
@@ -53,6 +54,7 @@ app.command(plan)
 app.command(profile)
 app.command(export)
 app.command(watch)
+app.command(runs)
 app.command(doctor)
 app.command(schema)
 app.command(functools.partial(completion, app), name="completion")

@@ -66,7 +66,7 @@ def data(
     from graftune.data.preview import preview, summary_json
     from graftune.data.sample import sample_path
 
-    tokenizer, context = _tokenizer(whole)
+    tokenizer, context = tokenizer_of(whole)
     whole = whole.replace(max_seq_len=whole.data.longest(context))
     dataset = prepare(whole.data.data or str(sample_path()), tokenizer, whole.data, console)
     if json:
@@ -76,7 +76,7 @@ def data(
     return 0
 
 
-def _tokenizer(config: Config) -> tuple[Any, int]:
+def tokenizer_of(config: Config) -> tuple[Any, int]:
     """The base's tokenizer, and the longest context it takes."""
     from graftune.session import with_template
     from graftune.tokenizer.template import today

@@ -28,6 +28,7 @@ def train(
     print_config: Switch = False,
     json: Switch = False,
     quiet: Switch = False,
+    watch: Switch = False,
     settings: Any = None,
 ) -> int:
     """Fine-tune BASE on DATA. With neither: the bundled model on the bundled sample.
@@ -52,6 +53,8 @@ def train(
         Print one JSON document to stdout at the end.
     quiet
         No notes and no progress.
+    watch
+        Open the page of graftune watch beside the training, and say its address.
     """
     ranks = from_environment()
     console = Console(json=json, quiet=quiet, silent=ranks is not None and not ranks.leads)
@@ -63,12 +66,12 @@ def train(
         overrides = {**file, **flags}
         if print_config:
             return show_config(Config.of(whole.flat(), overrides), console)
-        result = _engine(whole, console, resume, overrides)
+        result = _engine(whole, console, resume, overrides, watch)
     else:
         whole = loaded(config, flags, console)
         if print_config:
             return show_config(whole, console)
-        result = _engine(looked_at(whole, "train"), console, None, flags)
+        result = _engine(looked_at(whole, "train"), console, None, flags, watch)
     if result.stopped == "interrupted":
         with suppress(OSError):  # the terminal may be what has gone
             _interrupted(result, console, resume)
@@ -89,11 +92,18 @@ def run_config(folder: str) -> Config:
     return Config.of_run(folder)
 
 
-def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any]) -> Any:
+def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:
     with console.working("starting PyTorch"):
         from graftune import api
 
-    return api.train(config, console=console, resume=resume, overrides=overrides)
+    if not watch:
+        return api.train(config, console=console, resume=resume, overrides=overrides)
+    from graftune.cli.watched import watched
+
+    folder = Path(resume or config.run.out or "runs/new").resolve()
+    # Beside its siblings; but what else lies beside a folder of the user's own choice may be a whole disk.
+    with watched(str(folder.parent if folder.parent.name == "runs" else folder), console) as page:
+        return api.train(config, console=console, resume=resume, overrides=overrides, callbacks=(page,))
 
 
 def _interrupted(result: Any, console: Console, resume: str) -> None:

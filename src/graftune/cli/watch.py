@@ -20,6 +20,7 @@ def watch(
     host: str = "127.0.0.1",
     port: Count = PORT,
     token: Switch = False,
+    device: str = "auto",
     quiet: Switch = False,
 ) -> int:
     """Serve a page that shows FOLDER: one run, or all runs below a folder. Ctrl-C ends it; runs are never touched.
@@ -34,6 +35,8 @@ def watch(
         Port to listen on; 0: any that is free.
     token
         Ask for a token on this machine, too.
+    device
+        Where the chat box loads a model: cpu, cuda, ...; auto: as chat does, but on the CPU while a watched run trains.
     quiet
         No notes but the address.
     """
@@ -43,7 +46,7 @@ def watch(
     from graftune.dashboard.serving import Page, token_for
 
     runs = open_runs(folder)
-    page = Page(runs, host=host, port=port, token=token_for(host, token, sys.stderr.isatty))
+    page = Page(runs, host=host, port=port, token=token_for(host, token, sys.stderr.isatty), device=device)
     if not quiet:
         count = len(runs.all())
         found = "no run yet" if not count else "1 run" if count == 1 else f"{count} runs"

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from itertools import chain
+from operator import lt
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ Event = dict[str, Any]
 CHUNK = 1 << 20  # bytes read at once
 LONGEST = 16 << 20  # bytes of a line; what is longer is no event of ours
 MOST = 5000  # events kept of each kind that is not a step
-NOT_STEPS = re.compile(rb'"event": ?"(?!step")')
-_STEPS = (b'"event": "step"', b'"event":"step"')
+STEP = b'{"event": "step", '  # how EventLog begins a step
 
 
 def parsed(line: bytes) -> Event | None:
@@ -121,17 +121,22 @@ class Glance(Follower):
         self.events = 0  # seen, of those that are looked at
 
     def take(self, piece: bytes) -> None:
-        last = max(piece.rfind(pattern) for pattern in _STEPS)
-        step = parsed(_line_at(piece, last)) if last >= 0 else None
-        for match in NOT_STEPS.finditer(piece):
-            if step is not None and match.start() > last:
-                self._see(step)
-                step = None
-            event = parsed(_line_at(piece, match.start()))
-            if event is not None:
-                self._see(event)
-        if step is not None:
-            self._see(step)
+        pending = b""  # the latest step: only the last one before another event is decoded
+        for line in piece[:-1].split(b"\n"):
+            if line.startswith(STEP):
+                pending = line
+                continue
+            if pending:
+                self._see_line(pending)
+                pending = b""
+            self._see_line(line)
+        if pending:
+            self._see_line(pending)
+
+    def _see_line(self, line: bytes) -> None:
+        event = parsed(line)
+        if event is not None:
+            self._see(event)
 
     def _see(self, event: Event) -> None:
         kind, step = event["event"], step_of(event)
@@ -161,9 +166,9 @@ class Glance(Follower):
     @property
     def steps(self) -> int:
         """Steps that are done."""
-        if self.resumed is not None:
-            return self.resumed
-        return max(step_of(self.step) or 0, step_of(self.end) or 0)
+        if self.end and (ended := step_of(self.end)) is not None:
+            return ended
+        return self.resumed if self.resumed is not None else step_of(self.step) or 0
 
     def best(self) -> tuple[float | None, int | None]:
         """The least validation loss after the first step, and its step."""
@@ -171,8 +176,15 @@ class Glance(Follower):
         return min(found) if found else (None, None)
 
 
-def _line_at(piece: bytes, place: int) -> bytes:
-    return piece[piece.rfind(b"\n", 0, place) + 1 : piece.find(b"\n", place)]
+def _column(values: list[Any]) -> array[float] | None:
+    """As numbers, NaN where there is none; None for text."""
+    try:
+        return array("d", values)
+    except (TypeError, OverflowError):
+        figures = [float(v) if isinstance(v, bool) else number(v) for v in values]
+    if all(figure is None for figure in figures) and any(value is not None for value in values):
+        return None
+    return array("d", [math.nan if figure is None else figure for figure in figures])
 
 
 class Log(Follower):
@@ -203,13 +215,39 @@ class Log(Follower):
             events = [parsed(line) for line in lines]
         if len(events) != len(lines):  # two values on a line, which only look like a list when joined
             events = [parsed(line) for line in lines]
+        steps: list[Event] = []  # that follow each other
         for event in events:
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 self.bad += 1
             elif event["event"] == "step":
-                self._step(event)
+                steps.append(event)
             else:
+                self._take_steps(steps)
+                steps = []
                 self._other(event)
+        self._take_steps(steps)
+
+    def _take_steps(self, events: list[Event]) -> None:
+        """By column, which is ten times as fast, if they follow what is there as a run writes them."""
+        numbers = [step for event in events if (step := step_of(event)) is not None]
+        last = self.steps[-1] if self.steps else -1
+        if len(numbers) < len(events) or not all(map(lt, [last, *numbers], numbers)):
+            for event in events:
+                self._step(event)
+            return
+        before = len(self.steps)
+        self.steps.extend(numbers)
+        for name in dict.fromkeys(chain.from_iterable(events)):
+            if name in ("event", "step"):
+                continue
+            column = _column([event.get(name) for event in events])
+            if name not in self.values:
+                if column is None or len(self.values) >= 64:
+                    continue  # text, or more names than a run of ours has
+                self.values[name] = array("d", [math.nan]) * before
+            self.values[name].extend(column or array("d", [math.nan]) * len(events))
+        for values in self.values.values():
+            values.extend(array("d", [math.nan]) * (len(self.steps) - len(values)))
 
     def _step(self, event: Event) -> None:
         step = step_of(event)

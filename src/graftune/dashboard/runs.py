@@ -22,7 +22,7 @@ from graftune.errors import GraftuneError, one_line
 
 LOG, CONFIG = "metrics.jsonl", "config.yaml"
 DEEPEST = 6  # folders below the watched one
-MOST_RUNS = 20_000
+MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are looked for, and in
 FRESH = 0.5  # seconds for which a look at all folders holds
 KEPT_BYTES = 40 << 20  # figures of steps that are held in memory, over all runs
 Document = dict[str, Any]
@@ -183,9 +183,10 @@ def is_run(folder: Path) -> bool:
 def found_runs(root: Path) -> dict[str, Path]:
     """Run folders by id, in the order of their names. What lies in a run is no run."""
     found: dict[str, Path] = {}
-    waiting = [(root, 0)]
-    while waiting and len(found) < MOST_RUNS:
+    waiting, left = [(root, 0)], MOST_FOLDERS
+    while waiting and left and len(found) < MOST_RUNS:
         folder, depth = waiting.pop()
+        left -= 1
         try:
             with os.scandir(folder) as entries:
                 inside = list(entries)

@@ -47,7 +47,7 @@ def series(log: Log, names: Sequence[str], points: int, first: int | None, last:
 
 def _extremes(column: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Least and greatest value of each bucket, in the order in which they occur; NaN where a bucket has none."""
-    low, high = np.where(np.isnan(column), np.inf, column), np.where(np.isnan(column), -np.inf, column)
+    low, high = np.where(np.isfinite(column), column, np.inf), np.where(np.isfinite(column), column, -np.inf)
     least, greatest = np.minimum.reduceat(low, edges[:-1]), np.maximum.reduceat(high, edges[:-1])
     rising = np.empty(len(least), np.bool_)
     for i, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
@@ -58,4 +58,4 @@ def _extremes(column: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _json(column: np.ndarray) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in column.tolist()]
+    return [value if math.isfinite(value) else None for value in column.tolist()]

@@ -24,6 +24,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from graftune.dashboard import streams
+from graftune.dashboard.chat import Chat
+from graftune.dashboard.preview import Previews
 from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.runs import Run, Runs
 from graftune.dashboard.security import Guard
@@ -38,8 +40,9 @@ VIEWS = ("series", "events", "preview", "profile")
 class Server:
     """The answers, over the runs of one folder."""
 
-    def __init__(self, runs: Runs):
+    def __init__(self, runs: Runs, device: str = "auto"):
         self.runs, self.closing = runs, streams.Closing()
+        self.chat, self.previews = Chat(runs, self.closing, device), Previews()
         self.watch = streams.ListWatch(runs, self.closing)
         self.readers = 0
 
@@ -67,13 +70,24 @@ class Server:
         if view == "events":
             since = _whole(request, "since", 0) or 0
             return self._stream(streams.log_events(self.runs, run, since, self.closing))
+        if view == "preview":
+            return await self._preview(run, request)
         answer: Callable[[], Response] = {
             "": lambda: self._details(run),
             "series": lambda: self._series(run, request),
             "profile": lambda: _profile(run),
-            "preview": lambda: _none("preview"),
         }[view]
         return await asyncio.to_thread(answer)
+
+    async def _preview(self, run: Run, request: Request) -> Response:
+        page, size = _whole(request, "page", 0) or 0, _whole(request, "size", 20) or 20
+        search = request.query_params.get("search", "")[:1000]
+        found = await self.previews.page(run, page, size, search)
+        return _none("preview of its data") if found is None else Response(_json(found), media_type="application/json")
+
+    async def ask(self, request: Request) -> Response:
+        """POST /api/chat."""
+        return self._stream(await self.chat.events(request))
 
     def _found(self, key: str) -> Run:
         try:
@@ -114,17 +128,20 @@ class Server:
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
         self.closing.set = True
+        await self.chat.worker.end()
+        await self.previews.worker.end()
 
 
-def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "") -> Starlette:
-    """The whole server, as something that uvicorn or a test runs."""
-    server = Server(runs)
+def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device: str = "auto") -> Starlette:
+    """The whole server, as something that uvicorn or a test runs. `device`: where the chat box loads a model."""
+    server = Server(runs, device)
     app = Starlette(
         routes=[
             Route("/", _page),
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/api/runs", server.list_runs),
             Route("/api/events", server.list_events),
+            Route("/api/chat", server.ask, methods=["POST"]),
             Route("/api/runs/{rest:path}", server.run),
         ],
         middleware=[Middleware(Guard, host=host, token=token)],

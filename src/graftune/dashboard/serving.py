@@ -20,12 +20,12 @@ SHORTEST_TOKEN = 16
 
 
 class Page:
-    """A bound port and the application behind it. `run` serves until a signal, `start` in a thread until `stop`."""
+    """A bound port and the application behind it. `run` serves until a signal, `start` in a thread until `close`."""
 
-    def __init__(self, runs: Runs, *, host: str, port: int, token: str = ""):
+    def __init__(self, runs: Runs, *, host: str, port: int, token: str = "", device: str = "auto"):
         self._socket = _bound(host, port)
         self.host, self.port, self._token = host, self._socket.getsockname()[1], token
-        app = application(runs, host=host, token=token)
+        app = application(runs, host=host, token=token, device=device)
         self._closing = app.state.server.closing
         config = uvicorn.Config(
             app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=2,
@@ -48,10 +48,12 @@ class Page:
         self._thread = threading.Thread(target=self.run, name="page", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Stop serving, and give the port back."""
         self._closing.set = self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(5)
+        self._socket.close()
 
 
 class _Server(uvicorn.Server):

@@ -19,6 +19,8 @@ from graftune.errors import GraftuneError
 from graftune.yaml_file import LARGEST, parse_yaml
 
 _SECTION = re.compile(r"[a-z_]+:")
+_PLAIN = re.compile(r"  ([a-z_]+): ([A-Za-z/][A-Za-z0-9_./-]*)")
+_WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "null", "y", "n"))  # which YAML takes for values
 _FIRST = re.compile(r"  [A-Za-z_]\w*:(\s|$)")
 
 
@@ -30,37 +32,55 @@ def settings_of(path: Path) -> dict[str, Any]:
     text = content.decode("utf-8-sig", "replace")
     try:
         parts = _parts(text)
-        found = [_parsed(part) for part in parts] if parts is not None else None
-        if found is not None and all(len(one) == 1 for one in found):
-            flat = {name: value for one in found for name, value in one.items()}
-        else:
-            flat = _flat(parse_yaml(text, path.name))
+        if parts is not None:
+            return dict(map(_parsed, parts))
+        return {str(name): _plain(value) for name, value in _flat(parse_yaml(text, path.name)).items()}
     except GraftuneError:
         return {}
-    return {str(name): _plain(value) for name, value in flat.items()}
 
 
 def _parts(text: str) -> list[str] | None:
     """Each key with its value; None if the file is not as graftune writes it."""
     parts: list[str] = []
     in_section = False
-    for line in text.splitlines():
-        if line.startswith("#") or not line:
-            continue
-        if _SECTION.fullmatch(line):
-            in_section = True
-        elif in_section and _FIRST.match(line):
+    for line in text.split("\n"):
+        kind = _kind(line)
+        if kind == "first" and in_section:
             parts.append(line)
-        elif parts and line.startswith(("   ", "  - ")):
+        elif kind == "section":
+            in_section = True
+        elif kind == "more" and parts:
             parts[-1] += "\n" + line
-        elif not (in_section and line == "  {}"):
+        elif kind != "nothing":
             return None
-    return parts
+    return parts if all(_parsed(part)[0] for part in parts) else None
 
 
 @functools.lru_cache(maxsize=8192)
-def _parsed(part: str) -> dict[str, Any]:
-    return parse_yaml(part, "config.yaml")
+def _kind(line: str) -> str:
+    if not line or line.startswith("#") or line == "  {}":
+        return "nothing"
+    if _SECTION.fullmatch(line):
+        return "section"
+    if _FIRST.match(line):
+        return "first"
+    return "more" if line.startswith(("   ", "  - ")) else "other"
+
+
+@functools.lru_cache(maxsize=8192)
+def _parsed(part: str) -> tuple[str, Any]:
+    """The key and its value; no key where they cannot be read by themselves."""
+    plain = _PLAIN.fullmatch(part)
+    if plain and plain[2].lower() not in _WORDS:  # most of what differs among runs are paths
+        return plain[1], plain[2]
+    try:
+        found = parse_yaml(part, "config.yaml")
+    except GraftuneError:
+        return "", None
+    if len(found) != 1:
+        return "", None
+    ((name, value),) = found.items()
+    return str(name), _plain(value)
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:

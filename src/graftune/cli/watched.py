@@ -1,0 +1,101 @@
+"""train --watch: the page in a process of its own, for as long as the training goes on.
+
+In the training's process it would take the interpreter from it. The page shows the folder of runs that the run is in,
+so that it can be compared; it starts when the run has written its first event, and ends with the training. If the
+training is killed, it stays for a while to show that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from graftune.cli.watch import PORT
+from graftune.observe.console import Console
+
+STAYS = 60.0  # seconds after the training was killed
+
+
+class WatchedRun:
+    """A callback of `train` that opens the page with the first event."""
+
+    def __init__(self, folder: str, console: Console):
+        self._folder, self._console = folder, console
+        self.process: subprocess.Popen[str] | None = None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if self.process is None:
+            command = [sys.executable, "-m", "graftune.cli.watched", self._folder, str(_free(PORT))]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+            threading.Thread(target=self._say, daemon=True).start()
+
+    def _say(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        address = self.process.stdout.readline().strip()
+        if address:
+            self._console.note(f"watch it at {address}")
+        else:
+            self._console.warn("the page could not be opened; the training goes on without it")
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@contextmanager
+def watched(folder: str, console: Console) -> Iterator[WatchedRun]:
+    page = WatchedRun(folder, console)
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+def _free(port: int) -> int:
+    """That port, or 0 for any if it is taken: another page may be open."""
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return 0
+    return port
+
+
+def main(folder: str, port: str) -> int:
+    """The page's process."""
+    from graftune.dashboard.runs import open_runs
+    from graftune.dashboard.serving import Page, token_for
+
+    token = token_for("127.0.0.1", False, lambda: True)
+    page = Page(open_runs(folder), host="127.0.0.1", port=int(port), token=token)
+    print(page.address, flush=True)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    page.run()
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(STAYS)
+    signal.raise_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

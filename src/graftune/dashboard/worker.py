@@ -1,0 +1,106 @@
+"""A process beside the server that may load what the server must not: a model, or a tokenizer with its token cache.
+
+It reads requests and writes answers as lines of JSON, one request at a time, and ends when the server does (its input
+closes). An answer is any number of documents and one with `end`. What it holds is its `key`: a request for something
+else ends it and starts another. It also ends when nobody has asked it anything for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+Document = dict[str, Any]
+IDLE = 300.0  # seconds without a request after which a worker ends
+LONGEST = 64 << 20  # bytes of one document
+COMMAND = (sys.executable, "-m", "graftune.cli.worker")
+
+
+class Worker:
+    def __init__(self, kind: str, command: Sequence[str] = COMMAND):
+        self._command, self._key = [*command, kind], None
+        self._process: asyncio.subprocess.Process | None = None
+        self._idle: asyncio.Task[None] | None = None
+        self._number = 0
+        self.busy = asyncio.Lock()
+
+    async def ask(self, key: Document, request: Document) -> AsyncIterator[Document]:
+        """The documents of an answer. `key` says what has to be open for it; a reader that leaves early stops it."""
+        async with self.busy:
+            process = await self._started(key)
+            self._number += 1
+            await self._send(process, {"number": self._number, **request})
+            try:
+                while True:
+                    found = await self._read(process)
+                    if found.get("number") != self._number:  # of an answer that was stopped
+                        continue
+                    if found.get("end"):
+                        return
+                    yield {name: value for name, value in found.items() if name != "number"}
+                    if "gone" in found:
+                        return
+            finally:
+                await self._send(process, {"stop": self._number})
+                self._end_later()
+
+    async def _started(self, key: Document) -> asyncio.subprocess.Process:
+        if self._idle is not None:
+            self._idle.cancel()
+        alive = self._process is not None and self._process.returncode is None
+        if not alive or key != self._key:
+            await self.end()
+            # Nothing is downloaded because somebody looked at a page.
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                json.dumps(key),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                limit=LONGEST,
+                start_new_session=True,  # Ctrl-C on the terminal is the server's
+            )
+            self._key = key  # type: ignore[assignment]
+        assert self._process is not None
+        return self._process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> Document:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if line:
+            return dict(json.loads(line))
+        code = await process.wait()
+        how = f"with code {code}" if code >= 0 else f"by signal {-code}"
+        return {
+            "number": self._number,
+            "gone": True,
+            "error": f"the process that answers ended {how}; its messages are where graftune was started",
+        }
+
+    async def _send(self, process: asyncio.subprocess.Process, document: Document) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # gone: said by whoever reads
+            process.stdin.write(json.dumps(document).encode() + b"\n")
+            await process.stdin.drain()
+
+    def _end_later(self) -> None:
+        async def later() -> None:
+            await asyncio.sleep(IDLE)
+            await self.end()
+
+        self._idle = asyncio.create_task(later())
+
+    async def end(self) -> None:
+        """End the process, if there is one."""
+        process, self._process, self._key = self._process, None, None
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()  # it holds nothing that has to be written
+        await process.wait()

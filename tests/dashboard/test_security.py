@@ -1,0 +1,141 @@
+"""Who may ask, and that nothing outside of the watched folder can be asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.cli import main
+from graftune.dashboard import runs as runs_module
+from graftune.dashboard import security
+from graftune.dashboard.runs import open_runs
+from graftune.dashboard.security import Budget
+from graftune.dashboard.serving import TOKEN, Page, token_for
+from graftune.errors import GraftuneError
+from tests.dashboard.folders import client, start, step, write_run
+
+SECRET = "correct-horse-battery"
+
+
+def status(page: Any, path: str = "/api/runs", method: str = "GET", **headers: str) -> int:
+    answer = page.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    if answer.status_code >= 400:
+        assert list(answer.json()) == ["error"] and SECRET not in answer.text
+    return int(answer.status_code)
+
+
+def test_other_pages_and_other_names_are_refused(tmp_path: Path) -> None:
+    page = client(tmp_path)
+    assert status(page) == 200
+    for name in ("localhost", "127.0.0.1:9999", "[::1]:8472", "127.9.9.9"):  # through a tunnel the port is another one
+        assert status(page, host=name) == 200, name
+    for name in ("evil.example", "localhost.evil.example", "10.0.0.7", "", "[::1", "0.0.0.0"):
+        assert status(page, host=name) == 403, name
+    assert status(page, origin="http://localhost:8472") == 200
+    for origin in ("http://localhost:3000", "http://evil.example", "null", "https://localhost:8472.evil.example"):
+        assert status(page, origin=origin) == 403, origin
+    assert status(page, sec_fetch_site="same-origin") == 200
+    assert status(page, sec_fetch_site="cross-site") == status(page, sec_fetch_site="same-site") == 403
+    opened = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}
+    assert status(page, "/", **opened) == 200 and status(page, "/api/runs", **opened) == 403
+    assert status(page, method="DELETE") == 405 and status(page, "/api/chat") == 405
+
+
+def test_no_script_of_others(tmp_path: Path) -> None:
+    page = client(tmp_path)
+    for path in ("/", "/api/runs", "/nothing"):
+        headers = page.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+    html = page.get("/").text
+    assert "<style" not in html and " onclick" not in html and "<script>" not in html
+
+
+def test_outside_of_loopback_there_is_a_token(tmp_path: Path) -> None:
+    def fresh() -> Any:
+        return client(tmp_path, host="10.0.0.7", token=SECRET, name="10.0.0.7:8472")
+
+    page = fresh()
+    for path in ("/", "/api/runs", "/static/index.html", "/api/runs/x/events"):
+        assert status(page, path) == 401
+    assert status(page, authorization=f"Bearer {SECRET}") == 200
+    assert status(page, authorization=f"Bearer {SECRET}x") == status(page, cookie="graftune_token=no") == 401
+    assert status(page, f"/api/runs?token={SECRET}") == 401, "only the page itself takes it from the address"
+    answer = page.get(f"/?token={SECRET}", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert answer.headers["set-cookie"] == f"graftune_token={SECRET}; Path=/; HttpOnly; SameSite=Strict"
+    assert status(page) == 200, "the cookie is enough from here on"
+    assert status(page, host="evil.example") == 403
+    guessing = fresh()
+    answers = [status(guessing, authorization=f"Bearer {number}") for number in range(20)]
+    assert answers[:10] == [401] * 10 and answers[-1] == 429, "no endless guessing"
+    assert status(guessing, authorization=f"Bearer {SECRET}") == 429
+
+
+def test_the_token_is_shown_to_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    assert token_for("127.0.0.1", False, lambda: False) == ""
+    one, other = (token_for("0.0.0.0", False, lambda: True) for _ in range(2))
+    assert len(one) >= 24 and one != other and token_for("localhost", True, lambda: True)
+    with pytest.raises(GraftuneError, match=r"nobody to show it to.*set GRAFTUNE_WATCH_TOKEN"):
+        token_for("0.0.0.0", False, lambda: False)
+    monkeypatch.setenv(TOKEN, "short")
+    with pytest.raises(GraftuneError, match="too short"):
+        token_for("0.0.0.0", False, lambda: True)
+    monkeypatch.setenv(TOKEN, SECRET)
+    assert token_for("0.0.0.0", False, lambda: False) == SECRET
+    with pytest.raises(AssertionError):
+        client(tmp_path, host="0.0.0.0").get("/")
+
+
+def test_a_taken_port_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Page(open_runs(str(tmp_path)), host="127.0.0.1", port=0)
+    assert page.address == f"http://127.0.0.1:{page.port}/"
+    assert main(["watch", str(tmp_path), "--port", str(page.port)]) == 2
+    assert capsys.readouterr().err.endswith(f"port {page.port} is taken; give another one with port, or 0 for any\n")
+    assert main(["watch", str(tmp_path / "none")]) == main(["watch", str(tmp_path), "--port", "70000"]) == 2
+    page.close()
+
+
+def test_no_path_leads_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "FRESH", 0.0)
+    outside = write_run(tmp_path / "outside", start(1), step(1))
+    (outside / "profile.json").write_text('{"secret": 1}')
+    root = tmp_path / "root"
+    inside = write_run(root / "r", start(1), step(1))
+    (root / "link").symlink_to(outside)
+    (inside / "profile.json").symlink_to(outside / "profile.json")
+    (inside / "preview.jsonl").symlink_to(outside / "metrics.jsonl")
+    (inside / "adapter").symlink_to(outside)
+    page = client(root)
+    assert [run["id"] for run in page.get("/api/runs").json()["runs"]] == ["r"]
+    for key in ("..%2Foutside", "r%2F..%2F..%2Foutside", "link", "%2Fetc", "..", "r%00", "%2E%2E%2Foutside", ""):
+        assert status(page, f"/api/runs/{key}/profile") == 404, key
+    assert status(page, "/api/runs/r/profile") == status(page, "/api/runs/r/preview") == 404
+    assert page.get("/api/runs/r").json()["checkpoints"] == []
+    for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py", "/static//etc/passwd"):
+        assert status(page, path) == 404, path
+    os.rename(inside, root / "moved")
+    inside.symlink_to(outside)  # a run that was found becomes a link
+    assert status(page, "/api/runs/r") == 404
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = client(tmp_path)
+    large = {"content": b"x" * (security.LARGEST_BODY + 1), "headers": {"content-type": "application/json"}}
+    assert page.post("/api/chat", **large).status_code == 413
+    parts = (b"x" * 65536 for _ in range(20))  # without a length
+    assert page.post("/api/chat", content=parts, headers=large["headers"]).status_code in (400, 413)
+    now = [0.0]
+    monkeypatch.setattr(security.time, "monotonic", lambda: now[0])
+    budget = Budget(3, 1.0)
+    assert [budget.take("a") for _ in range(5)] == [True] * 3 + [False] * 2 and budget.take("b")
+    now[0] = 2.0
+    assert [budget.take("a") for _ in range(3)] == [True, True, False]
+    for number in range(2 * security.ADDRESSES):
+        budget.take(str(number))
+    assert len(budget._left) == security.ADDRESSES

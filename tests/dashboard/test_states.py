@@ -1,0 +1,93 @@
+"""The state of a run tells the truth, from its folder alone and without its lock being taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.dashboard import states
+from graftune.dashboard.log import Glance
+from graftune.dashboard.states import Pulse, state_of
+from graftune.lock import FolderLock, Holder
+from tests.dashboard.folders import append, end, start, step, write_run
+
+
+def state(run: Path, holder: Holder | None) -> tuple[str, str]:
+    glance = Glance(run / "metrics.jsonl")
+    glance.advance()
+    return tuple(state_of(run, glance, holder))
+
+
+def phase(name: str) -> dict[str, Any]:
+    return {"event": "phase", "phase": name}
+
+
+def test_from_beginning_to_end(tmp_path: Path) -> None:
+    run, me = write_run(tmp_path / "r"), Holder.me()
+    assert state(run, me)[0] == "preparing"
+    append(run, start(9))
+    assert state(run, me)[0] == "preparing"
+    for name in ("evaluating", "compiling"):
+        append(run, phase(name))
+        assert state(run, me)[0] == name
+    append(run, step(1), phase("training"), step(2))
+    assert state(run, me) == ("training", "training, step 2 of 9 done")
+    append(run, phase("finalising"))
+    assert state(run, me)[0] == "finalising"
+    died = state(run, None)
+    assert died == (
+        "died",
+        f"its process ended at step 2 of 9 without a last word; go on with: graftune train --resume {run}",
+    )
+    append(run, end(2, "interrupted", signal=int(signal.SIGTERM)))
+    stopped = state(run, None)
+    assert stopped == ("stopped", f"stopped by SIGTERM at step 2 of 9; go on with: graftune train --resume {run}")
+    assert state(run, replace(me, since=1999.0))[0] == "stopped", "the process that wrote it has not ended yet"
+    assert state(run, replace(me, since=2001.0))[0] == "preparing", "a resume has begun"
+    append(run, {"event": "resume", "step": 1})
+    assert state(run, me)[0] == "training" and state(run, None)[0] == "died"
+    append(run, {"event": "eval", "step": 5, "loss": 1.5}, end(5, "early stop"))
+    early = "stopped early at step 5 of 9, because validation loss no longer fell"
+    assert state(run, None) == ("finished", f"{early}; the best validation loss was 1.5, at step 5")
+    append(run, {"event": "extend", "steps": 20}, step(6), end(20))
+    assert state(run, None)[1].startswith("finished at step 20 of 20")
+
+
+def test_the_process_of_this_machine_is_looked_up(tmp_path: Path) -> None:
+    pulse = Pulse(tmp_path)
+    assert pulse.holder() is None
+    with FolderLock(tmp_path) as lock:
+        os.utime(lock.path, (0, 0))  # a process that was stopped has no heartbeat, and lives
+        holder = pulse.holder()
+        assert holder is not None and holder.pid == os.getpid()
+        held = lock.path.read_bytes()
+    assert pulse.holder() is None
+    (tmp_path / ".lock").write_bytes(json.dumps(json.loads(held) | {"began": "7"}).encode())
+    assert pulse.holder() is None, "another process has its number"
+    for garbage in (b"", b"[", b"{}", b'{"pid": 1e999}', b'{"pid": "x", "began": 1, "machine": 2, "since": 3}'):
+        (tmp_path / ".lock").write_bytes(garbage)
+        assert pulse.holder() is None
+
+
+def test_a_run_of_another_machine_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(states.time, "monotonic", lambda: now[0])
+    path = tmp_path / ".lock"
+    path.write_text(json.dumps(asdict(replace(Holder.me(), machine="elsewhere"))))
+    pulse = Pulse(tmp_path)
+    assert pulse.holder() is not None
+    now[0] += 16
+    assert pulse.holder() is None, "15 seconds without a beat"
+    os.utime(path, (1.0, 1.0))  # the other machine's clock is years behind, but it beats
+    assert pulse.holder() is not None
+    now[0] += 14
+    assert pulse.holder() is not None
+    os.utime(path, (time.time() - 60, time.time() - 60))
+    assert Pulse(tmp_path).holder() is None, "at the first look the clocks are all there is"
