@@ -41,7 +41,10 @@ def write_data(path: Path, rows: int, seed: int = 2) -> Path:
 
 
 def line(base: Path, data: Path, out: Path, *more: str) -> list[str]:
-    return ["train", str(base), str(data), *COMMON, *more, "--out", str(out)]
+    common = list(COMMON)
+    for flag in set(common) & {word for word in more if word.startswith("--")}:
+        del common[common.index(flag) : common.index(flag) + 2]  # the case's own value
+    return ["train", str(base), str(data), *common, *more, "--out", str(out)]
 
 
 def compare(one: Path, several: Path, steps: int) -> tuple[float, float, float]:

@@ -7,6 +7,8 @@ all of them, the others read rank 0's. What ends a run:
     a fault     a rank says what is wrong with it, before it goes
     silence     a rank's pulse has stopped: it was killed, stopped or cut off
     a deadline  the oldest step that was begun does not finish, although every rank answers
+    no store    it lies in rank 0's process, or with the launcher, and either may be stopped or cut off: a call of it then
+                waits for ever, which a second thread notices
 
 Whichever it is, one rank tells it in one sentence, and every process ends with the same exit code, by `os._exit`: the
 main thread may be waiting for a device that never answers.
@@ -50,7 +52,11 @@ class Watch:
         self._ending, self._over = threading.Lock(), threading.Event()
         self._beat = max(BEAT, ranks.size / 500)
         self._store: Any = None
-        self._thread = threading.Thread(target=self._watch, name="graftune-watch", daemon=True)
+        self._looks = 0  # how often the store has answered
+        self._threads = [
+            threading.Thread(target=work, name=f"graftune-{name}", daemon=True)
+            for name, work in (("watch", self._watch), ("watch-store", self._watch_store))
+        ]
 
     def start(self, seconds: float = 30.0) -> None:
         """On a connection of its own: the main thread may wait on the other one."""
@@ -59,7 +65,8 @@ class Watch:
             self.ranks.host, self.ranks.port, None, False, timeout=timeout, wait_for_workers=False, multi_tenant=False
         )
         self._store = dist.PrefixStore(f"graftune/{self.ranks.restarts}/watch", store)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """The run is over, and this rank with it: its silence means nothing from here on."""
@@ -105,7 +112,20 @@ class Watch:
         said = str(error).strip().partition("\n")[0]
         self.fail(f"rank {self.ranks.rank}: the connection to the other ranks is broken ({said})", BUG)
 
-    # The thread
+    # The threads
+
+    def _watch_store(self) -> None:
+        """Counted in beats: a process that was stopped itself must not blame the store for that time."""
+        looks, beats = -1, 0
+        while not self._over.wait(BEAT):
+            looks, beats = self._looks, beats + 1 if looks == self._looks else 0
+            limit = min(QUIET_STEPPING, self.deadline or QUIET_STEPPING) + self._beat
+            if self._ending.locked():  # all ranks are given time to hear of it
+                limit += 2 * LINGER
+            if beats * BEAT > limit:
+                where = f"the rendezvous at {self.ranks.host}:{self.ranks.port}" if self.ranks.agent_store else "rank 0"
+                self.say(f"{where} has not answered for {beats * BEAT:.0f} s, as rank {self.ranks.rank} sees it")
+                self._exit(BUG)
 
     def _watch(self) -> None:
         count = 0
@@ -113,6 +133,7 @@ class Watch:
             count += 1
             try:
                 self._look(count)
+                self._looks = count
             except RuntimeError as error:
                 if not self._over.is_set():
                     self._end(f"rank {self.ranks.rank} has lost the rendezvous ({_brief(error)})", BUG, speaks=True)
@@ -200,6 +221,9 @@ class Watch:
         self._count("seen", 1)
         if self.ranks.leads and not self.ranks.agent_store:  # the store goes with this process
             self._linger(lambda: self._count("seen") >= self.ranks.size)
+        self._exit(code)
+
+    def _exit(self, code: int) -> None:
         for work in self.at_end:
             with suppress(OSError):
                 work()
