@@ -1,9 +1,10 @@
 """The default base against llama.cpp on the same file: not our formulas in another spelling but another program.
 
-llama.cpp rounds activations to 8 bits, so logits cannot be equal; the token they pick nearly always is. It writes
-1,000 tokens (250 where it is undecided, see OPEN), some greedily and some drawn at temperature 0.8, so that it leaves
-the well-trodden path; it names its top token at each, and we are led along the same text and name ours. One greedy
-answer and one drawn answer share a prompt, which llama.cpp then reads once.
+llama.cpp rounds activations to 8 bits, so logits cannot be equal; the token they pick nearly always is. It writes an
+answer greedily and one drawn at temperature 0.8, so that it leaves the well-trodden path; it names its top token at
+each position, and we are led along the same text and name ours. The two answers share a prompt, which llama.cpp then
+reads once. It takes 23 ms a token, so of the questions every third is asked; GRAFTUNE_EXAMPLES=1000 asks all, which are
+1,000 positions of PLAIN.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
 from tests import oracle
+from tests.thorough import THOROUGH
 
 # Two sets of prompts, and both are judged. OPEN is the one we started with. SmolLM2 is so often undecided on it that
 # llama.cpp does not agree with itself: a key cache in fp32 without flash attention instead of its default changes 3.2%
 # of its top tokens and 7 of 20 answers. We measured 96.8% to 97.0% and 15 of 20 against the default, 96.5% and 10 of
-# 20 against the other, so its limits below allow for that noise; of those twenty questions every second one is asked
+# 20 against the other, so its limits below allow for that noise; of those twenty questions every second one is listed
 # here. PLAIN was chosen after that, for being decided: one likely answer, code, sentences to copy. It is the easier
-# set, and holds the full limits: 98.7% and 19 of 20.
+# set, and holds the full limits: 98.7% and 19 of 20 on one CPU, 98.1% and 16 of 20 on
+# another.
 OPEN = (
     "Tell me how a bicycle stays upright.",
     "Explain photosynthesis to a child.",
@@ -62,9 +65,11 @@ PLAIN = (
     "Repeat this sentence: Please close the window before it starts to rain.",
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
-LIMITS = {"open": (0.95, 4), "plain": (0.97, 15)}  # share of equal top tokens; answers equal over 16 tokens
-GREEDY, DRAWN = {"open": 16, "plain": 40}, {"open": 10, "plain": 30}  # tokens of an answer; plain ones end early
-LEAST = {"open": 250, "plain": 1000}  # positions
+# Share of equal top tokens; of answers equal over 16 tokens. The few questions of a quick run allow for more noise.
+LIMITS = {"open": (0.95, 0.4), "plain": (0.97, 0.75) if THOROUGH else (0.95, 0.5)}
+GREEDY = {"open": 16, "plain": 40 if THOROUGH else 16}  # tokens of an answer; plain ones end early
+DRAWN = {"open": 10, "plain": 30 if THOROUGH else 16}
+LEAST = {"open": 250, "plain": 1000} if THOROUGH else {"open": 100, "plain": 180}  # positions
 
 
 @dataclass
@@ -77,21 +82,17 @@ class Written:
     logprob: list[float]
 
 
-@pytest.fixture(scope="module", params=["open", "plain"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def prompts(smollm2_ours: oracle.Ours) -> dict[str, list[list[int]]]:
+    asked = {kind: questions[:: 1 if THOROUGH else 3] for kind, questions in (("open", OPEN), ("plain", PLAIN))}
+    encode = smollm2_ours.base.tokenizer.encode
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    return {kind: [encode(turn.format(question)) for question in questions] for kind, questions in asked.items()}
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm2_ours: oracle.Ours, kind: str) -> list[list[int]]:
-    questions = {"open": OPEN, "plain": PLAIN}[kind]
-    turns = (f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions)
-    return [smollm2_ours.base.tokenizer.encode(text) for text in turns]
-
-
-@pytest.fixture(scope="module")
-def written(smollm2: Path, prompts: list[list[int]], kind: str) -> tuple[list[Written], list[Written]]:
-    """(greedy, drawn) answers to every prompt."""
+def written(smollm2: Path, prompts: dict[str, list[list[int]]]) -> dict[str, tuple[list[Written], list[Written]]]:
+    """(greedy, drawn) answers to every prompt of a kind."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -112,26 +113,31 @@ def written(smollm2: Path, prompts: list[list[int]], kind: str) -> tuple[list[Wr
         tops = [s["top_logprobs"][0] for s in steps]
         return Written(prompt, [s["id"] for s in steps], [t["id"] for t in tops], [t["logprob"] for t in tops])
 
-    pairs = [(write(p, GREEDY[kind], i, 0.0), write(p, DRAWN[kind], i, 0.8)) for i, p in enumerate(prompts)]
-    return [greedy for greedy, _ in pairs], [drawn for _, drawn in pairs]
+    def answers(kind: str) -> tuple[list[Written], list[Written]]:
+        asked = enumerate(prompts[kind])
+        pairs = [(write(p, GREEDY[kind], i, 0.0), write(p, DRAWN[kind], i, 0.8)) for i, p in asked]
+        return [greedy for greedy, _ in pairs], [drawn for _, drawn in pairs]
+
+    return {kind: answers(kind) for kind in prompts}
 
 
-def test_top_tokens(smollm2_ours: oracle.Ours, written: tuple[list[Written], list[Written]], kind: str) -> None:
-    agreed, gaps, noise = [], [], []
-    for answers in written:
-        ours = log_probabilities(smollm2_ours, answers)
-        top = torch.tensor([t for w in answers for t in w.top])
-        of_theirs = ours.gather(1, top[:, None])[:, 0]
-        agreed.append((ours.argmax(-1) == top).float())
-        gaps.append(ours.max(-1).values - of_theirs)
-        noise.append(of_theirs - torch.tensor([p for w in answers for p in w.logprob]))
-    share, count = torch.cat(agreed).mean(), sum(map(len, agreed))
-    gap, spread = torch.cat(gaps).max(), torch.cat(noise).std()
-    print(f"same top token: {share:.4f} of {count} (greedy {agreed[0].mean():.4f}, drawn {agreed[1].mean():.4f})")
+@pytest.mark.parametrize("kind", ["open", "plain"])
+def test_top_tokens(
+    smollm2_ours: oracle.Ours, written: dict[str, tuple[list[Written], list[Written]]], kind: str
+) -> None:
+    greedy, drawn = written[kind]
+    answers = [*greedy, *drawn]
+    ours = log_probabilities(smollm2_ours, answers)
+    top = torch.tensor([t for w in answers for t in w.top])
+    of_theirs = ours.gather(1, top[:, None])[:, 0]
+    agreed, count = ours.argmax(-1) == top, len(top)
+    gap = (ours.max(-1).values - of_theirs).max()
+    spread = (of_theirs - torch.tensor([p for w in answers for p in w.logprob])).std()
+    print(f"{kind}: same top token: {agreed.float().mean():.4f} of {count}")
     print(f"largest gap where it differs {gap:.2f}; top token's log-probability differs by {spread:.3f} (std)")
-    wandered = sum(t != top for w in written[1] for t, top in zip(w.tokens, w.top, strict=True))
+    wandered = sum(t != top for w in drawn for t, top in zip(w.tokens, w.top, strict=True))
     assert count >= LEAST[kind] and wandered > 0.05 * LEAST[kind], "the drawn texts must leave the greedy path"
-    assert share >= LIMITS[kind][0]
+    assert agreed.float().mean() >= LIMITS[kind][0]
     assert gap < 1 and spread < 0.1  # where they differ it is between near-equals: 0.17 and 0.045 measured on PLAIN
 
 
@@ -151,10 +157,21 @@ def log_probabilities(ours: oracle.Ours, answers: list[Written]) -> torch.Tensor
 
 
 def test_first_greedy_tokens(
-    smollm2_ours: oracle.Ours, prompts: list[list[int]], written: tuple[list[Written], list[Written]], kind: str
+    smollm2_ours: oracle.Ours,
+    prompts: dict[str, list[list[int]]],
+    written: dict[str, tuple[list[Written], list[Written]]],
 ) -> None:
+    """Of our own generation, over its cache; all questions at once, for a step costs little more with many."""
     stops = smollm2_ours.base.tokenizer.stop_ids
-    got = generate(smollm2_ours.decoder, prompts, Sampling(max_new_tokens=16), stops, adapted=False)
-    same = sum(g == [t for t in w.tokens[:16] if t not in stops] for g, w in zip(got, written[0], strict=True))
-    print(f"same first 16 tokens: {same} of {len(prompts)}")
-    assert same >= LIMITS[kind][1]
+    asked = [(kind, w) for kind, (greedy, _) in written.items() for w in greedy]
+    got = generate(
+        smollm2_ours.decoder, [w.prompt for _, w in asked], Sampling(max_new_tokens=16), stops, adapted=False
+    )
+    for kind in written:
+        same = [
+            answer == [t for t in w.tokens[:16] if t not in stops]
+            for answer, (of, w) in zip(got, asked, strict=True)
+            if of == kind
+        ]
+        print(f"{kind}: same first 16 tokens: {sum(same)} of {len(same)}")
+        assert sum(same) >= LIMITS[kind][1] * len(same)

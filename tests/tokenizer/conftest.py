@@ -8,7 +8,7 @@ import pytest
 
 from graftune.tokenizer import Tokenizer, from_gguf
 from graftune.weights.gguf_io import read_gguf
-from tests.tokenizer.vocabularies import sentencepiece
+from tests.tokenizer.vocabularies import sentencepiece, small_byte_level
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +28,18 @@ def smollm_metadata(smollm_path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def smollm(smollm_metadata: dict[str, Any]) -> Tokenizer:
     return from_gguf(smollm_metadata)
+
+
+@pytest.fixture(scope="session")
+def small_metadata(smollm_metadata: dict[str, Any]) -> dict[str, Any]:
+    """A byte-level vocabulary of real pieces that is read and written in no time, with SmolLM2's template."""
+    template = {"tokenizer.chat_template": smollm_metadata["tokenizer.chat_template"]}
+    return small_byte_level(smollm_metadata, merges=1000) | template
+
+
+@pytest.fixture(scope="session")
+def small(small_metadata: dict[str, Any]) -> Tokenizer:
+    return from_gguf(small_metadata)
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,23 @@ import pytest
 
 from graftune.tokenizer import Tokenizer, from_gguf
 from graftune.tokenizer.pretokenize import RAW_RULES, RULES
+from tests.thorough import THOROUGH
 from tests.tokenizer.llama_cpp import LlamaCpp, write_model
 from tests.tokenizer.texts import random_texts
 from tests.tokenizer.vocabularies import boundaries, sentencepiece, visible_blanks
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<mark>", "<end_of_turn>")
 NUMBERS = ("12345", "1234567", "x1234", "77b", "123_", "IMGIMGABZ", "<sentinel:12>", "\u200c", "\f")
+# Any two rules that ever cut a text differently cut one of these differently: so found among 1,500 random ones.
+TELLING = (
+    "a\u4e2d\u6587\n\nx1234e\u0301\u200c\u4e2d\u6587<'re\u0939\u093f\u0928\u094d\u0926\u0940don't're<end_of_turn>",
+    "\u2028's8423463509\u2028\r\n \n    IMGIMGABZ\n\n77014   hello97672//\n",
+    "#\r\n//\n'LL<0x0A> I'Ve<<end_of_turn>\u017f's\u3002\uff0c",
+    "_x...123_\n<sentinel:12>\xa0...</s>\u2028  ",
+    "{1\u3000\n\n55333673657741928080  30061\n52211>\r\nLhello\u3000Y",
+    "</s>\u3000don't'LL'LLdon'ta  'LL",
+    "   2<|endoftext|>\x0c59413\u3000;\r\nF45969>19049_x<|endoftext|>  <mark>",
+)
 CORRECTED = (
     *("<|eot_id|>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>", "[e~[", "<|ifm|im_end|>", "<end_of_utterance>"),
     *("<|fim_prefix|>", "<fim-suffix>", "<MID>", "<|fim_pad|>", "<|file_sep|>"),
@@ -30,14 +41,18 @@ def _agree(ours: Tokenizer, judge: LlamaCpp, texts: list[str], *, special: bool)
     assert not wrong, f"{len(wrong)} of {len(texts)} differ, e.g. {wrong[0]!a}"
 
 
+@pytest.fixture(scope="module")
+def judge(smollm_path: Path) -> LlamaCpp:
+    return LlamaCpp(smollm_path)
+
+
 @pytest.mark.parametrize("special", [True, False])
-def test_default_base(smollm: Tokenizer, smollm_path: Path, special: bool) -> None:
-    judge = LlamaCpp(smollm_path)
-    _agree(smollm, judge, random_texts(1000, seed=11 + special, extra=(*MARKS, "\x1d", "\x00")), special=special)
+def test_default_base(smollm: Tokenizer, judge: LlamaCpp, special: bool) -> None:
+    texts = random_texts(1000 if THOROUGH else 250, seed=11 + special, extra=(*MARKS, "\x1d", "\x00"))
+    _agree(smollm, judge, texts, special=special)
 
 
-def test_default_base_chat(smollm: Tokenizer, smollm_path: Path) -> None:
-    judge = LlamaCpp(smollm_path)
+def test_default_base_chat(smollm: Tokenizer, judge: LlamaCpp) -> None:
     assert smollm.template is not None
     text = smollm.template.render([{"role": "user", "content": "What is the capital of France?"}])
     ids = smollm.encode(text)
@@ -77,9 +92,9 @@ def by_rule(
 
 @pytest.fixture(scope="module")
 def rule_texts() -> list[str]:
-    """Some by themselves, the others a dozen at a time with a control token between them: text is cut there first."""
-    texts = random_texts(150, seed=3, extra=MARKS + NUMBERS)
-    return [*texts[:20], *(MARKS[0].join(texts[i : i + 13]) for i in range(20, 150, 13))]
+    """Some by themselves, others a dozen at a time with a control token between them: text is cut there first."""
+    texts = random_texts(144 if THOROUGH else 48, seed=3, extra=MARKS + NUMBERS)
+    return [*TELLING, *(MARKS[0].join(texts[i : i + 12]) for i in range(0, len(texts), 12))]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -94,7 +109,11 @@ def test_merges_of_text_with_visible_blanks(name: str, tmp_path: Path) -> None:
     metadata = visible_blanks(name)
     judge = LlamaCpp(write_model(tmp_path / "model.gguf", metadata))
     ours = from_gguf(metadata)
-    texts = random_texts(400, seed=4, extra=("<mark>", "the quick ", "\n\n", "\n" * 7, " " * 9, "remembers", "\nthe"))
+    texts = random_texts(
+        400 if THOROUGH else 150,
+        seed=4,
+        extra=("<mark>", "the quick ", "\n\n", "\n" * 7, " " * 9, "remembers", "\nthe"),
+    )
     # A typed U+2581 beside a blank: llama.cpp joins the two into a text that is no token, and falls back to bytes.
     _agree(ours, judge, [text for text in texts if "\u2581" not in text], special=True)
     assert ours.encode("Hi", add_special=True) == judge.encode("Hi", add_special=True)
@@ -132,6 +151,7 @@ def test_scores(prefix: bool, tmp_path: Path) -> None:
     ours = from_gguf(metadata)
     words = ("the quick ", "remembers", " there", "dog,", "naïve", "한국")
     for special in (True, False):
-        _agree(ours, judge, random_texts(300, seed=5, extra=MARKS + words), special=special)
+        texts = random_texts(300 if THOROUGH else 120, seed=5, extra=MARKS + words)
+        _agree(ours, judge, texts, special=special)
     assert ours.encode("the fox", add_special=True) == judge.encode("the fox", add_special=True)
     assert ours.encode("", add_special=True) == judge.encode("", add_special=True)

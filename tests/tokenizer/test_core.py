@@ -29,9 +29,9 @@ QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 
 
 @pytest.fixture(scope="session")
-def made(smollm: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+def made(small: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("trimming")
-    smollm.save(folder)
+    small.save(folder)
     # The kind of post-processor that cuts blanks off the offsets, and one that adds tokens.
     data = json.loads((folder / "tokenizer.json").read_text())
     data["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -39,7 +39,7 @@ def made(smollm: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     data["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     (folder / "tokenizer.json").write_text(json.dumps(data))
     return {
-        "byte-level": smollm,
+        "byte-level": small,
         "sentencepiece": from_gguf(sentencepiece()),
         "sentencepiece without prefix": from_gguf(sentencepiece(prefix=False)),
         "folder": from_folder(folder),
@@ -148,9 +148,9 @@ def test_new_tokens(made: dict[str, Tokenizer], source: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [["<|im_end|>"], ["hello", ""], [" "], ["<x>", "<x>"], ["\ud800"], ["the"]])
-def test_bad_new_tokens(smollm: Tokenizer, bad: list[str]) -> None:
+def test_bad_new_tokens(small: Tokenizer, bad: list[str]) -> None:
     with pytest.raises(GraftuneError):
-        smollm.with_tokens(bad)
+        small.with_tokens(bad)
 
 
 def test_bad_arguments(smollm: Tokenizer) -> None:
@@ -167,11 +167,11 @@ def test_bad_arguments(smollm: Tokenizer) -> None:
     assert smollm.decode([10**6]) == ""
 
 
-def test_a_new_token_may_end_turns_and_a_file_is_no_folder(smollm: Tokenizer, tmp_path: Path) -> None:
-    assert smollm.with_tokens(["<|eot_id|>"]).stop_ids == (0, 2, 49152)
+def test_a_new_token_may_end_turns_and_a_file_is_no_folder(small: Tokenizer, tmp_path: Path) -> None:
+    assert small.with_tokens(["<|eot_id|>"]).stop_ids == (0, 2, small.vocab_size)
     (tmp_path / "file").write_text("")
     with pytest.raises(GraftuneError, match="cannot be saved"):
-        smollm.save(tmp_path / "file")
+        small.save(tmp_path / "file")
 
 
 def _facts(one: Tokenizer) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ def test_saved_is_restored_and_agrees_with_transformers(
         tokenizer.eos_token,
         tokenizer.vocab_size,
     )
-    for text in [*random_texts(200, seed=9, extra=("<tool>", "<|im_end|>", "</s>")), ""]:
+    for text in [*random_texts(60, seed=9, extra=("<tool>", "<|im_end|>", "</s>")), ""]:
         ids = tokenizer.encode(text, add_special=True)
         assert again.encode(text, add_special=True) == ids
         assert theirs(text)["input_ids"] == ids
@@ -225,7 +225,7 @@ def test_end_of_turn_ids_of_a_gguf_survive_saving(smollm_metadata: dict[str, Any
 @ANY
 def test_a_long_text_takes_calls_in_proportion(source: str, made: dict[str, Tokenizer]) -> None:
     line = "The quick brown fox (aged 12) doesn't jump over 3 lazy dogs; naïve, isn't it? 日本語も少し。\n"
-    text = line * (300_000 // len(line.encode()))
+    text = line * (60_000 // len(line.encode()))
     with Calls(most=len(text)):
         ids = made[source].encode(text)
     assert made[source].decode(ids) == text

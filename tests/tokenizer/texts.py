@@ -16,7 +16,8 @@ BLANKS = [" ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u300
 
 @cache
 def _assigned() -> tuple[int, ...]:
-    return tuple(c for c in range(0x110000) if unicodedata.category(chr(c)) not in ("Cn", "Cs", "Co"))
+    planes = (*range(0x40000), *range(0xE0000, 0xE0200))  # beyond these nothing is assigned
+    return tuple(c for c in planes if unicodedata.category(chr(c)) not in ("Cn", "Cs", "Co"))
 
 
 def random_texts(count: int, seed: int, extra: tuple[str, ...] = ()) -> list[str]:

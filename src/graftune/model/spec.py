@@ -161,7 +161,16 @@ class ModelSpec:
     own: tuple[LayerSizes, ...] = ()  # of every layer, where they differ
 
     def layer(self, index: int) -> LayerSpec:
-        return LayerSpec(self._mixer(index), self._feed_forward(index), NORMS[self.norms], self.width)
+        if index not in self._layers:
+            self._layers[index] = LayerSpec(
+                self._mixer(index), self._feed_forward(index), NORMS[self.norms], self.width
+            )
+        return self._layers[index]
+
+    @cached_property
+    def _layers(self) -> dict[int, LayerSpec]:
+        """Those that were asked for: loading asks for a layer once a tensor."""
+        return {}
 
     @property
     def names(self) -> Names:

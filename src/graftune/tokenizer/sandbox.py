@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from types import CodeType
 from typing import Any
 
 import jinja2.nodes
@@ -38,6 +39,10 @@ _GROWING = {
     "center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join", "format", "format_map", "translate", "indent",
     "batch", "slice", "wordwrap", "round", "tojson",
 }  # fmt: skip
+# Compiled templates by their source: a process opens a tokenizer several times, and compiling takes much of that.
+# What is compiled asks the environment it runs in for filters and globals, and all environments here are alike.
+_CODES: dict[str, CodeType] = {}
+MOST_CODES = 64
 
 _NodeTransformer: Any = find("jinja2.visitor.NodeTransformer")
 
@@ -125,11 +130,13 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def compiled(self, source: str) -> jinja2.Template:
         if len(source) > LONGEST_SOURCE:
             raise jinja2.TemplateSyntaxError(f"{len(source)} characters are more than any template has", 1)
-        template = self.from_string(_Watched(self).visit(self.parse(source)))
-        template.globals = dict(
-            template.globals
-        )  # copied for each rendering: a chain of maps takes longer than the rest
-        return template
+        code = _CODES.get(source)
+        if code is None:
+            code = self.compile(_Watched(self).visit(self.parse(source)))
+            if len(_CODES) < MOST_CODES:
+                _CODES[source] = code
+        # The globals are copied for each rendering: a chain of maps takes longer than the rest.
+        return self.template_class.from_code(self, code, dict(self.globals))
 
     def rendered(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """One rendering, bounded in this thread."""

@@ -23,6 +23,7 @@ from graftune.model.frozen import RowSource
 
 PIECE_BYTES = 8 << 20  # fp32 bytes of a weight that exist at once
 SAMPLED_ROWS = 16
+SMALL = 1 << 16  # values of a matrix that is read at once rather than row by row
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Source, first and last row, and a function that gives so many rows of the piece as they were stored, in fp32.
@@ -82,7 +83,9 @@ def sampled_rows(source: RowSource) -> torch.Tensor:
 
 
 def pick(source: RowSource, ids: torch.Tensor) -> torch.Tensor:
-    """A few rows of a matrix, one by one: a lookup in a safetensors file would read all of it."""
+    """A few rows of a matrix, one by one unless it is small: a lookup in a safetensors file would read all of it."""
+    if math.prod(source.shape) <= SMALL:
+        return source.read(0, source.shape[0]).float().cpu()[ids]
     return torch.cat([source.read(row, row + 1).float().cpu() for row in ids.tolist()])
 
 
