@@ -25,7 +25,7 @@ readme = importlib.import_module("readme")
 fit = importlib.import_module("fit")
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "llms.txt"]
 PAGES += sorted((ROOT / "examples").glob("*.md"))
 COMMENTED = sorted((ROOT / "examples").glob("*.yaml"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)

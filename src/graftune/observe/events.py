@@ -10,6 +10,7 @@ Events, each with `event` and `time` (unix seconds):
   model's, over the last steps), on CUDA floor_share (where the floor was measured) and host_idle},
   profile {step, step_ms, owned, bottleneck; of profile_every},
   memory {step, planned, measured (bytes), owners; after the first step},
+  phase {phase: what the run does from here on},
   eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, sample, warning,
   (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss)
   run_end {step, stopped, host_ms (median host time of a step), captures, on CUDA peak_device_memory, ...}.
