@@ -206,7 +206,7 @@ def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     if ours_alone or case.shape.parameters > LARGE:
         peers = []  # they have nothing like it
     floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
-    able = [*floor, "ours", "eager", "ranked", "api", *peers]
+    able = [*floor, "ours", "eager", "ranked", "api", "profile", *peers]
     return [name for name in able if name in (asked or ("floor", "ours"))]
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/step.py [CASE ...] [--who floor,ours,eager,api,peft,liger,liger-bf16,unsloth,hf,hf-compiled]
     python benchmarks/step.py 8b-4x2048 1b-1x512 --who ours,ranked
+    python benchmarks/step.py 1b-4x512 8b-4x2048 --who floor,ours,profile
     python benchmarks/step.py 8b-4x2048 8b-nf4-4x2048-full --json benchmarks/results/h200.json
     python benchmarks/step.py 8b-nf4-4x2048 8b-nf4-host-4x2048 8b-4x2048 8b-shard-4x2048 --who ours
     python benchmarks/step.py --sweep tokens,rank,layers,documents --steps 3 --json FILE
@@ -10,9 +11,10 @@ Every participant of every case runs in a process of its own, one after another,
 or is not installed is reported with its last line, and the others go on. cases.py says what a case is, measure.py how
 it is timed and when a time is refused, floor.py what nobody can beat, peers.py how the others are set up; `eager` is
 ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce is in the graph), `api`
-a loop written with the Python API. Peers are those of PYTHONPATH. Only ratios of one call count: machines of one kind
-differ by 2 to 3%. With --json the cases go into a GPU's record (measure.py), after
-every case; --json - prints them. The exit code is 1 where somebody failed.
+a loop written with the Python API, and `profile` ours with its owners (src/graftune/step/profile.py): how much of the
+step has one, what profiling adds to it, and its speed as a run says it live, beside the floor. Peers are those of
+PYTHONPATH. Only ratios of one call count: machines of one kind differ by 2 to 3%. With --json the cases go into a GPU's
+record (measure.py), after every case; --json - prints them. The exit code is 1 where somebody failed.
 """
 
 from __future__ import annotations
@@ -76,6 +78,12 @@ def alone() -> World:
 
 
 def ours(case: Case, device: torch.device, *, graph: bool = True, ranked: bool = False) -> measure.Runner:
+    return hot_loop(case, device, graph=graph, ranked=ranked)[1]
+
+
+def hot_loop(
+    case: Case, device: torch.device, *, graph: bool = True, ranked: bool = False
+) -> tuple[Session, measure.Runner]:
     """The hot loop of a run, batches staged by a thread as its loader does."""
     from graftune.batch import Example
     from graftune.data.pack import pack
@@ -109,7 +117,40 @@ def ours(case: Case, device: torch.device, *, graph: bool = True, ranked: bool =
         where = session.runtime.describe()
         return f"{where}; attention {step.backend}; {how}; base {case.base} on {case.where}; recompute {case.recompute}"
 
-    return measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
+    return session, measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
+
+
+def profile(case: Case, device: torch.device, steps: int, sustain: float) -> dict[str, Any]:
+    """Who owns a step, and how fast a run would say that it is. Refuses a profile that nobody could trust."""
+    from graftune.observe.speed import Meter
+    from graftune.step.profile import profiled
+
+    session, runner = hot_loop(case, device)
+    numbers = count()
+    document = profiled(session.pipeline, lambda: _drop(runner.step(next(numbers))), device, steps).document()
+    meter, end = Meter(1 << 30), time.perf_counter() + sustain
+    done = 0
+    while time.perf_counter() < end or done < 2 * steps:
+        runner.step(next(numbers))
+        done += 1
+        meter.update(done, case.tokens)
+    off = document["step_ms"] / document["plain_ms"] - 1
+    figures = {name: round(document[name], 4) for name in ("owned", "step_ms", "plain_ms")}
+    figures |= {"ms": round(document["plain_ms"], 3), "tok_s": round(case.tokens / document["plain_ms"] * 1e3, 1)}
+    figures |= {"profile_adds": round(off, 4), "turns": document["turns"], "eager_ms": document["eager_ms"]}
+    figures |= {"live_ms": round(case.tokens / meter.tok_s * 1e3, 3), "bottleneck": document["bottleneck"]}
+    figures |= {"phases": {row["name"]: round(row["ms"], 3) for row in document["phases"]}}
+    reasons = [f"{document['owned']:.1%} of the step has an owner"] if document["owned"] < 0.95 else []
+    reasons += [f"profiling adds {off:.1%}"] if abs(off) > 0.05 and device.type == "cuda" else []
+    return (
+        figures
+        if not reasons
+        else {"refused": " and ".join(reasons), **{n: v for n, v in figures.items() if n != "ms"}}
+    )
+
+
+def _drop(figures: object) -> None:
+    """A step's figures, which a profile does not read."""
 
 
 def api(case: Case, device: torch.device) -> measure.Runner:
@@ -146,6 +187,8 @@ def work(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
         return measure_floor(case, device, options.steps, options.sustain)
     if who in ("ours", "eager", "ranked"):
         runner = ours(case, device, graph=who != "eager", ranked=who == "ranked")
+    elif who == "profile":
+        return profile(case, device, options.steps, options.sustain)
     elif who == "api":
         runner = api(case, device)
     else:
@@ -210,6 +253,13 @@ def line(figures: dict[str, Any], found: Found) -> str:
     if "loss_last" in figures:
         parts.append(f"loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}, norm {figures['grad_norm']:.3g}")
         parts.append(f"host {figures['host_ms']:.2f} ms, first step after {figures['start_s']:.1f} s")
+    if "owned" in figures:
+        live = found.get("floor", {}).get("ms", 0.0) / figures["live_ms"]
+        parts.append(
+            f"{figures['owned']:.1%} owned, profiling adds {figures['profile_adds']:+.1%} in {figures['turns']} turns"
+        )
+        parts.append(f"live: {figures['live_ms']:.2f} ms" + (f", {live:.1%} of the floor" if live else ""))
+        parts.append(figures["bottleneck"])
     if "tflops" in figures:
         parts.append(f"{figures['tflops']:.0f} TFLOP/s")
     return "  ".join(parts)
@@ -252,7 +302,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
             cases.parse(name)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(options.who) - {"floor", "ours", "eager", "ranked", "api", *cases.PEERS}:
+    if unknown := set(options.who) - {"floor", "ours", "eager", "ranked", "api", "profile", *cases.PEERS}:
         parser.error(f"--who: unknown {', '.join(sorted(unknown))}")
     return options
 

@@ -69,6 +69,12 @@ def test_a_loop_of_the_api_steps_as_ours_does(record: Path, here: None) -> None:
     assert ours["moved"] == api["moved"] == 1 and abs(ours["loss_first"] / api["loss_first"] - 1) < 0.05
 
 
+def test_a_profile_of_a_case(record: Path, here: None) -> None:
+    assert step.main(["tiny-2x16", "--who", "profile", *options(record)]) == 0
+    found = measure.read(record)["steps"]["tiny-2x16"]["participants"]["profile"]
+    assert found["owned"] > 0.95 and found["live_ms"] > 0 and found["phases"]["backward"] > 0
+
+
 def test_ours_and_peft_take_the_same_steps_on_a_cpu(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
     monkeypatch.setattr(cpu, "SHAPE", cpu.SHAPE | small | {"num_key_value_heads": 1, "vocab_size": 512})

@@ -268,10 +268,21 @@ def test_a_document_and_an_error_make_one_document(capsys: Capture, tmp_path: Pa
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_run_ends_with_what_to_do_next(engine: Engine, capsys: Capture, tmp_path: Path, whole: bool) -> None:
     (tmp_path / ("model" if whole else "adapter")).mkdir()
-    engine.result = {"folder": tmp_path, "steps": 1}
+    (tmp_path / "loss.png").touch()
+    scores = {name: {"exact": share, "total": 24} for name, share in (("base", 0.25), ("tuned", 0.75))}
+    summary = {"trained": "LoRA of rank 8 on tiny", "best_step": 2, "score": scores}
+    engine.result = {"folder": tmp_path, "steps": 3, "summary": summary}
     assert main(["train"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("1 step, validation loss 2.000 -> 0.500\n")
+    trained, changed, where, *_ = out.splitlines()
+    assert trained == "trained: LoRA of rank 8 on tiny, 3 steps"
+    assert changed == (
+        "changed: validation loss 2.000 -> 0.500 (-75.0%), best at step 2, which is kept; "
+        "exactly right 25% -> 75% of 24 unseen records"
+    )
+    assert where.startswith(
+        f"run folder: {tmp_path} (the {'model in model' if whole else 'adapter in adapter'}, the curves"
+    )
     commands = [line.split("#")[0].split() for line in out.splitlines() if line.startswith("  graftune")]
     assert [command[1] for command in commands] == ["chat", "eval", "export"]
     # Each of them is taken as it stands there; a whole model has no base to compare with.

@@ -126,6 +126,7 @@ def said(found: dict[str, Any]) -> list[str]:
             lines[-1] += ": too far apart to trust single operations; profile more steps on a quiet machine"
     if eager and plain:
         lines.append(f"the same step without graphs takes {_ms(eager)} ms: the graph saves {1 - plain / eager:.0%}")
+    lines += [found["eager_note"]] if found.get("eager_note") else []
     if found.get("floor_note"):
         lines.append(found["floor_note"])
     elif found["floor_share"]:

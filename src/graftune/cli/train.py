@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from graftune.cli.closing import closing
 from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
 from graftune.config import Config, flatten
 from graftune.errors import GraftuneError
@@ -78,7 +79,7 @@ def train(
         return 128 + int(result.signal)
     console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
     if not json:
-        console.line(_closing(result))
+        console.line(closing(result))
     return 0
 
 
@@ -116,25 +117,6 @@ def _interrupted(result: Any, console: Console, resume: str) -> None:
         console.note(f"stopped before the first step; nothing was changed; {again}")
     else:
         console.note("stopped before the first step; nothing was written")
-
-
-def _closing(result: Any) -> str:
-    reason = "" if result.stopped == "finished" else f" ({result.stopped})"
-    fall = ""
-    if result.first_eval is not None and result.best_eval is not None:
-        fall = f", validation loss {result.first_eval:.3f} -> {result.best_eval:.3f}"
-    folder = _quoted(result.folder)
-    compare, base_too = (" --compare", " --base-too") if (result.folder / "adapter").is_dir() else ("", "")
-    beside = ", beside its base" if compare else ""  # a whole model has none
-    next_ones = (
-        (f"graftune chat {folder}{compare}", f"talk to it{beside}"),
-        (f"graftune eval {folder} DATA.jsonl{base_too}", "its loss on other data"),
-        (f"graftune export {folder} --to gguf", "for llama.cpp, Ollama and LM Studio"),
-    )
-    width = max(len(command) for command, _ in next_ones)
-    rows = "".join(f"\n  {command:<{width}}  # {why}" for command, why in next_ones)
-    count = "1 step" if result.steps == 1 else f"{result.steps} steps"
-    return f"{count}{reason}{fall}\nrun folder: {folder}\nnext:{rows}"
 
 
 def _quoted(path: Path) -> str:

@@ -38,6 +38,7 @@ def finish(run: Run, stopped: str) -> dict[str, Any]:
     with console.working(f"writing the {run.session.product}"), tempfile.TemporaryDirectory() as nowhere:
         run.session.write((run.folder if run.crew.leads else Path(nowhere)) / run.session.product)
     summary: dict[str, Any] = {
+        "trained": _trained(run),
         "best_step": p.best_step,
         "validation_loss": {"start": p.first_loss, "best": p.best_loss},
     }
@@ -50,6 +51,16 @@ def finish(run: Run, stopped: str) -> dict[str, Any]:
     run.log.emit("run_end", step=p.step, stopped=stopped, **summary)
     run.reporter.plot()
     return summary
+
+
+def _trained(run: Run) -> str:
+    """What was trained, in a few words."""
+    session, lora = run.session, run.session.lora
+    values = f"{len(session.arena.weights) / 1e6:.2f}M values"
+    if session.config.train.method != "lora":
+        start = "from scratch" if session.config.train.method == "scratch" else "every weight"
+        return f"{session.base.name}, {start}, {values}"
+    return f"LoRA of rank {lora.rank} on {session.base.name}, {values}"
 
 
 def ask_base(run: Run) -> None:

@@ -1,0 +1,89 @@
+"""A captured step is profiled as it is captured: the same bits, spans in order, nearly all of the time owned, and no
+event in a graph that nobody profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.cases import parse
+from benchmarks.step import profile as profiled_case
+
+from graftune import spans
+from graftune.observe.profile import Profile, Recorder
+from graftune.spans import DeviceClock, Turn
+from tests.gpu.test_step import examples, ready, run
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def stepped(folder: Path, timed: bool, turns: int = 1, **more: Any) -> tuple[torch.Tensor, Profile]:
+    """Ten steps of two micro-batches, of which a profile times those from the fifth on."""
+    ours, _, loop = ready(folder, compute=torch.bfloat16, **more)
+    recorder = Recorder(DeviceClock(CUDA))
+    for number in range(10):
+        batches = [examples(2 * number, 20, 33 + number), examples(2 * number + 1, 60)]
+        if not timed or number < 4:
+            run(loop, batches)
+            continue
+        timeline = recorder.begin(Turn(number % turns, turns))
+        with spans.recording(timeline):
+            run(loop, batches)
+            timeline.end()
+        recorder.take(timeline)
+    loop.finished(wait=True)
+    return ours.arena.weights.clone(), recorder.profile
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_profiled_run_trains_the_same_weights(tiny_folder, recompute: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain, none = stepped(tiny_folder("llama"), timed=False, recompute=recompute)
+        weights, found = stepped(tiny_folder("llama"), timed=True, turns=2, recompute=recompute)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(plain, weights) and not none.samples
+    assert len(found.samples) == 4, "six profiled steps, of which the first of each turn captures"
+    for sample in found.samples:
+        for span in [*sample.spans, *sample.apart]:
+            assert 0 <= span.start <= sample.total and 0 <= span.ms <= sample.total, span
+        inside = [span.start for span in sample.spans if span.times == 2]
+        assert inside and inside == sorted(inside), "the spans of a micro-step are in its order"
+    document = found.document()
+    named = {(row["phase"], row["name"]) for row in document["operations"]}
+    assert {("forward", "qkv"), ("loss", "head"), ("backward", "attention"), ("update", "AdamW")} <= named
+    assert any(phase == "recompute" for phase, _ in named) == (recompute != "none")
+    assert bool(document["apart"]) == (recompute in ("none", "selective")), "weight gradients have streams of their own"
+    for phase in document["phases"]:
+        parts = sum(row["ms"] for row in document["operations"] if row["phase"] == phase["name"])
+        assert parts == pytest.approx(phase["ms"])
+
+
+def test_a_run_that_is_not_profiled_has_no_timing_event_in_its_graphs(
+    tiny_folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    event = torch.cuda.Event
+
+    def noted(*args: Any, **given: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            made.append(bool(given.get("external")))
+        return event(*args, **given)
+
+    monkeypatch.setattr(torch.cuda, "Event", noted)
+    stepped(tiny_folder("llama"), timed=False)
+    assert not any(made)
+    stepped(tiny_folder("llama"), timed=True)
+    assert any(made), "the check itself sees them"
+
+
+@pytest.mark.parametrize("name", ["1b-l4-4x512", "1b-l4-nf4-4x512"])
+def test_nearly_all_of_a_step_is_owned_and_profiling_hardly_slows_it(name: str) -> None:
+    """The bounds are those of benchmarks/step.py, which refuses a profile beyond them: 95% owned, 5% slower."""
+    figures = profiled_case(parse(name), CUDA, steps=10, sustain=0.2)
+    assert "refused" not in figures, figures
+    assert figures["eager_ms"] > figures["ms"] and figures["phases"]["backward"] > figures["phases"]["loss"] > 0
