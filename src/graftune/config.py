@@ -203,6 +203,9 @@ class TrainConfig:
 class RunConfig:
     out: str = opt("", "run folder; empty: runs/ and a name of its own")
     samples: int = opt(4, "validation prompts answered by base and tuned model at the end; 0: none", min=0)
+    sample_every: int = opt(
+        0, "also answer these prompts every N steps, so that the page shows how the answers change; 0: off", min=0
+    )
     sample_tokens: int = opt(64, "longest sample answer, in tokens", min=1)
     score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
     score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", min=0)

@@ -69,6 +69,7 @@ class Settings(TypedDict, total=False):
     recompute: Literal["auto", "none", "selective", "full", "offload"]
     out: str | PathLike[str]
     samples: int
+    sample_every: int
     sample_tokens: int
     score: bool
     score_records: int

@@ -22,7 +22,7 @@ FROZEN = {
         --keep-last --loss --lr --map --max-seq-len --max-steps --method --min-lr --new-tokens --no-any-base
         --no-append-eos --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms
         --out --patience --print-config --profile --profile-every --prompt-form --quiet --rank --recompute
-        --resume --revision --rslora --sample-tokens --samples --save-every --save-minutes --schedule
+        --resume --revision --rslora --sample-every --sample-tokens --samples --save-every --save-minutes --schedule
         --score --score-records --seed --shard-base --strict --targets --template --template-vars --threads
         --tokens-per-micro-batch --tokens-per-step --track --train-norms --train-on --train-reasoning
         --val-split --warmup --watch --weight-decay -c BASE DATA MORE""",

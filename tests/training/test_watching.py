@@ -14,7 +14,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.training import reporter
 from graftune.training.answers import SCORED, scored_records
-from tests.training.runs import write_data
+from tests.training.runs import adapter_bytes, write_data
 
 
 def run_of(folder: Path, out: Path, **more: Any) -> list[str]:
@@ -37,6 +37,24 @@ def test_adapters_train_at_once_and_the_base_is_asked_at_the_end(
     assert said.err.index("step 2/2") < said.err.index("asking the base") < said.err.index("asking the tuned model")
     assert "base:" in said.out and "tuned:" in said.out
     assert "validating: 0/3 examples" in said.err and "asking the base about unseen prompts: 0/2 answers" in said.err
+
+
+def test_answers_on_the_way_change_nothing(tiny_folder, tmp_path: Path) -> None:
+    base, more = tiny_folder("llama"), {"max_steps": 3, "dropout": 0.1}
+    run_of(base, tmp_path / "plain", **more)
+    run_of(base, tmp_path / "asked", sample_every=1, **more)
+    assert adapter_bytes(tmp_path / "asked") == adapter_bytes(tmp_path / "plain")
+    events = read_events(tmp_path / "asked" / "metrics.jsonl")
+    samples = [e for e in events if e["event"] == "sample"]
+    assert [e["step"] for e in samples] == [0, 1, 2, 3] and len(samples[0]["prompts"]) == 2
+    assert [e["phase"] for e in events if e["event"] == "phase"] == [
+        "evaluating",
+        "training",
+        "evaluating",
+        "finalising",
+    ]
+    last = read_events(tmp_path / "plain" / "metrics.jsonl")
+    assert samples[-1]["answers"] == [e for e in last if e["event"] == "sample"][-1]["answers"]
 
 
 def test_full_training_asks_its_base_before_it_is_gone(tiny_folder, tmp_path: Path) -> None:

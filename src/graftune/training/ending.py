@@ -69,6 +69,16 @@ def ask_base(run: Run) -> None:
     run.log.emit("sample", step=0, answers=run.base_answers, questions=run.answers.digest, prompts=asked)
 
 
+def answer_samples(run: Run) -> None:
+    """For `sample_every`: the answers at this step. The base is asked with the first of them, so that they can be
+    compared before the run ends."""
+    together = run.session.placement.ranks > 0
+    if not run.crew.leads and not together:
+        return
+    with run.crew.busy("answering sample prompts"):
+        _ask_both(run, together)
+
+
 def _take_best(run: Run) -> None:
     p = run.progress
     if p.best_step < 0 or p.best_step == p.step:
@@ -86,15 +96,21 @@ def _take_best(run: Run) -> None:
 
 def _compare(run: Run, together: bool) -> dict[str, Any]:
     """Base and tuned answers side by side, and their scores."""
+    tuned = _ask_both(run, together)
+    if not run.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
+        run.console.note("there is no base to ask: the answers are the trained model's alone")
+    return run.answers.show(run.console, run.base_answers, tuned)
+
+
+def _ask_both(run: Run, together: bool) -> list[str]:
+    """The tuned model's answers, and before them the base's, if nobody has asked it and it can be asked."""
     missing = not run.base_answers and run.config.train.method == "lora"
     if run.crew.from_lead(lambda: missing) if together else missing:
         ask_base(run)
-    if not run.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
-        run.console.note("there is no base to ask: the answers are the trained model's alone")
     tuned = _ask(run, "the tuned model", adapted=True)
     more = {} if run.base_answers else {"prompts": [question.asked for question in run.answers.questions]}
     run.log.emit("sample", step=run.progress.step, answers=tuned, **more)
-    return run.answers.show(run.console, run.base_answers, tuned)
+    return tuned
 
 
 def _ask(run: Run, whom: str, *, adapted: bool) -> list[str]:

@@ -35,7 +35,7 @@ from graftune.observe.events import Event, EventLog, read_events
 from graftune.observe.marks import Profile, marked
 from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
-from graftune.training.ending import ask_base, finish
+from graftune.training.ending import answer_samples, ask_base, finish
 from graftune.training.every import ProfiledSteps
 from graftune.training.live import live_speed, profiled_steps, tracking_of
 from graftune.training.prepare import Prepared, report_start
@@ -254,6 +254,10 @@ class Run:
             self.reporter.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
             if self.last is not None and p.step >= self.last:
                 raise Interrupted
+            if self._samples_due():
+                self._finish_steps()
+                with self.reporter.meter.paused():
+                    answer_samples(self)
             if self._evaluation_due() or p.step >= self.total:
                 return
             ends = p.epoch_step == self.epoch_steps[p.epoch]
@@ -317,6 +321,11 @@ class Run:
             return False
         ends = p.epoch_step == self.epoch_steps[p.epoch] or p.step >= self.total
         return p.step == 0 or ends or (every > 0 and p.step % every == 0)
+
+    def _samples_due(self) -> bool:
+        """At the end the prompts are answered in any case."""
+        every, step = self.config.run.sample_every, self.progress.step
+        return bool(every and self.answers.questions) and step % every == 0 and step < self.total
 
     def _evaluate(self) -> None:
         p = self.progress
