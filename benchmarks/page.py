@@ -1,0 +1,261 @@
+"""What the page costs: how quickly it opens, how smoothly it pans, what its server takes, and what a run loses by it.
+
+    python benchmarks/page.py [--json FILE] [--only open,list,readers,training] [--steps 100000] [--runs 1000]
+
+In a real Chromium without a window (its drawing is done by the CPU), over run folders that are written by hand.
+
+`open`      a run of 100,000 steps: seconds from the address to drawn charts, the server reading the log for the first
+            time; then zoomed in to a tenth, panned by the mouse for two seconds, all charts together: frames per second.
+`list`      1,000 runs: seconds from the address to the first rows and to all of them; the server has just started.
+`readers`   resident memory of the server with 100 streams of events open, on a run that grows and one of 100,000 steps.
+`training`  tokens/s of short CPU runs of the bundled base, five with the page open on them (server and browser on the
+            same cores) alternating with five without; medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from playwright.sync_api import Browser, sync_playwright
+from tests.page.conftest import chromium
+from tests.page.folders import RunFolder
+
+GOALS = {"open_s": 2.0, "pan_fps": 30.0, "list_s": 1.0, "server_mib": 150.0, "training": 0.98}
+READERS = 100
+PAIRS = 5
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[tuple[str, int]]:
+    """`graftune watch` in a process of its own: its address and its number."""
+    words = [sys.executable, "-m", "graftune", "watch", str(folder), "--port", "0", "--quiet"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        said = process.stderr.readline()
+        found = re.search(r"http://\S+/", said)
+        assert found, said + process.stderr.read()
+        yield found[0], process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def resident_mib(pid: int) -> float:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+def opening(browser: Browser, folder: Path, steps: int) -> dict[str, Any]:
+    RunFolder(folder / "long", steps=steps).start().train(steps, every=steps // 100).ended()
+    with server(folder) as (address, _):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        began = time.monotonic()
+        page.goto(f"{address}#/run/long")
+        page.wait_for_selector("main[aria-busy=false] figure[data-name=loss] canvas")
+        open_s = time.monotonic() - began
+        again = time.monotonic()
+        page.reload()
+        page.wait_for_selector("main[aria-busy=false] figure[data-name=loss] canvas")
+        again_s = time.monotonic() - again
+        box = page.locator("figure[data-name=loss] .u-over").bounding_box()
+        assert box is not None
+        across = box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + 0.45 * box["width"], across)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.55 * box["width"], across, steps=5)
+        page.mouse.up()
+        page.wait_for_timeout(1500)  # the finer part has arrived
+        return {"open_s": open_s, "open_again_s": again_s, **panned(page, box)}
+
+
+def panned(page: Any, box: dict[str, float]) -> dict[str, float]:
+    """Two seconds of dragging with Shift held. A frame counts if the charts were drawn in it."""
+    page.evaluate(
+        """() => {
+          const draws = { frames: 0, longest: 0, last: performance.now() };
+          window.pans = draws;
+          const original = CanvasRenderingContext2D.prototype.clearRect;
+          let drawn = false;
+          CanvasRenderingContext2D.prototype.clearRect = function (...all) {
+            drawn = true;
+            return original.apply(this, all);
+          };
+          const look = (now) => {
+            if (drawn) {
+              draws.frames++;
+              draws.longest = Math.max(draws.longest, now - draws.last);
+              draws.last = now;
+            }
+            drawn = false;
+            requestAnimationFrame(look);
+          };
+          requestAnimationFrame(look);
+        }"""
+    )
+    middle, across = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.keyboard.down("Shift")
+    page.mouse.move(middle, across)
+    page.mouse.down()
+    page.evaluate("() => { pans.frames = 0; pans.longest = 0; pans.last = performance.now(); }")
+    began = time.monotonic()
+    turn = 0
+    while time.monotonic() - began < 2:
+        turn += 1
+        page.mouse.move(middle + 0.3 * box["width"] * (turn % 120 - 60) / 60, across)
+    seconds = time.monotonic() - began
+    found = page.evaluate("() => pans")
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    return {"pan_fps": found["frames"] / seconds, "pan_longest_ms": found["longest"]}
+
+
+def listing(browser: Browser, folder: Path, runs: int) -> dict[str, Any]:
+    for number in range(runs):
+        lr, rank = (1e-4, 2e-4, 5e-4)[number % 3], (8, 16, 32, 64)[number % 4]
+        RunFolder(folder / f"run-{number:04}", steps=60, lr=lr, rank=rank, seed=number).start().train(60).ended()
+    with server(folder) as (address, pid):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        began = time.monotonic()
+        page.goto(address)
+        page.wait_for_selector("tbody tr")
+        first_s = time.monotonic() - began
+        page.wait_for_function(f"() => document.querySelectorAll('tbody tr').length === {runs}")
+        return {"list_s": first_s, "list_all_s": time.monotonic() - began, "list_server_mib": resident_mib(pid)}
+
+
+def reading(folder: Path, steps: int) -> dict[str, Any]:
+    live = RunFolder(folder / "live", steps=steps).start().train(1000).held()
+    RunFolder(folder / "long", steps=steps).start().train(steps, every=steps // 100).ended()
+    with server(folder) as (address, pid), ExitStack() as open_streams:
+        empty = resident_mib(pid)
+        urllib.request.urlopen(f"{address}api/runs/long/series?names=loss,lr").read()
+        received = [0] * READERS
+        paths = ["api/events", "api/runs/live/events?since=0", "api/runs/long/events?since=0"]
+        for number in range(READERS):
+            stream = open_streams.enter_context(asking(address, paths[number % 3]))
+            threading.Thread(target=drain, args=(stream, received, number), daemon=True).start()
+        most, began, since = 0.0, time.monotonic(), 1000
+        while time.monotonic() - began < 20:
+            live.train(since + 20, since=since)
+            since += 20
+            time.sleep(0.5)
+            most = max(most, resident_mib(pid))
+        return {"server_mib": most, "server_empty_mib": empty, "bytes_received": sum(received)}
+
+
+@contextmanager
+def asking(address: str, path: str) -> Iterator[socket.socket]:
+    """A connection on which a stream was asked for."""
+    host = address.removeprefix("http://").rstrip("/")
+    name, _, port = host.partition(":")
+    with socket.create_connection((name, int(port))) as stream:
+        stream.sendall(f"GET /{path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        yield stream
+        stream.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+
+
+def drain(stream: socket.socket, received: list[int], number: int) -> None:
+    while piece := stream.recv(65536):
+        received[number] += len(piece)
+
+
+def training(browser: Browser, folder: Path, steps: int) -> dict[str, Any]:
+    """Alternating, so that whatever else the machine does slows both alike."""
+    speeds: dict[str, list[float]] = {"alone": [], "watched": []}
+    for number in range(PAIRS):
+        for kind in ("alone", "watched") if number % 2 == 0 else ("watched", "alone"):
+            speeds[kind].append(trained(browser, folder, f"{kind}-{number}", kind == "watched", steps))
+            print(f"{kind} {number}: {speeds[kind][-1]:.1f} tokens/s", file=sys.stderr)
+    medians = {kind: statistics.median(each) for kind, each in speeds.items()}
+    return {"training": medians["watched"] / medians["alone"], "speeds": speeds}
+
+
+def trained(browser: Browser, folder: Path, name: str, watched: bool, steps: int) -> float:
+    """Tokens/s of one run: all steps but the first two."""
+    folder.mkdir(exist_ok=True)
+    words = [sys.executable, "-m", "graftune", "train", "--out", str(folder / name), "--max-steps", str(steps)]
+    words += [
+        "--tokens-per-step",
+        "512",
+        "--max-seq-len",
+        "256",
+        "--samples",
+        "0",
+        "--val-split",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    with ExitStack() as stack:
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if watched:
+            address, _ = stack.enter_context(server(folder))
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
+            stack.callback(page.close)
+            wait_until(lambda: (folder / name / "metrics.jsonl").exists())
+            page.goto(f"{address}#/run/{name}")
+        assert process.wait() == 0
+    events = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    done = [event for event in events if event["event"] == "step"]
+    assert len(done) == steps
+    return sum(event["tokens"] for event in done[2:]) / (done[-1]["time"] - done[1]["time"])
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    while not there():
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default="-", help="where to write the record (-: stdout)")
+    parser.add_argument("--only", default="open,list,readers,training")
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--training-steps", type=int, default=14)
+    given = parser.parse_args()
+    asked = given.only.split(",")
+    record: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.machine(), "goals": GOALS}
+    with tempfile.TemporaryDirectory() as at, sync_playwright() as driver:
+        folder = Path(at)
+        browser = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+        record["browser"] = browser.version
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "open": lambda: opening(browser, folder / "open", given.steps),
+            "list": lambda: listing(browser, folder / "list", given.runs),
+            "readers": lambda: reading(folder / "readers", given.steps),
+            "training": lambda: training(browser, folder / "training", given.training_steps),
+        }
+        for name in asked:
+            record |= {"load": os.getloadavg()[0]} | parts[name]()
+            print(f"{name}: {json.dumps(record)}", file=sys.stderr)
+        browser.close()
+    text = json.dumps(record, indent=1)
+    if given.json == "-":
+        print(text)
+    else:
+        Path(given.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
