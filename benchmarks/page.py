@@ -5,7 +5,7 @@
 In a real Chromium without a window (its drawing is done by the CPU), over run folders that are written by hand.
 
 `open`      a run of 100,000 steps: seconds from the address to drawn charts, the server reading the log for the first
-            time; then zoomed in to a tenth, panned by the mouse for two seconds, all charts together: frames per second.
+            time; then zoomed in to a tenth, panned by the mouse for two seconds, all charts at once: frames per second.
 `list`      1,000 runs: seconds from the address to the first rows and to all of them; the server has just started.
 `readers`   resident memory of the server with 100 streams of events open, on a run that grows and one of 100,000 steps.
 `training`  tokens/s of short CPU runs of the bundled base, five with the page open on them (server and browser on the

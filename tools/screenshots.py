@@ -44,7 +44,7 @@ def main() -> None:
             tab.screenshot(path=IMAGES / f"{name}.png")
             print(IMAGES / f"{name}.png")
         browser.close()
-        page.stop()
+        page.close()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ def chromium() -> str | None:
     return os.environ.get("GRAFTUNE_CHROMIUM") or next((p for name in BROWSERS if (p := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
+    """Not for the whole session: while playwright is open its event loop runs, and other tests start their own."""
     path = chromium()
     if path is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium), so the page was not opened")
@@ -53,33 +55,39 @@ class Tab:
         return self.page
 
 
-@pytest.fixture(scope="session")
-def serve() -> Iterator[Callable[[Path], str]]:
+@pytest.fixture(scope="package")
+def serve() -> Iterator[Callable[..., str]]:
     """folder -> the address of a page that watches it, from a thread of this process."""
     from graftune.dashboard.runs import Runs
     from graftune.dashboard.serving import Page
+    from graftune.dashboard.worker import Worker
 
     made: list[Page] = []
 
-    def started(root: Path) -> str:
-        made.append(Page(Runs(root), host="127.0.0.1", port=0))
-        made[-1].start()
-        return made[-1].address
+    def started(root: Path, worker: bool = False) -> str:
+        """`worker`: the real process answers the chat box, and not the fake one."""
+        page = Page(Runs(root), host="127.0.0.1", port=0)
+        if not worker:
+            chat = page._server.config.app.state.server.chat  # type: ignore[union-attr]
+            chat.worker = Worker("chat", (sys.executable, str(Path(__file__).with_name("fake_worker.py"))))
+        page.start()
+        made.append(page)
+        return page.address
 
     yield started
     for page in made:
-        page.stop()
+        page.close()
 
 
 @pytest.fixture
-def tab(browser: Any, serve: Callable[[Path], str]) -> Iterator[Callable[..., Tab]]:
+def tab(browser: Any, serve: Callable[..., str]) -> Iterator[Callable[..., Tab]]:
     """(folder, settings of the context) -> a tab on its page. In the end no tab may have complained of anything: a
     script that fails, a file that is missing, or something that the page's own security policy refused."""
     made: list[tuple[Any, Tab]] = []
 
-    def opened(root: Path, **settings: Any) -> Tab:
+    def opened(root: Path, worker: bool = False, **settings: Any) -> Tab:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **settings})
-        made.append((context, Tab(context.new_page(), serve(root))))
+        made.append((context, Tab(context.new_page(), serve(root, worker))))
         return made[-1][1]
 
     yield opened

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.page.folders import BASE, RIGHT, RunFolder, gallery
 
@@ -134,3 +137,38 @@ def test_a_killed_run_is_shown_as_dead_within_15_seconds(tab, tmp_path: Path):
     since = time.monotonic()
     page.wait_for_selector(".state[data-state=died]", timeout=15_000)
     assert time.monotonic() - since < 15 and "--resume" in page.inner_text(".state-line")
+
+
+def asked(page, text: str) -> None:
+    page.fill("#message", text)
+    page.keyboard.press("Enter")
+
+
+def test_a_chat_answer_streams(tab, tmp_path: Path):
+    """Base and tuned in parallel, over the checkpoint that is chosen, while another run trains."""
+    run = RunFolder(tmp_path / "done").start().train(10).checkpoints(10).ended()
+    RunFolder(tmp_path / "live").start().train(10).held()
+    page = tab(tmp_path).open("run/done/chat")
+    page.select_option("#checkpoint", "step-10")
+    asked(page, "Hello")
+    for who in ("base", "tuned"):
+        page.wait_for_selector(f".answer.{who} .text:text-is('{who} of step-10')")
+    assert page.is_enabled("button:text-is('Stop')"), "the answer goes on"
+    (run.folder / "go").touch()
+    page.wait_for_selector(".answer.tuned .text:text-is('tuned of step-10 was asked 1 <b>Hello</b>')")
+    page.wait_for_selector("button:text-is('Send'):enabled")
+    asked(page, "And?")
+    page.wait_for_selector(".turn:nth-child(2) .answer.base .text:text-is('base of step-10 was asked 3 <b>And?</b>')")
+    assert page.inner_text(".turn:nth-child(1) .answer.base .text").endswith("<b>Hello</b>")
+
+
+@pytest.mark.skipif("GRAFTUNE_LONG" not in os.environ, reason="GRAFTUNE_LONG=1 also chats with a real, tiny model")
+def test_a_real_model_answers(tab, tiny_folder, tmp_path: Path):
+    from graftune.api import train
+
+    train(base=str(tiny_folder("llama")), out=str(tmp_path / "run"), max_steps=2, samples=0, device="cpu")
+    page = tab(tmp_path, worker=True).open("run/run/chat")
+    page.fill("#length", "8")
+    asked(page, "Hello")
+    page.wait_for_selector("button:text-is('Send'):enabled", timeout=120_000)
+    assert all(page.inner_text(f".answer.{who} .text") for who in ("base", "tuned"))
