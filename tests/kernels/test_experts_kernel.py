@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from graftune.kernels import experts
 from graftune.kernels.experts import Starts, reference
+from tests.kernels.pairwise import pairwise
 
 COUNTS = [(5, 0, 70, 1), (0, 0, 3), (1,), (64, 64, 0, 0, 0, 33)]
 # Triton's interpreter multiplies the bits of bf16: fp16 takes the same tiles.
@@ -22,9 +22,7 @@ def draw(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.randn(*shape, device=device).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize(("depth", "width"), [(48, 40), (7, 4), (4, 130)])
-@pytest.mark.parametrize("counts", COUNTS)
+@pairwise(("counts", COUNTS), ("depth, width", [(48, 40), (7, 4), (4, 130)]), ("dtype", CLOSE))
 def test_multiply(counts, depth, width, dtype, device, kernels_on):
     starts = starts_of(counts, device)
     x = draw(sum(counts), depth + 3, dtype=dtype, device=device)[:, :depth]
@@ -40,9 +38,7 @@ def test_multiply(counts, depth, width, dtype, device, kernels_on):
     assert (after.float() - want).abs().max() <= CLOSE[dtype] * want.abs().max()
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize(("height", "width"), [(4, 48), (70, 3), (33, 16)])
-@pytest.mark.parametrize("counts", COUNTS)
+@pairwise(("counts", COUNTS), ("height, width", [(4, 48), (70, 3), (33, 16)]), ("dtype", CLOSE))
 def test_add_products(counts, height, width, dtype, device, kernels_on):
     starts = starts_of(counts, device)
     a = draw(sum(counts), height, dtype=dtype, device=device)

@@ -11,6 +11,7 @@ from graftune.kernels import fp8, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, AdapterCodes, Rows, reference
 from graftune.kernels.lora_linear import LowRank
+from tests.kernels.pairwise import pairwise
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,9 +93,7 @@ def rows_of(tokens: int, width: int, dtype: torch.dtype = torch.float32, seed: i
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("factor", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
+@pairwise(("tokens, width", SIZES), ("dtype", DTYPES), ("factor", [False, True]))
 def test_quantise(kernels_on, device, tokens, width, dtype, factor):
     x = rows_of(tokens, width, dtype)
     by = torch.rand(width).add(0.01) if factor else None
@@ -316,10 +315,12 @@ def members_of(given: Adapters) -> list[tuple[tuple[int, int], slice]]:
     return [((c.start, c.stop), r) for c, r, _ in found]
 
 
-@pytest.mark.parametrize("reach", [None, 0.3])
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 144), (3, 1040)])
+@pairwise(
+    ("tokens, width", [(1, 16), (5, 144), (3, 1040)]),
+    ("dtype", DTYPES[:2]),
+    ("add", [False, True]),
+    ("reach", [None, 0.3]),
+)
 def test_norm(kernels_on, device, tokens, width, dtype, add, reach):
     x, y = rows_of(tokens, width, dtype), rows_of(tokens, width, dtype, seed=1) if add else None
     weight, bound = torch.rand(width).add(0.5), None if reach is None else torch.tensor(reach)
@@ -336,9 +337,7 @@ def test_norm(kernels_on, device, tokens, width, dtype, add, reach):
     neighbours(codes, want)
 
 
-@pytest.mark.parametrize("reach", [None, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 144), (3, 1040)])
+@pairwise(("tokens, width", [(1, 16), (5, 144), (3, 1040)]), ("dtype", DTYPES[:2]), ("reach", [None, 0.3]))
 def test_norm_backward(kernels_on, device, tokens, width, dtype, reach):
     grad, x, residual = (rows_of(tokens, width, dtype, seed=i) for i in range(3))
     rstd, weight, factor = torch.rand(tokens).add(0.5), torch.rand(width).add(0.5), torch.rand(width).add(0.1)
@@ -361,9 +360,11 @@ def test_norm_backward(kernels_on, device, tokens, width, dtype, reach):
         assert untouched(wide, codes)
 
 
-@pytest.mark.parametrize("reach", [None, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width", "one"), [(1, 16, 1 << 14), (5, 144, 1 << 14), (3, 1040, 256)])
+@pairwise(
+    ("tokens, width, one", [(1, 16, 1 << 14), (5, 144, 1 << 14), (3, 1040, 256)]),
+    ("dtype", DTYPES),
+    ("reach", [None, 0.3]),
+)
 def test_act(kernels_on, device, tokens, width, one, dtype, reach, monkeypatch):
     from graftune.kernels.fp8 import gated
 
@@ -381,9 +382,11 @@ def test_act(kernels_on, device, tokens, width, one, dtype, reach, monkeypatch):
     neighbours(codes, want)
 
 
-@pytest.mark.parametrize("reach", [None, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "width", "block"), [(1, 16, 1 << 12), (5, 144, 64), (3, 2064, 1 << 12)])
+@pairwise(
+    ("tokens, width, block", [(1, 16, 1 << 12), (5, 144, 64), (3, 2064, 1 << 12)]),
+    ("dtype", DTYPES),
+    ("reach", [None, 0.3]),
+)
 def test_act_backward(kernels_on, device, tokens, width, block, dtype, reach, monkeypatch):
     from graftune.kernels.fp8 import gated
 
@@ -418,9 +421,7 @@ def parts_of(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tens
     return qkv.unflatten(1, (-1, heads[2])).split([heads[0], heads[1], heads[1]], 1)
 
 
-@pytest.mark.parametrize("reach", [None, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "heads"), HEADS)
+@pairwise(("tokens, heads", HEADS), ("dtype", DTYPES), ("reach", [None, 0.3]))
 def test_rope_backward(kernels_on, device, tokens, heads, dtype, reach, monkeypatch):
     """Elsewhere and, to the same bit, in place; the codes are those of what was stored."""
     width = (heads[0] + 2 * heads[1]) * heads[2]

@@ -49,7 +49,7 @@ def share(given: Adapters, x: torch.Tensor, out: int) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize(
     ("size", "fused", "both"),
     [
-        *((size, False, both) for size in (1e-5, 1e-3, 1e-2, 0.1, 1.0) for both in (False, True)),
+        *((size, False, both) for size in (1e-5, 1e-2, 1.0) for both in (False, True)),
         (1e-5, True, False),
         (1e-2, True, True),
         (1.0, True, False),
@@ -252,9 +252,15 @@ def test_refused(monkeypatch):
     ("variant", "lora", "recompute", "long", "coded"),
     [
         ("llama", LoraConfig(rank=4, alpha=8.0), "none", False, 5),
-        ("llama-both", LoraConfig(rank=4, alpha=8.0), "none", False, 5),
+        ("llama-both", LoraConfig(rank=4, alpha=8.0, targets=("qv", "down_proj")), "none", False, 2),
         ("qwen2", LoraConfig(rank=4, alpha=8.0, targets=("qv", "up_proj", "down_proj")), "full", True, 4),
-        ("llama", LoraConfig(rank=4, alpha=8.0, dropout=0.2), "none", False, 0),  # what adapters read is no code
+        (
+            "llama",
+            LoraConfig(rank=4, alpha=8.0, dropout=0.2, targets=("q_proj", "up_proj")),
+            "none",
+            False,
+            0,
+        ),  # what adapters read is no code
     ],
 )
 def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, long, coded):

@@ -11,6 +11,7 @@ from graftune.kernels import fp8, swiglu
 from graftune.model import projection
 from graftune.model.projection import augmented_buffer
 from tests import oracle
+from tests.kernels.pairwise import pairwise
 from tests.kernels.test_swiglu_kernel import inputs
 from tests.kernels.test_whole_step import batch, stepped
 
@@ -23,9 +24,7 @@ def wide(x: torch.Tensor, padding: int) -> torch.Tensor:
     return buffer[:, : x.shape[1]].copy_(x)
 
 
-@pytest.mark.parametrize("kind", swiglu.KINDS)
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (37, 30), (2, 2049)])
+@pairwise(("tokens, width", [(1, 1), (9, 30), (2, 2049)]), ("padding", [0, 5]), ("kind", swiglu.KINDS))
 def test_gated_units(kernels_on, device, tokens, width, padding, kind):
     gate_up, grad = inputs(tokens, width, torch.bfloat16, device)
     out, act, forward = torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(grad)

@@ -13,6 +13,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4, reference
 from tests import quantised
+from tests.kernels.pairwise import pairwise
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,9 +51,7 @@ def equal(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.dtype == want.dtype and torch.equal(got.cpu(), want.cpu())
 
 
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise(("shape", SHAPES), ("dtype", DTYPES), ("double", [True, False]))
 def test_dequantise(kernels_on, device, shape, dtype, double):
     quantised = nf4.quantise(weight(shape).to(device), double=double)
     exact = reference.values(quantised.to("cpu"), 0, quantised.numel).view(shape)
@@ -64,10 +63,12 @@ def test_dequantise(kernels_on, device, shape, dtype, double):
     assert equal(poisoned, rounded(exact, dtype, device))
 
 
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("padding", [8, 3])
-@pytest.mark.parametrize("shape", [(3, 7), (5, 12), (9, 72), (7, 640), (2, 2049), (300, 64)], ids=str)
-@pytest.mark.parametrize("fused", [True, False])
+@pairwise(
+    ("fused", [True, False]),
+    ("shape", [(3, 7), (5, 12), (9, 72), (7, 640), (2, 2049), (300, 64)]),
+    ("padding", [8, 3]),
+    ("double", [True, False]),
+)
 def test_rows_apart(request, device, shape, padding, double, fused):
     """Into the corner of a wider buffer, all rows and some: nothing beside or below is touched."""
     quantised = nf4.quantise(weight(shape), double=double)
@@ -87,9 +88,7 @@ def test_rows_apart(request, device, shape, padding, double, fused):
         assert equal(nf4.dequantise(quantised, torch.float32, rows=(start, stop)), exact[start:stop])
 
 
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise(("shape", SHAPES), ("dtype", DTYPES), ("double", [True, False]))
 def test_quantise(request, device, shape, dtype, double):
     x = weight(shape, dtype)
     want = nf4.quantise(x, double=double)

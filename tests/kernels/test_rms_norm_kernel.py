@@ -10,6 +10,7 @@ import torch
 
 from graftune.kernels import rms_norm
 from graftune.kernels.rms_norm import reference
+from tests.kernels.pairwise import pairwise
 
 # One rounding of the result; twice that in bf16, which Triton's interpreter cuts off instead of rounding it.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
@@ -63,10 +64,7 @@ def untouched(wide: torch.Tensor, x: torch.Tensor) -> bool:
     return bool(wide[: len(x), x.shape[1] :].isnan().all() and wide[len(x) :].isnan().all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("added", [True, False])
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
+@pairwise(("tokens, width", SIZES), ("added", [True, False]), ("padding", [0, 5]), ("dtype", DTYPES))
 def test_forward(kernels_on, device, tokens, width, added, padding, dtype):
     x, y, weight = inputs(tokens, width, dtype, device)
     ours, theirs, wide = y.clone(), y.clone(), buffer(x, padding)
@@ -85,10 +83,7 @@ def test_forward(kernels_on, device, tokens, width, added, padding, dtype):
     assert torch.equal(rms_norm.apply(total, rstd, weight), out), "the norm again, bit for bit"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("residual_padding", [None, 0, 7])
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
+@pairwise(("tokens, width", SIZES), ("residual_padding", [None, 0, 7]), ("learns", [True, False]), ("dtype", DTYPES))
 def test_backward(kernels_on, device, tokens, width, residual_padding, learns, dtype):
     """residual_padding: None without a residual, else the columns beside it."""
     x, grad, weight = inputs(tokens, width, dtype, device)

@@ -8,10 +8,11 @@ import torch
 
 from graftune.kernels import rope
 from graftune.kernels.rope import reference
+from tests.kernels.pairwise import pairwise
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 DTYPES = list(TOLERANCE)
-SHAPES = [(1, (1, 1, 2)), (37, (3, 1, 20)), (66, (2, 1, 64)), (19, (2, 2, 96)), (5, (2, 1, 256))]
+SHAPES = [(1, (1, 1, 2)), (37, (3, 1, 20)), (34, (2, 1, 64)), (19, (2, 2, 96)), (5, (2, 1, 256))]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
@@ -39,9 +40,11 @@ def by_part(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tenso
     return qkv.unflatten(1, (-1, heads[2])).split([heads[0], heads[1], heads[1]], 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("biased", "normed"), [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize(("tokens", "heads"), SHAPES)
+@pairwise(
+    ("tokens, heads", SHAPES),
+    ("biased, normed", [(False, False), (True, False), (False, True), (True, True)]),
+    ("dtype", DTYPES),
+)
 def test_forward(kernels_on, device, tokens, heads, biased, normed, dtype):
     qkv, bias, q_norm, k_norm = inputs(tokens, heads, dtype, device, seed=tokens)
     cos, sin = table(tokens, heads[2], device)
@@ -63,7 +66,7 @@ def test_forward(kernels_on, device, tokens, heads, biased, normed, dtype):
 
 @pytest.mark.parametrize(
     ("normed", "dtype"),
-    [(("q", "k"), d) for d in DTYPES] + [(None, d) for d in DTYPES] + [((), DTYPES[0]), (("k",), DTYPES[1])],
+    [(("q", "k"), DTYPES[0]), (("q", "k"), DTYPES[2]), (None, DTYPES[1]), ((), DTYPES[0]), (("k",), DTYPES[1])],
 )
 @pytest.mark.parametrize(("tokens", "heads"), SHAPES)
 def test_backward(kernels_on, device, tokens, heads, normed, dtype):

@@ -8,6 +8,7 @@ import torch
 
 from graftune.kernels import short_conv
 from graftune.kernels.short_conv import reference
+from tests.kernels.pairwise import pairwise
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 NAN = float("nan")
@@ -64,9 +65,7 @@ def test_reference_is_autograds(documents, width, taps):
     close(grad_taps, weight.grad, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("padding", [0, 8])
-@pytest.mark.parametrize(("documents", "width", "taps"), CASES)
+@pairwise(("documents, width, taps", CASES), ("padding", [0, 8]), ("dtype", list(TOLERANCE)))
 def test_kernel_is_the_references(kernels_on, device, documents, width, taps, padding, dtype):
     bcx, weight, positions, grad = inputs(documents, width, taps, dtype, device)
     tokens = len(bcx)

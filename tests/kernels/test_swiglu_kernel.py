@@ -8,6 +8,7 @@ import torch
 
 from graftune.kernels import swiglu
 from graftune.kernels.swiglu import reference
+from tests.kernels.pairwise import pairwise
 
 # One rounding of the result; twice that in bf16, which Triton's interpreter cuts off instead of rounding it.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
@@ -40,9 +41,7 @@ def untouched(wide: torch.Tensor, inner: torch.Tensor) -> bool:
     return bool(wide[: len(inner), inner.shape[1] :].isnan().all() and wide[len(inner) :].isnan().all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
+@pairwise(("tokens, width", SIZES), ("padding", [0, 5]), ("dtype", DTYPES))
 def test_forward(kernels_on, device, tokens, width, padding, dtype):
     gate_up, _ = inputs(tokens, width, dtype, device)
     wide, act = buffer(tokens, width, padding, gate_up)
@@ -53,9 +52,7 @@ def test_forward(kernels_on, device, tokens, width, padding, dtype):
     assert untouched(wide, act) and torch.equal(gate_up, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("paddings", [(0, 0, 0), (3, 8, 1), (0, 5, 0)], ids=str)
-@pytest.mark.parametrize(("tokens", "width"), SIZES)
+@pairwise(("tokens, width", SIZES), ("paddings", [(0, 0, 0), (3, 8, 1), (0, 5, 0)]), ("dtype", DTYPES))
 def test_backward(kernels_on, device, tokens, width, paddings, dtype):
     """paddings: columns beside the gradient that comes, the one that goes, and the activation."""
     gate_up, grad = inputs(tokens, width, dtype, device)

@@ -47,8 +47,7 @@ def stepped(side, device: str, backend: str, packed, dropout: float, recompute: 
         ("qwen2", LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj")), 0.0, "selective"),
         ("qwen3", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
         ("mistral-window", LoraConfig(rank=2, alpha=8.0), 0.3, "none"),
-        ("llama", LoraConfig(rank=70, alpha=70.0, targets=("k_proj", "up_proj", "o_proj")), 0.0, "none"),
-        ("llama-untied", LoraConfig(rank=25, alpha=10.0), 0.2, "selective"),
+        ("llama-untied", LoraConfig(rank=25, alpha=10.0, targets=("k_proj", "gate_proj")), 0.2, "selective"),
     ],
 )
 def test_step_equals_the_references(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch):
@@ -56,13 +55,15 @@ def test_step_equals_the_references(variant, lora, dropout, recompute, shallow_f
 
 
 def test_two_steps_in_a_row(shallow_folder, device, monkeypatch):
-    check("llama", LoraConfig(rank=4, alpha=10.0), 0.0, "none", shallow_folder, device, monkeypatch, steps=2)
+    lora = LoraConfig(rank=70, alpha=70.0, targets=("k_proj", "up_proj", "o_proj"))
+    check("llama", lora, 0.0, "none", shallow_folder, device, monkeypatch, steps=2)
 
 
-@pytest.mark.parametrize(("variant", "dropout", "recompute"), [("llama", 0.0, "none"), ("qwen2", 0.2, "selective")])
-def test_long_batches_read_gradients_once(variant, dropout, recompute, shallow_folder, device, monkeypatch):
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_long_batches_read_gradients_once(dropout, shallow_folder, device, monkeypatch):
     monkeypatch.setattr(projection, "LONG", 1)
-    check(variant, LoraConfig(rank=4, alpha=10.0), dropout, recompute, shallow_folder, device, monkeypatch)
+    lora = LoraConfig(rank=4, alpha=10.0, targets=("q_proj", "v_proj", "down_proj"))
+    check("qwen2", lora, dropout, "none", shallow_folder, device, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +73,8 @@ def test_long_batches_read_gradients_once(variant, dropout, recompute, shallow_f
         ("gemma3-short", LoraConfig(rank=2, alpha=8.0), 0.2, "selective"),
         ("phi3-long", LoraConfig(rank=4, alpha=8.0), 0.0, "selective"),
         ("granite", LoraConfig(rank=3, alpha=6.0), 0.0, "none"),
-        ("olmo3-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "full"),
-        ("lfm2-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "none"),
-        ("lfm2-short", LoraConfig(rank=2, alpha=8.0, targets=("in_proj", "out_proj", "w2")), 0.2, "full"),
+        ("olmo3-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "none"),
+        ("lfm2-short", LoraConfig(rank=2, alpha=8.0, train_norms=True), 0.2, "full"),
     ],
 )
 def test_families_that_differ_more(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch):
