@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from graftune import spans
 from graftune.api import train
 from graftune.config import Config
 from graftune.data.pack import Capacities
@@ -19,12 +21,15 @@ from graftune.model.hf_config import from_config
 from graftune.observe import trackers
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
+from graftune.observe.progress import Progress
 from graftune.observe.speed import Amounts, Meter
 from graftune.observe.trackers import Tracking, metrics_of
 from graftune.step import floor
 from graftune.step.flops import StepFlops
-from graftune.training import floors
+from graftune.step.pipeline import HostLoop
+from graftune.training import every, floors
 from graftune.training.reporter import LiveSpeed
+from tests.observe.test_profile import Ticks
 from tests.training.runs import write_data
 
 
@@ -44,14 +49,16 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     said: list[tuple[Any, ...]] = []
     module: Any = ModuleType("wandb")
     module.__spec__ = object()
-    module.init = lambda **given: said.append(("init", given))
+    module.init = lambda **given: (said.append(("init", given)), print("view your run"))
     module.log = lambda metrics, step: said.append(("log", metrics, step))
     module.finish = lambda: said.append(("finish",))
     monkeypatch.setitem(sys.modules, "wandb", module)
     return said
 
 
-def test_a_run_with_profiled_steps_live_speed_and_a_tracker(tiny_folder, tmp_path: Path, wandb) -> None:
+def test_a_run_with_profiled_steps_live_speed_and_a_tracker(
+    tiny_folder, tmp_path: Path, wandb, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An evaluation in the middle belongs to no step."""
     out = tmp_path / "run"
     events = run_of(
@@ -68,6 +75,8 @@ def test_a_run_with_profiled_steps_live_speed_and_a_tracker(tiny_folder, tmp_pat
     assert document["steps"] == 2 and document["step_ms"] == profiles[-1]["step_ms"] and document["plain_ms"] > 0
     assert json.loads((out / "profile-trace.json").read_text())["traceEvents"]
 
+    said = capsys.readouterr()
+    assert "view your run" in said.err and not said.out, "stdout is for what the command was asked for"
     assert wandb[0][0] == "init" and wandb[-1] == ("finish",)
     assert wandb[0][1]["project"] == "graftune" and wandb[0][1]["config"]["profile_every"] == 4
     logged = {step: metrics for _, metrics, step in wandb[1:-1] if "train/loss" in metrics}
@@ -76,6 +85,33 @@ def test_a_run_with_profiled_steps_live_speed_and_a_tracker(tiny_folder, tmp_pat
     assert [step for _, metrics, step in wandb[1:-1] if "eval/loss" in metrics] == [
         event["step"] for event in events if event["event"] == "eval"
     ]
+
+
+def test_what_is_done_between_steps_is_no_steps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every, "facts_of", lambda session, shape: {"shape": {}})
+    monkeypatch.setattr(floors, "known", lambda session, shape: None)
+    device = SimpleNamespace(device=torch.device("cpu"))
+    session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=1)))
+    profiling = every.ProfiledSteps(4, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
+    clock = profiling.recorder.clock = Ticks()
+
+    def sent(step: int) -> Any:
+        with profiling.step():
+            spans.operation("product")
+        return profiling.sent(step, micro_batches=1)
+
+    assert not any(sent(step) for step in range(1, 8))
+    for _ in range(1000):  # an evaluation, after step 7 and ahead of step 8, which is to be profiled
+        clock.stamp()
+    profiling.interrupted()
+    document = sent(8)
+    assert document is not None and document["step_ms"] < 10 and document["plain_ms"] < 10
+    for step in range(9, 11):
+        sent(step)
+    for _ in range(1000):  # while a step is timed plain
+        clock.stamp()
+    profiling.interrupted()
+    assert sent(11) is None and profiling.profile.plain == [document["plain_ms"]]
 
 
 def test_without_profile_every_no_step_is_profiled_and_none_is_waited_for(tiny_folder, tmp_path: Path) -> None:
@@ -125,6 +161,18 @@ def test_rates_are_amounts_over_the_window_without_pauses() -> None:
         with meter.paused():
             now[0] += 100.0
     assert meter.rates == pytest.approx(Amounts(2e12, 0.75, 0.25))
+
+
+def test_the_line_says_what_is_known_of_the_speed() -> None:
+    now = [0.0]
+    bar = Progress(9, clock=lambda: now[0])
+    bar.without_floor = "floor: not measured (graftune profile RUN)"
+    for step, floor_seconds in ((1, 0.0), (2, 0.0), (3, 1.0)):
+        now[0] += 2.0
+        bar.update(step, loss=1.0, lr=1e-4, tokens=100, amounts=Amounts(3e12, floor_seconds, 1.8))
+        known = "floor 25%" if step == 3 else "floor: not measured (graftune profile RUN)"
+        line = bar.line()
+        assert "50 tok/s" in line and "1.5 TFLOP/s" in line and known in line and "host idle 90%" in line
 
 
 def test_live_speed_counts_what_a_step_is_worth() -> None:

@@ -200,7 +200,7 @@ class BarProgress(Progress):
             "loss": (figures.get("loss", ""), "bold"),
             "lr": (figures.get("lr", ""), ""),
             "speed": (speed, ""),
-            "floor": (figures.get("floor", ""), ""),
+            "floor": (figures.get("floor", figures.get("floor:", "")), ""),
             "flops": (next((text for text in self.figures if text.endswith("TFLOP/s")), ""), ""),
             "idle": (figures.get("host", ""), ""),
             "age": (clock_text(self.age), "yellow"),

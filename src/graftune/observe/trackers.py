@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,8 +64,9 @@ class WandbLike:
 
     def __init__(self, module: str, folder: Path, settings: Mapping[str, Any], resumed: bool):
         self.module = importlib.import_module(module)
-        again = {"resume": "allow"} if resumed else {}
-        self.module.init(project=PROJECT, name=folder.name, config=dict(settings), **again)
+        more = {"resume": "allow"} if resumed else {}
+        more |= {"dir": str(folder)} if module == "wandb" else {}  # or its files go to where the command was typed
+        self.module.init(project=PROJECT, name=folder.name, config=dict(settings), **more)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.module.log(metrics, step=step)
@@ -115,7 +118,8 @@ class Tracking:
         if self.failed:
             return
         try:
-            self._take(event)
+            with redirect_stdout(sys.stderr):  # stdout is for what the command was asked for
+                self._take(event)
         except Exception as error:  # whatever a service raises: training does not depend on it
             self.failed = True
             self.warn(f"{self.name} is not told of this run any more: {type(error).__name__}: {error}")
@@ -133,7 +137,8 @@ class Tracking:
         if tracker is None or self.failed:
             return
         try:
-            tracker.close()
+            with redirect_stdout(sys.stderr):
+                tracker.close()
         except Exception as error:
             self.warn(f"{self.name} could not be closed: {type(error).__name__}: {error}")
 
