@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,15 @@ def hf_config(variant: str) -> Any:
 
 
 def hf_model(variant: str, seed: int = 0) -> Any:
-    """Random, but not nearly linear: weights wide enough that attention and gates saturate here and there."""
+    """Random, but not nearly linear: weights wide enough that attention and gates saturate here and there. A copy of
+    what was made before, and the random numbers that follow are the same, too."""
+    model, state = _hf_model(variant, seed)
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+@cache
+def _hf_model(variant: str, seed: int) -> tuple[Any, torch.Tensor]:
     import transformers
 
     torch.manual_seed(seed)
@@ -175,7 +185,7 @@ def hf_model(variant: str, seed: int = 0) -> Any:
                 p.normal_(0, 0.5)
             else:
                 p.normal_(0, 0.6 / p.shape[-1] ** 0.5 if "embed" not in name else 0.5)
-    return model.float().eval()
+    return model.float().eval(), torch.get_rng_state()
 
 
 def make_folder(variant: str, folder: Path) -> Path:

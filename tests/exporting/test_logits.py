@@ -5,6 +5,8 @@ fp32 files are held to fp32's noise: a row in the wrong order, a scale or a tran
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +43,8 @@ def test_every_way_out_and_in_again(variant: str, tuned: Any, tmp_path: Path, mo
     def out(to: str, target: Path = made.adapter, name: str = "", **more: Any) -> Path:
         return export(str(target), to, out=str(tmp_path / (name or to)), **more).path
 
-    peft = out("peft")
     merged = out("merged")
-    lora = out("gguf-lora", name="lora.gguf")
     whole = out("gguf", name="whole.gguf", kind="F32")
-    base = out("gguf", made.base, "base.gguf", kind="F32")
-    assert gap(ours(opened(made.base, out("apr", name="a.apr"))), made.want) < EXACT
     there = made.want  # what llama.cpp should say
     if variant.startswith("gemma"):
         with monkeypatch.context() as patched:
@@ -54,16 +52,23 @@ def test_every_way_out_and_in_again(variant: str, tuned: Any, tmp_path: Path, mo
             there = ours(opened(made.base, made.adapter))
         assert 1e-4 < gap(there, made.want) < 0.03
     gaps = {
-        "PEFT": gap(in_transformers(made.base, adapter=peft), made.want),
         "transformers over merged": gap(in_transformers(merged), made.want),
-        "llama.cpp with the adapter": gap(LlamaCpp(base, [lora]).along(DOCUMENT), there),
         "llama.cpp over merged": gap(LlamaCpp(whole).along(DOCUMENT), there),
-        "peft in": gap(ours(opened(made.base, peft)), made.want),
         "merged in": gap(ours(opened(merged)), made.want),
         "gguf in": gap(ours(opened(whole)), made.want),
-        "gguf-lora in, over the GGUF": gap(ours(opened(base, lora, any_base=True)), made.want),
-        "gguf-lora in, over the folder": gap(ours(opened(adapter=lora)), made.want),  # finds its base by itself
     }
+    if "-" not in variant:  # one that has another rope or a head of its own than its family has the same adapters
+        peft = out("peft")
+        lora = out("gguf-lora", name="lora.gguf")
+        base = out("gguf", made.base, "base.gguf", kind="F32")
+        gaps |= {
+            "PEFT": gap(in_transformers(made.base, adapter=peft), made.want),
+            "llama.cpp with the adapter": gap(LlamaCpp(base, [lora]).along(DOCUMENT), there),
+            "peft in": gap(ours(opened(made.base, peft)), made.want),
+            "apr in": gap(ours(opened(made.base, out("apr", name="a.apr"))), made.want),
+            "gguf-lora in, over the GGUF": gap(ours(opened(base, lora, any_base=True)), made.want),
+            "gguf-lora in, over the folder": gap(ours(opened(adapter=lora)), made.want),  # finds its base by itself
+        }
     print({name: f"{value:.1e}" for name, value in gaps.items()})
     # In seven layers, values on the border between two entries of ggml's table come out on either side of it.
     loose = {name for name in gaps if variant.startswith("gemma3") and name.startswith("llama.cpp")}
@@ -138,17 +143,27 @@ COARSE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[256, 192])
-def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    folder = tmp_path_factory.mktemp("wide")
-    base = models.make_wide(folder / "base", layers=3, width=request.param)
-    run = shaken(opened(base, rank=4, alpha=8.0), by=0.03)
-    return run.save(folder / "adapter"), ours(run)
+# Blocks of 256 values do not fit rows of 192: each of these then takes another type there.
+LARGE_BLOCKS = ("Q6_K", "Q4_K_M", "Q5_K_M", "IQ4_XS", "Q3_K_M")
 
 
-@pytest.mark.parametrize("kind", COARSE)
-def test_quantised_types_run_in_llama_cpp(kind: str, wide: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
-    adapter, want = wide
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, torch.Tensor]]:
+    @cache
+    def of(width: int) -> tuple[Path, torch.Tensor]:
+        folder = tmp_path_factory.mktemp("wide")
+        base = models.make_wide(folder / "base", layers=3, width=width)
+        run = shaken(opened(base, rank=4, alpha=8.0), by=0.03)
+        return run.save(folder / "adapter"), ours(run)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("width", "kind"), [*((256, kind) for kind in COARSE), *((192, kind) for kind in LARGE_BLOCKS)]
+)
+def test_quantised_types_run_in_llama_cpp(width: int, kind: str, wide: Any, tmp_path: Path) -> None:
+    adapter, want = wide(width)
     done = export(str(adapter), "gguf", kind=kind, out=str(tmp_path / "x.gguf"))
     theirs, back = LlamaCpp(done.path).along(DOCUMENT), ours(opened(done.path))
     same, cost = gap(theirs, back), gap(back, want)

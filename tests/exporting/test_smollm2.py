@@ -23,8 +23,9 @@ from graftune.model.decoder import PackedDocuments
 from graftune.observe.console import Console
 from tests import oracle
 from tests.exporting.judges import LlamaCpp, opened
+from tests.thorough import THOROUGH
 
-QUESTIONS = ("My parcel has not arrived.", "I was charged twice this month.")
+QUESTIONS = ("My parcel has not arrived.", "I was charged twice this month.")[: 2 if THOROUGH else 1]
 STEPS, ANSWER = 2, 16
 # Of log-probabilities; measured: 2e-5, 0.2 and 5e-3 at most.
 LIMITS = {"PEFT": 1e-4, "llama.cpp, adapter on Q4_1": 0.4, "llama.cpp, merged F16": 0.015}
@@ -122,6 +123,6 @@ def test_four_ways(run: Path, tuned: Session, texts: Texts, smollm2: Path, tmp_p
     for name, found in ways.items():
         difference = (found - own).abs()
         print(f"{name}: differs from our own by {difference.max():.1e} at most, {difference.mean():.1e} in the mean")
-    assert len(own) > 30 and moved.max() > 1, "an adapter that changes nothing proves nothing"
+    assert len(own) == len(texts) * ANSWER and moved.max() > 1, "an adapter that changes nothing proves nothing"
     for name, found in ways.items():
         assert (found - own).abs().max() < LIMITS[name], name
