@@ -61,8 +61,10 @@ class RunFolder:
         self.log = self.folder / "metrics.jsonl"
 
     def emit(self, *events: dict[str, Any]) -> None:
+        """Append events as graftune.observe.events writes them: `event` first, then `time`."""
+        lines = [{"event": each["event"], "time": round(self.time, 3), **each} for each in events]
         with open(self.log, "a") as file:
-            file.write("".join(json.dumps({"time": round(self.time, 3), **event}) + "\n" for event in events))
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
 
     def start(self, **more: Any) -> RunFolder:
         """The configuration, the plan and the first event."""

@@ -24,6 +24,7 @@ export class Range {
     this.shown = null;
     this.whole = [0, 1];
     this.listeners = [];
+    this.panning = false;
     this.frame = 0;
   }
 
@@ -91,9 +92,38 @@ export class Chart {
     this.details = el("details", { class: "chart-table", on: { toggle: () => this.fillTable() } }, el("summary", {}, "Table"));
     this.element = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.note, this.readout), this.plot, this.details);
     this.resize = new ResizeObserver(() => this.uplot?.setSize(this.size()));
-    this.onTheme = () => this.draw();
+    this.onTheme = () => this.redraw();
     addEventListener("theme", this.onTheme);
-    range.onChange(() => this.uplot && this.applyRange());
+    range.onChange(() => this.refresh());
+    // A chart that is scrolled out of sight is drawn when it comes back: panning draws all others at every frame.
+    this.seen = false;
+    this.stale = false;
+    this.sight = new IntersectionObserver((found) => this.look(found[found.length - 1].isIntersecting), { rootMargin: "100px" });
+    this.sight.observe(this.plot);
+    this.onPrint = () => this.look(true);
+    addEventListener("beforeprint", this.onPrint);
+  }
+
+  look(seen) {
+    this.seen = seen;
+    if (seen && this.stale) this.refresh();
+  }
+
+  // Draw what is new, or remember that there is something.
+  refresh() {
+    this.stale = !this.seen;
+    if (this.stale || !this.raw) return;
+    if (!this.uplot) this.draw();
+    else if (this.drawn !== this.data) this.uplot.setData(this.data, false);
+    this.drawn = this.data;
+    this.applyRange();
+    this.read(this.uplot);
+  }
+
+  redraw() {
+    this.uplot?.destroy();
+    this.uplot = null;
+    this.refresh();
   }
 
   size() {
@@ -103,12 +133,7 @@ export class Chart {
   set(data) {
     this.data = this.log ? [data[0], ...data.slice(1).map(positive)] : data;
     this.raw = data;
-    if (!this.uplot) this.draw();
-    else {
-      this.uplot.setData(this.data, false);
-      this.applyRange();
-    }
-    if (this.uplot) this.read(this.uplot);
+    this.refresh();
     this.describe();
     if (this.details.open) this.fillTable();
   }
@@ -116,10 +141,9 @@ export class Chart {
   setLog(log) {
     if (this.log === log) return;
     this.log = log;
-    if (!this.raw) return;
     this.uplot?.destroy();
     this.uplot = null;
-    this.set(this.raw);
+    if (this.raw) this.set(this.raw);
   }
 
   setLines(lines) {
@@ -134,8 +158,6 @@ export class Chart {
   }
 
   draw() {
-    if (!this.raw || !this.plot.isConnected) return;
-    this.uplot?.destroy();
     const [dim, grid, ink] = ["--dim", "--grid", "--ink"].map(colour);
     const font = "11px system-ui, sans-serif";
     const axis = { stroke: dim, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 4 }, font };
@@ -161,7 +183,6 @@ export class Chart {
       this.data,
       this.plot,
     );
-    this.applyRange();
     this.resize.observe(this.plot);
   }
 
@@ -207,6 +228,7 @@ export class Chart {
   }
 
   read(u) {
+    if (this.range.panning || !this.raw) return; // what is under the mouse stays there, and text takes time
     // Without a cursor the latest figures are shown, which is a legend at the same time.
     const at = u.cursor.idx ?? this.raw[0].length - 1;
     if (at < 0) return fill(this.readout);
@@ -233,8 +255,16 @@ export class Chart {
       const shift = ((from - moved.clientX) / width) * (max - min);
       this.range.set(min + shift, max + shift);
     };
+    this.range.panning = true;
     addEventListener("mousemove", move);
-    addEventListener("mouseup", () => removeEventListener("mousemove", move), { once: true });
+    addEventListener(
+      "mouseup",
+      () => {
+        this.range.panning = false;
+        removeEventListener("mousemove", move);
+      },
+      { once: true },
+    );
   }
 
   wheel(event) {
@@ -278,6 +308,8 @@ export class Chart {
 
   destroy() {
     removeEventListener("theme", this.onTheme);
+    removeEventListener("beforeprint", this.onPrint);
+    this.sight.disconnect();
     this.resize.disconnect();
     this.uplot?.destroy();
     this.uplot = null;

@@ -18,8 +18,10 @@ export function short(value) {
   return size >= 1e5 || (size < 1e-3 && size > 0) ? rounded.toExponential().replace("e+", "e") : String(rounded);
 }
 
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 }); // made once: making it is what takes time
+
 export function count(value) {
-  return isNumber(value) ? Math.round(value).toLocaleString("en-US") : NONE;
+  return isNumber(value) ? WHOLE.format(Math.round(value)) : NONE;
 }
 
 export function percent(value) {
