@@ -106,6 +106,17 @@ def test_the_parts_of_a_session_are_made_in_one_place():
     assert found == {(name, f"src/graftune/{place}") for name, place in MADE_IN.items()}
 
 
+def test_the_page_needs_no_torch():
+    """Its server stays small, and opens folders where there is no torch."""
+    import subprocess
+    import sys
+
+    names = "graftune.dashboard.serving, graftune.cli.watch, graftune.cli.runs, graftune.cli.watched"
+    code = f"import sys; sys.modules['torch'] = None; import {names}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_hot_path_imports_without_optional_packages():
     """A GPU machine may have torch, numpy, safetensors and tokenizers only."""
     import subprocess

@@ -21,11 +21,14 @@ from graftune.api import train
 from graftune.cli import worker as worker_process
 from graftune.cli.worker import Requests, open_chat, open_preview, serve
 from graftune.config import Config
+from graftune.dashboard import runs as runs_module
+from graftune.dashboard import worker as asking
 from graftune.dashboard.chat import Chat
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.worker import Worker
 from graftune.data.pieces import Pieces
 from graftune.errors import GraftuneError
+from graftune.lock import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.training import preview as preview_module
@@ -78,7 +81,7 @@ def conversation(text: str, **more: Any) -> dict[str, Any]:
     return {"run": "r", "checkpoint": "step-1", "messages": [{"role": "user", "content": text}], **more}
 
 
-def test_the_server_asks_its_process(tmp_path: Path) -> None:
+def test_the_server_asks_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "r", start(1), step(1), end(1))
     for name in ("step-1", "step-2"):
         (folder / "checkpoints" / name).mkdir(parents=True)
@@ -94,6 +97,11 @@ def test_the_server_asks_its_process(tmp_path: Path) -> None:
         assert gone["error"].startswith("the process that answers ended by signal 9; ")
         pid = int(said(page.post("/api/chat", json=conversation("Hi")))[0]["text"].split()[1])
         assert server.chat._key(server.runs.get("r"), "adapter")["device"] == "auto"
+        assert not server.chat.in_the_way({"device": "auto"})
+        with FolderLock(write_run(tmp_path / "live", start(1))):
+            monkeypatch.setattr(runs_module, "FRESH", 0.0)
+            assert server.chat.in_the_way({"device": "auto"}) and not server.chat.in_the_way({"device": "cpu"})
+            assert server.chat._key(server.runs.get("r"), "adapter")["device"] == "cpu", "the GPU is the training's"
         for wrong, status in (
             (conversation("x", checkpoint="step-9"), 404), (conversation("x", checkpoint="../.."), 404),
             (conversation("x", run="../r"), 404), (conversation("x", temperature=-1), 400), ([], 400),
@@ -106,6 +114,19 @@ def test_the_server_asks_its_process(tmp_path: Path) -> None:
         assert page.post("/api/chat", content="{}").status_code == 415
     with pytest.raises(ProcessLookupError):  # it ended with the server
         os.kill(pid, signal.SIGTERM)
+
+
+def test_an_idle_process_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "LOOK", 0.01)
+
+    async def talk() -> int | None:
+        worker = Worker("chat", [sys.executable, "-c", STANDIN], leaves=lambda key: key == {"checkpoint": "x"})
+        async for _ in worker.ask({"checkpoint": "x"}, {"messages": [{"content": "Hi"}]}):
+            process = worker._process
+        assert process is not None
+        return await asyncio.wait_for(process.wait(), 20)
+
+    assert asyncio.run(talk()) == -signal.SIGKILL
 
 
 def test_an_answer_that_nobody_reads_is_stopped() -> None:

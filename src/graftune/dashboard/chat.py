@@ -30,7 +30,7 @@ ROLES = ("system", "user", "assistant")
 class Chat:
     def __init__(self, runs: Runs, closing: Closing, device: str = "auto", worker: Worker | None = None):
         self.runs, self.closing, self.device = runs, closing, device
-        self.worker = worker or Worker("chat")
+        self.worker = worker or Worker("chat", leaves=self.in_the_way)
 
     async def events(self, request: Request) -> AsyncIterator[str]:
         """The answer to a request, which is checked before anything is sent."""
@@ -49,10 +49,18 @@ class Chat:
         except KeyError:
             raise HTTPException(404, "there is no such run in the watched folder") from None
 
+    def in_the_way(self, key: Document) -> bool:
+        """Whether an idle model may lie on the GPU that a watched run wants. One on a device of the user's choice
+        stays."""
+        self.runs.refresh()
+        return self.device == "auto" and key["device"] == "auto" and self._training()
+
+    def _training(self) -> bool:
+        return any(run.state.state in RUNNING for run in self.runs.known())
+
     def _key(self, run: Run, checkpoint: str) -> Document:
         """What has to be loaded. A result that is written anew is loaded anew."""
-        training = any(one.state.state in RUNNING for one in self.runs.known())
-        device = self.device if self.device != "auto" or not training else "cpu"
+        device = self.device if self.device != "auto" or not self._training() else "cpu"
         written = [stamp(run.folder / name) for name in ("adapter/adapter_model.safetensors", "model/config.json")]
         return {"run": str(run.folder), "checkpoint": checkpoint, "device": device, "written": written}
 

@@ -119,7 +119,8 @@ class Guard:
             raise Refused(403, "requests of other pages are refused")
         if scope["method"] not in ("GET", "HEAD", "POST"):
             raise Refused(405, "only GET and POST are understood")
-        if int(length) > LARGEST_BODY if (length := headers.get("content-length", "")).isdecimal() else False:
+        length = headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 15 or int(length) > LARGEST_BODY):
             raise Refused(413, f"a request may have {LARGEST_BODY >> 20} MiB")
         return self._identify(scope, headers, address) if self._token else ""
 

@@ -28,7 +28,7 @@ from graftune.dashboard.chat import Chat
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.runs import Run, Runs
-from graftune.dashboard.security import Guard
+from graftune.dashboard.security import HEADERS, Guard
 from graftune.dashboard.series import series
 from graftune.dashboard.views import PROFILE, details
 from graftune.errors import GraftuneError
@@ -145,7 +145,7 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
             Route("/api/runs/{rest:path}", server.run),
         ],
         middleware=[Middleware(Guard, host=host, token=token)],
-        exception_handlers={HTTPException: _refused, GraftuneError: _mistaken},  # type: ignore[dict-item]
+        exception_handlers={HTTPException: _refused, GraftuneError: _mistaken, Exception: _failed},  # type: ignore[dict-item]
         lifespan=server.lifespan,
     )
     app.state.server = server
@@ -181,6 +181,11 @@ def _whole(request: Request, name: str, default: int | None) -> int | None:
 
 async def _refused(request: Request, error: HTTPException) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A bug of ours: its traceback goes to stderr."""
+    return JSONResponse({"error": "this failed inside graftune; see the messages of graftune watch"}, 500, HEADERS)
 
 
 async def _mistaken(request: Request, error: GraftuneError) -> Response:

@@ -85,7 +85,7 @@ def _running(log: Glance, done: str) -> State:
     said = {
         "preparing": "the data is read, memory is planned and the base is loaded",
         "compiling": "kernels are compiled and the first step is captured",
-        "training": f"training, {done} done",
+        "training": f"training, {done} done" if log.steps else "the first step is under way",
         "evaluating": f"validating at {done}",
         "finalising": f"writing the result and answering sample prompts after {done}",
     }

@@ -121,7 +121,7 @@ class ListWatch:
         self.readers.add(queue)
         try:
             yield ": follow\n\n"
-            while not self.closing.set:
+            while not self.closing.set and queue in self.readers:
                 try:
                     yield await asyncio.wait_for(queue.get(), BEAT)
                 except TimeoutError:
@@ -148,7 +148,7 @@ class ListWatch:
 
     def _send(self, text: str) -> None:
         for queue in list(self.readers):
-            if queue.full():  # a reader that does not read: it asks for the list anew when it is back
+            if queue.full():  # a reader that does not read: its stream ends, and it asks for the list anew
                 self.readers.discard(queue)
             else:
                 queue.put_nowait(text)

@@ -12,18 +12,22 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 Document = dict[str, Any]
-IDLE = 300.0  # seconds without a request after which a worker ends
+IDLE, LOOK = 300.0, 2.0  # seconds without a request after which a worker ends, and between two looks if it has to
 LONGEST = 64 << 20  # bytes of one document
 COMMAND = (sys.executable, "-m", "graftune.cli.worker")
 
 
 class Worker:
-    def __init__(self, kind: str, command: Sequence[str] = COMMAND):
-        self._command, self._key = [*command, kind], None
+    def __init__(self, kind: str, command: Sequence[str] = COMMAND, leaves: Callable[[Document], bool] | None = None):
+        """`leaves` is asked now and then whether an idle process that holds a key has to go before its time."""
+        self._leaves = leaves or (lambda key: False)
+        self._command = [*command, kind]
+        self._key: Document | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._idle: asyncio.Task[None] | None = None
         self._number = 0
@@ -66,7 +70,7 @@ class Worker:
                 limit=LONGEST,
                 start_new_session=True,  # Ctrl-C on the terminal is the server's
             )
-            self._key = key  # type: ignore[assignment]
+            self._key = key
         assert self._process is not None
         return self._process
 
@@ -91,7 +95,11 @@ class Worker:
 
     def _end_later(self) -> None:
         async def later() -> None:
-            await asyncio.sleep(IDLE)
+            until = time.monotonic() + IDLE
+            while time.monotonic() < until and self._key is not None:
+                if await asyncio.to_thread(self._leaves, self._key):
+                    break
+                await asyncio.sleep(LOOK)
             await self.end()
 
         self._idle = asyncio.create_task(later())
