@@ -107,12 +107,19 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> tuple[Pat
     return data, root / "run"
 
 
-@pytest.mark.parametrize("place", ["save_file", "flush", "write_text"])
-@pytest.mark.parametrize(("word", "nth"), [("step-0.part", 1), ("step-4.part", 1), ("adapter.part", 1)])
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        ("step-0.part", "save_file"),
+        ("step-4.part", "flush"),
+        ("step-4.part", "write_text"),
+        ("adapter.part", "save_file"),
+        ("adapter.part", "flush"),
+    ],
+)
 def test_no_space_left(
     place: str,
     word: str,
-    nth: int,
     base: Path,
     straight: tuple[Path, Path],
     tmp_path: Path,
@@ -120,7 +127,7 @@ def test_no_space_left(
     monkeypatch,
 ) -> None:
     data, want = straight
-    disk = FullDisk(monkeypatch, place, word, nth)
+    disk = FullDisk(monkeypatch, place, word)
     run = tmp_path / "run"
     text = refuse(base, data, "--max-steps", "7", out=run, keeps=True)
     assert "no space left" in text and "free some" in text

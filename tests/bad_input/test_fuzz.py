@@ -1,5 +1,5 @@
-"""Three hundred seeded damages to a tiny GGUF and to a tiny model folder: opening and loading either works or raises
-GraftuneError, in a bounded number of calls and bytes. Half of them hit the headers, where the damage is interesting."""
+"""Seeded damages to a tiny GGUF and to a tiny model folder: opening and loading either works or raises GraftuneError,
+in a bounded number of calls and bytes. Half of them hit the headers, where the damage is interesting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from graftune.errors import GraftuneError
 from graftune.observe.memory import peak_resident_bytes
 from tests import oracle
 from tests.counting import Calls
+from tests.thorough import THOROUGH
 from tests.weights import tiny_gguf
 
-CASES, CALLS, BYTES = 150, 1_000_000, 500 << 20
+CASES, CALLS, BYTES = 150 if THOROUGH else 60, 1_000_000, 500 << 20
 
 
 def damaged(whole: bytes, draw: np.random.Generator, header: int) -> bytes:
@@ -62,7 +63,7 @@ def test_gguf(tmp_path: Path) -> None:
         path.unlink(missing_ok=True)  # a new file: the old one may still be mapped
         path.write_bytes(damaged(whole, draw, header))
         worked += survives(lambda: oracle.ours(path, base_dtype="keep" if number % 2 else "fp32"), f"case {number}")  # noqa: B023
-    assert 10 < worked < CASES - 30, worked
+    assert CASES // 15 < worked < CASES * 4 // 5, worked
 
 
 def test_folder(tmp_path: Path, tiny_folder) -> None:
@@ -77,4 +78,4 @@ def test_folder(tmp_path: Path, tiny_folder) -> None:
         (folder / name).write_bytes(damaged(whole, draw, header))
         worked += survives(lambda: oracle.ours(folder, base_dtype="keep" if number % 3 else "fp32"), f"{name} {number}")  # noqa: B023
         shutil.rmtree(folder)
-    assert 10 < worked < CASES - 30, worked
+    assert CASES // 15 < worked < CASES * 4 // 5, worked

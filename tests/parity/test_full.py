@@ -123,7 +123,7 @@ def test_micro_batches_add_up_to_one_batch(variant: str, tiny_folder: Folder) ->
         assert relative(ours.arena.view(name, ours.arena.grads), grad) < 1e-5, name
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "gemma3", "granite", "olmo2"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "gemma3-short", "granite", "olmo2"])
 def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
     """Both sides make their own gradients, through weights that move. Norms and biases do not decay."""
     ours, model = whole(tiny_folder(variant)), tiny.hf_model(variant)
@@ -289,7 +289,7 @@ def train(**settings: Any) -> Any:
 @pytest.fixture(scope="module")
 def scratch_run(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Folder) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("scratch")
-    shutil.copytree(tiny_folder("llama"), root / "shape", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(tiny_folder("llama-shallow"), root / "shape", ignore=shutil.ignore_patterns("*.safetensors"))
     data = write_text(root / "text.jsonl")
     train(base=str(root / "shape"), data=str(data), method="scratch", epochs=8, save_every=0, out=str(root / "run"))
     yield root / "run"
@@ -306,7 +306,7 @@ def test_from_scratch_learns(scratch_run: Path) -> None:
 
 def test_a_whole_run_opens_as_its_model(scratch_run: Path) -> None:
     run = api.open(str(scratch_run), device="cpu", compute_dtype="fp32")
-    assert run.generate("the fox ", max_new_tokens=4)[0].split()[0] in ("ran", "hid", "ra", "hi")
+    assert run.generate("the fox ", max_new_tokens=4)[0][0] in "rh", "a fox ran or hid"
     data = scratch_run.parent / "text.jsonl"
     assert run.evaluate(str(data)).loss < 2.5
     documents = [run.tokenizer.encode("the cat sat by"), run.tokenizer.encode("the dog")]
@@ -320,7 +320,7 @@ def test_a_whole_run_opens_as_its_model(scratch_run: Path) -> None:
 def test_resumed_is_straight(method: str, tiny_folder: Folder, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text.jsonl", 60)
     base = str(tiny_folder("qwen2"))
-    train(base=base, data=str(data), method=method, max_steps=8, epochs=9, out=str(tmp_path / "run"))
+    train(base=base, data=str(data), method=method, max_steps=8, epochs=9, samples=0, out=str(tmp_path / "run"))
     run = tmp_path / "run"
 
     def state() -> tuple[bytes, bytes]:

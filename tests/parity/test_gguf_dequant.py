@@ -181,12 +181,13 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_the_default_base(smollm2: Path) -> None:
     """Every kind that the file holds, and its largest tensor, by pieces that do not divide it."""
     tensors = [tensor for tensor in read_gguf(smollm2).tensors.values() if tensor.dtype_name in KINDS]
-    chosen = {tensor.dtype_name: tensor for tensor in tensors} | {"": max(tensors, key=lambda tensor: tensor.nbytes)}
+    largest = max(tensors, key=lambda tensor: tensor.nbytes)
+    chosen = {tensor.dtype_name: tensor for tensor in tensors} | {"": largest}
     assert {"F32", "Q4_1"} <= set(chosen)
     for tensor in (*chosen.values(), *tensors[10:20]):
         blocks, kind = torch.from_numpy(tensor.blocks), tensor.dtype_name
         want = wanted(blocks, kind)
-        for dtype in DTYPES:
+        for dtype in DTYPES[: 1 if tensor is largest else None]:
             got = torch.full(want.shape, NAN, dtype=dtype)
             gguf_dequant.dequantise(blocks, kind, got)
             assert same(got, want.to(dtype)), (tensor.name, dtype)
