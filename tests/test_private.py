@@ -44,10 +44,10 @@ def private_uses(source: str, own: set[str]) -> list[str]:
             found += [name for name in names if any(part.startswith("_") for part in name.split("."))]
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if "._" in alias.name]
-        elif isinstance(node, ast.Attribute):
-            name, path = node.attr, ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            path = ast.unparse(node)
             listed = f"torch.ops.{path}" in private.NAMES  # an operator that the plan has a rule for
-            if name.startswith("_") and not name.startswith("__") and name not in own | PUBLIC and not listed:
+            if node.attr not in own and node.attr not in PUBLIC and not listed:
                 found.append(path)
     return found
 
@@ -55,7 +55,7 @@ def private_uses(source: str, own: set[str]) -> list[str]:
 def own_names(source: str) -> set[str]:
     """What a module defines: functions, classes, variables and attributes."""
     nodes = list(ast.walk(ast.parse(source)))
-    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return found | {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
 

@@ -21,7 +21,7 @@ from graftune.data.source import Row
 from tests.data.generated import Spec, conversation
 from tests.data.helpers import CONTROL, tokenizer, with_template
 
-CASES = int(os.environ.get("GRAFTUNE_TEMPLATE_CASES", "300"))
+CASES = int(os.environ.get("GRAFTUNE_TEMPLATE_CASES", "180"))
 WORD = re.compile(r"w\d+q\d+")
 PARTS = 6  # so that workers share them
 

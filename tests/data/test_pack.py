@@ -40,7 +40,7 @@ def naive(examples: list[Example]) -> tuple[list[int], list[int], list[int], lis
     return tokens, positions, bounds, rows, labels
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(examples=examples_of)
 def test_exact_packing(examples: list[Example]) -> None:
     batch = pack(examples)
@@ -51,7 +51,7 @@ def test_exact_packing(examples: list[Example]) -> None:
     assert batch.response_tokens == sum(e.response_tokens for e in examples) == len(batch.rows)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(examples=examples_of, spare=st.integers(0, 9), docs=st.integers(1, 4), rows=st.integers(0, 5))
 def test_fixed_packing(examples: list[Example], spare: int, docs: int, rows: int) -> None:
     exact = pack(examples)
@@ -70,7 +70,7 @@ def test_fixed_packing(examples: list[Example], spare: int, docs: int, rows: int
     assert batch.lengths[len(examples)] == spare and not any(batch.lengths[len(examples) + 1 :])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(examples=examples_of, spare=st.integers(0, 60), more=st.integers(0, 9), docs=st.integers(0, 4))
 def test_padding_is_cut_into_documents_within_the_bound(
     examples: list[Example], spare: int, more: int, docs: int

@@ -11,9 +11,9 @@ from graftune.kernels import fp8, swiglu
 from graftune.model import projection
 from graftune.model.projection import augmented_buffer
 from tests import oracle
-from tests.kernels.pairwise import pairwise
 from tests.kernels.test_swiglu_kernel import inputs
 from tests.kernels.test_whole_step import batch, stepped
+from tests.pairwise import pairwise
 
 ALL = LoraConfig(rank=4, alpha=10.0)
 

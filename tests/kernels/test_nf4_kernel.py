@@ -13,7 +13,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4, reference
 from tests import quantised
-from tests.kernels.pairwise import pairwise
+from tests.pairwise import pairwise
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

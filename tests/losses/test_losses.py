@@ -22,6 +22,7 @@ from graftune.step.evaluate import evaluate
 from graftune.step.pipeline import Flat, HostLoop, Shape
 from graftune.step.step import Step
 from tests import oracle, tiny
+from tests.pairwise import pairwise
 from tests.two_ways.test_accumulation import HYPER
 
 Folder = Callable[[str], Path]
@@ -74,10 +75,12 @@ def of(anchor: float) -> Loss:
     return Anchored(anchor) if anchor else CrossEntropy()
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["exact", "padded"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("anchor", [0.0, ANCHOR], ids=["cross_entropy", "anchored"])
-@pytest.mark.parametrize("variant", ["llama", "gemma2"])  # gemma2 caps its logits
+@pairwise(
+    ("variant", ["llama", "gemma2"]),  # gemma2 caps its logits
+    ("anchor", [0.0, ANCHOR]),
+    ("weighted", [False, True]),
+    ("fixed", [False, True]),
+)
 def test_loss_and_gradients_are_autograds(
     variant: str, anchor: float, weighted: bool, fixed: bool, tiny_folder: Folder
 ) -> None:

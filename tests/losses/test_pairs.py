@@ -24,8 +24,7 @@ from tests import oracle, tiny
 from tests.losses.pairs import BETA, PAIRS, Dpo, pairs
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["exact", "padded"])
-@pytest.mark.parametrize("reference", ["base", "start"])
+@pytest.mark.parametrize(("reference", "fixed"), [("base", True), ("start", False)])
 def test_dpo_is_one_class(reference: Literal["base", "start"], fixed: bool, tiny_folder: Callable[[str], Path]) -> None:
     """Loss, accuracy and every gradient over several micro-batches, against autograd over PEFT's model. The start is an
     adapter that is none of the base's, and what trains has moved since; its norms too."""

@@ -1,7 +1,7 @@
 """Fewer cases than all combinations: every two values of different axes still meet in one of them.
 
-A fault of a kernel shows at one value (an odd width), or at two together (an odd width beside padding). Where three or
-more axes are crossed, all that the other combinations add is the interpreter's time.
+A fault shows at one value (an odd width), or at two together (an odd width beside padding). Where three or more axes
+are crossed, what the other combinations add is time, and Triton's interpreter takes much of it.
 """
 
 from __future__ import annotations
