@@ -12,8 +12,8 @@ On a CPU a stamp is the host's clock. On a GPU it is a CUDA event. In a captured
 (`external=True`), recorded anew by every replay. A timeline that is active while a captured callable is called makes
 `graph.Captured` capture it once more, with the spans inside, and replay that one: see `Timeline.nested`.
 
-An event costs a captured pass 4 to 7 microseconds, since kernels do not follow each other closely across it. Where a step is
-short, only the operations of some layers are stamped at a time (`Turn`), and of the other layers their borders.
+An event costs a captured pass 4 to 7 microseconds, since kernels do not follow each other closely across it. Where a
+step is short, only the operations of some layers are stamped at a time (`Turn`), and of the other layers their borders.
 
 Work on a second stream runs beside the spans of the first one: `aside` notes it apart.
 """

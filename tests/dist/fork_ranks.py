@@ -19,10 +19,13 @@ from typing import Any
 
 
 def misbehave(kind: str, number: int) -> None:
-    """In a rank: its number-th update is where something happens to it; `absent` is it that never begins that step."""
+    """In a rank: its number-th update is where something happens to it; `absent`: it never begins that step."""
     from graftune.step.step import Step
     from graftune.training.ranks import Together
 
+    if kind in ("reads", "late"):
+        {"reads": read_slowly, "late": hand_out_late}[kind](number)
+        return
     real, calls = Step.update_step, 0
     if kind == "absent":
         begin = Together.begin
@@ -48,6 +51,38 @@ def misbehave(kind: str, number: int) -> None:
         return real(self)
 
     Step.update_step = counted  # type: ignore[method-assign]
+
+
+def read_slowly(seconds: float) -> None:
+    from graftune.training import prepare
+
+    real = prepare._read
+    prepare._read = lambda *given: (time.sleep(seconds), real(*given))[1]
+
+
+def hand_out_late(kept: int) -> None:
+    """Figures as a GPU's loop hands them out, `kept` of them back: how many depends on the rank's own device."""
+    from graftune.step import pipeline
+
+    class Late(pipeline.HostLoop):
+        ahead = pipeline.AHEAD
+        begun = False
+
+        def micro(self, staged: Any, dropout_seed: int) -> None:
+            if not self.begun:  # the host is no more than AHEAD steps ahead
+                self.ready, self.begun = len(self.done) - pipeline.AHEAD + 1, True
+            super().micro(staged, dropout_seed)
+
+        def update(self, hyper: Any, tag: Any = None) -> None:
+            super().update(hyper, tag)
+            self.begun = False
+
+        def finished(self, wait: bool = False) -> Any:
+            count = len(self.done) if wait else max(self.ready, len(self.done) - kept)
+            out, self.done = self.done[:count], self.done[count:]
+            return out
+
+    pipeline.HostLoop = Late  # type: ignore[misc]
 
 
 def patch(request: dict[str, Any], rank: int) -> None:

@@ -58,6 +58,27 @@ def test_a_signal_stops_all_after_the_same_step(launcher: Launcher, base: Path, 
     assert losses(out) == losses(straight) and equal(out, straight)
 
 
+def test_a_signal_stops_ranks_that_hear_of_it_at_different_steps(launcher: Launcher, base: Path, data: Path) -> None:
+    """As GPUs do: rank 0 is given figures two steps late, rank 1 at once. Nobody waits in a step that others left."""
+    out = launcher.root / "heard late"
+    pids = launcher.start(2, *cases.line(base, data, out, *MORE), misbehave={"0": ["late", 9], "1": ["late", 0]})
+    wait_for(lambda: (out / "checkpoints" / "step-2").exists())
+    os.kill(pids[1], signal.SIGTERM)
+    ended = launcher.wait()
+    assert ended.codes == [128 + signal.SIGTERM] * 2, ended
+    assert read_events(out / "metrics.jsonl")[-1]["stopped"] == "interrupted"
+
+
+def test_a_signal_before_the_first_step_stops_all(launcher: Launcher, base: Path, data: Path) -> None:
+    out = launcher.root / "not begun"
+    pids = launcher.start(2, *cases.line(base, data, out, *MORE), misbehave={"0": ["reads", 3]})
+    wait_for(lambda: "gradients added up" in launcher.said(0))
+    os.kill(pids[1], signal.SIGTERM)
+    ended = launcher.wait()
+    assert ended.codes == [128 + signal.SIGTERM] * 2 and not out.exists(), ended
+    assert ended.sentences == ["graftune: rank 1 was stopped by SIGTERM before the first step"]
+
+
 @pytest.mark.parametrize(
     ("who", "said"),
     [

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 
 from graftune.observe.events import read_events
 from tests.dist import cases
-from tests.dist.launcher import ROOT, Launcher, losses, trained, validation, wait_for
+from tests.dist.launcher import ROOT, Launcher, free_port, losses, trained, validation, wait_for
 
 STEPS = 50
 
@@ -96,6 +97,34 @@ def test_torchrun_from_the_command_line(base: Path, plenty: Path, tmp_path: Path
     wrong = [*command, "--max-seq-len", "4"]
     done = subprocess.run(wrong, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "--max-seq-len is 4" in done.stderr
+
+
+def test_two_nodes_restart_together(base: Path, plenty: Path, tmp_path: Path) -> None:
+    """Two agents, as on two machines; the agent whose worker was not killed counts no restart."""
+    line = cases.line(base, plenty, tmp_path / "run", *cases.LORA, "--epochs", "99", "--max-steps", "60")
+    line += ["--save-every", "2", "--deadline", "10"]
+    how = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    how += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "soak"]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, "-m", "graftune", *line]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    wait_for(lambda: (tmp_path / "run" / "checkpoints" / "step-4").exists(), 120)
+    os.kill(worker_of(1, tmp_path / "run"), signal.SIGKILL)
+    assert [agent.wait(timeout=200) for agent in agents] == [0, 0]
+    events = read_events(tmp_path / "run" / "metrics.jsonl")
+    resumed = [event["step"] for event in events if event["event"] == "resume"]
+    assert len(resumed) == 1 and len(losses(tmp_path / "run")) == 60
+    shown(f"two nodes, a worker killed: resumed at {resumed}, finished with one restart")
+
+
+def worker_of(rank: int, run: Path) -> int:
+    """The process of this rank, by its environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            told = (process / "environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in told and str(run).encode() in (process / "cmdline").read_bytes():
+                return int(process.name)
+    raise AssertionError(f"there is no rank {rank}")
 
 
 def test_a_run_is_the_same_with_its_base_in_parts(launcher: Launcher, tiny_folder: Any) -> None:

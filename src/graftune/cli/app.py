@@ -93,8 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launched_in_vain(arguments: Sequence[str]) -> bool:
     """Several ranks train; every other command is for one process, and rank 0 says so."""
+    if not arguments or arguments[0] in ("train", "--help", "--version") or not os.environ.get("LOCAL_RANK"):
+        return False  # a cluster may tell a whole pod of its place among others, and launch nothing in it
     ranks = from_environment()
-    if ranks is None or ranks.size == 1 or not arguments or arguments[0] in ("train", "--help", "--version"):
+    if ranks is None or ranks.size == 1:
         return False
     if ranks.leads:
         raise GraftuneError(

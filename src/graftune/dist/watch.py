@@ -31,7 +31,7 @@ import torch.distributed as dist
 from graftune.ranks import Ranks
 
 BEAT = 0.5  # seconds between two pulses; more where there are hundreds of ranks
-QUIET_STEPPING, QUIET = 15.0, 60.0  # seconds without a pulse; an import or a sort may hold Python's lock for long
+QUIET_STEPPING, QUIET = 15.0, 30.0  # seconds without a pulse; an import or a sort may hold Python's lock for long
 QUIET_SUSPECT = 3.0  # after a connection broke
 SLACK = 3.0  # a step may take so many times as long as the longest before it, whatever the deadline
 LINGER = 3.0  # seconds for all ranks to hear of a fault before the first one goes, and the launcher ends the rest
@@ -41,8 +41,10 @@ BUG, MISTAKE = 1, 2  # exit codes
 class Watch:
     """Started before the ranks meet; `deadline` may be set later. `say` prints the one sentence."""
 
-    def __init__(self, ranks: Ranks, say: Callable[[str], None] | None = None, *, deadline: float = 0.0):
-        self.ranks, self.deadline = ranks, deadline
+    def __init__(
+        self, ranks: Ranks, say: Callable[[str], None] | None = None, *, deadline: float = 0.0, attempt: int = 1
+    ):
+        self.ranks, self.deadline, self.attempt = ranks, deadline, attempt
         self.say = say or (lambda text: print(f"graftune: {text}", file=sys.stderr, flush=True))
         self.at_end: list[Callable[[], None]] = []  # called before the process ends
         self.doing = "starting"  # while it is not stepping
@@ -64,7 +66,7 @@ class Watch:
         store = dist.TCPStore(
             self.ranks.host, self.ranks.port, None, False, timeout=timeout, wait_for_workers=False, multi_tenant=False
         )
-        self._store = dist.PrefixStore(f"graftune/{self.ranks.restarts}/watch", store)
+        self._store = dist.PrefixStore(f"graftune/{self.attempt}/watch", store)
         for thread in self._threads:
             thread.start()
 

@@ -28,7 +28,7 @@ from graftune.ranks import Ranks, Share
 
 JOIN_SECONDS = 300.0  # until every rank has to be there
 # The watch sees a rank that is gone; a collective's own time limit would end a run in which rank 0 writes for long.
-HOST_SECONDS, DEVICE_SECONDS = 3600.0, 86400.0
+HOST_SECONDS = DEVICE_SECONDS = 86400.0
 POLL_SECONDS = 0.05
 
 Made = TypeVar("Made")
@@ -37,8 +37,9 @@ Made = TypeVar("Made")
 class World:
     """One process among those of a run. `join` makes one; `attach` adds the group for a device's tensors."""
 
-    def __init__(self, ranks: Ranks, store: dist.Store, host: dist.ProcessGroup):
+    def __init__(self, ranks: Ranks, store: dist.Store, host: dist.ProcessGroup, attempt: int = 1):
         self.ranks, self.store, self.host = ranks, store, host
+        self.attempt = attempt  # which start of the ranks this is, if a launcher has started them again
         self.rank, self.size, self.local_rank = ranks.rank, ranks.size, ranks.local_rank
         self.backend, self.sharing = "", 1  # ranks that share this one's device
         self._group: dist.ProcessGroup | None = None
@@ -69,6 +70,13 @@ class World:
             return
         name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
         places = self.gather([platform.node(), name])
+        kinds = self.gather(device.type)
+        for rank, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise GraftuneError(
+                    f"rank {rank} computes on {kind} and rank 0 on {kinds[0]}",
+                    mend="give every rank a GPU of its own, or set device to cpu",
+                )
         shared = any(places.count(place) > 1 for place in places)  # NCCL refuses two ranks of one GPU
         self.sharing = places.count(places[self.rank])
         self.backend = "nccl" if device.type == "cuda" and not shared and dist.is_nccl_available() else "gloo"
@@ -129,11 +137,12 @@ class World:
         self._group = None
 
 
-def join(ranks: Ranks, *, seconds: float = 0.0, store: dist.Store | None = None) -> World:
+def join(ranks: Ranks, store: dist.Store | None = None, attempt: int = 1, *, seconds: float = 0.0) -> World:
     """Meet the others, make sure that all of them fit together, and make the host's group."""
     seconds = seconds or JOIN_SECONDS
-    store = connect(ranks, seconds) if store is None else store
-    _meet(ranks, store, seconds)
+    if store is None:
+        store, attempt = connect(ranks, seconds)
+    _meet(ranks, store, attempt, seconds)
     timeout = datetime.timedelta(seconds=HOST_SECONDS)
     try:
         dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
@@ -143,18 +152,19 @@ def join(ranks: Ranks, *, seconds: float = 0.0, store: dist.Store | None = None)
             where=f"rank {ranks.rank}",
             mend="name the network interface in GLOO_SOCKET_IFNAME, and let its ports through",
         ) from None
-    return World(ranks, store, dist.group.WORLD)
+    return World(ranks, store, dist.group.WORLD, attempt)
 
 
-def connect(ranks: Ranks, seconds: float = 0.0) -> dist.Store:
-    """The store where the launcher says, under a prefix of this start: a restart finds nothing of the last one."""
+def connect(ranks: Ranks, seconds: float = 0.0) -> tuple[dist.Store, int]:
+    """The store where the launcher says, under the number of this start: a restart finds nothing of the last one."""
+    seconds = seconds or JOIN_SECONDS
     try:
         store = dist.TCPStore(
             ranks.host,
             ranks.port,
             None,
             ranks.leads and not ranks.agent_store,
-            timeout=datetime.timedelta(seconds=seconds or JOIN_SECONDS),
+            timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
         )
     except (RuntimeError, ValueError) as error:
@@ -163,10 +173,37 @@ def connect(ranks: Ranks, seconds: float = 0.0) -> dist.Store:
             where=f"rank {ranks.rank}",
             mend="check the address and port that the launcher was given, and that rank 0 is up",
         ) from None
-    return dist.PrefixStore(f"graftune/{ranks.restarts}", store)
+    attempt = _attempt(ranks, store, seconds)
+    return dist.PrefixStore(f"graftune/{attempt}", store), attempt
 
 
-def _meet(ranks: Ranks, store: dist.Store, seconds: float) -> None:
+def _attempt(ranks: Ranks, store: dist.Store, seconds: float) -> int:
+    """Which start of the ranks this is. Rank 0 counts, and tells every rank that knocks (`_admit`): torchrun's agents
+    keep the store over restarts, and each counts only the restarts that its own processes caused."""
+    if ranks.leads:
+        return int(store.add("graftune/attempts", 1))
+    answer = f"graftune/answer/{ranks.rank}/{store.add(f'graftune/knocks/{ranks.rank}', 1)}"
+    limit = time.monotonic() + seconds
+    while not store.check([answer]):
+        if time.monotonic() > limit:
+            raise GraftuneError(
+                f"rank 0 is not here after {seconds:g} s, of {ranks.size} ranks in all",
+                where=f"rank {ranks.rank}",
+                mend="start every rank with the same rendezvous and the same number of processes",
+            )
+        time.sleep(POLL_SECONDS)
+    return int(store.get(answer))
+
+
+def _admit(store: dist.Store, rank: int, attempt: int, answered: dict[int, int]) -> None:
+    """Answer every knock of this rank that was not answered yet. Some may be those of processes that are gone."""
+    knocks = int(store.add(f"graftune/knocks/{rank}", 0))
+    for number in range(answered.get(rank, 0) + 1, knocks + 1):
+        store.set(f"graftune/answer/{rank}/{number}", str(attempt))
+    answered[rank] = knocks
+
+
+def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None:
     """Every rank there once, of one size and one version. What does not fit is refused by all of them."""
     if store.add(f"seats/{ranks.rank}", 1) > 1:
         raise GraftuneError(
@@ -175,7 +212,10 @@ def _meet(ranks: Ranks, store: dist.Store, seconds: float) -> None:
     mine = _card(ranks)
     store.set(f"here/{ranks.rank}", json.dumps(mine))
     missing, limit = list(range(ranks.size)), time.monotonic() + seconds
+    whole, answered = store.underlying_store if ranks.leads else store, dict[int, int]()
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        for rank in missing if ranks.leads else ():
+            _admit(whole, rank, attempt, answered)
         if time.monotonic() > limit:
             who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} are"
             raise GraftuneError(

@@ -83,7 +83,7 @@ def pipeline_for(step: Step, *, graph: bool = True) -> Loop:
 class Steps:
     """One optimizer step out of its parts, the same on every device."""
 
-    ahead = 1  # no figures are further behind the steps that were sent when the next one begins
+    ahead = 0  # further steps that may have been sent before the caller is given a step's figures
     count = 0  # updates sent
     work: Step
 

@@ -23,7 +23,7 @@ from graftune.training.loop import Callback, Run, TrainResult
 from graftune.training.prepare import prepare_resume, prepare_run, remove_made, removed_unless_started
 from graftune.training.ranks import Alone, check_settings, joined
 from graftune.training.resume import finished, stored_config
-from graftune.training.signals import Stopped, raised_signals
+from graftune.training.signals import Stopped, noted_signals, raised_signals
 
 
 def train(
@@ -36,21 +36,26 @@ def train(
 ) -> TrainResult:
     """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add. `callbacks`
     get every event of its log."""
-    check_installed((overrides or {}).get("track", config.run.track))
-    ranks = from_environment()
+    ranks, track = from_environment(), (overrides or {}).get("track", config.run.track)
     if ranks is None:
+        check_installed(track)
         return _train(config, console or Console(), resume, overrides or {}, callbacks, Alone())
     if not ranks.leads:
         console, callbacks = Console(silent=True), ()
     console = console or Console()
     with joined(ranks, console) as crew:
         check_settings(crew, config, resume, overrides or {})
+        check_installed(track)
         if resume is None:
-            resume = crew.from_lead(lambda: found_again(config, ranks))
+            restarted = crew.restarted
+            resume = crew.from_lead(lambda: found_again(config, ranks, restarted))
             # What was asked for was compared with the run: all of it is the run's already.
             overrides = {} if resume is not None else overrides
         result = _train(config, console, resume, overrides or {}, callbacks, crew)
-        crew.until_done()
+        if result.signal and not result.started:
+            crew.stopped(result.signal)
+        with noted_signals(lambda _: None, once=True):  # there is nothing left to stop
+            crew.until_done()
     return result
 
 
@@ -64,7 +69,7 @@ def _train(
 ) -> TrainResult:
     with ExitStack() as held:
         try:
-            with raised_signals():
+            with raised_signals(once=crew.world is not None):
                 if resume is not None:
                     run = _resumed(Path(resume), console, overrides, held, callbacks, crew)
                     if isinstance(run, TrainResult):
@@ -84,14 +89,14 @@ def _train(
         return run.go()
 
 
-def found_again(config: Config, ranks: Ranks) -> str | None:
+def found_again(config: Config, ranks: Ranks, restarted: bool) -> str | None:
     """The run that this command had begun when the launcher started it anew; None at a first start."""
     if ranks.max_restarts and not config.run.out:
         raise GraftuneError(
             "the launcher may start this run again, and would not find it", mend="set out to its folder"
         )
     folder = Path(config.run.out)
-    if not ranks.restarts or not (folder / "config.yaml").exists():
+    if not restarted or not (folder / "config.yaml").exists():
         return None
     default, stored = Config().flat(), Config.of_run(folder).flat()
     asked = {name: value for name, value in config.flat().items() if value != default[name]}

@@ -182,7 +182,7 @@ class Run:
         if self.crew.leads:
             preview.start()
         try:
-            with noted_signals(self._signalled):
+            with noted_signals(self._signalled, once=self.crew.world is not None):
                 if self._train() == "early":
                     stopped = "early stop"
                 summary = self._finish(stopped)
@@ -308,8 +308,8 @@ class Run:
         self.crew.finished(done)
         self.reporter.step(done, scaled=self.step.scaler is not None)
         if done.heard.stop and self.last is None:
-            # By then every rank knows, whichever step it was at when it learnt of it.
-            self.last = done.tag["step"] + self.pipeline.ahead - 1
+            # By then every rank knows, whichever step it had sent when it learnt of it.
+            self.last = done.tag["step"] + self.pipeline.ahead
             self.signal = self.signal or signal.SIGTERM
 
     # Evaluations and checkpoints

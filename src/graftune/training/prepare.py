@@ -77,9 +77,9 @@ def prepare_run(
     crew: Alone | None = None,
 ) -> Prepared:
     """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open."""
-    date = config.data.date or today().isoformat()
-    new = [] if made is None else made
     crew = crew or Alone()
+    date = config.data.date or crew.from_lead(lambda: today().isoformat())
+    new = [] if made is None else made
     return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, new, held), crew)
 
 
@@ -120,10 +120,11 @@ def _prepare(
         console.note(ranks)
     forget_earlier_runs()
     with console.working("opening the base"):
-        config, base, adapter = _opened(config)
+        config, base, adapter = crew.in_turn(lambda: _opened(config))  # it may be downloaded
     path: DataValue = config.data.data or str(sample_path())
     with console.working("reading the data"):
         data = crew.in_turn(lambda: _read(config, base, adapter, path, console))
+        crew.in_turn(lambda: base.sha256)  # which is kept: one rank of a machine reads the whole file for it
     crew.same(
         {"training data": data.training.sha256, "validation data": data.validation.sha256, "base": base.sha256}
         | {"tokenizer or chat template": data.examples_sha256},
@@ -167,6 +168,8 @@ def _placed(
         job = plan_job(config, base, data, resuming=before is not None, memory=memory, ranks=crew.size)
         if job is not None:
             job.launched = launched
+            if job.host_free is not None:
+                job.host_free = crew.host_share(job.host_free)
         return job, resolve_auto(job) if job else None
 
     with console.working("planning memory"):

@@ -8,6 +8,7 @@ within a collective: rank 0 writes, and the others wait in their next step for i
 
 from __future__ import annotations
 
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -65,9 +66,13 @@ class Alone:
         """Bytes that a rank may plan with; 0: what is free."""
         return 0
 
-    def agreed(self, signal: int) -> int:
+    def agreed(self, number: int) -> int:
         """The signal that some rank has had, or 0."""
-        return signal
+        return number
+
+    def host_share(self, free: int) -> int:
+        """Bytes of the host's free memory that this rank may pin."""
+        return free
 
     def set_deadline(self, seconds: float) -> None: ...
     def begin(self, step: int) -> None: ...
@@ -127,7 +132,8 @@ class Together(Alone):
 
     def same(self, facts: Mapping[str, Any], mend: str) -> None:
         for rank, theirs in enumerate(everyone := self.world.gather(dict(facts))):
-            for name, value in everyone[0].items():
+            for name in everyone[0] | theirs:
+                value = everyone[0].get(name)
                 if theirs.get(name) != value:
                     shown = "other" if len(str(value)) > 60 else repr(theirs.get(name))
                     than = "than rank 0" if len(str(value)) > 60 else f"where rank 0 has {value!r}"
@@ -142,9 +148,6 @@ class Together(Alone):
             return 0
         free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
         return total - free + free // sharing
-
-    def agreed(self, signal: int) -> int:
-        return max(self.world.gather(signal), key=int)
 
     def set_deadline(self, seconds: float) -> None:
         self.watch.deadline = seconds
@@ -186,16 +189,32 @@ class Together(Alone):
     def at_end(self, work: Callable[[], None]) -> None:
         self.watch.at_end.append(work)
 
+    @property
+    def restarted(self) -> bool:
+        """Whether a launcher has started these ranks before. Each node of several counts its own restarts alone."""
+        return self.world.attempt > 1 or max(self.world.gather(self.world.ranks.restarts)) > 0
+
+    def stopped(self, number: int) -> None:
+        """A signal before the first step, which the others may never have had: all of them end. Does not return."""
+        name = signal.Signals(number).name
+        self.watch.fail(f"rank {self.world.rank} was stopped by {name} before the first step", 128 + number)
+
+    def agreed(self, number: int) -> int:
+        return max(self.world.gather(number), key=int)
+
+    def host_share(self, free: int) -> int:
+        return int(min(self.world.gather(free // self.world.ranks.local_size)))
+
 
 @contextmanager
 def joined(ranks: Ranks, console: Console) -> Iterator[Together]:
     """This process among the others. What goes wrong with one of them ends all: here nothing is raised but a signal."""
-    store = connect(ranks)  # whoever does not get so far can tell nobody but the user
-    watch = Watch(ranks, console.fail)
+    store, attempt = connect(ranks)  # whoever does not get so far can tell nobody but the user
+    watch = Watch(ranks, console.fail, attempt=attempt)
     watch.start()
     name = "" if ranks.leads else f"rank {ranks.rank}: "
     try:
-        world = join(ranks, store=store)
+        world = join(ranks, store, attempt)
         yield Together(world, watch)
         watch.stop()
         world.leave()
@@ -205,6 +224,9 @@ def joined(ranks: Ranks, console: Console) -> Iterator[Together]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         watch.fail(f"{name}{where}{error.strerror or error}", MISTAKE)
+    except torch.OutOfMemoryError as error:
+        said = str(error).strip().partition(".")[0]
+        watch.fail(f"{name}out of memory ({said}); make tokens_per_micro_batch smaller or set recompute", MISTAKE)
     except Exception as error:
         if is_broken(error):
             watch.lost(error)

@@ -1,8 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP (a closed terminal, a dropped connection) of a run.
 
-While a run trains, the first signal is noted, so that the run can end at a whole step; a second one acts at once. While
-it is prepared there is nothing to save: the signal is raised, as Python does with Ctrl-C, and what was made so far is
-taken away. A signal that is ignored (nohup) stays so.
+While a run trains, the first signal is noted, so that the run can end at a whole step; a second one acts at once. A
+launcher passes signals on to processes that may have had them already, and ends them itself if they take too long: of
+several ranks none acts on a second one. While a run is prepared there is nothing to save: the signal is raised, as
+Python does with Ctrl-C, and what was made so far is taken away. A signal that is ignored (nohup) stays so.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def noted_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """While inside, `note` is called with the number of the first signal, in its handler."""
+def noted_signals(note: Callable[[int], None], *, once: bool = False) -> Iterator[None]:
+    """While inside, `note` is called with the number of the first signal, in its handler. `once`: others do nothing."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         for kind in previous:
-            signal.signal(kind, signal.SIG_DFL)
+            signal.signal(kind, signal.SIG_IGN if once else signal.SIG_DFL)
         note(number)
 
     previous = {}
@@ -49,11 +50,11 @@ def noted_signals(note: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def raised_signals() -> Iterator[None]:
+def raised_signals(*, once: bool = False) -> Iterator[None]:
     """While inside, the first signal raises `Stopped`."""
 
     def raising(number: int) -> None:
         raise Stopped(number)
 
-    with noted_signals(raising):
+    with noted_signals(raising, once=once):
         yield
