@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftune.config import PROJECTIONS, Config, Leaf, expand_targets, flatten, leaves
@@ -255,6 +255,7 @@ _scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 _trees = st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner))
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.dictionaries(st.sampled_from([*(leaf.name for leaf in leaves()), "lora", "train", "x"]), _trees))
 def test_anything_else_is_one_clear_error(tree: dict[str, Any]) -> None:
     """Whatever YAML can hold is either a config or a GraftuneError: nothing else escapes."""

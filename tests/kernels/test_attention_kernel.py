@@ -122,8 +122,9 @@ def test_windows(window, device, small_tiles):
     check((50, 1, 0), (2, 1, 16), torch.float32, device, window=window)
 
 
-@pytest.mark.parametrize("wanted", [0, 1000])
-@pytest.mark.parametrize("heads", [(4, 2, 40), (6, 2, 16), (3, 3, 16)])
+@pytest.mark.parametrize(
+    ("heads", "wanted"), [((4, 2, 40), 0), ((4, 2, 40), 1000), ((3, 1, 16), 0), ((3, 3, 16), 1000)]
+)
 def test_query_heads_together_or_apart(heads, wanted, device, small_tiles, monkeypatch):
     from graftune.kernels.attention import kernel
 

@@ -280,11 +280,11 @@ def test_the_loss_scale_divides_out(layout, device, kernels_on, monkeypatch):
 
 @pytest.mark.parametrize("on", [True, False], ids=["kernel", "reference"])
 def test_the_loss_scale_over_many_steps(on, device, monkeypatch):
-    """Scale and good updates after 2,100 steps, four of them skipped; fewer and sooner through the interpreter."""
+    """Scale and good updates after some hundred steps, four of them skipped; fewer through the interpreter."""
     from graftune.kernels import launch
 
     monkeypatch.setattr(launch, "fused", lambda x: on)
-    steps, interval = (60, 5) if on and device == "cpu" else (2100, 200)
+    steps, interval = (60, 5) if on and device == "cpu" else (420, 40)
     if on:
         from graftune.kernels.grad_norm import kernel
 
@@ -321,8 +321,9 @@ def test_the_loss_scale_stays_in_its_range(on, device, monkeypatch):
         assert run.scaler.tolist() == want
 
 
-@pytest.mark.parametrize("on", [True, False], ids=["kernel", "reference"])
-@pytest.mark.parametrize("copy", COPIES, ids=str)
+@pytest.mark.parametrize(
+    ("copy", "on"), [*((copy, True) for copy in COPIES), (COPIES[0], False)], ids=lambda value: str(value)
+)
 def test_ten_steps_of_torch_s_adamw(copy, on, device, monkeypatch):
     from graftune.kernels import launch
 
