@@ -24,6 +24,7 @@ from graftune.observe.events import read_events
 from graftune.observe.progress import Progress
 from graftune.observe.speed import Amounts, Meter
 from graftune.observe.trackers import Tracking, metrics_of
+from graftune.spans import Turn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import HostLoop
@@ -112,6 +113,37 @@ def test_what_is_done_between_steps_is_no_steps_time(tmp_path: Path, monkeypatch
         clock.stamp()
     profiling.interrupted()
     assert sent(11) is None and profiling.profile.plain == [document["plain_ms"]]
+
+
+def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(every, "facts_of", lambda session, shape: {"shape": {}})
+    monkeypatch.setattr(floors, "known", lambda session, shape: 2.0)
+    monkeypatch.setattr(every, "turns_for", lambda stamps, layers, plain: [Turn(0, 2), Turn(1, 2)])
+    device = SimpleNamespace(device=torch.device("cpu"))
+    session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=2)))
+    profiling = every.ProfiledSteps(8, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
+    profiling.captured, profiling.recorder.clock = True, Ticks()
+    timed: dict[int, Turn] = {}
+    captured: set[Turn] = set()
+
+    def sent(step: int) -> Any:
+        timeline = profiling.timeline
+        if timeline is not None:
+            timed[step] = timeline.turn
+            timeline.captures, _ = timeline.turn not in captured, captured.add(timeline.turn)
+        with profiling.step():
+            for layer in range(2):
+                spans.phase("forward", layer)
+                spans.operation("product")
+        return profiling.sent(step, micro_batches=3)
+
+    documents = {step: document for step in range(1, 28) if (document := sent(step)) is not None}
+    first, second = Turn(0, 2), Turn(1, 2)
+    assert timed == {8: first, 10: first, 12: second, 14: second, 24: first, 26: second}
+    assert sorted(documents) == [14, 26] and documents[26]["steps"] == 4 and documents[26]["floor_ms"] == 6.0
+    assert len(profiling.profile.plain) == 2
 
 
 def test_without_profile_every_no_step_is_profiled_and_none_is_waited_for(tiny_folder, tmp_path: Path) -> None:

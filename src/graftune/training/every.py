@@ -1,8 +1,9 @@
 """`profile_every`: some steps of a run are profiled while it trains, every so many.
 
-The step before them is timed plain. On a GPU the first profiled step of a turn (step/profile.py) captures the step once
-more and is no sample; its graphs are kept, so that later occasions only replay them. A profiled step is waited for,
-and that is all that a run with this setting waits for beside evaluations and checkpoints.
+The step before them is timed plain. A profiled step is waited for, which leaves the device idle, so between two of them
+one step passes untimed: like the steps of a run each begins while the one before it computes. On a GPU the first
+profiled step of a turn (step/profile.py) captures the step once more and is no sample; its graphs are kept, so that
+later occasions only replay them. An occasion that would begin while another is under way is left out.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class ProfiledSteps:
         self.left: list[Turn] = []  # of this occasion
         self.timeline: Timeline | None = None
         self.plain: Any = None  # the stamp ahead of a step that is timed plain
+        self.timed_plain: tuple[Any, Any] | None = None  # both stamps of one, which are not read yet
+        self.idle = False  # the device has been waited for since the last step
 
     @property
     def profile(self) -> Profile:
@@ -73,14 +76,17 @@ class ProfiledSteps:
         """`step` was sent. When the last one of an occasion is done: the document, which is in the folder."""
         if not self.every:
             return None
-        ended = self._take(micro_batches)
-        if self.left:
+        if self.timeline is not None:
+            self._take(self.timeline, micro_batches)
+            return None if self.left else self._written()
+        was_idle, self.idle = self.idle, False
+        if self.left and was_idle:
             self.timeline = self.recorder.begin(self.left[0])
         elif self.plain is not None:
             self._begin()
         elif step >= WARM and (step + 2) % self.every == 0:
             self.plain = self.recorder.clock.stamp()
-        return self._written() if ended else None
+        return None
 
     def interrupted(self) -> None:
         """Something else than a step was done: its time is no step's."""
@@ -90,10 +96,7 @@ class ProfiledSteps:
 
     def _begin(self) -> None:
         """An occasion: the plain step has just been sent."""
-        clock, began, self.plain = self.recorder.clock, self.plain, None
-        end = clock.stamp()
-        clock.wait()
-        self.profile.plain.append(clock.ms(began, end))
+        self.timed_plain, self.plain = (self.plain, self.recorder.clock.stamp()), None
         self.left = self._turns()
         self.timeline = self.recorder.begin(self.left[0])
 
@@ -102,19 +105,24 @@ class ProfiledSteps:
             return [EVERY_LAYER]
         if self.profile.samples:  # as on the first occasion: those graphs are there
             return sorted({sample.turn for sample in self.profile.samples})
+        self.recorder.clock.wait()  # this once: the step to come captures, and is no sample
+        self._read_plain()
         return turns_for(STAMPS_OF_A_LAYER * self.layers, self.layers, self.profile.plain[0])
 
-    def _take(self, micro_batches: int) -> bool:
-        """Whether that was the last one of an occasion."""
-        if self.timeline is None:
-            return False
-        timeline, self.timeline = self.timeline, None
+    def _read_plain(self) -> None:
+        if self.timed_plain is not None:
+            self.profile.plain.append(self.recorder.clock.ms(*self.timed_plain))
+            self.timed_plain = None
+
+    def _take(self, timeline: Timeline, micro_batches: int) -> None:
+        """A profiled step was sent."""
+        self.timeline, self.idle = None, True
         if self.recorder.take(timeline):
             self.left.pop(0)
+        self._read_plain()
         self.profile.facts["shape"]["micro_batches"] = micro_batches
         if self.floor_ms is not None:
             self.profile.facts["floor_ms"] = self.floor_ms * micro_batches
-        return not self.left
 
     def _written(self) -> dict[str, Any]:
         document = self.profile.document()
