@@ -13,7 +13,7 @@ On a CPU a stamp is the host's clock. On a GPU it is a CUDA event. In a captured
 `graph.Captured` capture it once more, with the spans inside, and replay that one: see `Timeline.nested`.
 
 An event costs a captured pass 4 to 7 microseconds, since kernels do not follow each other closely across it. Where a
-step is short, only the operations of some layers are stamped at a time (`Turn`), and of the other layers their borders.
+step is short, only some layers are stamped at a time (`Turn`), and those between them are one span.
 
 Work on a second stream runs beside the spans of the first one: `aside` notes it apart.
 """
@@ -27,9 +27,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+OTHERS = -1  # in place of a layer
+
 
 class Name(NamedTuple):
-    """Of a span. `operation` is empty where a layer is stamped as a whole."""
+    """Of a span. Layers that another turn stamps are one span: their layer is OTHERS and their operation empty."""
 
     phase: str
     layer: int | None
@@ -78,7 +80,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class Turn(NamedTuple):
-    """Which layers have their operations stamped: those with layer % of == number."""
+    """Which layers are stamped: those with layer % of == number."""
 
     number: int = 0
     of: int = 1
@@ -131,7 +133,9 @@ class Timeline:
         return Timeline(self.clock, self.turn)
 
     def _name(self, operation: str) -> Name:
-        return Name(self._phase, self._layer, operation if self.turn.details(self._layer) else "")
+        if self.turn.details(self._layer):
+            return Name(self._phase, self._layer, operation)
+        return Name(self._phase, OTHERS, "")
 
     def _switch(self, name: Name | None) -> None:
         if not self.stamps or self.stamps[-1][0] != name:

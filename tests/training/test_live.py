@@ -120,7 +120,7 @@ def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(
 ) -> None:
     monkeypatch.setattr(every, "facts_of", lambda session, shape: {"shape": {}})
     monkeypatch.setattr(floors, "known", lambda session, shape: 2.0)
-    monkeypatch.setattr(every, "turns_for", lambda stamps, layers, plain: [Turn(0, 2), Turn(1, 2)])
+    monkeypatch.setattr(every, "turns_for", lambda *step: [Turn(0, 2), Turn(1, 2)])
     device = SimpleNamespace(device=torch.device("cpu"))
     session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=2)))
     profiling = every.ProfiledSteps(8, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]

@@ -1,9 +1,10 @@
 """Profiled steps and what they come to: who owns how much of a step, in one document, one table and one trace.
 
 A sample is one profiled step, read from its timeline (spans.py) once the device is done with it. Samples may have been
-taken in turns, each with the operations of other layers. So a layer's time is the mean over all samples, and is divided
-among its operations as in the samples that saw them: operations add up to their layer, layers to their phase, and
-phases to what is owned of the step. Means are used because they add up; percentiles stand beside them.
+taken in turns, each with the operations of other layers. So the time of all layers together is the mean over all
+samples; it is divided among the layers, and among their operations, as in the samples that saw them. Operations add up
+to their layer, layers to their phase, and phases to what is owned of the step. Means are used because they add up;
+percentiles stand beside them.
 
 The time of a captured pass that was replayed several times in a step (micro-batches of one shape) is that of its last
 replay, as often as it was replayed: every replay records into the same events.
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from graftune.spans import EVERY_LAYER, Name, Timeline, Turn
+from graftune.spans import EVERY_LAYER, OTHERS, Name, Timeline, Turn
 
 HOT = 1.5  # times the mean of the same operation in the other layers
 LEAST_HOT = 0.002  # of the step: less is noise
@@ -88,7 +89,23 @@ class Profile:
 
     def by_layer(self) -> dict[tuple[str, int | None], float]:
         """(phase, layer) -> milliseconds of a step; None: outside of the layers."""
-        return _means((sample.spans for sample in self.samples), lambda name: (name.phase, name.layer))
+        found: dict[tuple[str, int | None], float] = {}
+        whole = _means((s.spans for s in self.samples), lambda name: (name.phase, name.layer is not None))
+        names = {s.name[:2] for sample in self.samples for s in sample.spans}
+        for (phase, layered), ms in whole.items():
+            layers = sorted({layer for p, layer in names if p == phase and layer not in (None, OTHERS)})
+            if not layered:
+                found[phase, None] = ms
+                continue
+            seen = {layer: self._seen(phase, layer) for layer in layers}
+            total = sum(seen.values())
+            found |= {(phase, layer): ms * part / total if total else 0.0 for layer, part in seen.items()}
+        return found
+
+    def _seen(self, phase: str, layer: int) -> float:
+        """Milliseconds of a layer in the samples that stamped it."""
+        samples = [sample.spans for sample in self.samples if sample.turn.details(layer)]
+        return statistics.fmean(sum(s.ms * s.times for s in spans if s.name[:2] == (phase, layer)) for spans in samples)
 
     def by_operation(self) -> dict[Name, Times]:
         """Of one step; every layer divided among its operations as in the samples that saw them."""
@@ -184,8 +201,8 @@ class Profile:
             for thread, spans in (("main stream", sample.spans), ("other streams", sample.apart)):
                 for span in spans:
                     name, layer = span.name, span.name.layer
-                    shown = name.operation or f"layer {layer}"
-                    where = {"phase": name.phase} | ({} if layer is None else {"layer": layer})
+                    shown = name.operation or "layers of other turns"
+                    where = {"phase": name.phase} | ({} if layer in (None, OTHERS) else {"layer": layer})
                     times = {"ts": span.start * 1e3, "dur": span.ms * 1e3}
                     events.append({"ph": "X", "pid": place, "tid": thread, "cat": name.phase, "name": shown} | times)
                     events[-1]["args"] = where | ({"times": span.times} if span.times > 1 else {})

@@ -5,8 +5,8 @@ would count the host's time to launch it. Each profiled step is followed by a wa
 overwrites its events.
 
 How many operations are stamped at a time depends on the step: stamps may take STAMPS_SHARE of it. A 1B step of 512
-tokens has about 300 operations in 6 ms, so it is profiled in turns of a layer or two each; an 8B step of 8192 tokens in
-one. Each turn is one more capture of the same callables.
+tokens has about 300 operations in 6 ms, so it is profiled in turns of one layer each; an 8B step of 8192 tokens in one.
+Each turn is one more capture of the same callables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAMP_MS = 0.007  # what an event costs a captured step: 4 to 7 us on an H200, b
 STAMPS_SHARE = 0.035  # of a step that stamps may take
 WARM = 3  # steps before anything is timed: kernels compile, graphs are captured, clocks settle
 EAGER = 3  # steps without graphs
-STAMPS_OF_A_LAYER = 26  # forward and backward, about, where nobody has counted
+OUTSIDE, OF_A_LAYER = 24, 26  # stamps outside of layers and of one layer, about, where nobody has counted
 
 Send = Callable[[], None]  # fetches the batches of the next step and sends it
 
@@ -94,19 +94,22 @@ def _turns(loop: Loop, send: Send, clock: spans.Clock, profile: Profile) -> list
             with spans.recording(counted):
                 send()
         clock.wait()
-        stamps = len(counted.stamps) + 2 * len(counted.apart)
+        inside = [name for name, _ in counted.stamps if name is not None and name.layer is not None]
+        stamps = len(counted.stamps) - len(inside), len(inside) + 2 * len(counted.apart)
     except torch.OutOfMemoryError:  # the graph's own memory is not free for an eager step
         loop.work.discard()
         profile.eager.clear()
         profile.facts["eager_note"] = "without graphs a step was not timed: it does not fit beside their memory"
-        stamps = STAMPS_OF_A_LAYER * layers
-    return turns_for(stamps, layers, plain)
+        stamps = OUTSIDE, OF_A_LAYER * layers
+    return turns_for(*stamps, layers, plain)
 
 
-def turns_for(stamps: int, layers: int, plain_ms: float) -> list[Turn]:
-    """So many that the stamps of each take no more than their share; every layer has two borders in any of them."""
-    allowed = STAMPS_SHARE * plain_ms / STAMP_MS - 2 * layers
-    count = max(1, min(layers, math.ceil(stamps / max(1.0, allowed))))
+def turns_for(outside: int, inside: int, layers: int, plain_ms: float) -> list[Turn]:
+    """The fewest whose stamps take no more than their share; at most one a layer. `outside` and `inside`: stamps out of
+    layers, which every turn has, and of all layers together. A layer has two borders more, forward and backward."""
+    allowed = STAMPS_SHARE * plain_ms / STAMP_MS
+    counts = (n for n in range(1, layers + 1) if outside + (inside + 2 * layers * (n > 1)) / n <= allowed)
+    count = next(counts, layers)
     return [Turn(number, count) for number in range(count)]
 
 

@@ -21,7 +21,7 @@ from graftune.observe.profile import Profile, Recorder
 from graftune.session import Session
 from graftune.spans import EVERY_LAYER, Timeline, Turn
 from graftune.step.pipeline import DeviceLoop, Loop
-from graftune.step.profile import STAMPS_OF_A_LAYER, turns_for
+from graftune.step.profile import OF_A_LAYER, OUTSIDE, turns_for
 from graftune.training import floors
 
 WARM = 5  # steps of a run before the first that is profiled
@@ -107,7 +107,7 @@ class ProfiledSteps:
             return sorted({sample.turn for sample in self.profile.samples})
         self.recorder.clock.wait()  # this once: the step to come captures, and is no sample
         self._read_plain()
-        return turns_for(STAMPS_OF_A_LAYER * self.layers, self.layers, self.profile.plain[0])
+        return turns_for(OUTSIDE, OF_A_LAYER * self.layers, self.layers, self.profile.plain[0])
 
     def _read_plain(self) -> None:
         if self.timed_plain is not None:
