@@ -74,6 +74,7 @@ def test_a_run_with_profiled_steps_live_speed_and_a_tracker(
     assert all(event["owned"] > 0.95 and event["bottleneck"].endswith(".") for event in profiles)
     document = json.loads((out / "profile.json").read_text())
     assert document["steps"] == 2 and document["step_ms"] == profiles[-1]["step_ms"] and document["plain_ms"] > 0
+    assert {row["name"] for row in document["beside"]} == {"evaluation", "checkpoint"}
     assert json.loads((out / "profile-trace.json").read_text())["traceEvents"]
 
     said = capsys.readouterr()

@@ -9,6 +9,7 @@ later occasions only replay them. An occasion that would begin while another is 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,15 @@ class ProfiledSteps:
         elif step >= WARM and (step + 2) % self.every == 0:
             self.plain = self.recorder.clock.stamp()
         return None
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """Around an evaluation or a checkpoint, which end with the host having waited for the device."""
+        began = time.perf_counter()
+        yield
+        if self.every:
+            self.profile.beside[name] = (time.perf_counter() - began) * 1e3
+        self.interrupted()
 
     def interrupted(self) -> None:
         """Something else than a step was done: its time is no step's."""

@@ -265,7 +265,6 @@ class Run:
                 self._finish_steps()
                 with self.reporter.meter.paused():
                     self._save()
-                self.profiling.interrupted()
 
     def _one_step(self, micro_batches: list[Any]) -> None:
         """Send a step on its way; what came of it is asked for later."""
@@ -331,7 +330,8 @@ class Run:
         p = self.progress
         self.reporter.phase("evaluating")
         examples, between = self.validation.examples, self._between if self.crew.world is None else _go_on
-        with marked("evaluate"), self.reporter.counted("validating", len(examples), "examples", between) as count:
+        counted = self.reporter.counted("validating", len(examples), "examples", between)
+        with marked("evaluate"), self.profiling.beside("evaluation"), counted as count:
             result = self.session.evaluated(examples, on_progress=count)
         self.reporter.evaluation(result, p.step, p.epoch)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
@@ -356,7 +356,8 @@ class Run:
         p.updates = int(self.step.count)
         if not self.crew.leads:
             return
-        with marked("checkpoint"), self.crew.busy("writing a checkpoint"):
+        busy = self.crew.busy("writing a checkpoint")
+        with marked("checkpoint"), busy, self.profiling.beside("checkpoint"):
             checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
         self.saved_at = _minutes()
