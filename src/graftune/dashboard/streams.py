@@ -17,6 +17,7 @@ from typing import Any
 from graftune.dashboard.log import CHUNK, LONGEST, parsed
 from graftune.dashboard.reading import opened
 from graftune.dashboard.runs import LOG, Run, Runs
+from graftune.dashboard.states import RUNNING, State
 
 LOOK, BEAT = 0.5, 5.0  # seconds between two looks at a file, and between two comments
 MOST_READERS = 400
@@ -60,17 +61,15 @@ async def log_events(runs: Runs, run: Run, since: int, closing: Closing) -> Asyn
     offset, said, quiet = since, None, Quiet()
     yield ": follow\n\n"
     while not closing.set:
-        try:
-            await asyncio.to_thread(runs.get, run.id)
-        except KeyError:
+        found = await asyncio.to_thread(_look, runs, run, offset)
+        if found is None:
             yield message({"gone": run.id}, "gone")
             return
-        await asyncio.to_thread(run.refresh)
-        if run.state != said:
-            said = run.state
-            yield message({"state": said.state, "sentence": said.sentence}, "state")
+        state, piece, began = found
+        if state != said:
+            said = state
+            yield message({"state": state.state, "sentence": state.sentence}, "state")
             quiet.sent()
-        piece, began = await asyncio.to_thread(appended, run, offset)
         if began != offset:  # another file has taken the place of the one that was followed
             yield message({"reset": True}, "reset")
         offset = began
@@ -84,7 +83,17 @@ async def log_events(runs: Runs, run: Run, since: int, closing: Closing) -> Asyn
         if quiet.due():
             yield ": still here\n\n"
         if not lines:
-            await closing.wait(LOOK)
+            await closing.wait(LOOK if state.state in RUNNING else 2 * LOOK)
+
+
+def _look(runs: Runs, run: Run, offset: int) -> tuple[State, bytes, int] | None:
+    """The run's state and what is new in its log; None if it is gone."""
+    try:
+        runs.get(run.id)
+    except KeyError:
+        return None
+    run.refresh()
+    return run.state, *appended(run, offset)
 
 
 def appended(run: Run, offset: int) -> tuple[bytes, int]:

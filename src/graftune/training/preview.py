@@ -7,6 +7,7 @@ first examples, the first tokens of each, and no more than `LARGEST` bytes.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,10 +49,10 @@ class PreviewWriter:
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for it, and say if it could not be written."""
+        """Wait for it, and say if it could not be written; but a run that fails has one sentence, its own."""
         if self._thread.ident is not None:
             self._thread.join()
-        if self._failed:
+        if self._failed and sys.exc_info()[0] is None:
             self._warn(f"{PREVIEW} was not written: {self._failed}")
 
     def _write(self) -> None:
