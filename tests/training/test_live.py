@@ -208,6 +208,18 @@ def test_the_line_says_what_is_known_of_the_speed() -> None:
         assert "50 tok/s" in line and "1.5 TFLOP/s" in line and known in line and "host idle 90%" in line
 
 
+@pytest.mark.parametrize(
+    ("rate", "text"), [(6.5e8, "0.65 GFLOP/s"), (2.34567e10, "23.5 GFLOP/s"), (4.2e14, "420 TFLOP/s")]
+)
+def test_operations_per_second_have_three_digits(rate: float, text: str) -> None:
+    now = [0.0]
+    bar = Progress(9, clock=lambda: now[0])
+    for step in (1, 2):
+        now[0] += 1.0
+        bar.update(step, loss=1.0, tokens=1, amounts=Amounts(rate))
+    assert text in bar.line()
+
+
 def test_live_speed_counts_what_a_step_is_worth() -> None:
     waited = [0.0]
     live = LiveSpeed(StepFlops(10.0, 1.0), floor_ms=4.0, waited=lambda: waited[0])

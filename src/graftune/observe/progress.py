@@ -60,7 +60,7 @@ class Progress:
     def _rates(self) -> list[str]:
         """Of training, as far as they are known."""
         flops, floor, idle = self.meter.rates
-        found = [f"{_short(flops / 1e12)} TFLOP/s"] if flops else []
+        found = [_flops(flops)] if flops else []
         found += [f"floor {floor:.0%}"] if floor else [self.without_floor] if self.without_floor else []
         return found + ([f"host idle {idle:.0%}"] if idle else [])
 
@@ -201,7 +201,7 @@ class BarProgress(Progress):
             "lr": (figures.get("lr", ""), ""),
             "speed": (speed, ""),
             "floor": (figures.get("floor", figures.get("floor:", "")), ""),
-            "flops": (next((text for text in self.figures if text.endswith("TFLOP/s")), ""), ""),
+            "flops": (next((text for text in self.figures if text.endswith("FLOP/s")), ""), ""),
             "idle": (figures.get("host", ""), ""),
             "age": (clock_text(self.age), "yellow"),
             "left": (f"left {clock_text(left)}" if left is not None else "", "cyan"),
@@ -281,9 +281,10 @@ class Beat:
         self._thread.join(1.0)
 
 
-def _short(value: float) -> str:
+def _flops(rate: float) -> str:
     """Three digits, whatever the size."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    value, unit = (rate / 1e12, "TFLOP/s") if rate >= 1e12 else (rate / 1e9, "GFLOP/s")
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def _figures(loss: float | None, lr: float | None, tok_s: float | None) -> list[str]:
