@@ -41,6 +41,7 @@ def main() -> None:
             tab.goto(f"{page.address}#/{view}")
             tab.wait_for_selector("main[aria-busy=false] canvas")
             tab.wait_for_timeout(500)  # charts are drawn once more when fonts and widths have settled
+            tab.evaluate("document.getElementById('root').textContent = ''")  # a folder of this moment
             tab.screenshot(path=IMAGES / f"{name}.png")
             print(IMAGES / f"{name}.png")
         browser.close()

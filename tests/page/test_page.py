@@ -127,6 +127,17 @@ def test_the_list_sorts_and_filters(tab, tmp_path: Path):
     assert "SIGTERM" in page.inner_text(".state-line")
 
 
+def test_a_long_list_is_drawn_as_it_is_scrolled(tab, tmp_path: Path):
+    for number in range(250):
+        RunFolder(tmp_path / f"run-{number:03}").emit({"event": "run_start", "steps": 10})
+    page = tab(tmp_path).open()
+    assert page.locator("tbody tr").count() < 250 and page.inner_text(".summary") == "250 runs"
+    for _ in range(3):
+        page.locator("tbody tr").last.scroll_into_view_if_needed()
+        page.wait_for_timeout(50)
+    page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 250")
+
+
 def test_a_killed_run_is_shown_as_dead_within_15_seconds(tab, tmp_path: Path):
     with subprocess.Popen(["sleep", "600"]) as process:
         RunFolder(tmp_path / "killed").start().train(30).held(process.pid)

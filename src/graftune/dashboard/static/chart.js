@@ -82,10 +82,11 @@ export function aligned(lines) {
 }
 
 export class Chart {
+  // Lines that jump up and down are one pixel wide: wider ones take a CPU several times as long to draw.
   // `lines`: [{label, colour (a custom property), width, points, dash, faint}]; `format` writes a value; `mark`:
-  // {value, label} is a horizontal line; `height` in pixels.
-  constructor({ title, lines, format, range, mark = null, height = 180, sync = "steps", note = "" }) {
-    Object.assign(this, { title, lines, format, range, mark, height, sync, log: false, data: [[], ...lines.map(() => [])] });
+  // {value, label} is a horizontal line; `height` in pixels; `named`: figures under the cursor with their lines' labels.
+  constructor({ title, lines, format, range, mark = null, height = 180, named = true, note = "" }) {
+    Object.assign(this, { title, lines, format, range, mark, height, named, log: false, data: [[], ...lines.map(() => [])] });
     this.readout = el("span", { class: "readout" });
     this.note = el("span", { class: "chart-note" }, note);
     this.plot = el("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", on: { keydown: (event) => this.key(event), wheel: (event) => this.wheel(event) } });
@@ -174,7 +175,7 @@ export class Chart {
         cursor: {
           drag: { x: true, y: false, setScale: false, dist: 6 },
           points: { size: 6 },
-          sync: { key: this.sync, setSeries: false, filters: { pub: moves, sub: moves } },
+          sync: { key: "steps", setSeries: false, filters: { pub: moves, sub: moves } },
           bind: { mousedown: (u, target, handler) => (event) => (event.shiftKey ? this.startPan(event) : handler(event)), dblclick: () => () => this.range.all() },
         },
         series: [{}, ...this.lines.map((line) => this.line(line))],
@@ -186,7 +187,7 @@ export class Chart {
     this.resize.observe(this.plot);
   }
 
-  line({ label, colour: name, width = 1.5, points = false, dash, faint = false, alone = false }) {
+  line({ label, colour: name, width = 1, points = false, dash, faint = false, alone = false }) {
     const stroke = colour(name);
     return {
       label,
@@ -230,15 +231,16 @@ export class Chart {
   read(u) {
     if (this.range.panning || !this.raw) return; // what is under the mouse stays there, and text takes time
     // Without a cursor the latest figures are shown, which is a legend at the same time.
-    const at = u.cursor.idx ?? this.raw[0].length - 1;
+    const latest = u.cursor.idx === null || u.cursor.idx === undefined;
+    const at = latest ? this.raw[0].length - 1 : u.cursor.idx;
     if (at < 0) return fill(this.readout);
     const parts = this.lines.map((line, number) => {
-      const value = nearest(this.raw[number + 1], at);
+      const value = nearest(this.raw[number + 1], at, latest);
       if (value === undefined || value === null || line.alone) return null;
       if (this.lines.length === 1 && line.colour === lineColour(0)) return el("b", {}, this.format(value)); // the title says what it is
-      return el("span", {}, el("i", { class: "swatch", style: { background: `var(${line.colour})`, opacity: line.faint ? "0.4" : "1" } }), `${line.label} `, el("b", {}, this.format(value)));
+      return el("span", {}, el("i", { class: "swatch", style: { background: `var(${line.colour})`, opacity: line.faint ? "0.4" : "1" } }), this.named ? `${line.label} ` : null, el("b", {}, this.format(value)));
     });
-    fill(this.readout, el("span", {}, `step ${count(this.raw[0][at])}`), parts);
+    fill(this.readout, el("span", {}, latest ? "latest" : `step ${count(this.raw[0][at])}`), parts);
   }
 
   selected(u) {
@@ -319,8 +321,10 @@ export class Chart {
 const moves = (type) => type === "mousemove" || type === "mouseleave";
 const positive = (column) => column.map((value) => (value > 0 ? value : value === undefined ? undefined : null));
 
-// The value at a place of the table, or the last one before it: lines were not all measured at every step.
-function nearest(column, at) {
+// The value at a place of the table, or the last one before it: lines were not all measured at every step. Behind the
+// end of a line there is none, unless its latest value is asked for.
+function nearest(column, at, latest) {
+  if (!latest && !column.slice(at).some((value) => value !== undefined)) return undefined;
   for (let place = at; place >= 0; place--) if (column[place] !== undefined) return column[place];
   return undefined;
 }

@@ -15,7 +15,7 @@ export class ChatView {
     this.length = el("input", { type: "number", id: "length", min: 1, max: 4096, step: 1, value: "256" });
     this.follow = el("select", { id: "follow" }, el("option", { value: "tuned" }, "the tuned answer"), el("option", { value: "base" }, "the base answer"));
     this.log = el("div", { class: "chat", role: "log", "aria-label": "Conversation" });
-    this.field = el("textarea", { id: "message", rows: 3, placeholder: "Ask base and tuned", "aria-label": "Message", on: { keydown: (event) => this.key(event) } });
+    this.field = el("textarea", { id: "message", rows: 3, placeholder: "Ask base and tuned (Enter sends, Shift and Enter breaks the line)", "aria-label": "Message", on: { keydown: (event) => this.key(event) } });
     this.send = button("Send", () => this.ask(), { class: "primary" });
     this.stop = button("Stop", () => this.asking?.abort(), { disabled: true });
     this.status = el("p", { class: "dim", role: "status" });

@@ -74,7 +74,7 @@ export class CompareView {
   }
 
   makeChart(panel) {
-    const chart = new Chart({ ...panel, lines: this.lines(panel), range: this.range });
+    const chart = new Chart({ ...panel, lines: this.lines(panel), range: this.range, named: Boolean(panel.wide) });
     chart.element.classList.toggle("wide", Boolean(panel.wide));
     chart.element.dataset.name = panel.name;
     this.charts.set(panel.name, chart);
@@ -86,7 +86,8 @@ export class CompareView {
   }
 
   lines(panel) {
-    return this.drawnEntries.map((entry) => ({ label: entry.run.name, colour: entry.colour, points: panel.name === "eval" }));
+    const noisy = panel.name === "grad_norm" || panel.name === "tok_s";
+    return this.drawnEntries.map((entry) => ({ label: entry.run.name, colour: entry.colour, width: noisy ? 1 : 1.5, points: panel.name === "eval" }));
   }
 
   draw() {

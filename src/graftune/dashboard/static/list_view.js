@@ -6,8 +6,9 @@ import { ago, count, date, loss, setting } from "./format.js";
 import { shortcut } from "./keys.js";
 import { stateMark } from "./state.js";
 
-const FIRST_ROWS = 80; // drawn at once; the others follow when the browser is idle
+const ROWS = 100; // drawn at once; more follow when the end of the table comes into sight
 const MOST_SETTINGS = 8;
+const BY_NAME = new Intl.Collator("en", { numeric: true });
 
 const FIGURES = [
   { key: "state", title: "State", value: (run) => run.state, show: (run) => stateMark(run.state) },
@@ -34,7 +35,7 @@ function progress(run) {
 
 export class ListView {
   constructor(root, app) {
-    Object.assign(this, { root, app, runs: new Map(), sort: { key: "updated", down: true }, text: "", state: "", rows: new Map(), drawn: 0 });
+    Object.assign(this, { root, app, runs: new Map(), differing: [], sort: { key: "updated", down: true }, text: "", state: "", rows: ROWS });
     this.filter = el("input", { type: "search", id: "filter", placeholder: "Filter by text", "aria-label": "Filter the runs by text", on: { input: () => this.refilter() } });
     this.states = el("select", { "aria-label": "Filter by state", on: { change: () => this.refilter() } }, el("option", { value: "" }, "Every state"));
     this.summary = el("p", { class: "summary", role: "status" });
@@ -42,7 +43,10 @@ export class ListView {
     this.sortSelect = el("select", { class: "phone-only", "aria-label": "Sort by", on: { change: (event) => this.sortBy(event.target.value) } });
     this.table = el("table", { class: "runs" });
     this.place = el("div", { class: "scroll" }, this.table);
-    fill(root, el("h1", { class: "unseen" }, "Runs"), el("div", { class: "toolbar" }, this.filter, this.states, this.sortSelect, this.compare, this.summary), this.place);
+    this.more = button("", () => this.showMore(), { hidden: true });
+    this.sight = new IntersectionObserver((found) => found.some((each) => each.isIntersecting) && this.showMore(), { rootMargin: "400px" });
+    this.sight.observe(this.more);
+    fill(root, el("h1", { class: "unseen" }, "Runs"), el("div", { class: "toolbar" }, this.filter, this.states, this.sortSelect, this.compare, this.summary), this.place, this.more);
     shortcut("/", "Filter the runs", () => this.filter.focus());
     shortcut("j", "Next run", () => this.move(1));
     shortcut("k", "Previous run", () => this.move(-1));
@@ -91,6 +95,7 @@ export class ListView {
   refilter() {
     this.text = this.filter.value.trim().toLowerCase();
     this.state = this.states.value;
+    this.rows = ROWS;
     this.draw();
   }
 
@@ -98,10 +103,11 @@ export class ListView {
     const column = this.columns.find((each) => each.key === key);
     const down = this.sort.key === key ? !this.sort.down : Boolean(column.number && key !== "best_eval" && key !== "last_loss");
     this.sort = { key, down };
+    this.rows = ROWS;
     this.draw();
   }
 
-  get differing() {
+  findDiffering() {
     const names = new Set();
     for (const run of this.runs.values()) for (const name of run.differing ?? []) names.add(name);
     for (const shown of ["base", "data", "out", "max_steps"]) names.delete(shown); // these have their columns
@@ -133,30 +139,38 @@ export class ListView {
     kept.sort(([a, one], [b, other]) => {
       const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
       if (noA || noB) return noA - noB; // what is not known stands last, whichever way it is sorted
-      const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
-      return sign * order || String(one.name).localeCompare(String(other.name), "en", { numeric: true });
+      const order = typeof a === "number" && typeof b === "number" ? a - b : BY_NAME.compare(String(a), String(b));
+      return sign * order || BY_NAME.compare(String(one.name), String(other.name));
     });
     return kept.map(([, run]) => run);
   }
 
   draw() {
+    this.differing = this.findDiffering(); // once: every row asks for it
     this.columns = this.makeColumns();
     const runs = this.shown();
     this.drawStates();
     const focused = document.activeElement.closest?.("tr[data-id]")?.dataset.id;
     const onBox = document.activeElement.matches?.("input[type=checkbox]");
-    const body = el("tbody", {}, runs.slice(0, FIRST_ROWS).map((run) => this.row(run)));
+    const body = el("tbody", {}, runs.slice(0, this.rows).map((run) => this.row(run)));
     fill(this.table, el("caption", { class: "unseen" }, "Runs in the watched folder"), this.head(), body);
-    const number = ++this.drawn;
-    const rest = (from) => {
-      if (number !== this.drawn || from >= runs.length) return;
-      body.append(...runs.slice(from, from + 200).map((run) => this.row(run)));
-      setTimeout(() => rest(from + 200));
-    };
-    setTimeout(() => rest(FIRST_ROWS));
+    this.rest = runs.slice(this.rows);
+    this.drawMore();
     if (focused) [...body.children].find((row) => row.dataset.id === focused)?.querySelector(onBox ? "input" : "a").focus();
     this.drawSummary(runs.length);
     this.drawChosen();
+  }
+
+  showMore() {
+    const next = (this.rest ?? []).splice(0, ROWS);
+    this.rows += next.length;
+    this.table.tBodies[0]?.append(...next.map((run) => this.row(run)));
+    this.drawMore();
+  }
+
+  drawMore() {
+    this.more.hidden = !this.rest.length;
+    setText(this.more, `Show more (${count(this.rest.length)})`);
   }
 
   drawSummary(shown) {
@@ -218,7 +232,7 @@ export class ListView {
   }
 
   close() {
-    this.drawn++;
+    this.sight.disconnect();
     clearInterval(this.clock);
     clearTimeout(this.timer);
     this.stop?.();
