@@ -8,14 +8,16 @@ In a real Chromium without a window (its drawing is done by the CPU), over run f
             time; then zoomed in to a tenth, panned by the mouse for two seconds, all charts at once: frames per second.
 `list`      1,000 runs: seconds from the address to the sorted table, the server having just started; and to filter it.
 `readers`   resident memory of the server with 100 streams of events open, on a run that grows and one of 100,000 steps.
-`training`  tokens/s of short CPU runs of the bundled base, five with the page open on them (server and browser on the
-            same cores) alternating with five without; medians are compared.
+`training`  tokens/s of short CPU runs of a tiny model, five that are watched alternating with five that are not; medians
+            are compared. The server runs on the same machine; the reader takes the streams that a page takes, as a
+            browser on another machine does, or is a browser on the same cores (--in-browser).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -38,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from playwright.sync_api import Browser, sync_playwright
 from tests.page.conftest import chromium
 from tests.page.folders import RunFolder
+from tests.tiny import make_folder
 
 GOALS = {"open_s": 2.0, "pan_fps": 30.0, "list_s": 1.0, "server_mib": 150.0, "training": 0.98}
 READERS = 100
@@ -176,24 +179,45 @@ def drain(stream: socket.socket, received: list[int], number: int) -> None:
             received[number] += len(piece)
 
 
-def training(browser: Browser, folder: Path, steps: int) -> dict[str, Any]:
+def training(browser: Browser, folder: Path, steps: int, in_browser: bool) -> dict[str, Any]:
     """Alternating, so that whatever else the machine does slows both alike."""
+    folder.mkdir()
+    base = make_folder("llama", folder / "base")
     speeds: dict[str, list[float]] = {"alone": [], "watched": []}
     for number in range(PAIRS):
         for kind in ("alone", "watched") if number % 2 == 0 else ("watched", "alone"):
-            speeds[kind].append(trained(browser, folder, f"{kind}-{number}", kind == "watched", steps))
+            with ExitStack() as stack:
+                out = folder / "runs" / f"{kind}-{number}"
+                out.parent.mkdir(exist_ok=True)
+                if kind == "watched":
+                    address, _ = stack.enter_context(server(out.parent))
+                    watching = functools.partial(watch, stack, browser if in_browser else None, address, out.name)
+                speeds[kind].append(trained(base, out, steps, watching if kind == "watched" else lambda: None))
             print(f"{kind} {number}: {speeds[kind][-1]:.1f} tokens/s", file=sys.stderr)
     medians = {kind: statistics.median(each) for kind, each in speeds.items()}
-    return {"training": medians["watched"] / medians["alone"], "speeds": speeds}
+    where = "a browser on the same cores" if in_browser else "streams, as for a browser elsewhere"
+    return {"training": medians["watched"] / medians["alone"], "watched_by": where, "speeds": speeds}
 
 
-def trained(browser: Browser, folder: Path, name: str, watched: bool, steps: int) -> float:
-    """Tokens/s of one run: all steps but the first two."""
-    folder.mkdir(exist_ok=True)
-    words = [sys.executable, "-m", "graftune", "train", "--out", str(folder / name), "--max-steps", str(steps)]
+def watch(stack: ExitStack, browser: Browser | None, address: str, name: str) -> None:
+    """Open the run's page, or ask for what the page asks for."""
+    if browser is not None:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        stack.callback(page.close)
+        page.goto(f"{address}#/run/{name}")
+        return
+    urllib.request.urlopen(f"{address}api/runs/{name}").read()
+    for path in (f"api/runs/{name}/events?since=0", "api/events"):
+        stream = stack.enter_context(asking(address, path))
+        threading.Thread(target=drain, args=(stream, [0], 0), daemon=True).start()
+
+
+def trained(base: Path, out: Path, steps: int, watching: Callable[[], None]) -> float:
+    """Tokens/s of one run: all steps but the first ten."""
+    words = [sys.executable, "-m", "graftune", "train", str(base), "--out", str(out), "--max-steps", str(steps)]
     words += [
         "--tokens-per-step",
-        "512",
+        "1024",
         "--max-seq-len",
         "256",
         "--samples",
@@ -203,24 +227,16 @@ def trained(browser: Browser, folder: Path, name: str, watched: bool, steps: int
         "--device",
         "cpu",
     ]
-    with ExitStack() as stack:
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if watched:
-            address, _ = stack.enter_context(server(folder))
-            page = browser.new_page(viewport={"width": 1280, "height": 900})
-            stack.callback(page.close)
-            wait_until(lambda: (folder / name / "metrics.jsonl").exists())
-            page.goto(f"{address}#/run/{name}")
-        assert process.wait() == 0
-    events = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (out / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    watching()
+    assert process.wait() == 0
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     done = [event for event in events if event["event"] == "step"]
     assert len(done) == steps
-    return sum(event["tokens"] for event in done[2:]) / (done[-1]["time"] - done[1]["time"])
-
-
-def wait_until(there: Callable[[], bool]) -> None:
-    while not there():
-        time.sleep(0.05)
+    return sum(event["tokens"] for event in done[10:]) / (done[-1]["time"] - done[9]["time"])
 
 
 def main() -> None:
@@ -229,7 +245,8 @@ def main() -> None:
     parser.add_argument("--only", default="open,list,readers,training")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--training-steps", type=int, default=14)
+    parser.add_argument("--training-steps", type=int, default=150)
+    parser.add_argument("--in-browser", action="store_true", help="watch the training by a browser on the same cores")
     given = parser.parse_args()
     asked = given.only.split(",")
     record: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.machine(), "goals": GOALS}
@@ -241,7 +258,7 @@ def main() -> None:
             "open": lambda: opening(browser, folder / "open", given.steps),
             "list": lambda: listing(browser, folder / "list", given.runs),
             "readers": lambda: reading(folder / "readers", given.steps),
-            "training": lambda: training(browser, folder / "training", given.training_steps),
+            "training": lambda: training(browser, folder / "training", given.training_steps, given.in_browser),
         }
         for name in asked:
             record |= {"load": os.getloadavg()[0]} | parts[name]()

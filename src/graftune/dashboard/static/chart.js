@@ -202,7 +202,7 @@ export class Chart {
 
   // The y range: all that is shown, with room, from 0 where that is near; the mark too unless it is far above.
   bounds(min, max) {
-    if (min === null || max === null) return [0, 1];
+    if (min === null || max === null || (min === 0 && max === 0)) return [0, 1];
     if (this.mark && this.mark.value <= 4 * max) [min, max] = [Math.min(min, this.mark.value), Math.max(max, this.mark.value)];
     if (min > 0 && min < 0.4 * max) min = 0;
     const room = 0.06 * (max - min || Math.abs(max) || 1);

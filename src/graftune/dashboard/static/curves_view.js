@@ -1,7 +1,7 @@
 // The curves of one run, growing while it trains, with its memory and its warnings below.
 
 import { Chart, Range, aligned } from "./chart.js";
-import { button, el, fill } from "./dom.js";
+import { button, el, fill, setText } from "./dom.js";
 import { count } from "./format.js";
 import { shortcut } from "./keys.js";
 import { memoryTable } from "./memory.js";
@@ -109,6 +109,7 @@ export class CurvesView {
       const line = { steps: part.steps, values: part.values[panel.name] };
       if (panel.optional) chart.element.hidden = !line.values.some((value) => value !== null);
       if (chart.element.hidden) continue;
+      if (panel.name === "skipped") setText(chart.note, line.values.some((value) => value > 0) ? "" : "none");
       chart.set(aligned(panel.name === "loss" ? this.lossLines(line) : [line]));
     }
   }

@@ -64,7 +64,7 @@ export class ProfileView {
   }
 
   tables() {
-    const { phases = [], operations = [], hotspots = [], layers = [] } = this.profile;
+    const { phases = [], operations = [], hotspots = [], layers = [], apart = [], beside = [] } = this.profile;
     const text = (title) => ({ title });
     const number = (title) => ({ title, number: true });
     const section = (title, made) => el("section", { class: "panel" }, el("h2", {}, title), el("div", { class: "scroll" }, made));
@@ -72,6 +72,8 @@ export class ProfileView {
       phases.length ? section("Phases", table("Phases", [text("Phase"), ...["ms", "p50", "p95", "p99", "Share"].map(number)], phases.map((each) => [each.name, ms(each.ms), ms(each.p50), ms(each.p95), ms(each.p99), percent(each.share)]))) : null,
       operations.length ? section("Operations", table("Operations", [text("Operation"), text("Phase"), ...["ms", "Calls", "Share"].map(number)], operations.map((each) => [each.name, each.phase, ms(each.ms), each.calls, percent(each.share)]))) : null,
       hotspots.length ? section("Hotspots", table("Hotspots", [text("Where"), number("ms"), number("Times the mean")], hotspots.map((each) => [each.name, ms(each.ms), each.times_the_mean?.toFixed(2)]))) : null,
+      apart.length ? section("On other streams, at the same time", table("Time on other streams", [text("Operation"), text("Phase"), number("ms")], apart.map((each) => [each.name, each.phase, ms(each.ms)]))) : null,
+      beside.length ? section("Between steps", table("Time between steps", [text("What"), number("ms")], beside.map((each) => [each.name, ms(each.ms)]))) : null,
       layers.length ? section("Layers", table("Layers", [text("Layer"), number("Forward ms"), number("Backward ms")], layers.map((each) => [each.layer, ms(each.forward_ms), ms(each.backward_ms)]))) : null,
     ]);
   }
@@ -79,8 +81,8 @@ export class ProfileView {
 
 // The tone of a phase, which all that is below it has too.
 function tone(name) {
-  if (/backward/.test(name)) return "backward";
-  if (/forward/.test(name)) return "forward";
+  if (/backward|recompute/.test(name)) return "backward";
+  if (/forward|reference/.test(name)) return "forward";
   if (/adamw|update|norm of|gradient|clip|optim/i.test(name)) return "update";
   return /loss|head/.test(name) ? "loss" : undefined;
 }
