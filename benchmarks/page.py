@@ -8,8 +8,8 @@ In a real Chromium without a window (its drawing is done by the CPU), over run f
             time; then zoomed in to a tenth, panned by the mouse for two seconds, all charts at once: frames per second.
 `list`      1,000 runs: seconds from the address to the sorted table, the server having just started; and to filter it.
 `readers`   resident memory of the server with 100 streams of events open, on a run that grows and one of 100,000 steps.
-`training`  tokens/s of short CPU runs of a tiny model, five that are watched alternating with five that are not; medians
-            are compared. The server runs on the same machine; the reader takes the streams that a page takes, as a
+`training`  tokens/s of short CPU runs of a tiny model, five that are watched alternating with five that are not, by
+            their medians. The server runs on the same machine; the reader takes the streams that a page takes, as a
             browser on another machine does, or is a browser on the same cores (--in-browser).
 """
 
