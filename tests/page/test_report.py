@@ -54,6 +54,6 @@ def test_a_run_without_steps_has_a_report(tmp_path: Path):
 
 def test_the_page_asks_for_all_its_modules_at_once():
     """Each import would otherwise wait for the module that names it."""
-    alone = {"theme.js", "uPlot.iife.min.js", "main.js", "report.js"}
+    alone = {"theme.js", "early.js", "uPlot.iife.min.js", "main.js", "report.js"}
     listed = re.findall(r'<link rel="modulepreload" href="/static/(.*?)">', (STATIC / "index.html").read_text())
     assert listed == sorted({path.name for path in STATIC.glob("*.js")} - alone)

@@ -18,12 +18,20 @@ async function answer(response) {
 async function asked(path, options = {}) {
   let response;
   try {
-    response = await fetch(path, { credentials: "same-origin", ...options });
+    response = await (taken(path, options) ?? fetch(path, { credentials: "same-origin", ...options }));
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer; is `graftune watch` still running?");
   }
   return answer(response);
+}
+
+// The answer that early.js has asked for, once.
+function taken(path, options) {
+  const early = window.graftuneEarly;
+  if (!early || early.path !== path || options.method) return null;
+  delete window.graftuneEarly;
+  return early.answer;
 }
 
 export async function get(path, signal) {
