@@ -82,8 +82,8 @@ def test_a_run_that_is_not_profiled_has_no_timing_event_in_its_graphs(
 
 
 @pytest.mark.parametrize("name", ["1b-l4-4x512", "1b-l4-nf4-4x512"])
-def test_nearly_all_of_a_step_is_owned_and_profiling_hardly_slows_it(name: str) -> None:
-    """The bounds are those of benchmarks/step.py, which refuses a profile beyond them: 95% owned, 5% slower."""
+def test_nearly_all_of_a_step_is_owned(name: str) -> None:
+    """What profiling adds is for benchmarks/step.py to say, which runs alone on its GPU: at most 5%."""
     figures = profiled_case(parse(name), CUDA, steps=10, sustain=0.2)
-    assert "refused" not in figures, figures
-    assert figures["eager_ms"] > figures["ms"] and figures["phases"]["backward"] > figures["phases"]["loss"] > 0
+    assert figures["owned"] >= 0.95, figures
+    assert figures["eager_ms"] > figures["plain_ms"] and figures["phases"]["backward"] > figures["phases"]["loss"] > 0
