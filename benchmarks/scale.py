@@ -32,10 +32,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import SHAPES, Case, Shape, parse
-from benchmarks.floor import NF4_BYTES, flops, plan, sizes
+from benchmarks.floor import work_of
 
 from benchmarks import measure
 from graftune.dist.shard import PIECE
+from graftune.kernels.nf4 import VALUE_BYTES
+from graftune.step.floor import flops, plan
 
 RECORD = measure.RESULTS / "h200.json"
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -109,8 +111,8 @@ class Model:
 
     @property
     def block_bytes(self) -> float:
-        values = sum(math.prod(size) for name, size in sizes(self.shape).items() if name != "head")
-        return values * (NF4_BYTES if self.base == "nf4" else 2)
+        values = sum(math.prod(size) for _, size in work_of(self.case()).layers[0].products)
+        return values * (VALUE_BYTES if self.base == "nf4" else 2)
 
     @property
     def table_bytes(self) -> int:
@@ -143,6 +145,11 @@ def measured() -> dict[str, dict[str, float]]:
     return {name: step["participants"]["ours"] for name, step in steps.items()}
 
 
+def flops_of(case: Case) -> float:
+    work = work_of(case)
+    return flops(work, plan(work))
+
+
 @functools.cache
 def compute_seconds(model: Model, recompute: str = "") -> float:
     """Of one micro-batch of 4x2048 on one GPU: measured, or the 8B's over the same base in proportion to the FLOPs."""
@@ -150,7 +157,7 @@ def compute_seconds(model: Model, recompute: str = "") -> float:
     if case.name in measured():
         return measured()[case.name]["ms"] / 1e3
     known = model.case(SHAPES["8b"], "none")
-    scaled = measured()[known.name]["ms"] / 1e3 * flops(case, plan(case)) / flops(known, plan(known))
+    scaled = measured()[known.name]["ms"] / 1e3 * flops_of(case) / flops_of(known)
     recomputed = measured()["8b-nf4-4x2048-full"]["ms"] / measured()["8b-nf4-4x2048"]["ms"]
     return scaled * (recomputed if case.recompute == "full" else 1.0)
 
@@ -203,11 +210,12 @@ class StepTime:
 @functools.cache
 def parts_seconds(model: Model) -> tuple[float, float, float]:
     """Of a block's forward, of the head and of a block's backward, which recomputes."""
-    case, ops = model.case(), plan(model.case())
+    work = work_of(model.case())
+    ops = plan(work)
     of_block = [op for op in ops if op.layer == 0 and op.kind in ("forward", "attend")]
     of_head = [op for op in ops if op.layer == -1]
-    a_flop = compute_seconds(model, "none") / flops(case, ops)
-    forward, head = a_flop * flops(case, of_block), a_flop * flops(case, of_head)
+    a_flop = compute_seconds(model, "none") / flops(work, ops)
+    forward, head = a_flop * flops(work, of_block), a_flop * flops(work, of_head)
     return forward, head, (compute_seconds(model) - head) / model.shape.layers - forward
 
 
@@ -249,7 +257,7 @@ def curves() -> Iterator[dict[str, Any]]:
 def checks() -> dict[str, dict[str, float]]:
     """Two measured steps beside what the model makes of them from the 8B alone."""
     one, eight = parse("1b-4x2048"), parse("8b-4x2048")
-    small = measured()[eight.name]["ms"] * flops(one, plan(one)) / flops(eight, plan(eight))
+    small = measured()[eight.name]["ms"] * flops_of(one) / flops_of(eight)
     foretold = {"70b-nf4-1x2048-full": 1e3 * compute_seconds(MODELS["70b nf4"]) / 4, one.name: small}
     return {name: {"model_ms": round(ms, 1), "measured_ms": measured()[name]["ms"]} for name, ms in foretold.items()}
 

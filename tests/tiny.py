@@ -162,13 +162,14 @@ def hf_config(variant: str) -> Any:
 def hf_model(variant: str, seed: int = 0) -> Any:
     """Random, but not nearly linear: weights wide enough that attention and gates saturate here and there. A copy of
     what was made before, and the random numbers that follow are the same, too."""
-    model, state = _hf_model(variant, seed)
+    model, state = _hf_model(variant, seed, hf_config(variant).to_json_string(use_diff=False))
     torch.set_rng_state(state)
     return copy.deepcopy(model)
 
 
 @cache
-def _hf_model(variant: str, seed: int) -> tuple[Any, torch.Tensor]:
+def _hf_model(variant: str, seed: int, config: str) -> tuple[Any, torch.Tensor]:
+    """`config` is part of the key: tests change the options of a variant."""
     import transformers
 
     torch.manual_seed(seed)

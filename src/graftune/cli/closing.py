@@ -10,7 +10,7 @@ FILES = (("adapter", "the adapter"), ("model", "the model"), ("report.html", "th
 
 
 def closing(result: Any) -> str:
-    """Of a run that ended by itself. `result` is a TrainResult."""
+    """What is said of a run that was not interrupted; `result` is a TrainResult."""
     lines = [*_trained(result), *_changed(result), *_lies(result.folder)]
     return "\n".join([*lines, "next:", *_next(result.folder)])
 
