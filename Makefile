@@ -9,14 +9,15 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
 
-# One worker a core, one thread a worker: most tests are small and run in Python. Each takes a file or so at a time, whose
-# tests share what was made for them, and who is done first takes from the other. Types are checked beside them: mypy uses
-# one core, and would leave the others idle.
+# One worker a core and one more, since some tests wait for processes; one thread a worker: most tests are small and run
+# in Python. Each takes a file or so at a time, whose tests share what was made for them, and who is done first takes from
+# the other. Types are checked beside them: mypy uses one core, and would leave the others idle.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
 test: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS); tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS); tests=$$?; \
 	wait $$types && exit $$tests
 
 # The page in a real Chromium, the machine's own. `make test` does it too where there is one, and says so where not.

@@ -72,6 +72,8 @@ def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
     page.focus('figure[data-name="loss"] .plot')
     page.keyboard.press("+")
     page.click('figure[data-name="lr"] summary')
+    first = """document.querySelector('figure[data-name="lr"] tbody td:first-child')"""
+    page.wait_for_function(f"{first} && Number({first}.innerText) > 60")
     steps = page.eval_on_selector_all(
         'figure[data-name="lr"] tbody td:first-child', "cells => cells.map(cell => Number(cell.innerText))"
     )

@@ -110,7 +110,7 @@ class Watch:
         """A collective failed: somebody is gone, and the pulses will tell who. Does not return."""
         with suppress(RuntimeError):
             self._store.set("suspect", "1")
-        time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 2 * self._beat)
+        time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 6 * self._beat)  # so that the pulses come first
         said = str(error).strip().partition("\n")[0]
         self.fail(f"rank {self.ranks.rank}: the connection to the other ranks is broken ({said})", BUG)
 
