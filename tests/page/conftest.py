@@ -50,6 +50,8 @@ class Tab:
 
     def open(self, view: str = "") -> Any:
         """Show a view, `run/NAME/data` for example, and wait until it is there."""
+        # Of the view that is left: where only the hash changes, its "not busy" would pass for the next one's.
+        self.page.evaluate("document.querySelector('main')?.setAttribute('aria-busy', 'true')")
         self.page.goto(f"{self.address}#/{view}")
         self.page.wait_for_selector("main[aria-busy=false]")
         return self.page
