@@ -21,21 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from graftune.dashboard.reading import opened
+from graftune.observe.events import Event, parsed
 
-Event = dict[str, Any]
 CHUNK = 1 << 20  # bytes read at once
 LONGEST = 16 << 20  # bytes of a line; what is longer is no event of ours
 MOST = 5000  # events kept of each kind that is not a step
 STEP = b'{"event": "step", '  # how EventLog begins a step
-
-
-def parsed(line: bytes) -> Event | None:
-    """The event on a line, if there is one."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def step_of(event: Event) -> int | None:

@@ -67,6 +67,7 @@ class Watch:
             self.ranks.host, self.ranks.port, None, False, timeout=timeout, wait_for_workers=False, multi_tenant=False
         )
         self._store = dist.PrefixStore(f"graftune/{self.attempt}/watch", store)
+        self._pulse(0)  # at once: a rank that dies before its first beat is missed, too
         for thread in self._threads:
             thread.start()
 
@@ -142,7 +143,7 @@ class Watch:
 
     def _look(self, count: int) -> None:
         store, rank = self._store, self.ranks.rank
-        store.set(f"pulse/{rank}", json.dumps([count, self._begun, self._done, self.doing]))
+        self._pulse(count)
         if store.check(["fault"]):
             fault = json.loads(store.get("fault"))
             self._end(fault["text"], fault["code"], speaks=self.ranks.leads)
@@ -151,6 +152,10 @@ class Watch:
             if other != rank:
                 self._listen(other, suspect)
         self._look_at_steps()
+
+    def _pulse(self, count: int) -> None:
+        pulse = json.dumps([count, self._begun, self._done, self.doing])
+        self._store.set(f"pulse/{self.ranks.rank}", pulse)
 
     def _listen(self, other: int, suspect: bool) -> None:
         """Whether that rank's pulse goes on."""

@@ -64,7 +64,7 @@ def read_events(path: str | Path) -> list[Event]:
     """All events of a file. A last line that the writer did not finish is left out; any other bad line is an error."""
     lines = Path(path).read_bytes().split(b"\n")
     torn = lines.pop()  # what stands after the last newline: nothing, or a line still being written
-    if (last := _parsed(torn)) is not None:
+    if (last := parsed(torn)) is not None:
         return [*_whole(lines, path), last]
     return _whole(lines, path)
 
@@ -97,7 +97,7 @@ def evals(events: list[Event]) -> list[Event]:
 def _whole(lines: list[bytes], path: str | Path) -> list[Event]:
     events = []
     for number, line in enumerate(lines, 1):
-        event = _parsed(line)
+        event = parsed(line)
         if event is not None:
             events.append(event)
         elif number < len(lines):  # a crash may also leave a finished line of zeros at the very end
@@ -107,7 +107,8 @@ def _whole(lines: list[bytes], path: str | Path) -> list[Event]:
     return events
 
 
-def _parsed(line: bytes) -> Event | None:
+def parsed(line: bytes) -> Event | None:
+    """The event on a line, if there is one."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -124,9 +125,9 @@ def _close_off_torn_line(path: Path) -> None:
         end = content.rfind(b"\n") + 1
         if end == len(content):
             previous = content.rfind(b"\n", 0, end - 1) + 1
-            if _parsed(content[previous:end]) is None:
+            if parsed(content[previous:end]) is None:
                 file.truncate(previous)
-        elif _parsed(content[end:]) is not None:
+        elif parsed(content[end:]) is not None:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
