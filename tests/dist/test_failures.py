@@ -116,7 +116,8 @@ def test_a_bug_on_one_rank_keeps_its_traceback(launcher: Launcher, base: Path, d
 def test_what_does_not_fit_is_refused_by_all(launcher: Launcher, base: Path, data: Path, what: str) -> None:
     out = launcher.root / f"other {what}"
     line = cases.line(base, data, out, *MORE)
-    more: dict[str, object] = {"constants": {"graftune.dist.world.JOIN_SECONDS": 2.0}}
+    constants = {"graftune.dist.world.JOIN_SECONDS": 2.0, "graftune.dist.watch.LINGER": 1.0}
+    more: dict[str, object] = {"constants": constants}
     if what == "settings":
         more["lines"] = {"1": ["0.5" if part == "1e-3" else part for part in line]}
     elif what == "data":
