@@ -1,6 +1,7 @@
 """What the page costs: how quickly it opens, how smoothly it pans, what its server takes, and what a run loses by it.
 
     python benchmarks/page.py [--json FILE] [--only open,list,readers,training] [--steps 100000] [--runs 1000]
+    python benchmarks/page.py --only training --device cuda --base BASE --training-steps 1000
 
 In a real Chromium without a window (its drawing is done by the CPU), over run folders that are written by hand.
 
@@ -8,9 +9,9 @@ In a real Chromium without a window (its drawing is done by the CPU), over run f
             time; then zoomed in to a tenth, panned by the mouse for two seconds, all charts at once: frames per second.
 `list`      1,000 runs: seconds from the address to the sorted table, the server having just started; and to filter it.
 `readers`   resident memory of the server with 100 streams of events open, on a run that grows and one of 100,000 steps.
-`training`  tokens/s of short CPU runs of a tiny model, five that are watched alternating with five that are not, by
-            their medians. The server runs on the same machine; the reader takes the streams that a page takes, as a
-            browser on another machine does, or is a browser on the same cores (--in-browser).
+`training`  tokens/s of short runs of a tiny model (or of --base, on --device), five that are watched alternating with
+            five that are not, by their medians. The server runs on the same machine; the reader takes the streams
+            that a page takes, as a browser on another machine does, or is a browser on the same cores (--in-browser).
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from playwright.sync_api import Browser, sync_playwright
-from tests.page.conftest import chromium
 from tests.page.folders import RunFolder
 from tests.tiny import make_folder
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 GOALS = {"open_s": 2.0, "pan_fps": 30.0, "list_s": 1.0, "server_mib": 150.0, "training": 0.98}
 READERS = 100
@@ -179,10 +181,10 @@ def drain(stream: socket.socket, received: list[int], number: int) -> None:
             received[number] += len(piece)
 
 
-def training(browser: Browser, folder: Path, steps: int, in_browser: bool) -> dict[str, Any]:
+def training(browser: Browser | None, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Alternating, so that whatever else the machine does slows both alike."""
     folder.mkdir()
-    base = make_folder("llama", folder / "base")
+    base = given.base or str(make_folder("llama", folder / "base"))
     speeds: dict[str, list[float]] = {"alone": [], "watched": []}
     for number in range(PAIRS):
         for kind in ("alone", "watched") if number % 2 == 0 else ("watched", "alone"):
@@ -191,12 +193,13 @@ def training(browser: Browser, folder: Path, steps: int, in_browser: bool) -> di
                 out.parent.mkdir(exist_ok=True)
                 if kind == "watched":
                     address, _ = stack.enter_context(server(out.parent))
-                    watching = functools.partial(watch, stack, browser if in_browser else None, address, out.name)
-                speeds[kind].append(trained(base, out, steps, watching if kind == "watched" else lambda: None))
+                    watching = functools.partial(watch, stack, browser, address, out.name)
+                speeds[kind].append(trained(base, out, given, watching if kind == "watched" else lambda: None))
             print(f"{kind} {number}: {speeds[kind][-1]:.1f} tokens/s", file=sys.stderr)
     medians = {kind: statistics.median(each) for kind, each in speeds.items()}
-    where = "a browser on the same cores" if in_browser else "streams, as for a browser elsewhere"
-    return {"training": medians["watched"] / medians["alone"], "watched_by": where, "speeds": speeds}
+    where = "streams, as for a browser elsewhere" if browser is None else "a browser on the same cores"
+    ratio = medians["watched"] / medians["alone"]
+    return {"training": ratio, "training_on": given.device, "watched_by": where, "speeds": speeds}
 
 
 def watch(stack: ExitStack, browser: Browser | None, address: str, name: str) -> None:
@@ -212,21 +215,11 @@ def watch(stack: ExitStack, browser: Browser | None, address: str, name: str) ->
         threading.Thread(target=drain, args=(stream, [0], 0), daemon=True).start()
 
 
-def trained(base: Path, out: Path, steps: int, watching: Callable[[], None]) -> float:
+def trained(base: str, out: Path, given: argparse.Namespace, watching: Callable[[], None]) -> float:
     """Tokens/s of one run: all steps but the first ten."""
-    words = [sys.executable, "-m", "graftune", "train", str(base), "--out", str(out), "--max-steps", str(steps)]
-    words += [
-        "--tokens-per-step",
-        "1024",
-        "--max-seq-len",
-        "256",
-        "--samples",
-        "0",
-        "--val-split",
-        "0",
-        "--device",
-        "cpu",
-    ]
+    steps = given.training_steps
+    words = f"--max-steps {steps} --tokens-per-step 1024 --max-seq-len 256 --samples 0 --val-split 0".split()
+    words = [sys.executable, "-m", "graftune", "train", base, "--out", str(out), "--device", given.device, *words]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (out / "metrics.jsonl").exists():
         assert process.poll() is None
@@ -246,24 +239,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--training-steps", type=int, default=150)
+    parser.add_argument("--device", default="cpu", help="what to train on")
+    parser.add_argument("--base", default="", help="what to train (default: a tiny model of random weights)")
     parser.add_argument("--in-browser", action="store_true", help="watch the training by a browser on the same cores")
     given = parser.parse_args()
     asked = given.only.split(",")
     record: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.machine(), "goals": GOALS}
-    with tempfile.TemporaryDirectory() as at, sync_playwright() as driver:
+    with tempfile.TemporaryDirectory() as at, ExitStack() as stack:
         folder = Path(at)
-        browser = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
-        record["browser"] = browser.version
         parts: dict[str, Callable[[], dict[str, Any]]] = {
-            "open": lambda: opening(browser, folder / "open", given.steps),
-            "list": lambda: listing(browser, folder / "list", given.runs),
+            "open": lambda: opening(opened(), folder / "open", given.steps),
+            "list": lambda: listing(opened(), folder / "list", given.runs),
             "readers": lambda: reading(folder / "readers", given.steps),
-            "training": lambda: training(browser, folder / "training", given.training_steps, given.in_browser),
+            "training": lambda: training(opened() if given.in_browser else None, folder / "training", given),
         }
+
+        @functools.cache
+        def opened() -> Browser:
+            """The machine's own Chromium; a machine that only trains needs none."""
+            from playwright.sync_api import sync_playwright
+            from tests.page.conftest import chromium
+
+            driver = stack.enter_context(sync_playwright())
+            browser = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+            stack.callback(browser.close)
+            record["browser"] = browser.version
+            return browser
+
         for name in asked:
             record |= {"load": os.getloadavg()[0]} | parts[name]()
             print(f"{name}: {json.dumps(record)}", file=sys.stderr)
-        browser.close()
     text = json.dumps(record, indent=1)
     if given.json == "-":
         print(text)
