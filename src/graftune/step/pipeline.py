@@ -27,7 +27,7 @@ from graftune.arithmetic import ceil_div
 from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
 from graftune.observe.marks import marked
-from graftune.step.step import Step
+from graftune.step.step import REPORTED, Step
 from graftune.step.tail import Heard
 
 AHEAD = 2
@@ -41,15 +41,17 @@ class Figures(NamedTuple):
     loss: float
     grad_norm: float
     skipped: bool
+    response_tokens: float  # as the device counted them
+    scale: float  # fp16's loss scale behind this step; 0 where there is none
     more: dict[str, float]  # the loss's own figures, by name
     heard: Heard = Heard()  # from the other ranks
 
     @staticmethod
     def of(tag: Any, step: Step, report: Sequence[float]) -> Figures:
         """From what `Step.report` holds."""
-        (loss, norm, skipped), more = report[:3], report[step.own_figures]
+        (loss, norm, skipped, tokens, scale), more = report[:REPORTED], report[step.own_figures]
         named = dict(zip(step.loss.figures, more, strict=True))
-        return Figures(tag, loss, norm, bool(skipped), named, step.heard(report))
+        return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.heard(report))
 
 
 class Loop(Protocol):

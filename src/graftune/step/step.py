@@ -37,6 +37,7 @@ from graftune.step.tail import SAID, Heard, Reduce, Tail, heard
 # In fp16 sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would be
 # beyond fp16 where the mean's is not. A power of two, so nothing is rounded.
 FP16_UNIT = 2.0**-12
+REPORTED = 5  # numbers of every step's report, ahead of the loss's own
 
 
 class Step:
@@ -79,10 +80,11 @@ class Step:
         # Alone, a step's sums are its own; with ranks they lie behind the gradients, which they travel with.
         sums = torch.zeros_like(arena.tail) if reduce is None else arena.tail.zero_()
         self.reduce, self.tail = reduce, Tail(sums, self.live[self.width :], len(self.loss.figures))
-        self.loss_sum, self.figure_sums = self.tail.loss_sum, self.tail.figure_sums
+        self.loss_sum, self.token_sum, self.figure_sums = self.tail.loss_sum, self.tail.token_sum, self.tail.figure_sums
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # updates made; a skipped one is none
-        # Mean loss, gradient norm before clipping, skipped; the loss's own figures; with ranks, what they said.
-        self.own_figures = slice(3, 3 + len(self.figure_sums))
+        # Mean loss, gradient norm before clipping, skipped; response tokens, as counted on the device, and fp16's loss
+        # scale; the loss's own figures; with ranks, what they said.
+        self.own_figures = slice(REPORTED, REPORTED + len(self.figure_sums))
         self.report = torch.zeros(self.own_figures.stop + (2 * SAID if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
@@ -157,6 +159,7 @@ class Step:
             grad = output.backward(grad)
         spans.operation("cross-entropy")
         self.loss_sum.add_(total, alpha=self.unit)
+        self.token_sum.add_((batch.labels >= 0).sum())
         if figures is not None:
             self.figure_sums.add_(figures, alpha=self.unit)
         return grad
@@ -188,6 +191,10 @@ class Step:
         decided = self.report[:3], self.factors, self.ok
         grad_norm.clip(arena.grads, self.table, self.row, self.loss_sum, self.count, *decided, state, self.partials)
         buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
+        self.report[3].copy_(self.token_sum)
+        self.token_sum.zero_()
+        if self.scaler is not None:
+            self.report[4].copy_(self.scaler.scale)
         spans.operation("AdamW")
         adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)
         spans.operation("adapters to their weights")

@@ -1,6 +1,7 @@
 """What ranks add up beside the gradients, in the same collective: it lies behind them in the arena's buffer.
 
     loss    the sum of the step's losses
+    tokens  how many response tokens it was taken over, as counted on the device
     stop    how many ranks want to stop: all of them learn it with the figures of one and the same step
     print   a fingerprint of the weights, in eight pieces of eight bits
     figures the loss's own
@@ -18,7 +19,8 @@ import torch
 
 PIECES, BITS = 8, 8
 SAID = 1 + PIECES  # numbers that a rank has to say: stop, then the fingerprint
-_FIGURES = 1 + SAID
+_SAID = 2  # loss and tokens lie before what ranks say
+_FIGURES = _SAID + SAID
 PART = 1 << 22  # weights that are added up at once: a CPU makes a copy of them in int64
 
 
@@ -43,12 +45,13 @@ class Tail:
 
     def __init__(self, tail: torch.Tensor, said: torch.Tensor, figures: int):
         assert _FIGURES + figures <= len(tail) and said.shape == (SAID,)
-        self.loss_sum, self.figure_sums = tail[0], tail[_FIGURES : _FIGURES + figures]
-        self.heard, self.said = tail[1:_FIGURES], said
+        self.loss_sum, self.token_sum, self.figure_sums = tail[0], tail[1], tail[_FIGURES : _FIGURES + figures]
+        self.heard, self.said = tail[_SAID:_FIGURES], said
         self.shifts = torch.arange(0, PIECES * BITS, BITS, device=tail.device)
 
     def zero(self) -> None:
         self.loss_sum.zero_()
+        self.token_sum.zero_()
         self.figure_sums.zero_()
 
     def fill(self) -> None:
