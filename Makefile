@@ -35,8 +35,10 @@ test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
 
 # Several ranks at length, with printed figures: fifty steps on 2 and 4 ranks, ten kills, two nodes, torchrun itself. Three minutes.
+# Then one process for 10^5 steps, a quarter of an hour: nothing may grow (on a GPU: soak_long.py --device cuda, 10^4 steps).
 soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak/soak_ranks.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak_long.py
 
 # On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
 gpu-test: $(VENV)/test.stamp

@@ -1,6 +1,6 @@
 """A long run: does anything grow? `make soak`, or python tests/soak/soak_long.py [--device cuda] [--steps N].
 
-One run of a tiny model with everything that a run does besides stepping: evaluations and checkpoints at the end of every
+One run of a tiny model with all that a run does besides stepping: evaluations and checkpoints at the end of every
 epoch, checkpoints between, sample answers. Every so many steps the process is measured: resident memory, open handles,
 threads, Python objects; on a GPU allocated and reserved memory; and the run folder by kind of file. After the first
 fifth of the run (libraries load, caches fill) nothing but metrics.jsonl, which has a line a step by design, may grow.
