@@ -1,4 +1,4 @@
-"""What is looked at while a run trains on CUDA: its phases, its answers on the way, its live speed, and the chat box."""
+"""What is looked at while a run trains on CUDA: phases, its answers on the way, its live speed, and the chat box."""
 
 from __future__ import annotations
 
