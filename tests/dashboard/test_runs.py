@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +15,7 @@ import pytest
 from graftune.config import Config
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard.log import Glance, Log
+from graftune.dashboard.runs import open_runs
 from graftune.dashboard.settings_file import settings_of
 from graftune.dashboard.streams import appended
 from graftune.errors import GraftuneError
@@ -131,6 +133,16 @@ def test_only_what_was_appended_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     read.clear()
     assert ask(page, "/api/runs/r/series?from=500")["steps"] == [500]
     assert sum(read) == (run / "metrics.jsonl").stat().st_size - size
+
+
+def test_the_latest_run_is_read_ahead_and_the_list_does_not_wait_for_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", start(9), step(1))
+    write_run(tmp_path / "new", start(9), step(1), step(5))
+    runs = open_runs(str(tmp_path))
+    runs.read_ahead()
+    assert {run.id: run.held_bytes > 0 for run in runs.known()} == {"old": False, "new": True}
+    with runs.get("new").log(), ThreadPoolExecutor(1) as other:  # as while a long log is read
+        assert len(other.submit(runs.documents).result(10)) == 2
 
 
 def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:

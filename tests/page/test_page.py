@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -52,7 +54,8 @@ def test_curves_grow_while_a_run_trains(tab, tmp_path: Path):
     run.train(90, since=40)
     wait_for_step(page, "loss", 90)
     wait_for_step(page, "grad_norm", 90)
-    assert "validation from" in summary(page, "loss") and "at step 50" in summary(page, "loss")
+    assert re.search(r"validation from [\d.]+ at step 0 to [\d.]+ at step 50", summary(page, "loss"))
+    assert pixels(page, "loss", "--line-2") > 200, "a line joins the two evaluations"
     assert page.eval_on_selector('figure[data-name="loss"] canvas', "canvas => canvas.toDataURL()") != before
     page.wait_for_selector(".figures:has-text('90 / 400')")
     run.ended()
@@ -63,8 +66,14 @@ def test_curves_grow_while_a_run_trains(tab, tmp_path: Path):
 def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
     RunFolder(tmp_path / "done").start().train(400).answered(200, 400).checkpoints(400).profiled().ended()
     opened = tab(tmp_path)
+    asked: list[str] = []
+    opened.page.on("request", lambda request: asked.append(urlsplit(request.url).path))
     page = opened.open("run/done")
     page.wait_for_selector("figure[data-name=grad_norm] .chart-note:text-is('clipped at 1')")
+    data = sorted(path for path in asked if path.startswith("/api/"))
+    assert data == ["/api/runs/done", "/api/runs/done/events", "/api/runs/done/series"], "what is asked early is used"
+    files = set(asked) - set(data) - {"/static/icon.svg"}
+    assert files == {"/", "/static/head.js", "/static/page.css", "/static/page.js", "/static/uPlot.js"}
     assert pixels(page, "grad_norm", "--ink") > 100, "the dashed line of the clip"
     assert "Measured peak" in page.inner_text(".memory") and "saved activations" in page.inner_text(".memory")
     assert "step 346: the gradient was not finite" in page.inner_text("main")
@@ -73,7 +82,7 @@ def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
     page.keyboard.press("+")
     page.click('figure[data-name="lr"] summary')
     first = """document.querySelector('figure[data-name="lr"] tbody td:first-child')"""
-    page.wait_for_function(f"{first} && Number({first}.innerText) > 60")
+    page.wait_for_function(f"() => {first} && Number({first}.innerText) > 60")
     steps = page.eval_on_selector_all(
         'figure[data-name="lr"] tbody td:first-child', "cells => cells.map(cell => Number(cell.innerText))"
     )

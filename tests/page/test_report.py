@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from graftune.observe.report import STATIC, document, report, write_report
+from graftune.observe.report import document, report, write_report
 from tests.page.folders import HOSTILE, RunFolder
 from tests.page.test_page import pixels, summary
 
@@ -50,10 +50,3 @@ def test_a_run_without_steps_has_a_report(tmp_path: Path):
     run = RunFolder(tmp_path / "run").start()
     found = document(run.folder)
     assert found["curves"]["steps"] == [] and found["done"] == 0 and found["stopped"] is None
-
-
-def test_the_page_asks_for_all_its_modules_at_once():
-    """Each import would otherwise wait for the module that names it."""
-    alone = {"theme.js", "early.js", "uPlot.iife.min.js", "main.js", "report.js"}
-    listed = re.findall(r'<link rel="modulepreload" href="/static/(.*?)">', (STATIC / "index.html").read_text())
-    assert listed == sorted({path.name for path in STATIC.glob("*.js")} - alone)

@@ -14,7 +14,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import lt
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 from graftune.dashboard.reading import opened
 from graftune.observe.events import Event, parsed
 
-CHUNK = 1 << 20  # bytes read at once
+CHUNK = 1 << 18  # bytes read at once: decoding them lets no other thread run for some milliseconds
 LONGEST = 16 << 20  # bytes of a line; what is longer is no event of ours
 MOST = 5000  # events kept of each kind that is not a step
 STEP = b'{"event": "step", '  # how EventLog begins a step
@@ -48,7 +48,7 @@ def number(value: Any) -> float | None:
 class Follower:
     """A file that grows. `advance` reads the whole lines that are new since the last call."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str | Path):
         self.path, self.offset, self.bad = path, 0, 0
         self._file = 0  # number of the file that was read: another one has taken its place if it changes
 
@@ -95,7 +95,7 @@ class Follower:
 class Glance(Follower):
     """What a list shows of a run: its beginning, its last step, its evaluations, its phase and its end."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str | Path):
         super().__init__(path)
         self.reset()
 
@@ -167,7 +167,15 @@ class Glance(Follower):
         return min(found) if found else (None, None)
 
 
-def _column(values: list[Any]) -> array[float] | None:
+def _columns(events: list[Event]) -> Iterable[tuple[str, Sequence[Any]]]:
+    """What each name stands for in all of them, None where an event does not have it."""
+    if len(set(map(tuple, events))) == 1:  # the same names in the same order, as one run writes them
+        return zip(events[0], zip(*map(dict.values, events), strict=True), strict=True)
+    names = dict.fromkeys(chain.from_iterable(events))
+    return ((name, [event.get(name) for event in events]) for name in names)
+
+
+def _column(values: Sequence[Any]) -> array[float] | None:
     """As numbers, NaN where there is none; None for text."""
     try:
         return array("d", values)
@@ -181,7 +189,7 @@ def _column(values: list[Any]) -> array[float] | None:
 class Log(Follower):
     """All of a run: figures of steps as arrays, other events as they are."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str | Path):
         super().__init__(path)
         self.reset()
 
@@ -199,13 +207,12 @@ class Log(Follower):
         return self.kept.get(kind, [])
 
     def take(self, piece: bytes) -> None:
-        lines = piece[:-1].split(b"\n")
         try:  # one call for all of them is twice as fast
-            events = json.loads(b"[" + b",".join(lines) + b"]")
+            events = json.loads(b"[" + piece[:-1].replace(b"\n", b",") + b"]")
         except (ValueError, RecursionError):
-            events = [parsed(line) for line in lines]
-        if len(events) != len(lines):  # two values on a line, which only look like a list when joined
-            events = [parsed(line) for line in lines]
+            events = []
+        if len(events) != piece.count(b"\n"):  # or two values on a line, which only look like a list when joined
+            events = [parsed(line) for line in piece[:-1].split(b"\n")]
         steps: list[Event] = []  # that follow each other
         for event in events:
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
@@ -228,10 +235,10 @@ class Log(Follower):
             return
         before = len(self.steps)
         self.steps.extend(numbers)
-        for name in dict.fromkeys(chain.from_iterable(events)):
+        for name, figures in _columns(events):
             if name in ("event", "step"):
                 continue
-            column = _column([event.get(name) for event in events])
+            column = _column(figures)
             if name not in self.values:
                 if column is None or len(self.values) >= 64:
                     continue  # text, or more names than a run of ours has

@@ -19,18 +19,18 @@ LARGEST = 64 << 20  # bytes of a document that is read whole
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def opened(path: str | Path) -> Iterator[int]:
     """A handle of a regular file, which is not a link. OSError where there is none."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{path.name} is not a file")
+            raise OSError(f"{os.path.basename(path)} is not a file")
         yield handle
     finally:
         os.close(handle)
 
 
-def read_bytes(path: Path, most: int = LARGEST) -> bytes | None:
+def read_bytes(path: str | Path, most: int = LARGEST) -> bytes | None:
     """The content, or None if there is no such file or it is larger than `most`."""
     try:
         with opened(path) as handle:
@@ -60,7 +60,7 @@ def read_json(path: Path, most: int = LARGEST) -> Any:
         return None
 
 
-def stamp(path: Path) -> tuple[int, int, int]:
+def stamp(path: str | Path) -> tuple[int, int, int]:
     """What changes when a file does: its number, size and time. Zeros where there is no file."""
     try:
         found = os.stat(path, follow_symlinks=False)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,11 @@ class Run:
 
     def __init__(self, key: str, folder: Path):
         self.id, self.folder, self.lock = key, folder, threading.RLock()
-        self.glance, self.pulse = Glance(folder / LOG), Pulse(folder)
+        self._log_path, self._config_path = str(folder / LOG), str(folder / CONFIG)
+        self.glance, self.pulse = Glance(self._log_path), Pulse(folder)
         self.settings: dict[str, Any] = {}
         self._log: Log | None = None
+        self._log_lock = threading.Lock()  # of its own: the list does not wait for a long log that is read
         self._stamps: tuple[Any, ...] = ()
         self.state = State("preparing", "")
         self.version = 0  # rises whenever the document changes
@@ -43,10 +47,10 @@ class Run:
     def refresh(self) -> None:
         """Read what has changed."""
         with self.lock:
-            log, config = stamp(self.folder / LOG), stamp(self.folder / CONFIG)
+            log, config = stamp(self._log_path), stamp(self._config_path)
             before = self._stamps
             if before[1:] != (config,):
-                self.settings = settings_of(self.folder / CONFIG)
+                self.settings = settings_of(self._config_path)
             if before[:1] != (log,):
                 self.glance.advance()
             state = state_of(self.folder, self.glance, None if self._over() else self.pulse.holder())
@@ -56,7 +60,7 @@ class Run:
 
     def _over(self) -> bool:
         """An ended run is looked at once more only if somebody has its lock."""
-        return bool(self.glance.end) and not self.pulse.path.exists()
+        return bool(self.glance.end) and not os.path.lexists(self.pulse.path)
 
     def document(self, differing: list[str]) -> Document:
         with self.lock:
@@ -82,20 +86,22 @@ class Run:
                 "differing": differing,
             }
 
-    def log(self) -> Log:
-        """All figures, current. Call and use it with `lock` held."""
-        if self._log is None:
-            self._log = Log(self.folder / LOG)
-        self._log.advance()
-        return self._log
+    @contextmanager
+    def log(self) -> Iterator[Log]:
+        """All figures, current, and not changed by another thread meanwhile."""
+        with self._log_lock:
+            log = self._log or Log(self._log_path)
+            log.advance()
+            self._log = log
+            yield log
 
     @property
     def held_bytes(self) -> int:
-        return self._log.nbytes if self._log is not None else 0
+        log = self._log
+        return log.nbytes if log is not None else 0
 
     def let_go(self) -> None:
-        with self.lock:
-            self._log = None
+        self._log = None
 
 
 class Runs:
@@ -114,11 +120,19 @@ class Runs:
         with self._lock:
             if time.monotonic() - self._looked < FRESH:
                 return
-            found = {self.root.name or "run": self.root} if self.single else found_runs(self.root)
-            self._runs = {key: self._runs.get(key) or Run(key, folder) for key, folder in found.items()}
+            found = {self.root.name or "run": str(self.root)} if self.single else found_runs(str(self.root))
+            self._runs = {key: self._runs.get(key) or Run(key, Path(folder)) for key, folder in found.items()}
             for run in self._runs.values():
                 run.refresh()
             self._looked = time.monotonic()
+
+    def read_ahead(self) -> None:
+        """Read the list, and the figures of the run that was written to last."""
+        runs = self.all()
+        if runs:
+            run = max(runs, key=lambda each: each.glance.updated or 0.0)
+            with run.log():
+                self.keep(run)
 
     def known(self) -> list[Run]:
         """As of the last look."""
@@ -180,9 +194,9 @@ def is_run(folder: Path) -> bool:
     return any(stamp(folder / name) != (0, 0, 0) for name in (LOG, CONFIG))
 
 
-def found_runs(root: Path) -> dict[str, Path]:
+def found_runs(root: str) -> dict[str, str]:
     """Run folders by id, in the order of their names. What lies in a run is no run."""
-    found: dict[str, Path] = {}
+    found: dict[str, str] = {}  # text, not Path, and so is what Run looks at often: a thousand of them take their time
     waiting, left = [(root, 0)], MOST_FOLDERS
     while waiting and left and len(found) < MOST_RUNS:
         folder, depth = waiting.pop()
@@ -193,13 +207,13 @@ def found_runs(root: Path) -> dict[str, Path]:
         except OSError:
             continue
         if folder != root and any(entry.name == LOG and entry.is_file(follow_symlinks=False) for entry in inside):
-            key = shown_name(str(folder.relative_to(root)))
+            key = shown_name(os.path.relpath(folder, root))
             while key in found:
                 key += "~"
             found[key] = folder
         elif depth < DEEPEST:
             below = [e for e in inside if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
-            waiting += [(Path(entry.path), depth + 1) for entry in below]
+            waiting += [(entry.path, depth + 1) for entry in below]
     return dict(sorted(found.items()))
 
 

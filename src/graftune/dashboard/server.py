@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from importlib.resources import files
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,11 +18,10 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from graftune.dashboard import streams
+from graftune.dashboard import assets, streams
 from graftune.dashboard.chat import Chat
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.reading import read_bytes
@@ -33,7 +31,6 @@ from graftune.dashboard.series import series
 from graftune.dashboard.views import PROFILE, details
 from graftune.errors import GraftuneError
 
-STATIC = str(files("graftune.dashboard").joinpath("static"))
 VIEWS = ("series", "events", "preview", "profile")
 
 
@@ -105,8 +102,8 @@ class Server:
         names = [name for name in request.query_params.get("names", "").split(",") if name]
         points = _whole(request, "points", 2000) or 2000
         first, last = _whole(request, "from", None), _whole(request, "to", None)
-        with run.lock:
-            document = series(run.log(), names, points, first, last)
+        with run.log() as log:
+            document = series(log, names, points, first, last)
         self.runs.keep(run)
         return Response(_json(document), media_type="application/json")
 
@@ -137,8 +134,7 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
     server = Server(runs, device)
     app = Starlette(
         routes=[
-            Route("/", _page),
-            Mount("/static", StaticFiles(directory=STATIC)),
+            *(Route(path, assets.answer) for path in assets.assets()),
             Route("/api/runs", server.list_runs),
             Route("/api/events", server.list_events),
             Route("/api/chat", server.ask, methods=["POST"]),
@@ -150,10 +146,6 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
     )
     app.state.server = server
     return app
-
-
-async def _page(request: Request) -> Response:
-    return FileResponse(f"{STATIC}/index.html", headers={"cache-control": "no-cache"})
 
 
 def _profile(run: Run) -> Response:

@@ -23,7 +23,7 @@ class Page:
     """A bound port and the application behind it. `run` serves until a signal, `start` in a thread until `close`."""
 
     def __init__(self, runs: Runs, *, host: str, port: int, token: str = "", device: str = "auto"):
-        self._socket = _bound(host, port)
+        self._runs, self._socket = runs, _bound(host, port)
         self.host, self.port, self._token = host, self._socket.getsockname()[1], token
         app = application(runs, host=host, token=token, device=device)
         self._closing = app.state.server.closing
@@ -42,6 +42,8 @@ class Page:
         return f"http://{name}:{self.port}/" + (f"?token={self._token}" if self._token else "")
 
     def run(self) -> None:
+        # The list is read while a browser is still on its way here, and so is what is probably opened first.
+        threading.Thread(target=self._runs.read_ahead, name="read ahead", daemon=True).start()
         self._server.run(sockets=[self._socket])
 
     def start(self) -> None:

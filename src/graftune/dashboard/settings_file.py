@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 from graftune.dashboard.reading import read_bytes
@@ -21,10 +20,11 @@ from graftune.yaml_file import LARGEST, parse_yaml
 _SECTION = re.compile(r"[a-z_]+:")
 _PLAIN = re.compile(r"  ([a-z_]+): ([A-Za-z/][A-Za-z0-9_./-]*)")
 _WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "null", "y", "n"))  # which YAML takes for values
+_WHOLE = re.compile(r"  ([a-z_]+): (0|-?[1-9][0-9]{0,17})")
 _FIRST = re.compile(r"  [A-Za-z_]\w*:(\s|$)")
 
 
-def settings_of(path: Path) -> dict[str, Any]:
+def settings_of(path: str) -> dict[str, Any]:
     """The settings by name, without their sections; none where the file is missing or is no YAML."""
     content = read_bytes(path, LARGEST)
     if content is None:
@@ -34,7 +34,7 @@ def settings_of(path: Path) -> dict[str, Any]:
         parts = _parts(text)
         if parts is not None:
             return dict(map(_parsed, parts))
-        return {str(name): _plain(value) for name, value in _flat(parse_yaml(text, path.name)).items()}
+        return {str(name): _plain(value) for name, value in _flat(parse_yaml(text, "config.yaml")).items()}
     except GraftuneError:
         return {}
 
@@ -71,8 +71,10 @@ def _kind(line: str) -> str:
 def _parsed(part: str) -> tuple[str, Any]:
     """The key and its value; no key where they cannot be read by themselves."""
     plain = _PLAIN.fullmatch(part)
-    if plain and plain[2].lower() not in _WORDS:  # most of what differs among runs are paths
+    if plain and plain[2].lower() not in _WORDS:  # most of what differs among runs are paths and seeds
         return plain[1], plain[2]
+    if whole := _WHOLE.fullmatch(part):
+        return whole[1], int(whole[2])
     try:
         found = parse_yaml(part, "config.yaml")
     except GraftuneError:

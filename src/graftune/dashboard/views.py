@@ -17,8 +17,7 @@ MOST_SAMPLES, MOST_WARNINGS = 4000, 500
 
 def details(run: Run, differing: list[str]) -> Document:
     """The run's short document with all the rest."""
-    with run.lock:
-        log = run.log()
+    with run.log() as log:
         last = {kind: log.of(kind)[-1] if log.of(kind) else None for kind in ("run_start", "memory", "run_end")}
         config = read_bytes(run.folder / CONFIG, 1 << 20)
         return {

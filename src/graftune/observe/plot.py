@@ -3,10 +3,10 @@
 Plotted from the file and not from memory, so that a resumed run, or a run made last week, gives the same picture.
 matplotlib's object interface on the Agg canvas: no pyplot, hence no global state, no display and no backend to choose.
 
-The evaluation before step 1 is a point that no line leads to: a straight line from there would lie far above the
-training curve and read as overfitting, where nothing was measured at all. A run that goes on plots in a thread, now and
-then: importing matplotlib takes a second and plotting half a one, which steps on a GPU should not wait for. `prepare`
-starts a process that has matplotlib imported by the time there is something to plot: a thread would take the
+Evaluations are points joined by a dotted line, the one before step 1 included: between two points nothing was measured,
+and a solid line from there, above the training curve, would read as overfitting. A run that goes on plots in a thread,
+now and then: importing matplotlib takes a second and plotting half a one, which steps on a GPU should not wait for.
+`prepare` starts a process that has matplotlib imported by the time there is something to plot: a thread would take the
 interpreter from the run for as long, and at the end of a short run everybody would wait for it.
 """
 
@@ -183,9 +183,8 @@ def _losses(axes: Any, step_events: list[Event], eval_events: list[Event]) -> No
 
 def _validation(axes: Any, measured: list[tuple[int, float]]) -> None:
     xs, ys = zip(*measured, strict=True)
-    later = [(x, y) for x, y in measured if x > 0]
-    if len(later) > 1:
-        axes.plot(*zip(*later, strict=True), ":", color=_EVAL, linewidth=1.6, zorder=4)
+    if len(measured) > 1:
+        axes.plot(xs, ys, ":", color=_EVAL, linewidth=1.6, zorder=4)
     axes.plot(
         xs, ys, "o", color=_EVAL, markersize=6.5, markeredgecolor="white", label="validation", zorder=4
     )  # fmt: skip

@@ -1,10 +1,9 @@
 """report.html: a run in one file that opens anywhere, with the charts of the page and nothing to load.
 
 Made from the run folder alone, as loss.png is, so that a resumed run or one of last week gives the same report. Its
-scripts are the modules of the page (dashboard/static), joined into one: they import each other by name and their
-top-level names do not clash, so taking the words `import` and `export` away is all that a bundler would do here. The
-data is JSON in an element that no browser runs. A policy in the file allows the two scripts and the style by their
-hashes and nothing else: even markup that came from a run and slipped through could do nothing.
+scripts are the modules of the page, joined into one (page_files.py). The data is JSON in an element that no browser
+runs. A policy in the file allows the two scripts and the style by their hashes and nothing else: even markup that came
+from a run and slipped through could do nothing.
 """
 
 from __future__ import annotations
@@ -14,22 +13,18 @@ import hashlib
 import html
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.files import write_file
 from graftune.observe.events import Event, evals, read_events, steps
+from graftune.observe.page_files import asset, joined_script, joined_style
 
 NAME = "report.html"
 POINTS = 1000  # of a curve; more cannot be told apart, and the file stays small
-MODULES = ("dom", "format", "chart", "smooth", "panels", "memory", "report")
-STYLES = ("uPlot.min.css", "page.css", "views.css")
 FIGURES = ("loss", "grad_norm", "lr", "tok_s", "floor_share", "skipped")
 MOST_WARNINGS, LONGEST = 50, 20_000  # warnings, and characters of one text
-STATIC = Path(__file__).resolve().parents[1] / "dashboard" / "static"
-IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.M)
 
 
 def write_report(folder: Path) -> None:
@@ -39,7 +34,7 @@ def write_report(folder: Path) -> None:
 
 def report(folder: Path) -> str:
     """The whole file as text."""
-    charts, script, style = _asset("uPlot.iife.min.js"), _script(), _style()
+    charts, script, style = map(_safe, (asset("uPlot.iife.min.js"), joined_script("report"), joined_style()))
     policy = (
         f"default-src 'none'; script-src {_hash(charts)} {_hash(script)}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'"
@@ -139,26 +134,9 @@ def _text(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} [... {len(text) - LONGEST} more characters]"
 
 
-@cache
-def _asset(name: str) -> str:
-    return _safe(name, (STATIC / name).read_text(encoding="utf-8"))
-
-
-@cache
-def _script() -> str:
-    parts = [IMPORT.sub("", _asset(f"{name}.js")) for name in MODULES]
-    joined = "".join(re.sub(r"^export ", "", part, flags=re.M) for part in parts)
-    return f'(function () {{\n"use strict";\n{joined}}})();\n'
-
-
-@cache
-def _style() -> str:
-    return "".join(_asset(name) for name in STYLES)
-
-
-def _safe(name: str, text: str) -> str:
+def _safe(text: str) -> str:
     if re.search(r"</(script|style)|<!--", text, re.IGNORECASE):
-        raise GraftuneError("cannot stand inside of a page", where=f"{STATIC / name}")
+        raise GraftuneError("a script or style of the page cannot stand inside of a report", where="dashboard/static")
     return text
 
 

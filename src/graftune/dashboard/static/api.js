@@ -28,10 +28,10 @@ async function asked(path, options = {}) {
 
 // The answer that early.js has asked for, once.
 function taken(path, options) {
-  const early = window.graftuneEarly;
-  if (!early || early.path !== path || options.method) return null;
-  delete window.graftuneEarly;
-  return early.answer;
+  if (options.method) return null;
+  const answer = window.graftuneEarly.get(path) ?? null;
+  window.graftuneEarly.delete(path);
+  return answer;
 }
 
 export async function get(path, signal) {

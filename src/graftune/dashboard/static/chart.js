@@ -18,6 +18,16 @@ export function colour(name) {
   return found;
 }
 
+// uPlot draws the charts. The list does without it, so the first view that has charts loads it; report.html has it inside.
+export function plotter() {
+  window.graftunePlotter ??= new Promise((loaded, failed) => {
+    if (window.uPlot) return loaded();
+    const fail = () => failed(new Error("The server does not answer; is `graftune watch` still running?"));
+    document.head.append(el("script", { src: "/static/uPlot.js", on: { load: loaded, error: fail } }));
+  });
+  return window.graftunePlotter;
+}
+
 // The steps that are shown: null for the whole run, which then grows with it.
 export class Range {
   constructor() {
@@ -187,7 +197,7 @@ export class Chart {
     this.resize.observe(this.plot);
   }
 
-  line({ label, colour: name, width = 1, points = false, dash, faint = false, alone = false }) {
+  line({ label, colour: name, width = 1, points = false, dash, faint = false }) {
     const stroke = colour(name);
     return {
       label,
@@ -195,8 +205,7 @@ export class Chart {
       width,
       dash,
       spanGaps: false,
-      paths: alone ? () => null : undefined,
-      points: { show: points || alone, size: 6, fill: stroke, stroke },
+      points: { show: points, size: 6, fill: stroke, stroke },
     };
   }
 
@@ -236,7 +245,7 @@ export class Chart {
     if (at < 0) return fill(this.readout);
     const parts = this.lines.map((line, number) => {
       const value = nearest(this.raw[number + 1], at, latest);
-      if (value === undefined || value === null || line.alone) return null;
+      if (value === undefined || value === null) return null;
       if (this.lines.length === 1 && line.colour === lineColour(0)) return el("b", {}, this.format(value)); // the title says what it is
       return el("span", {}, el("i", { class: "swatch", style: { background: `var(${line.colour})`, opacity: line.faint ? "0.4" : "1" } }), this.named ? `${line.label} ` : null, el("b", {}, this.format(value)));
     });

@@ -1,11 +1,11 @@
 // Several runs in the same charts, a colour each, with the settings in which they differ below.
 
 import { get, listen } from "./api.js";
-import { Chart, Range, aligned, lineColour } from "./chart.js";
+import { Chart, Range, aligned, lineColour, plotter } from "./chart.js";
 import { button, el, fill, setText } from "./dom.js";
 import { count, loss, setting } from "./format.js";
 import { shortcut } from "./keys.js";
-import { PANELS } from "./panels.js";
+import { PANELS, evalLine } from "./panels.js";
 import { Curves } from "./series.js";
 import { smoothed } from "./smooth.js";
 import { stateMark } from "./state.js";
@@ -15,7 +15,7 @@ const OVERLAID = [
   { name: "eval", title: "Validation loss", format: PANELS[0].format, canLog: true },
   ...PANELS.filter((panel) => ["grad_norm", "lr", "tok_s"].includes(panel.name)),
 ];
-const NAMES = ["loss", "grad_norm", "lr", "tok_s"];
+const COMPARED = ["loss", "grad_norm", "lr", "tok_s"];
 const MOST = 8; // colours that can be told apart
 
 export class CompareView {
@@ -42,8 +42,8 @@ export class CompareView {
       return;
     }
     if (chosen.length > MOST) setText(this.note, `The first ${MOST} of ${chosen.length} chosen runs are drawn: there are no more colours that can be told apart.`);
-    this.entries = chosen.slice(0, MOST).map((run, at) => ({ run, colour: lineColour(at), curves: new Curves(run.id, NAMES), hidden: false }));
-    await Promise.all(this.entries.map((entry) => this.load(entry)));
+    this.entries = chosen.slice(0, MOST).map((run, at) => ({ run, colour: lineColour(at), curves: new Curves(run.id, COMPARED), hidden: false }));
+    await Promise.all([plotter(), ...this.entries.map((entry) => this.load(entry))]);
     for (const panel of OVERLAID) this.makeChart(panel);
     this.drawLegend();
     this.draw();
@@ -102,10 +102,7 @@ export class CompareView {
   }
 
   line({ curves }, name) {
-    if (name === "eval") {
-      const evals = curves.evals.filter((each) => each.step > 0);
-      return { steps: evals.map((each) => each.step), values: evals.map((each) => each.loss ?? null) };
-    }
+    if (name === "eval") return evalLine(curves.evals);
     const { steps, values } = curves.part(this.range.shown);
     return { steps, values: name === "loss" ? smoothed(steps, values.loss, this.smooth) : values[name] };
   }

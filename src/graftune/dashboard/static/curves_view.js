@@ -1,11 +1,11 @@
 // The curves of one run, growing while it trains, with its memory and its warnings below.
 
-import { Chart, Range, aligned } from "./chart.js";
+import { Chart, Range, aligned, plotter } from "./chart.js";
 import { button, el, fill, setText } from "./dom.js";
 import { count } from "./format.js";
 import { shortcut } from "./keys.js";
 import { memoryTable } from "./memory.js";
-import { NAMES, PANELS, clipMark, evalLines, linesOf } from "./panels.js";
+import { NAMES, PANELS, clipMark, evalLine, linesOf } from "./panels.js";
 import { Curves } from "./series.js";
 import { smoothed } from "./smooth.js";
 
@@ -53,7 +53,7 @@ export class CurvesView {
 
   async start() {
     this.setSmooth(this.smooth);
-    await this.curves.load();
+    await Promise.all([this.curves.load(), plotter()]);
     this.draw();
     this.drawBelow();
   }
@@ -116,7 +116,7 @@ export class CurvesView {
 
   lossLines(line) {
     const soft = this.smooth > 0 ? [{ steps: line.steps, values: smoothed(line.steps, line.values, this.smooth) }] : [];
-    return [line, ...soft, ...evalLines(this.curves.evals)];
+    return [line, ...soft, evalLine(this.curves.evals)];
   }
 
   setSmooth(value) {

@@ -90,10 +90,10 @@ function pieces(tokens, trained, weights) {
     if (made.length === 0 || made[made.length - 1].className !== kind) made.push(el(trained[at] ? "mark" : "span", { class: kind }));
     const weight = weights?.[at];
     const title = `token ${at}${weight === undefined ? "" : `, weight ${weight}`}`;
-    made[made.length - 1].append(el("span", { class: "token", title, data: { trained: trained[at] ? 1 : 0 } }, shown(token)));
+    made[made.length - 1].append(el("span", { class: "token", title, data: { trained: trained[at] ? 1 : 0 } }, whitespaceShown(token)));
   });
   return made;
 }
 
 // A line break is seen as a sign and still breaks the line.
-const shown = (token) => token.replaceAll("\n", "\u23ce\n").replaceAll("\t", "\u21e5\t");
+const whitespaceShown = (token) => token.replaceAll("\n", "\u23ce\n").replaceAll("\t", "\u21e5\t");

@@ -6,7 +6,7 @@ import { ago, count, date, loss, setting } from "./format.js";
 import { shortcut } from "./keys.js";
 import { stateMark } from "./state.js";
 
-const ROWS = 100; // drawn at once; more follow when the end of the table comes into sight
+const [FIRST_ROWS, MORE_ROWS] = [50, 100]; // drawn at once, and when the end of the table comes into sight
 const MOST_SETTINGS = 8;
 const BY_NAME = new Intl.Collator("en", { numeric: true });
 
@@ -35,7 +35,7 @@ function progress(run) {
 
 export class ListView {
   constructor(root, app) {
-    Object.assign(this, { root, app, runs: new Map(), differing: [], sort: { key: "updated", down: true }, text: "", state: "", rows: ROWS });
+    Object.assign(this, { root, app, runs: new Map(), differing: [], sort: { key: "updated", down: true }, text: "", state: "", rows: FIRST_ROWS });
     this.filter = el("input", { type: "search", id: "filter", placeholder: "Filter by text", "aria-label": "Filter the runs by text", on: { input: () => this.refilter() } });
     this.states = el("select", { "aria-label": "Filter by state", on: { change: () => this.refilter() } }, el("option", { value: "" }, "Every state"));
     this.summary = el("p", { class: "summary", role: "status" });
@@ -95,7 +95,7 @@ export class ListView {
   refilter() {
     this.text = this.filter.value.trim().toLowerCase();
     this.state = this.states.value;
-    this.rows = ROWS;
+    this.rows = FIRST_ROWS;
     this.draw();
   }
 
@@ -103,7 +103,7 @@ export class ListView {
     const column = this.columns.find((each) => each.key === key);
     const down = this.sort.key === key ? !this.sort.down : Boolean(column.number && key !== "best_eval" && key !== "last_loss");
     this.sort = { key, down };
-    this.rows = ROWS;
+    this.rows = FIRST_ROWS;
     this.draw();
   }
 
@@ -162,7 +162,7 @@ export class ListView {
   }
 
   showMore() {
-    const next = (this.rest ?? []).splice(0, ROWS);
+    const next = (this.rest ?? []).splice(0, MORE_ROWS);
     this.rows += next.length;
     this.table.tBodies[0]?.append(...next.map((run) => this.row(run)));
     this.drawMore();

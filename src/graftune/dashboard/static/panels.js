@@ -19,14 +19,12 @@ export const NAMES = PANELS.map((panel) => panel.name);
 export function linesOf(panel, smooth) {
   if (panel.name !== "loss") return [{ label: panel.title.toLowerCase(), colour: "--line-1", points: false }];
   const training = smooth ? [{ label: "training", colour: "--line-1", width: 1, faint: true }, { label: "smoothed", colour: "--line-1", width: 1.75 }] : [{ label: "training", colour: "--line-1" }];
-  return [...training, { label: "validation", colour: "--line-2", width: 1.75, points: true }, { label: "validation before training", colour: "--line-2", alone: true }];
+  return [...training, { label: "validation", colour: "--line-2", width: 1.75, points: true }];
 }
 
-// The evaluation before step 1 is a point that no line leads to: a line from there would lie far above the training
-// curve, where nothing was measured.
-export function evalLines(evals) {
-  const line = (kept) => ({ steps: kept.map((each) => each.step), values: kept.map((each) => each.loss ?? null) });
-  return [line(evals.filter((each) => each.step > 0)), line(evals.filter((each) => each.step <= 0))];
+// From the evaluation before step 1, at step 0, to the last one.
+export function evalLine(evals) {
+  return { steps: evals.map((each) => each.step), values: evals.map((each) => each.loss ?? null) };
 }
 
 export function clipMark(settings) {

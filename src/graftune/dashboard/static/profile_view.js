@@ -2,7 +2,7 @@
 
 import { get, runPath } from "./api.js";
 import { button, el, fill, table } from "./dom.js";
-import { milliseconds as ms, percent } from "./format.js";
+import { milliseconds, percent } from "./format.js";
 
 const DEEPEST = 6;
 const NARROWEST = 0.0015; // of what is shown; narrower bars are in the table only
@@ -30,10 +30,10 @@ export class ProfileView {
   facts() {
     const { profile } = this;
     const facts = [
-      ["Step", `${ms(profile.step_ms)} ms`, "with the profiler on"],
-      ["Plain step", `${ms(profile.plain_ms)} ms`, "without it"],
-      ["Eager step", profile.eager_ms ? `${ms(profile.eager_ms)} ms` : null, "without CUDA graphs"],
-      ["Floor", profile.floor_ms ? `${ms(profile.floor_ms)} ms` : null, "the step's products alone"],
+      ["Step", `${milliseconds(profile.step_ms)} ms`, "with the profiler on"],
+      ["Plain step", `${milliseconds(profile.plain_ms)} ms`, "without it"],
+      ["Eager step", profile.eager_ms ? `${milliseconds(profile.eager_ms)} ms` : null, "without CUDA graphs"],
+      ["Floor", profile.floor_ms ? `${milliseconds(profile.floor_ms)} ms` : null, "the step's products alone"],
       ["Share of the floor", profile.floor_share ? percent(profile.floor_share) : null, "floor over plain step"],
       ["Owned", percent(profile.owned), "of the time has a name"],
       ["Device", profile.gpu ?? profile.device, profile.captured ? "captured in graphs" : "not captured"],
@@ -45,7 +45,7 @@ export class ProfileView {
   show(path) {
     const root = path[path.length - 1];
     const step = (node, at) => (at === path.length - 1 ? el("span", { "aria-current": "true" }, node.name) : button(node.name, () => this.show(path.slice(0, at + 1)), { class: "link" }));
-    fill(this.path, path.map((node, at) => [at ? " \u203a " : null, step(node, at)]), el("span", { class: "dim" }, ` ${ms(root.ms)} ms`));
+    fill(this.path, path.map((node, at) => [at ? " \u203a " : null, step(node, at)]), el("span", { class: "dim" }, ` ${milliseconds(root.ms)} ms`));
     fill(this.icicle, el("ul", { "aria-label": `Parts of ${root.name}` }, this.node(root, path, root.ms, path.map((node) => tone(node.name)).find(Boolean), 0)));
   }
 
@@ -53,10 +53,10 @@ export class ProfileView {
     const share = whole ? node.ms / whole : 0;
     const parts = (node.children ?? []).filter((child) => child.ms / whole >= NARROWEST);
     const covered = parts.reduce((sum, child) => sum + child.ms, 0);
-    const label = `${node.name} ${ms(node.ms)} ms, ${percent(share)}`;
+    const label = `${node.name} ${milliseconds(node.ms)} ms, ${percent(share)}`;
     const own = inherited ?? tone(node.name);
     const below = path[path.length - 1] === node ? path : [...path, node];
-    const text = share < NAMED ? [] : [el("b", {}, node.name), el("span", {}, ` ${ms(node.ms)}`)];
+    const text = share < NAMED ? [] : [el("b", {}, node.name), el("span", {}, ` ${milliseconds(node.ms)}`)];
     const bar = button(text, () => this.show(below), { title: label, "aria-label": label, class: "slice", data: { tone: own ?? "part" } });
     const rest = Math.max(0, node.ms - covered);
     const children = depth < DEEPEST && parts.length ? el("ul", {}, parts.map((child) => this.node(child, below, whole, own, depth + 1)), rest ? el("li", { class: "rest", "aria-hidden": "true", style: { "flex-grow": rest } }) : null) : null;
@@ -69,12 +69,12 @@ export class ProfileView {
     const number = (title) => ({ title, number: true });
     const section = (title, made) => el("section", { class: "panel" }, el("h2", {}, title), el("div", { class: "scroll" }, made));
     return el("div", { class: "columns" }, [
-      phases.length ? section("Phases", table("Phases", [text("Phase"), ...["ms", "p50", "p95", "p99", "Share"].map(number)], phases.map((each) => [each.name, ms(each.ms), ms(each.p50), ms(each.p95), ms(each.p99), percent(each.share)]))) : null,
-      operations.length ? section("Operations", table("Operations", [text("Operation"), text("Phase"), ...["ms", "Calls", "Share"].map(number)], operations.map((each) => [each.name, each.phase, ms(each.ms), each.calls, percent(each.share)]))) : null,
-      hotspots.length ? section("Hotspots", table("Hotspots", [text("Where"), number("ms"), number("Times the mean")], hotspots.map((each) => [each.name, ms(each.ms), each.times_the_mean?.toFixed(2)]))) : null,
-      apart.length ? section("On other streams, at the same time", table("Time on other streams", [text("Operation"), text("Phase"), number("ms")], apart.map((each) => [each.name, each.phase, ms(each.ms)]))) : null,
-      beside.length ? section("Between steps", table("Time between steps", [text("What"), number("ms")], beside.map((each) => [each.name, ms(each.ms)]))) : null,
-      layers.length ? section("Layers", table("Layers", [text("Layer"), number("Forward ms"), number("Backward ms")], layers.map((each) => [each.layer, ms(each.forward_ms), ms(each.backward_ms)]))) : null,
+      phases.length ? section("Phases", table("Phases", [text("Phase"), ...["ms", "p50", "p95", "p99", "Share"].map(number)], phases.map((each) => [each.name, milliseconds(each.ms), milliseconds(each.p50), milliseconds(each.p95), milliseconds(each.p99), percent(each.share)]))) : null,
+      operations.length ? section("Operations", table("Operations", [text("Operation"), text("Phase"), ...["ms", "Calls", "Share"].map(number)], operations.map((each) => [each.name, each.phase, milliseconds(each.ms), each.calls, percent(each.share)]))) : null,
+      hotspots.length ? section("Hotspots", table("Hotspots", [text("Where"), number("ms"), number("Times the mean")], hotspots.map((each) => [each.name, milliseconds(each.ms), each.times_the_mean?.toFixed(2)]))) : null,
+      apart.length ? section("On other streams, at the same time", table("Time on other streams", [text("Operation"), text("Phase"), number("ms")], apart.map((each) => [each.name, each.phase, milliseconds(each.ms)]))) : null,
+      beside.length ? section("Between steps", table("Time between steps", [text("What"), number("ms")], beside.map((each) => [each.name, milliseconds(each.ms)]))) : null,
+      layers.length ? section("Layers", table("Layers", [text("Layer"), number("Forward ms"), number("Backward ms")], layers.map((each) => [each.layer, milliseconds(each.forward_ms), milliseconds(each.backward_ms)]))) : null,
     ]);
   }
 }

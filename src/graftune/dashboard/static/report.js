@@ -5,7 +5,7 @@ import { Chart, Range, aligned } from "./chart.js";
 import { copyButton, el, fill } from "./dom.js";
 import { count, date, duration, loss } from "./format.js";
 import { memoryTable } from "./memory.js";
-import { PANELS, clipMark, evalLines, linesOf } from "./panels.js";
+import { PANELS, clipMark, evalLine, linesOf } from "./panels.js";
 import { smoothed } from "./smooth.js";
 
 const run = JSON.parse(document.getElementById("run").textContent);
@@ -35,7 +35,7 @@ function chartOf(panel, range) {
   chart.element.dataset.name = panel.name;
   const line = { steps: run.curves.steps, values };
   const soft = { steps: line.steps, values: smoothed(line.steps, values, SMOOTH_BY) };
-  return [chart, panel, panel.name === "loss" ? [line, soft, ...evalLines(run.evals)] : [line]];
+  return [chart, panel, panel.name === "loss" ? [line, soft, evalLine(run.evals)] : [line]];
 }
 
 function section(title, ...content) {

@@ -47,7 +47,10 @@ export class RunView {
     this.view = new this.part[2](this.body, this.run, this.app);
     await this.view.start();
     if (this.closed) return this.view.close?.();
-    this.offset = this.view.offset ?? this.run.offset ?? 0;
+    // The two answers that the view was made of may have been given at different moments: the stream begins at the
+    // earlier one, and what the later one has already is passed over.
+    this.known = this.run.offset ?? 0;
+    this.offset = Math.min(this.known, this.view.offset ?? this.known);
     this.stop = listen(() => `${runPath(this.id)}/events?since=${this.offset}`, (message, type) => this.take(message, type));
     this.clock = setInterval(() => this.draw(), 1000);
   }
@@ -59,6 +62,7 @@ export class RunView {
     if (message.offset) this.offset = message.offset;
     const event = message.event && typeof message.event === "object" ? message.event : message;
     if (type === "state" || event.event === "state") return this.setState(event);
+    if (message.offset <= (event.event === "step" ? this.view.offset ?? 0 : this.known)) return;
     if (event.event === "step") Object.assign(this.run, { steps: event.step, last_loss: event.loss, tok_s: event.tok_s, updated: event.time, floor_share: event.floor_share });
     if (event.event === "eval" && (this.run.best_eval === null || event.loss < this.run.best_eval)) Object.assign(this.run, { best_eval: event.loss, best_eval_step: event.step });
     this.view.take?.(event);
