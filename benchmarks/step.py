@@ -129,9 +129,16 @@ def profile(case: Case, device: torch.device, steps: int, sustain: float) -> dic
     numbers = count()
     document = profiled(session.pipeline, lambda: _drop(runner.step(next(numbers))), device, steps).document()
     meter, end = Meter(1 << 30), time.perf_counter() + sustain
+    ends: list[torch.cuda.Event] = []
     done = 0
     while time.perf_counter() < end or done < 2 * steps:
         runner.step(next(numbers))
+        if device.type == "cuda":
+            ends.append(torch.cuda.Event())
+            ends[-1].record()
+            if len(ends) == 1:
+                continue
+            ends.pop(0).synchronize()  # as a run does: a step is heard of when it has ended, the next being sent
         done += 1
         meter.update(done, case.tokens)
     off = document["step_ms"] / document["plain_ms"] - 1
