@@ -217,11 +217,9 @@ def watch(stack: ExitStack, browser: Browser | None, address: str, name: str) ->
 
 def trained(base: str, out: Path, given: argparse.Namespace, watching: Callable[[], None]) -> float:
     """Tokens/s of one run: all steps but the first ten."""
-    steps = given.training_steps
-    words = (
-        f"--max-steps {steps} --epochs 1000 --tokens-per-step 1024 --max-seq-len 256 --samples 0 --val-split 0".split()
-    )
-    words = [sys.executable, "-m", "graftune", "train", base, "--out", str(out), "--device", given.device, *words]
+    steps, limits = given.training_steps, "--epochs 1000 --tokens-per-step 1024 --max-seq-len 256"
+    words = [sys.executable, "-m", "graftune", "train", base, "--out", str(out), "--device", given.device]
+    words += f"--max-steps {steps} {limits} --samples 0 --val-split 0".split()
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (out / "metrics.jsonl").exists():
         assert process.poll() is None
