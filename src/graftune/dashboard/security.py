@@ -80,7 +80,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, host: str = "127.0.0.1", token: str = ""):
         """`host`: the address that is listened on. `token`: what every request has to bring; empty: none is needed."""
-        assert token or is_loopback(host), "outside of loopback there is a token"
+        if not token and not is_loopback(host):
+            raise ValueError("outside of loopback a server needs a token")
         self.app, self._token = app, token
         self._loopback = is_loopback(host)
         names = ["localhost"] if self._loopback else ["localhost", host, socket.gethostname(), socket.getfqdn()]

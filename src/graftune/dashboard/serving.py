@@ -15,7 +15,7 @@ from graftune.dashboard.security import is_loopback, new_token
 from graftune.dashboard.server import application
 from graftune.errors import GraftuneError
 
-TOKEN = "GRAFTUNE_WATCH_TOKEN"
+TOKEN = "GRAFTUNE_WATCH_TOKEN"  # noqa: S105 (the name of a variable)
 SHORTEST_TOKEN = 16
 
 
@@ -37,7 +37,7 @@ class Page:
     @property
     def address(self) -> str:
         """With the token, if there is one: for the user's eyes alone."""
-        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104 (compared)
         name = f"[{name}]" if ":" in name else name
         return f"http://{name}:{self.port}/" + (f"?token={self._token}" if self._token else "")
 

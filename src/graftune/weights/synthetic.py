@@ -47,5 +47,5 @@ def random_base(spec: ModelSpec, device: torch.device) -> Base:
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in spec.layer(layer).weights.items()}
     shapes |= {name: (width,) for _, name, width in norm_names(spec)}
     tensors = {name: RandomRows(shape, device) for name, shape in shapes.items()}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))  # noqa: S106 (a token of text)
     return Base("random", Path("random"), "random", spec, Tokenizer(words), tensors)
