@@ -134,6 +134,30 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_take_its_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full when what was written is flushed, after the body of `new_folder` went well."""
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "x").mkdir()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"), new_folder(tmp_path / "x") as aside:
+        (aside / "whole").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["x"]
+
+
+def test_a_folder_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in Deaths(monkeypatch).each(lambda: files.remove_at_once(tmp_path / "x")):
+        there = tmp_path / "x"
+        assert not there.exists() or len(list(there.iterdir())) == 2
+        files.settle_folder(there)
+        assert [path.name for path in tmp_path.iterdir()] == (["x"] if there.exists() else [])
+        there.mkdir(exist_ok=True)
+        for name in ("a", "b"):
+            (there / name).touch()
+
+
 def test_several_writers_of_one_file(tmp_path: Path) -> None:
     with new_file(tmp_path / "x", unique=True) as aside:
         aside.write_text("mine")

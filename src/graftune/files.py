@@ -110,12 +110,31 @@ def whole(final: Path) -> Path:
     return old if not final.exists() and old.exists() else final
 
 
+def settle_folder(final: Path) -> None:
+    """After a kill, by the only one who writes there: what is unfinished goes, and a folder that was left under its old
+    name gets its own back."""
+    old = final.with_name(final.name + OLD)
+    if final.exists():
+        remove(old)
+    elif old.is_dir():
+        os.rename(old, final)
+    remove(final.with_name(final.name + PART))
+
+
 def remove(path: Path) -> None:
     """A file, link or folder, whether there is one or not."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_at_once(folder: Path) -> None:
+    """Delete a folder that is whole until it is gone: what a kill leaves of it has the name of something unfinished."""
+    aside = folder.with_name(folder.name + PART)
+    remove(aside)
+    os.rename(folder, aside)
+    shutil.rmtree(aside)
 
 
 def prune_folder(keep: Path, limit: int) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def run(request: dict[str, Any]) -> int:
 def child(request: dict[str, Any]) -> None:
     code = 99
     try:
+        os.environ.update(request["environment"])
+        tempfile.tempdir = None  # found again, from the environment
         if request["die_at"]:
             die_at(*request["die_at"])
         code = run(request)
@@ -100,7 +103,8 @@ def serve() -> None:
     importlib.import_module("graftune.api")
     importlib.import_module("graftune.cli.app")
     rehearsed_once.install()
-    reporter.loss_plot = lambda *_: None  # a second of every run, and nothing that these tests look at
+    if "draws" not in sys.argv:
+        reporter.loss_plot = lambda *_: None  # a second of every run, and nothing that most tests look at
     torch.set_num_threads(1)
     for line in sys.stdin:
         request = json.loads(line)

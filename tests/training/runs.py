@@ -54,22 +54,32 @@ def logged_steps(run: Path) -> int:
 
 
 class Processes:
-    """Children that run `graftune ...`, one at a time. `die_at=(place, n)`: SIGKILL itself at the n-th call there."""
+    """Children that run `graftune ...`, one at a time. `die_at=(place, n)`: SIGKILL itself at the n-th call there.
+    `draws`: loss.png too, which takes as long as all the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool = False) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
         self.server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            [sys.executable, str(Path(__file__).with_name("fork_server.py")), *(["draws"] if draws else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
         )
 
-    def start(self, *line: str, die_at: tuple[str, int] | None = None, log: Path, here: bool = False) -> int:
-        """`here`: in the server itself, so that its children have what it imported and rehearsed."""
+    def start(
+        self,
+        *line: str,
+        die_at: tuple[str, int] | None = None,
+        log: Path,
+        here: bool = False,
+        environment: dict[str, str] | None = None,
+    ) -> int:
+        """`here`: in the server itself, so that its children have what it imported and rehearsed. `environment`: what a
+        child has beside the server's."""
         assert self.server.stdin is not None
         request = {"line": list(map(str, line)), "die_at": die_at, "log": str(log), "here": here}
+        request["environment"] = environment or {}
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         return int(self._answer()["pid"])

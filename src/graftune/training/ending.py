@@ -7,6 +7,7 @@ all of them: then every rank does the same, and what it writes goes nowhere.
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,10 @@ def finish(run: Run, stopped: str) -> dict[str, Any]:
         console.warn("validation loss did not fall below where it started: training does not help on this data")
     if run.pipeline.captures > 1:
         console.warn(f"the step was captured {run.pipeline.captures} times, for batches of as many shapes")
-    with console.working(f"writing the {run.session.product}"), tempfile.TemporaryDirectory() as nowhere:
-        run.session.write((run.folder if run.crew.leads else Path(nowhere)) / run.session.product)
+    # The others of several ranks compute the same, and keep nothing.
+    place = nullcontext(run.folder) if run.crew.leads else tempfile.TemporaryDirectory()
+    with console.working(f"writing the {run.session.product}"), place as folder:
+        run.session.write(Path(folder) / run.session.product)
     summary: dict[str, Any] = {
         "trained": _trained(run),
         "best_step": p.best_step,

@@ -19,6 +19,7 @@ from graftune.lock import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
+from graftune.training.leftovers import complete, sweep
 from graftune.training.loop import Callback, Run, TrainResult
 from graftune.training.prepare import prepare_resume, prepare_run, remove_made, removed_unless_started
 from graftune.training.ranks import Alone, check_settings, joined
@@ -124,6 +125,8 @@ def _resumed(
     before, now = Config.of(was), Config.of(asked)
     crew.set_deadline(now.run.deadline)
     if end is not None:
+        if crew.leads:
+            complete(folder, console)
         more = math.floor(now.train.epochs) + 3
         console.note(
             f"this run is finished ({end['stopped']} at step {end.get('step')}); to train it further, say how long it "
@@ -135,6 +138,7 @@ def _resumed(
         lock = held.enter_context(FolderLock(folder))
         if lock.unsupported:
             console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
+        sweep(folder)
     prepared = prepare_resume(now, console, folder, before, crew)
     with console.working("resuming the run"):
         run = Run(prepared, console, callbacks)

@@ -127,13 +127,12 @@ class Run:
         self.progress = self.crew.spread(self.session, self.progress)
 
     def _read_folder(self) -> None:
-        found = checkpoint.latest(self.checkpoints)
+        identity, epochs = self.identity(), self.before.epoch_steps
+        found = checkpoint.newest_whole(self.checkpoints, identity, epochs, self.console.warn)
         if found is not None:
-            place, stored = checkpoint.read_state(found)
-            checkpoint.check_identity(self.identity(), stored, self.folder)
-            checkpoint.check_place(found, place, self.before.epoch_steps)
+            place, _ = checkpoint.read_state(found)
             check_longer(self.folder, place.step, self.total, self.config.train)
-            self.progress = checkpoint.load(found, self.session.arena, self.identity(), self.step.scaler)
+            self.progress = checkpoint.load(found, self.session.arena, identity, self.step.scaler, checked=True)
             self.step.count.fill_(self.progress.updates)
         self._open_log()
         events = read_events(self.folder / "metrics.jsonl")
@@ -185,6 +184,7 @@ class Run:
             with noted_signals(self._signalled, once=self.crew.world is not None):
                 if self._train() == "early":
                     stopped = "early stop"
+                preview.finish()  # before the log's last word: a run that has it lacks nothing
                 summary = self._finish(stopped)
         except (Interrupted, OSError) as error:
             if isinstance(error, OSError) and not self.signal:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from graftune.session.parts import UNPLANNED
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
 from graftune.training.answers import Answers
+from graftune.training.leftovers import sweep, sweep_unstarted
 from graftune.training.ranks import Alone
 from graftune.training.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
@@ -389,8 +391,7 @@ def remove_made(made: list[Path]) -> None:
 
 def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack | None) -> Path:
     """Made before the model is loaded, so that a read-only disk shows at once. `made` takes down what is new."""
-    chosen = config.run.out or f"runs/{slug(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(chosen)
+    folder = Path(config.run.out) if config.run.out else _unused_folder(Path("runs"), slug(data))
     if (folder / "config.yaml").exists():
         raise GraftuneError(
             "there is a run in this folder", where=str(folder), mend="resume it, or set out to another folder"
@@ -404,9 +405,18 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
         if held is not None:
             held.enter_context(FolderLock(folder))
         made.extend(folder / name for name in new)
+        sweep(folder)  # of a run that was killed before its first step
         (folder / "metrics.jsonl").touch()
     except OSError as error:
         raise GraftuneError(
             f"cannot be written to ({error.strerror})", where=str(folder), mend="set out to another folder"
         ) from None
     return folder
+
+
+def _unused_folder(parent: Path, name: str) -> Path:
+    """Named by the data and the clock, and by a number where the clock was set back or two runs start in one second."""
+    sweep_unstarted(parent)
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in numbered if not folder.exists())

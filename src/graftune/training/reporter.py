@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,8 +49,7 @@ class Reporter:
         self.console, self.log, self.total, self.device = console, log, total, device
         self.plan, self.reported_plan = plan, False
         self.bar, self._phase = Progress(total), ""
-        png = log.path.with_name("loss.png")
-        self.live_plot = LivePlot(lambda: loss_plot(log.path, png, log.path.parent.name))
+        self.live_plot = live_plot_of(log.path.parent)
         self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
         self.live: LiveSpeed | None = None
 
@@ -149,15 +149,7 @@ class Reporter:
 
     def plot(self) -> None:
         """The picture and the report of the run as it ended, or was stopped."""
-        why = self.live_plot.finish()
-        if why:
-            self.console.warn(f"loss.png was not drawn: {why}")
-        from graftune.observe.report import write_report  # here: a start does not wait for it
-
-        try:
-            write_report(self.log.path.parent)
-        except (OSError, GraftuneError) as error:
-            self.console.warn(f"report.html was not written: {error}")
+        write_pictures(self.log.path.parent, self.live_plot, self.console.warn)
 
     def cost(self, captures: int) -> dict[str, Any]:
         """What the steps took of the host, and the run of the device."""
@@ -165,3 +157,19 @@ class Reporter:
         cost: dict[str, Any] = {"captures": captures, "host_ms": median}
         on_gpu = self.device.type == "cuda"
         return cost | ({"peak_device_memory": device_bytes(self.device).peak} if on_gpu else {})
+
+
+def live_plot_of(folder: Path) -> LivePlot:
+    return LivePlot(lambda: loss_plot(folder / "metrics.jsonl", folder / "loss.png", folder.name))
+
+
+def write_pictures(folder: Path, plot: LivePlot, warn: Callable[[str], None]) -> None:
+    """loss.png and report.html. A run does not fail for want of them."""
+    if why := plot.finish():
+        warn(f"loss.png was not drawn: {why}")
+    from graftune.observe.report import write_report  # here: a start does not wait for it
+
+    try:
+        write_report(folder)
+    except (OSError, GraftuneError) as error:
+        warn(f"report.html was not written: {error}")

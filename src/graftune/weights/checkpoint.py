@@ -3,8 +3,10 @@ and renamed.
 
 A folder `step-N` is therefore whole or absent, at whatever moment the process dies. The place is (step, epoch, step in
 epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
-Its numbers are checked, against their own checksum and against the run, before a tensor is read. Others may read a run
-while it goes on: `opened` takes a checkpoint that is there and holds it open, whatever is deleted meanwhile.
+Its numbers are checked, against their own checksum and against the run, before a tensor is read, and the tensors'
+file against the digest that lies beside them: a disk may lose what it said was written. A resume takes the newest
+checkpoint that is whole (`newest_whole`) and sets damaged ones aside. Others may read a run while it goes on: `opened`
+takes a checkpoint that is there and holds it open, whatever is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,12 +27,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from graftune.errors import GraftuneError
-from graftune.files import OLD, PART, new_folder, remove
+from graftune.files import OLD, PART, new_folder, remove, remove_at_once
 from graftune.model.lora import Arena
 from graftune.weights import safetensors_io
 
 STATE, TENSORS = "state.json", "state.safetensors"
+DAMAGED = ".damaged"  # what follows the name of one that is set aside
+_PIECE = 1 << 26  # bytes of which a digest is taken at once, by one thread
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+
+
+class Damaged(GraftuneError):
+    """What a checkpoint holds is not what was written."""
+
 
 Identity = dict[str, Any]  # what a run is made of, each a digest, and its settings by name
 
@@ -66,13 +77,29 @@ def write(final: Path, arena: Arena, progress: Progress, identity: Identity, sca
     with new_folder(final) as aside:
         scale = scaler.state_dict() if scaler else {}
         safetensors_io.write(_buffers(arena) | scale, aside / TENSORS)
+        state["tensors"] = _digest(aside / TENSORS)
         (aside / STATE).write_text(json.dumps(state | {"sha256": _checksum(state)}, indent=1))
     return final
 
 
 def _checksum(state: dict[str, Any]) -> str:
-    held = {name: state[name] for name in ("progress", "identity")}
+    held = {name: state[name] for name in ("progress", "identity", "tensors") if name in state}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    """Of the digests of a file's pieces, which threads take at once: a run waits for it."""
+
+    def of_piece(offset: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return hashlib.sha256(file.read(_PIECE)).digest()
+
+    offsets = range(0, path.stat().st_size, _PIECE)
+    if len(offsets) == 1:
+        return hashlib.sha256(of_piece(0)).hexdigest()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return hashlib.sha256(b"".join(threads.map(of_piece, offsets))).hexdigest()
 
 
 def latest(root: Path) -> Path | None:
@@ -91,16 +118,78 @@ def steps(root: Path) -> dict[int, Path]:
     return found
 
 
+def newest_whole(
+    root: Path, identity: Identity, epoch_steps: Sequence[int], warn: Callable[[str], None]
+) -> Path | None:
+    """The checkpoint that a resume goes on from; None if there is none at all. Those of another run are refused.
+    Damaged ones are set aside: from an earlier one the run computes the same again. The best one is looked at too,
+    since the end of the run needs it."""
+    found, whole = steps(root), dict[int, bool]()
+
+    def is_whole(step: int) -> bool:
+        if step not in whole:
+            try:
+                check_whole(found[step], identity, epoch_steps)
+                whole[step] = True
+            except Damaged as error:
+                whole[step] = False
+                aside = root / f"step-{step}{DAMAGED}"
+                remove(aside)
+                found[step].rename(aside)
+                warn(f"{error.where}: {error.what}; it is set aside as {aside.name}")
+        return whole[step]
+
+    for step in sorted(found, reverse=True):
+        if is_whole(step):
+            best = read_state(found[step])[0].best_step
+            if best in (-1, step) or (best in found and is_whole(best)):
+                return found[step]
+    if found:
+        raise GraftuneError(
+            "none of its checkpoints is whole together with the best one, so that the run would begin anew",
+            where=str(root),
+            mend="delete this folder if it should, or restore it",
+        )
+    return None
+
+
+def check_whole(path: Path, identity: Identity | None = None, epoch_steps: Sequence[int] = ()) -> None:
+    """Raises `Damaged` unless all of it is as it was written, and its place one that the run has."""
+    progress, stored = read_state(path)
+    check_identity(identity or {}, stored, path.parent.parent)
+    if epoch_steps:
+        check_place(path, progress, epoch_steps)
+    _check_tensors(path)
+
+
+def _check_tensors(path: Path) -> None:
+    """Against the digest in the state, which checkpoints of earlier versions lack."""
+    wanted = _read_json(path).get("tensors", "")
+    try:
+        found = _digest(path / TENSORS) if wanted else ""
+    except FileNotFoundError:
+        raise _damaged(path, f"{TENSORS} is gone") from None
+    if found != wanted:
+        raise _damaged(path, "its tensors are not those that were written")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    found = json.loads((path / STATE).read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"{STATE} is not an object")
+    return found
+
+
 def read_state(path: Path) -> tuple[Progress, Identity]:
     """The place and what the run is made of, with no tensor read."""
     try:
-        state = json.loads((path / STATE).read_text())
+        state = _read_json(path)
         known = {f.name for f in fields(Progress)}
         progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
         identity = dict(state["identity"])
         if state.get("sha256", "") not in ("", _checksum(state)):
             raise ValueError("its numbers are not those that were written")
-    except FileNotFoundError:
+    except OSError:  # a disk that cannot be read, or not by this user, says nothing of what is on it
         raise
     except _UNREADABLE as error:
         raise _damaged(path, error) from None
@@ -130,12 +219,21 @@ def check_place(path: Path, place: Progress, epoch_steps: Sequence[int]) -> None
         raise _damaged(path, f"it gives {where}, which this run does not have")
 
 
-def load(path: Path, arena: Arena, identity: Identity | None = None, scaler: Scale | None = None) -> Progress:
+def load(
+    path: Path,
+    arena: Arena,
+    identity: Identity | None = None,
+    scaler: Scale | None = None,
+    *,
+    checked: bool = False,
+) -> Progress:
     """Fill the arena (and the loss scale, where one was saved) and return the place. With `identity`, a checkpoint of
-    another run is refused."""
+    another run is refused. `checked`: its digest has just been compared."""
     try:
         progress, stored = read_state(path)
         check_identity(identity or {}, stored, path.parent.parent)
+        if not checked:
+            _check_tensors(path)
         tensors = load_file(path / TENSORS)
         buffers = [(tensors[name], buffer) for name, buffer in _buffers(arena).items()]
     except GraftuneError:
@@ -192,8 +290,8 @@ def _buffers(arena: Arena) -> dict[str, torch.Tensor]:
     return {"weights": arena.weights, "m": arena.m, "v": arena.v}
 
 
-def _damaged(path: Path, why: object) -> GraftuneError:
-    return GraftuneError(
+def _damaged(path: Path, why: object) -> Damaged:
+    return Damaged(
         f"this checkpoint is damaged ({why})", where=str(path), mend="delete it to fall back on an earlier one"
     )
 
@@ -209,4 +307,4 @@ def prune(root: Path, keep_last: int, best_step: int) -> None:
     kept = set(sorted(found)[-keep_last:]) | {best_step}
     for number, path in found.items():
         if number not in kept:
-            remove(path)
+            remove_at_once(path)
