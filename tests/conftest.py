@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 os.environ["GRAFTUNE_CACHE"] = tempfile.mkdtemp(prefix="graftune-")  # not the user's own
+os.environ["GRAFTUNE_LEDGER"] = os.environ["GRAFTUNE_CACHE"] + "/ledger"  # nor that of the machine
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -14,6 +14,7 @@ ROWS = [
         "private",
         "files",
         "lock",
+        "ledger",
         "remembered",
         "mixture",
         "values",

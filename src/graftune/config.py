@@ -222,6 +222,19 @@ class RunConfig:
         "so far if that is more; 0: never",
         min=0,
     )
+    wait_gpu: float = opt(
+        0.0,
+        "seconds to wait for memory that other runs have reserved on the device, first come first served; 0: refuse at "
+        "once",
+        min=0,
+    )
+    memory_share: float = opt(
+        0.0,
+        "share of the device's memory that runs may reserve together while there are several; 0: 0.85, or 0.6 where "
+        "CPU and GPU share one memory",
+        min=0,
+        max=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Holder:
 
     @staticmethod
     def me() -> Holder:
-        return Holder(os.getpid(), _began(os.getpid()), machine(), round(time.time(), 3))
+        return Holder(os.getpid(), process_start(os.getpid()) or "", machine(), round(time.time(), 3))
 
     @staticmethod
     def read(content: bytes) -> Holder | None:
@@ -57,15 +57,8 @@ class Holder:
     @property
     def lives(self) -> bool:
         """Whether the process is there; asked of one that is here."""
-        if self.began:
-            return _began(self.pid) == self.began
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except (PermissionError, OverflowError):
-            return True
-        return True
+        found = process_start(self.pid)
+        return found == self.began if self.began else found is not None
 
 
 def machine() -> str:
@@ -77,14 +70,19 @@ def machine() -> str:
     return f"{socket.gethostname()} {namespace}".strip()
 
 
-def _began(pid: int) -> str:
-    """Empty where there is no such process, or it has ended and nobody has asked how, or the system does not say."""
+def process_start(pid: int) -> str | None:
+    """When a process started, in the system's own count. None: there is no such process, or it has ended and nobody has
+    asked how. Empty: the system does not say, or hides the processes of others."""
+    with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
-    except (OSError, IndexError, ValueError):
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except (PermissionError, OverflowError):
         return ""
+    return ""
 
 
 class FolderLock:

@@ -188,6 +188,15 @@ def has_fast_bf16(device: torch.device) -> bool:
     )
 
 
+def device_uuid(device: torch.device) -> str:
+    """The name of a CUDA device that is the same in every process, whichever devices it sees."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if index < len(visible) and visible[index].startswith("MIG-"):  # a part of a card, with memory of its own
+        return visible[index]
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -77,3 +77,5 @@ class Settings(TypedDict, total=False):
     profile_every: int
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]
     deadline: float
+    wait_gpu: float
+    memory_share: float

@@ -139,7 +139,7 @@ def _resumed(
         if lock.unsupported:
             console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
         sweep(folder)
-    prepared = prepare_resume(now, console, folder, before, crew)
+    prepared = prepare_resume(now, console, folder, before, held, crew)
     with console.working("resuming the run"):
         run = Run(prepared, console, callbacks)
         run.resume()

@@ -34,7 +34,7 @@ from graftune.mixture import DataValue, label, slug
 from graftune.observe import plot
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
-from graftune.plan import CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
+from graftune.plan import CardModel, Job, Plan, any_data, is_absent, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import set_up
 from graftune.session import Session, check_method, check_recompute, loader_of, open_session, with_template
@@ -44,18 +44,10 @@ from graftune.tokenizer.template import today
 from graftune.training.answers import Answers
 from graftune.training.leftovers import sweep, sweep_unstarted
 from graftune.training.ranks import Alone
+from graftune.training.reserve import Reserver
 from graftune.training.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
-
-# Of the plan, the same on every rank.
-RESOLVED = (
-    "recompute",
-    "tokens_per_micro_batch",
-    "base_dtype",
-    "base_on",
-    "shard_base",
-)
 
 
 @dataclass(frozen=True)
@@ -78,25 +70,27 @@ def prepare_run(
     held: ExitStack | None = None,
     crew: Alone | None = None,
 ) -> Prepared:
-    """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open."""
-    crew = crew or Alone()
+    """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open; so long its
+    memory is reserved."""
+    crew, held = crew or Alone(), held or ExitStack()
     date = config.data.date or crew.from_lead(lambda: today().isoformat())
     new = [] if made is None else made
-    return _prepare(config.replace(date=date), console, lambda config, path: _new_folder(config, path, new, held), crew)
+    config = config.replace(date=date)
+    return _prepare(config, console, lambda config, path: _new_folder(config, path, new, held), crew, held)
 
 
 def prepare_resume(
-    config: Config, console: Console, folder: Path, before: Config, crew: Alone | None = None
+    config: Config, console: Console, folder: Path, before: Config, held: ExitStack, crew: Alone | None = None
 ) -> Prepared:
     """Everything that a run in its folder needs to go on with `config`, where it had `before`."""
-    return _prepare(config, console, lambda config, path: folder, crew or Alone(), before)
+    return _prepare(config, console, lambda config, path: folder, crew or Alone(), held, before)
 
 
-def prepare_profile(config: Config, console: Console) -> Prepared:
+def prepare_profile(config: Config, console: Console, held: ExitStack) -> Prepared:
     """Everything that the steps of a run need, without a folder: nothing is asked, and nothing is written."""
     date = config.data.date or today().isoformat()
     quiet = config.replace(date=date, samples=0, score=False)
-    return _prepare(quiet, console, lambda config, path: Path(config.run.out or "."), Alone())
+    return _prepare(quiet, console, lambda config, path: Path(config.run.out or "."), Alone(), held)
 
 
 class Opened(NamedTuple):
@@ -110,6 +104,7 @@ def _prepare(
     console: Console,
     folder_for: Callable[[Config, DataValue], Path],
     crew: Alone,
+    held: ExitStack,
     before: Config | None = None,
 ) -> Prepared:
     device = crew.device(config.base.device)
@@ -136,7 +131,7 @@ def _prepare(
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
     with compiled_ahead(device, console.warn) as launched:
-        return _placed(config, console, folder_for, before, Opened(base, data, path), launched, crew, device)
+        return _placed(config, console, folder_for, before, Opened(base, data, path), launched, crew, device, held)
 
 
 @contextmanager
@@ -160,27 +155,24 @@ def _placed(
     launched: Launched | None,
     crew: Alone,
     device: torch.device,
+    held: ExitStack,
 ) -> Prepared:
     """Planned, and loaded as planned. `launched` is called for every kernel that the plan foresees."""
     (base, data, path), asked = opened, config.base.device
     config = config.replace(device=str(device))
-    memory = crew.memory(device)
+    job: Job | None = None
+    plan: Plan | None = None
 
-    def planned(config: Config) -> tuple[Job | None, Plan | None]:
+    def make(config: Config, memory: int) -> Job:
         job = plan_job(config, base, data, resuming=before is not None, memory=memory, ranks=crew.size)
-        if job is not None:
-            job.launched = launched
-            if job.host_free is not None:
-                job.host_free = crew.host_share(job.host_free)
-        return job, resolve_auto(job) if job else None
+        assert job is not None, "asked only for devices that are planned for"
+        job.launched = launched
+        return job
 
-    with console.working("planning memory"):
-        # What rank 0 resolves is what the others ask for: whether it fits with them is theirs to say.
-        job, plan = planned(config) if crew.leads else (None, None)
-        resolved = crew.from_lead(lambda: {} if plan is None else {n: plan.settings[n] for n in RESOLVED})
-        if not crew.leads:
-            config = config.replace(**resolved)
-            job, plan = planned(config)
+    if device.type in ("cuda", "cpu"):
+        with console.working("planning memory"):
+            reserver = Reserver(config, device, console, held, task=f"train {Path(base.name).name}", crew=crew)
+            config, job, plan = reserver.planned(config, make)
     if plan is not None:
         if plan.transfer:
             console.note(plan.transfer)

@@ -11,6 +11,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,11 @@ EVALUATED = 8  # examples
 
 def profile(config: Config, console: Console, steps: int) -> Profile:
     """Of at least so many steps, with what was found about the machine and the model in its facts."""
-    prepared = prepare_profile(config, console)
+    with ExitStack() as held:
+        return _profile(prepare_profile(config, console, held), console, steps)
+
+
+def _profile(prepared: Prepared, console: Console, steps: int) -> Profile:
     send = Sender(prepared)
     session = prepared.session
     device = session.runtime.device

@@ -59,6 +59,10 @@ class Alone:
         """What rank 0 finds, as JSON holds it."""
         return work()
 
+    def one_by_one(self, work: Callable[[], None]) -> None:
+        """Never on two ranks of a machine at once, in the order of their numbers there."""
+        work()
+
     def same(self, facts: Mapping[str, Any], mend: str) -> None:
         """Refuse to go on where a rank has something else."""
 
@@ -129,6 +133,12 @@ class Together(Alone):
     def from_lead(self, work: Callable[[], Made]) -> Made:
         made: Made = self.world.from_lead(work() if self.leads else None)
         return made
+
+    def one_by_one(self, work: Callable[[], None]) -> None:
+        for turn in range(max(self.world.gather(self.world.ranks.local_size))):
+            if turn == self.world.local_rank:
+                work()
+            self.world.wait()
 
     def same(self, facts: Mapping[str, Any], mend: str) -> None:
         for rank, theirs in enumerate(everyone := self.world.gather(dict(facts))):

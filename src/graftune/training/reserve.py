@@ -1,0 +1,239 @@
+"""A run's claim on the memory of its device, in the ledger that all runs of a machine share.
+
+What the others leave is what a run is planned within: `auto` finds settings that fit there. If none does, the run is
+refused with the names of those who hold the memory, or (`wait_gpu`) planned for the device as it will be without them,
+and queued. Between a plan and its claim somebody may have been faster; then it is planned anew. Rejected: to claim all
+that is free first and to give back what the plan leaves, which would refuse everybody who starts meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from graftune.config import Config
+from graftune.errors import GraftuneError
+from graftune.ledger import HOST, VARIABLE, Claim, Entry, Ledger, Memory, Room, shared_ledger
+from graftune.observe.console import Console
+from graftune.observe.memory import available_bytes, free_bytes, human_bytes, own_bytes, total_bytes
+from graftune.plan import Job, Plan, best, refusal, resolve_auto
+from graftune.plan.job import CONTEXT_BYTES
+from graftune.runtime import device_name, device_uuid
+from graftune.training.ranks import Alone
+
+RESOLVED = ("recompute", "tokens_per_micro_batch", "base_dtype", "base_on", "shard_base")  # the same on every rank
+SHARE, UNIFIED_SHARE = 0.85, 0.6
+TRIES = 5  # plans that others may be faster than
+PINNED = 1 << 28  # bytes of host memory beside a GPU that are claimed, too
+SETTLING = 0.2  # seconds between two looks at a ledger whose entries were lost
+NAMED = 3  # holders that a sentence names
+
+Make = Callable[[int], Job]  # a job that is planned within so many bytes; 0: within what is free
+
+
+class Reserver:
+    """One process's claims, all of them given back when `held` is closed. Every rank makes one."""
+
+    def __init__(
+        self, config: Config, device: torch.device, console: Console, held: ExitStack, *, task: str, crew: Alone
+    ):
+        self.device, self.console, self.held, self.crew = device, console, held, crew
+        self.seconds, self.task, self.group = config.run.wait_gpu, task, crew.from_lead(lambda: os.urandom(16).hex())
+        self.ledger = _ledger(console, required=self.seconds > 0)
+        self.name, unified = HOST, False
+        if device.type == "cuda" and self.ledger is not None:
+            self.name = device_uuid(device)
+            unified = bool(torch.cuda.get_device_properties(device).is_integrated)
+        self.share = config.run.memory_share or (UNIFIED_SHARE if unified else SHARE)
+        self._claimed: set[str] = set()
+
+    def planned(self, config: Config, make: Callable[[Config, int], Job]) -> tuple[Config, Job, Plan]:
+        """Planned within what other runs leave, and claimed. `make` gives the job of these settings within so many
+        bytes. What rank 0 resolves is what the others ask for: whether it fits with them is theirs to say."""
+        limit, host_free = self.crew.memory(self.device), None
+        if self.device.type == "cuda":
+            host_free = self._host_left(self.crew.host_share(available_bytes()))
+
+        def within(memory: int) -> Job:
+            job = make(config, memory)
+            if job.host_free is not None:
+                job.host_free = host_free
+            return job
+
+        resolved: dict[str, Any] = {}
+        if self.crew.leads:
+            job, plan = self._planned(within, limit)
+            resolved = {name: plan.settings[name] for name in RESOLVED}
+        resolved = self.crew.from_lead(lambda: resolved)
+        if not self.crew.leads:
+            config = config.replace(**resolved)
+            job, plan, _ = self._fitting(within, limit)
+        self.crew.one_by_one(lambda: self._claim(plan))
+        return config, job, plan
+
+    def _planned(self, make: Make, limit: int) -> tuple[Job, Plan]:
+        for _ in range(TRIES):
+            job, plan, waits = self._fitting(make, limit)
+            if waits or self.ledger is None or self._take(self.ledger, plan):
+                break
+        self._claim(plan)
+        return job, plan
+
+    def _fitting(self, make: Make, limit: int) -> tuple[Job, Plan, bool]:
+        """A plan within what is left now; or else, and True, within what there will be once the others have gone."""
+        if self.ledger is None:
+            job = make(limit)
+            return job, resolve_auto(job), False
+        room = self._room(self.name)
+        left = 0 if room.ahead else room.left
+        job = make(limit if room.alone else self._within(left, limit))
+        plan = best(job)
+        if plan.fits:
+            if not room.alone:
+                self.console.note(
+                    f"planned within {human_bytes(room.left)} that are left of {self._where}: {_said(room)}"
+                )
+            return job, plan, False
+        if room.alone and not self.seconds:
+            raise refusal(job, plan)
+        later = make(self._within(self._once_gone(room), limit))
+        whole = resolve_auto(later)
+        if not self.seconds:
+            raise self._refused(plan.needed, left, room)
+        return later, whole, True
+
+    def _claim(self, plan: Plan) -> None:
+        """What was not granted yet: within `wait_gpu`, or refused. Of the host memory beside a GPU always after the
+        GPU's own, so that no two runs wait for each other."""
+        if self.ledger is None:
+            return
+        sizes = {self.name: plan.needed}
+        if self.device.type == "cuda" and plan.bytes.host > PINNED:
+            sizes[HOST] = plan.bytes.host
+        for name, size in sizes.items():
+            if name not in self._claimed:
+                self._wait(self.ledger, name, size)
+
+    def _host_left(self, free: int) -> int:
+        """Of the host's free memory, for a run on a GPU."""
+        if self.ledger is None or self.device.type != "cuda":
+            return free
+        room = self._room(HOST)
+        return free if room.alone else min(free, room.left)
+
+    def _take(self, ledger: Ledger, plan: Plan) -> bool:
+        """At once or not at all."""
+        claim = self._new(ledger, self.name, plan.needed)
+        claim.take(self._memory(self.name))
+        return self._granted(claim)
+
+    def _wait(self, ledger: Ledger, name: str, size: int) -> None:
+        claim, said = self._new(ledger, name, size), [""]
+
+        def told(room: Room) -> None:
+            text = _said(room)
+            if text != said[0]:
+                self.console.note(f"waiting up to {self.seconds:g} s for {human_bytes(size)} of {self._where}: {text}")
+                said[0] = text
+
+        with self.console.working("waiting for memory") if self.seconds else nullcontext():
+            room = claim.wait(lambda: self._memory(name), self.seconds, told)
+        if not self._granted(claim):
+            raise self._refused(size, 0 if room.ahead else room.left, room)
+
+    def _new(self, ledger: Ledger, name: str, size: int) -> Claim:
+        return ledger.claim(name, size, task=self.task, share=self.share, group=self.group)
+
+    def _granted(self, claim: Claim) -> bool:
+        if claim.granted:
+            self._claimed.add(claim.entry.device)
+            self.held.callback(self._release, claim)
+            claim.keep(own_bytes if claim.entry.device == HOST else lambda: torch.cuda.memory_reserved(self.device))
+        return claim.granted
+
+    def _release(self, claim: Claim) -> None:
+        try:
+            claim.release()
+        except GraftuneError as error:  # whoever looks next sees that this process has gone
+            self.console.warn(f"the memory of this run stays reserved until it ends: {error}")
+
+    def _memory(self, name: str) -> Memory:
+        if name == HOST:
+            return Memory(total_bytes(), available_bytes())
+        return Memory(torch.cuda.mem_get_info(self.device)[1], free_bytes(self.device))
+
+    def _room(self, name: str) -> Room:
+        assert self.ledger is not None
+        while True:
+            room = self.ledger.room(name, self._memory(name), share=self.share, group=self.group)
+            if not room.settling:
+                return room
+            time.sleep(SETTLING)
+
+    def _within(self, left: int, limit: int) -> int:
+        """`left` as the limit that a job takes: never 0, and on a GPU with what is taken of it."""
+        memory = self._memory(self.name)
+        taken = memory.total - memory.free if self.device.type == "cuda" else 0
+        found = max(1, taken + left)
+        return min(found, limit) if limit else found
+
+    def _once_gone(self, room: Room) -> int:
+        """Bytes that will be free without the holders; of a GPU also without programs that are not in the ledger."""
+        memory = self._memory(self.name)
+        back = memory.free + sum(entry.measured for entry in room.holders)
+        return max(back, memory.total - CONTEXT_BYTES) if self.device.type == "cuda" else back
+
+    @property
+    def _where(self) -> str:
+        return device_name(self.device) if self.device.type == "cuda" else "this machine's memory"
+
+    def _refused(self, size: int, left: int, room: Room) -> GraftuneError:
+        waited = f" after {self.seconds:g} s" if self.seconds else ""
+        longer = "longer " if self.seconds else ""
+        return GraftuneError(
+            f"training needs {human_bytes(size)} of {self._where} and {human_bytes(left)} are left{waited}: "
+            f"{_said(room)}",
+            mend=f"wait {longer}with --wait-gpu SECONDS, or let runs reserve more together with memory_share",
+        )
+
+
+def _ledger(console: Console, *, required: bool) -> Ledger | None:
+    """None, and that is said, where there is none that can be written: then it is the free memory that counts."""
+    ledger = shared_ledger(console.warn)
+    if ledger is None:
+        if required:
+            raise GraftuneError(
+                f"wait_gpu is set and {VARIABLE} is off", where="environment", mend="unset one of the two"
+            )
+        return None
+    try:
+        ledger.check()
+    except GraftuneError as error:
+        if required:
+            raise
+        console.warn(f"the memory of this run is not reserved against other runs: {error}")
+        return None
+    return ledger
+
+
+def _said(room: Room) -> str:
+    """Who has it, and who waits."""
+    parts = []
+    if room.ahead:
+        count = len(room.ahead)
+        parts.append(f"{count} {'run is' if count == 1 else 'runs are'} ahead in the queue")
+    if room.holders:
+        more = len(room.holders) - NAMED
+        others = [f"{more} more"] if more > 0 else []
+        parts.append("reserved by " + ", ".join([*map(described, room.holders[:NAMED]), *others]))
+    return "; ".join(parts) or "programs that reserve nothing use it"
+
+
+def described(entry: Entry) -> str:
+    since = time.strftime("%H:%M", time.localtime(entry.started))
+    return f"process {entry.pid} of {entry.user} ({entry.task}, {human_bytes(entry.booked)} since {since})"

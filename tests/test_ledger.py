@@ -1,0 +1,302 @@
+"""The ledger of reserved memory: never over-granted, first come first served, whatever others do to it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graftune.errors import GraftuneError
+from graftune.ledger import LEASE, Claim, Ledger, Memory, book, entry, store
+
+GPU, ALL = "GPU-0", Memory(100, 100)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    said: list[str] = []
+    found = Ledger(tmp_path / "ledger", tell=said.append)
+    found.said = said  # type: ignore[attr-defined]
+    return found
+
+
+def claim(ledger: Ledger, size: int, memory: Memory = ALL, **more: object) -> Claim:
+    made = ledger.claim(GPU, size, task="test", **more)  # type: ignore[arg-type]
+    made.take(memory)
+    return made
+
+
+@pytest.fixture(scope="module")
+def helper() -> Iterator[subprocess.Popen[str]]:
+    """A small process, without torch, that takes claims as it is told: a line of folder and size."""
+    code = (
+        "import sys; from graftune.ledger import Ledger, Memory\n"
+        "assert 'torch' not in sys.modules\n"
+        "for line in sys.stdin:\n"
+        "    folder, size = line.split(); claim = Ledger(folder).claim('GPU-0', int(size), task='helper')\n"
+        "    claim.take(Memory(100, 100)); print(claim.granted, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def ask(helper: subprocess.Popen[str], ledger: Ledger, size: int) -> bool:
+    assert helper.stdin is not None and helper.stdout is not None
+    helper.stdin.write(f"{ledger.store.folder} {size}\n")
+    helper.stdin.flush()
+    return helper.stdout.readline() == "True\n"
+
+
+def test_racing_processes_are_never_granted_more_than_there_is(tmp_path: Path) -> None:
+    """The short form of tests/soak/soak_ledger.py. Half of the winners are killed: what they held is free again."""
+    line = [sys.executable, "-m", "tests.ledger_race", str(tmp_path / "ledger"), "20", "6"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
+    found = json.loads(done.stdout)
+    assert found["granted"] == {"1": 20} and found["left"] == 0
+
+
+def test_what_is_left(ledger: Ledger) -> None:
+    first = claim(ledger, 95)
+    assert first.granted, "alone: all that is free"
+    assert not claim(ledger, 1).granted, "beside another: 85% of it"
+    first.release()
+    first = claim(ledger, 60)
+    assert not claim(ledger, 26).granted and claim(ledger, 25).granted
+    assert not claim(ledger, 1).granted
+    assert claim(ledger, 10, share=0.95).granted
+    assert ledger.room(GPU, ALL).left == 0 and ledger.room("GPU-1", ALL).left == 100
+    assert next((e.booked, e.user) for e in ledger.entries()) == (60, entry._user())
+
+
+def test_memory_of_programs_that_reserve_nothing_counts(ledger: Ledger) -> None:
+    assert not claim(ledger, 41, Memory(100, 40)).granted
+    first = claim(ledger, 30, Memory(100, 40))
+    assert first.granted
+    assert ledger.room(GPU, Memory(100, 40)).left == 10, "30 of the 40 are promised"
+    first.beat(30)
+    assert ledger.room(GPU, Memory(100, 10)).left == 10, "and taken now"
+    first.beat(70)
+    assert ledger.room(GPU, Memory(100, 30)).left == 15, "a plan that was wrong: what is measured is booked"
+
+
+def test_ranks_of_a_run_are_not_in_each_others_way(ledger: Ledger) -> None:
+    assert claim(ledger, 50, group="run").granted and claim(ledger, 50, group="run").granted
+    assert not claim(ledger, 1, group="run").granted
+
+
+def test_a_dead_process_holds_nothing(ledger: Ledger, helper: subprocess.Popen[str]) -> None:
+    """Neither one that was killed nor a later one of its number; but one that was stopped does."""
+    assert ask(helper, ledger, 60)
+    theirs = ledger.entries()[0]
+    assert theirs.pid == helper.pid and not claim(ledger, 60).granted
+    assert not replace(theirs, began="1").lives(entry.clock()), "another process of the same number"
+    os.kill(helper.pid, signal.SIGSTOP)
+    assert theirs.lives(theirs.expires + 1e6), "it keeps its memory, however long it was stopped"
+    assert not replace(theirs, granted=False).lives(theirs.expires + 1), "but not a place in the queue"
+    os.kill(helper.pid, signal.SIGCONT)
+    child = os.fork()
+    if not child:
+        try:
+            held = ledger.claim(GPU, 25, task="child")
+            held.take(ALL)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended and nobody has asked how
+    assert json.loads(ledger.store.path.read_text())["entries"][-1]["task"] == "child"
+    assert claim(ledger, 25).granted
+    os.waitpid(child, 0)
+
+
+def test_a_process_of_another_container_holds_as_long_as_it_renews(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = ledger.claim(GPU, 60, task="elsewhere")
+    elsewhere.entry = replace(elsewhere.entry, namespace="pid:[1]", pid=1, began="1")
+    elsewhere.take(ALL)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # a date that is set back, or on, ends and prolongs no lease
+    assert not claim(ledger, 60).granted
+    later = entry.clock() + LEASE + 1
+    monkeypatch.setattr(book, "clock", lambda: later)
+    assert elsewhere.entry.started > 0 and claim(ledger, 60).granted
+    assert not replace(elsewhere.entry, expires=later + 1e9).lives(later), "no lease is that long"
+
+
+def test_the_queue_is_first_come_first_served(ledger: Ledger) -> None:
+    held, order = claim(ledger, 80), []
+    looks: dict[int, threading.Event] = {}
+
+    def waits(size: int) -> None:
+        mine = ledger.claim(GPU, size, task=f"waits for {size}")
+        room = mine.wait(lambda: ALL, 60, lambda _: looks[size].set())
+        assert mine.granted and not room.ahead
+        order.append(size)
+        mine.release()
+
+    threads = []
+    for size in (90, 10, 30):  # the small ones would fit before the large one
+        looks[size] = threading.Event()
+        threads.append(threading.Thread(target=waits, args=(size,)))
+        threads[-1].start()
+        assert looks[size].wait(30)
+    room = ledger.room(GPU, ALL)
+    assert [e.planned for e in room.ahead] == [90, 10, 30] and [e.planned for e in room.holders] == [80]
+    assert not claim(ledger, 1).granted, "nobody overtakes"
+    held.release()
+    for thread in threads:
+        thread.join(60)
+    assert order[0] == 90 and sorted(order) == [10, 30, 90]
+
+
+def test_a_waiter_gives_up_its_place(ledger: Ledger, helper: subprocess.Popen[str]) -> None:
+    held = claim(ledger, 60)
+    mine = ledger.claim(GPU, 60, task="waits")
+    room = mine.wait(lambda: ALL, 0.01)
+    assert not mine.granted and [e.pid for e in room.holders] == [os.getpid()]
+    assert [e.id for e in ledger.entries()] == [held.entry.id]
+    waits = ledger.claim(GPU, 70, task="a large one, which then dies")
+    waits.take(ALL, queue=True)
+    assert not ask(helper, ledger, 10)
+    with ledger.store.locked() as state:
+        state.entries[-1] = replace(state.entries[-1], began="1")
+    assert ask(helper, ledger, 10)
+
+
+def test_claims_of_one_run_have_one_place_in_the_queue(ledger: Ledger) -> None:
+    """Else a run's second claim would wait for somebody who waits for its first."""
+    first = claim(ledger, 50, group="run")
+    other = ledger.claim(GPU, 50, task="other")
+    other.take(ALL, queue=True)
+    assert claim(ledger, 50, group="run").granted and not other.granted and first.granted
+
+
+def test_a_heartbeat_keeps_a_claim_and_enters_what_was_lost(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "BEAT", 0.01)
+    with claim(ledger, 60) as held:
+        taken = [5]
+        held.keep(lambda: taken[0])
+        taken[0] = 25
+        ledger.store.path.unlink()
+        ledger.store.path.with_name(ledger.store.name + ".copy").unlink()
+        limit = time.monotonic() + 20
+        while [e.measured for e in ledger.entries()] != [20] and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert [(e.id, e.measured, e.planned) for e in ledger.entries()] == [(held.entry.id, 20, 60)]
+    assert ledger.entries() == []
+
+
+@pytest.mark.parametrize("content", [b"{", b"[" * 100_000, b"\0" * 4096, b'{"crc32": 0}', b"x" * (store.LARGEST + 9)])
+def test_a_damaged_ledger_is_put_aside(content: bytes, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = claim(ledger, 60)
+    for path in (ledger.store.path, ledger.store.path.with_name(ledger.store.name + ".copy")):
+        path.write_bytes(content)
+    mine = ledger.claim(GPU, 60, task="test")
+    assert mine.take(ALL).settling and not mine.granted, "nobody knows who holds what"
+    (text,) = ledger.said  # type: ignore[attr-defined]
+    assert "was damaged and is put aside as" in text
+    aside = next(ledger.store.folder.glob("*.damaged-*"))
+    assert aside.read_bytes() == content[: store.LARGEST + 1]
+    held.beat(0)
+    real = entry.clock
+    monkeypatch.setattr(book, "clock", lambda: real() + 2 * book.BEAT + 0.1)
+    room = mine.take(ALL)
+    assert not room.settling and not mine.granted and [e.id for e in room.holders] == [held.entry.id]
+
+
+def test_a_writer_that_was_killed_loses_nothing(ledger: Ledger) -> None:
+    """Of the two copies one is whole, wherever it was killed."""
+    claim(ledger, 60)
+    path = ledger.store.path
+    whole = path.read_bytes()
+    for torn in (path, path.with_name(path.name + ".copy")):
+        torn.write_bytes(whole[: len(whole) // 2] + b"}")
+        assert [e.planned for e in ledger.entries()] == [60] and not claim(ledger, 60).granted
+        torn.write_bytes(whole)
+    assert not ledger.said  # type: ignore[attr-defined]
+
+
+def test_hostile_ledgers_are_refused() -> None:
+    """Whatever is in a field: an entry that is right, or ValueError and nothing else."""
+    good, taken = entry.new_entry(GPU, 60, "test", ""), 0
+    numbers = (-1, 0, 1, 2**31, 2**63, 10**400, -0.5, 1e300, math.inf, -math.inf, math.nan)
+    others = (None, True, "", "\x1b[2J", "\ud800", "x" * 1000, [], [[]], {}, {"pid": 1})
+    for name, value in itertools.product(good.document(), (*numbers, *others)):
+        try:
+            found = entry.read_entry({**good.document(), name: value})
+        except ValueError:
+            continue
+        taken += 1
+        assert getattr(found, name) == value and store.parsed(store.written(store.State([found]))).entries == [found]
+        found.lives(0.0)
+    assert 20 < taken < 100
+    for wrong in ([], {}, None, good.document() | {"more": 1}):
+        with pytest.raises(ValueError, match="other fields"):
+            entry.read_entry(wrong)
+    for wrong in ("settles", "next_ticket", "entries", "version"):
+        body = json.loads(store.written(store.State([good])))
+        del body["crc32"]
+        body[wrong] = "1"
+        with pytest.raises(ValueError, match="no ledger"):
+            store.parsed(json.dumps({"crc32": store._checksum(body), **body}).encode())
+
+
+def test_a_place_that_users_share(tmp_path: Path, ledger: Ledger) -> None:
+    before = os.umask(0o077)
+    try:
+        claim(ledger, 1)
+    finally:
+        os.umask(before)
+    folder = ledger.store.folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o666}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "second name", "folder", "linked folder"])
+def test_what_is_no_plain_file_is_refused(kind: str, tmp_path: Path, ledger: Ledger) -> None:
+    folder, path, victim = ledger.store.folder, ledger.store.path, tmp_path / "victim"
+    victim.write_text("precious")
+    if kind == "linked folder":
+        (tmp_path / "real").mkdir()
+        folder.symlink_to(tmp_path / "real")
+    else:
+        folder.mkdir()
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "second name":
+        os.link(victim, path)
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(GraftuneError, match=r"cannot be used .*; set GRAFTUNE_LEDGER to a folder that everybody"):
+        ledger.check()
+    assert victim.read_text() == "precious"
+
+
+def test_a_lock_that_is_kept_stops_nobody_for_ever(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "PATIENCE", 0.05)
+    with ledger.store.locked(), pytest.raises(GraftuneError, match="another process has kept it locked"):
+        Ledger(ledger.store.folder).check()
+
+
+def test_ledgers_of_other_boots_go(ledger: Ledger) -> None:
+    ledger.store.folder.mkdir()
+    old, new = (ledger.store.folder / f"ledger-{name}.json" for name in ("old", "new"))
+    old.touch(), new.touch()
+    os.utime(old, (0, 0))
+    ledger.check()
+    assert new.exists() and not old.exists()

@@ -1,0 +1,120 @@
+"""Runs reserve their memory: they share a device within their plans, wait for each other, and give it back."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.api import train
+from graftune.config import Config
+from graftune.errors import GraftuneError
+from graftune.ledger import HOST, Claim, Ledger, Memory
+from graftune.observe.console import Console
+from graftune.observe.memory import total_bytes
+from tests.training.runs import write_data
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    monkeypatch.setenv("GRAFTUNE_LEDGER", str(tmp_path / "ledger"))
+    return Ledger(tmp_path / "ledger")
+
+
+@pytest.fixture
+def other(ledger: Ledger) -> Iterator[Claim]:
+    """Half of the machine's memory, reserved by somebody who has taken nothing of it yet."""
+    with ledger.claim(HOST, total_bytes() // 2, task="train on another's data") as claim:
+        claim.take(Memory(total_bytes(), total_bytes()))
+        assert claim.granted
+        yield claim
+
+
+def settings(tiny_folder: Any, out: Path, **more: Any) -> Config:
+    values = {
+        **{"base": str(tiny_folder("llama-shallow")), "data": str(write_data(out.parent / "data.jsonl"))},
+        **{"out": str(out), "device": "cpu", "rank": 4, "max_steps": 1, "tokens_per_step": 64, "val_split": 0.0},
+        **{"samples": 0},
+    }
+    return Config.of(values | more)
+
+
+def test_two_runs_share_a_device_and_a_third_waits(tiny_folder, tmp_path) -> None:
+    check_sharing("cpu", tiny_folder("llama-shallow"), tmp_path)
+
+
+def check_sharing(device: str, base: Path, folder: Path) -> dict[str, Any]:
+    line = [sys.executable, "-m", "tests.sharing", device, str(base), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert not done.returncode, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    first, second, third = found["entries"]
+    assert first["granted"] and second["granted"] and not third["granted"] and found["waited"]
+    for entry in (first, second):
+        assert 0 < entry["measured"] <= entry["planned"], "within their plans"
+    assert found["codes"] == {"1": 0, "2": 0, "3": 0} and found["left"] == 0
+    runs = found["runs"]
+    assert runs["3"]["run_start"] > min(runs[name]["run_end"] for name in "12") > runs["2"]["run_start"]
+    assert runs["1"]["losses"] == runs["2"]["losses"] == runs["3"]["losses"] != []
+    assert f"process {first['pid']} of" in found["logs"]["3"], found["logs"]["3"]
+    return found
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_holders_names(ledger, other, tiny_folder, tmp_path) -> None:
+    share = (other.entry.planned + 1000) / total_bytes()
+    for wait, when in ((0.0, "left: reserved by"), (0.05, "left after 0.05 s: reserved by")):
+        with pytest.raises(GraftuneError) as caught:
+            train(settings(tiny_folder, tmp_path / "run", memory_share=share, wait_gpu=wait), console=Console())
+        said = str(caught.value)
+        assert when in said and f"process {os.getpid()} of " in said and "(train on another's data, " in said
+        assert "with --wait-gpu SECONDS" in said
+    assert [entry.id for entry in ledger.entries()] == [other.entry.id] and not (tmp_path / "run").exists()
+
+
+def test_the_plan_sees_what_others_leave(ledger, other, tiny_folder, tmp_path) -> None:
+    share = other.entry.planned / total_bytes() + 0.01
+    seen = []
+
+    def look(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            seen.extend(entry for entry in ledger.entries() if entry.id != other.entry.id)
+
+    run = train(settings(tiny_folder, tmp_path / "run", memory_share=share), console=Console(), callbacks=[look]).folder
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["free"] == int(share * total_bytes()) - other.entry.planned
+    (mine,) = seen
+    assert (mine.planned, mine.granted, mine.task) == (plan["needed"], True, "train llama-shallow")
+    assert [entry.id for entry in ledger.entries()] == [other.entry.id], "given back"
+
+
+def test_a_run_that_fails_gives_its_memory_back(ledger, tiny_folder, tmp_path) -> None:
+    def fails(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            assert [entry.granted for entry in ledger.entries()] == [True]
+            raise RuntimeError("a callback's mistake")
+
+    with pytest.raises(RuntimeError, match="a callback's mistake"):
+        train(settings(tiny_folder, tmp_path / "run"), console=Console(), callbacks=[fails])
+    assert ledger.entries() == []
+
+
+def test_a_ledger_that_cannot_be_written_is_said(tiny_folder, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GRAFTUNE_LEDGER", str(tmp_path / "file" / "ledger"))
+    said = io.StringIO()
+    train(settings(tiny_folder, tmp_path / "run"), console=Console(stderr=said))
+    assert "warning: the memory of this run is not reserved against other runs: " in said.getvalue()
+    for place, text in ((os.environ["GRAFTUNE_LEDGER"], "cannot be used"), ("off", "GRAFTUNE_LEDGER is off")):
+        monkeypatch.setenv("GRAFTUNE_LEDGER", place)
+        with pytest.raises(GraftuneError, match=text):  # nobody can queue there
+            train(settings(tiny_folder, tmp_path / "other", wait_gpu=1), console=Console())
