@@ -17,7 +17,6 @@ import errno
 import fcntl
 import json
 import os
-import random
 import stat
 import time
 import zlib
@@ -31,7 +30,7 @@ from graftune.errors import GraftuneError
 from graftune.ledger.entry import MOST_NUMBER, Entry, clock, read_entry
 
 VARIABLE = "GRAFTUNE_LEDGER"
-PLACE = "/tmp/graftune-ledger"  # every user of a machine can write to /tmp
+PLACE = "/tmp/graftune-ledger"  # noqa: S108 (which every user can write to; `_open` checks what others left there)
 LARGEST = 1 << 20  # bytes of a ledger
 MOST_ENTRIES = 1000
 PATIENCE = 20.0  # seconds for the lock, which nobody keeps for more than some milliseconds
@@ -274,7 +273,7 @@ def _wait_for(handle: int, limit: float) -> None:
         except BlockingIOError:
             if time.monotonic() > limit:
                 raise OSError(errno.ETIMEDOUT, f"another process has kept it locked for {PATIENCE:g} s") from None
-        time.sleep(pause * random.uniform(0.5, 1.5))
+        time.sleep(pause)
         pause = min(2 * pause, 0.02)
 
 
