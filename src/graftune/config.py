@@ -216,6 +216,16 @@ class RunConfig:
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = opt(
         "none", "experiment tracker that is sent the figures of the run; each needs the extra of its name"
     )
+    max_skipped: int = opt(
+        10,
+        "stop after this many updates in a row were skipped because numbers were not finite; 0: never",
+        min=0,
+    )
+    stop_on_warning: bool = opt(
+        False,
+        "stop, with a checkpoint and an error, when the run warns of its own numbers: a loss spike, no gradient, other "
+        "tokens than planned, weights that do not move, a validation loss above the first",
+    )
     deadline: float = opt(
         120.0,
         "several ranks: seconds after which a step that does not finish ends the run, or three times the longest step "

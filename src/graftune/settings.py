@@ -76,6 +76,8 @@ class Settings(TypedDict, total=False):
     profile: int
     profile_every: int
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]
+    max_skipped: int
+    stop_on_warning: bool
     deadline: float
     wait_gpu: float
     memory_share: float

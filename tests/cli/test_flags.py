@@ -16,16 +16,16 @@ from graftune.cli.app import app
 from graftune.config import leaves
 
 FROZEN = {
-    "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta1 --beta2
-        --clip --clip-mode --compute-dtype --config --data --date --deadline --deterministic --device
-        --dropout --epochs --eps --eval-data --eval-every --eval-examples --graph --init --init-scale --json
-        --keep-last --loss --lr --map --max-seq-len --max-steps --memory-share --method --min-lr --new-tokens
-        --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms
-        --out --patience --print-config --profile --profile-every --prompt-form --quiet --rank --recompute
-        --resume --revision --rslora --sample-every --sample-tokens --samples --save-every --save-minutes --schedule
-        --score --score-records --seed --shard-base --strict --targets --template --template-vars --threads
-        --tokens-per-micro-batch --tokens-per-step --track --train-norms --train-on --train-reasoning
-        --val-split --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
+    "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta1 --beta2 --clip
+        --clip-mode --compute-dtype --config --data --date --deadline --deterministic --device --dropout --epochs --eps
+        --eval-data --eval-every --eval-examples --graph --init --init-scale --json --keep-last --loss --lr --map
+        --max-seq-len --max-skipped --max-steps --memory-share --method --min-lr --new-tokens --no-any-base
+        --no-append-eos --no-deterministic --no-graph --no-rslora --no-score --no-stop-on-warning --no-strict
+        --no-train-norms --out --patience --print-config --profile --profile-every --prompt-form --quiet --rank
+        --recompute --resume --revision --rslora --sample-every --sample-tokens --samples --save-every --save-minutes
+        --schedule --score --score-records --seed --shard-base --stop-on-warning --strict --targets --template
+        --template-vars --threads --tokens-per-micro-batch --tokens-per-step --track --train-norms --train-on
+        --train-reasoning --val-split --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
     "chat": """--any-base --append-eos --base --base-dtype --base-on --compare --compute-dtype --date --device --json
         --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --shard-base --system
         --temperature --template --template-vars --threads --top-k --top-p TARGET""",

@@ -86,7 +86,7 @@ def take(step: Step, micro_batches: list[list[Example]], **hyper: float) -> list
     step.set_hyper(HYPER | {"divisor": float(sum(b.response_tokens for b in packed))} | hyper)
     for batch in packed:
         step.micro_step(batch)
-    return step.update_step().tolist()
+    return step.update_step()[:3].tolist()
 
 
 @pytest.mark.parametrize("variant", PER_BLOCK)

@@ -63,11 +63,16 @@ class Tail:
         out[SAID:].copy_(self.said)
 
     def fingerprint(self, weights: torch.Tensor) -> None:
-        """Renew it: the sum of the weights' bits, which has no order. Nothing is read back."""
-        total = torch.zeros((), dtype=torch.int64, device=weights.device)
-        for part in weights.view(torch.int32).split(PART):
-            total += part.sum(dtype=torch.int64)
-        self.said[1:].copy_((total >> self.shifts) & (2**BITS - 1))
+        """Renew it. Nothing is read back."""
+        self.said[1:].copy_((bit_sum(weights) >> self.shifts) & (2**BITS - 1))
+
+
+def bit_sum(weights: torch.Tensor) -> torch.Tensor:
+    """The sum of fp32 weights' bits, which has no order: 0-dim int64 on their device."""
+    total = torch.zeros((), dtype=torch.int64, device=weights.device)
+    for part in weights.view(torch.int32).split(PART):
+        total += part.sum(dtype=torch.int64)
+    return total
 
 
 def heard(report: Sequence[Any], size: int) -> Heard:

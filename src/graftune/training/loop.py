@@ -37,6 +37,8 @@ from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.ending import answer_samples, ask_base, finish
 from graftune.training.every import ProfiledSteps
+from graftune.training.guard import Guard
+from graftune.training.halting import Halted, halted, look_at_weights
 from graftune.training.live import live_speed, profiled_steps, tracking_of
 from graftune.training.prepare import Prepared, report_start
 from graftune.training.preview import PreviewWriter
@@ -97,6 +99,7 @@ class Run:
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
         self.reporter: Reporter
+        self.guard: Guard
         self.profiling: ProfiledSteps
 
     # Beginning
@@ -125,6 +128,7 @@ class Run:
         else:
             self._open_log()
         self.progress = self.crew.spread(self.session, self.progress)
+        self.guard.said = set(self.crew.from_lead(lambda: sorted(self.guard.said)))
 
     def _read_folder(self) -> None:
         identity, epochs = self.identity(), self.before.epoch_steps
@@ -139,6 +143,7 @@ class Run:
         starts = [event for event in events if event["event"] == "run_start"]
         if found is None and starts:
             checkpoint.check_identity(self.identity(), starts[-1], self.folder)
+        self.guard.said = {str(event["kind"]) for event in events if event["event"] == "warning" and "kind" in event}
         for event in events:
             if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
                 self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
@@ -157,7 +162,7 @@ class Run:
             self.log.emit("extend", step=p.step, steps=self.total, steps_before=self.before.total, **kept)
             if p.stale and self.total > self.before.total:  # or an early stop would come again at once
                 p.stale = 0
-                self._save()
+                self.save()
         if kept:
             before.replace(**kept).save(self.folder / "config.yaml")
 
@@ -166,6 +171,7 @@ class Run:
         self.log = EventLog(path, self._called_back if self.callbacks else None)
         self.reporter = Reporter(self.console, self.log, self.total, self.session.runtime.device, self.plan)
         self.reporter.live = live_speed(self.session, self.training, self.pipeline, self.shape)
+        self.guard = Guard(self.reporter.warn, self.config.run.max_skipped, self.config.run.stop_on_warning)
         self.profiling = profiled_steps(self)
 
     def identity(self) -> dict[str, Any]:
@@ -192,6 +198,8 @@ class Run:
             # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
             self._stop()
             stopped, summary = "interrupted", {}
+        except Halted:
+            raise halted(self) from None
         finally:
             preview.finish()
             self.log.close()
@@ -206,7 +214,7 @@ class Run:
         self.step.discard()
         self._finish_steps()
         if not self.closing:  # by then the arena may hold the best step's weights
-            self._save()
+            self.save()
         self.log.emit("run_end", step=self.progress.step, stopped="interrupted", signal=int(self.signal), **self.cost())
         if self.crew.leads:
             self.reporter.plot()
@@ -215,6 +223,8 @@ class Run:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
         full = self.config.train.method == "full"
         ask = self.crew.leads and full and bool(self.answers.questions)
+        if not self.validation.examples:  # or the first evaluation does
+            look_at_weights(self)
         if ask and not self.base_answers and not self.progress.step:
             with self.crew.busy("asking the base"):
                 ask_base(self)
@@ -227,10 +237,12 @@ class Run:
                     self._finish_steps()
                     with self.reporter.meter.paused():
                         if self._save_due():  # an evaluation may take long
-                            self._save()
+                            self.save()
                         self._evaluate()
                 if p.step >= self.total:
                     self._finish_steps()
+                    look_at_weights(self)
+                    self._halt_if_asked()
                     return "done"
                 if self.config.train.patience and p.stale >= self.config.train.patience:
                     return "early"
@@ -253,7 +265,7 @@ class Run:
                 self._take(done)
             self.reporter.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
             if self.last is not None and p.step >= self.last:
-                raise Interrupted
+                self._stop_there()
             if self._samples_due():
                 self._finish_steps()
                 with self.reporter.meter.paused():
@@ -264,7 +276,7 @@ class Run:
             if ends or self._save_due() or (settings.save_every and p.step % settings.save_every == 0):
                 self._finish_steps()
                 with self.reporter.meter.paused():
-                    self._save()
+                    self.save()
 
     def _one_step(self, micro_batches: list[Any]) -> None:
         """Send a step on its way; what came of it is asked for later."""
@@ -306,10 +318,24 @@ class Run:
         """The figures of a step that is done."""
         self.crew.finished(done)
         self.reporter.step(done, scaled=self.step.scaler is not None)
-        if done.heard.stop and self.last is None:
+        self.guard.step(done)
+        if done.heard.stop:
+            self.signal = self.signal or signal.SIGTERM
+        if self.last is None and (done.heard.stop or self.guard.stops):
             # By then every rank knows, whichever step it had sent when it learnt of it.
             self.last = done.tag["step"] + self.pipeline.ahead
-            self.signal = self.signal or signal.SIGTERM
+
+    def _stop_there(self) -> None:
+        """The step has come that all ranks stop after, unless updates behind the skipped ones were made again."""
+        self._finish_steps()
+        self._halt_if_asked()
+        if self.signal:
+            raise Interrupted
+        self.last = None
+
+    def _halt_if_asked(self) -> None:
+        if self.guard.stops:
+            raise Halted
 
     # Evaluations and checkpoints
 
@@ -342,7 +368,10 @@ class Run:
             p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
         else:
             p.stale += 1
-        self._save()
+        self.save()
+        self.guard.evaluation(p.step, result.loss, p.first_loss)
+        look_at_weights(self)
+        self._halt_if_asked()
         self.signal = self.crew.agreed(self.signal)
         self._between()
 
@@ -350,7 +379,7 @@ class Run:
         minutes = self.config.train.save_minutes if self.crew.leads else 0
         return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """After `_finish_steps`: what the checkpoint holds is in the log."""
         p = self.progress
         p.updates = int(self.step.count)
@@ -367,7 +396,7 @@ class Run:
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         if not self.validation.examples:
-            self._save()
+            self.save()
         self.closing = True
         self.reporter.phase("finalising")
         with self.crew.busy("finishing the run"):

@@ -64,9 +64,10 @@ class Reporter:
             self.bar.without_floor = self.live.without_floor if self.live else ""
             yield
 
-    def warn(self, text: str, step: int = 0) -> None:
+    def warn(self, text: str, step: int = 0, kind: str = "") -> None:
+        """`kind`: of the warnings that are given once in a run (guard.py)."""
         self.console.warn(text)
-        self.log.emit("warning", step=step, text=text)
+        self.log.emit("warning", step=step, text=text, **({"kind": kind} if kind else {}))
 
     def phase(self, name: str) -> None:
         """What the run does from here on: compiling, training, evaluating or finalising."""

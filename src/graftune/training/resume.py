@@ -31,18 +31,8 @@ KEPT_ON_RESUME = (
 # What does not change what a run computes (the first three: but for the last bit). A change is for this time only.
 FREE_ON_RESUME = (
     *("threads", "graph", "recompute", "samples", "sample_tokens", "score", "score_records", "out", "any_base"),
-    *(
-        "profile",
-        "profile_every",
-        "sample_every",
-        "track",
-        "deadline",
-        "base_on",
-        "shard_base",
-        "wait_gpu",
-        "memory_share",
-        *KEPT_ON_RESUME,
-    ),
+    *("profile", "profile_every", "sample_every", "track", "deadline", "base_on", "shard_base", "wait_gpu"),
+    *("memory_share", "max_skipped", "stop_on_warning", *KEPT_ON_RESUME),
 )
 
 _BY_CONTENT = ("base", "data", "eval_data", "template")  # files that may have moved: their content has a digest

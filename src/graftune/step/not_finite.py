@@ -1,0 +1,102 @@
+"""Where a number that is not finite comes from first: one micro-batch computed again, eagerly, with a look between.
+
+A captured step only says that its loss or its gradient was not finite. Its update was skipped, so the weights are still
+those that it was computed with, and the same micro-batch gives the same numbers again: this is for the end of a run,
+when time does not count. Rejected: a flag per layer in the step itself, which every good step would pay for.
+
+Order of the search: the weights that train, then the forward pass from the embedding to the loss, then the gradients,
+from the last layer to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from graftune.batch import PackedBatch
+from graftune.losses import reference_log_probs
+from graftune.model.block import Block, BranchSaved
+from graftune.model.context import Dropout, PassContext
+from graftune.model.spec import ModelSpec
+from graftune.step.step import Step
+
+
+class NotFinite(NamedTuple):
+    """The first number that is not finite."""
+
+    what: str  # what it is, and of which layer
+    documents: list[int] | None = None  # of the batch, by number, that have it there; None: it is no document's own
+
+
+def first_not_finite(step: Step, batch: PackedBatch, dropout_seed: int) -> NotFinite | None:
+    """None where all is finite when it is computed again. Forward and backward are run whatever is found: ranks that
+    hold the base together do so in step. Leaves no gradient behind."""
+    step.discard()
+    step.set_dropout_seed(dropout_seed)
+    found = [*_weights(step), *_forward(step, batch)]
+    step.micro_step(batch, any_shape=True)
+    found += _gradients(step)
+    step.discard()
+    return found[0] if found else None
+
+
+def _weights(step: Step) -> Iterator[NotFinite]:
+    arena = step.arena
+    for name in arena.slots:
+        if not bool(arena.view(name, arena.compute).isfinite().all()):
+            held = "" if arena.compute is arena.weights else f" in {str(arena.compute_dtype).removeprefix('torch.')}"
+            yield NotFinite(f"the weight {name}{held}")
+
+
+def _gradients(step: Step) -> Iterator[NotFinite]:
+    arena = step.arena
+    for name, slot in sorted(arena.slots.items(), key=lambda item: -item[1].layer):
+        if not bool(arena.grads[slot.start : slot.stop].isfinite().all()):
+            yield NotFinite(f"the gradient of {name}")
+
+
+def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
+    decoder, looking = step.decoder, _Looking(batch, step.decoder.spec)
+    dropout = Dropout(step.dropout, step.dropout_seed) if step.dropout else None
+    with torch.no_grad():
+        run = decoder.begin_batch(batch, step.eager_backend, dropout=dropout)
+        reference = reference_log_probs(step.loss, decoder, batch, run, step.start)
+        stream = decoder.forward(batch.tokens, run, batch.rows, looking)
+        looking.at(stream.x.float() + stream.y.float(), looking.after(decoder.spec.layers), batch.rows)
+        if reference is not None and not bool(reference.isfinite().all()):
+            looking.found.append(NotFinite("what the loss compares with"))
+        output = decoder.read_out(stream)
+        looking.at(output.normed, "the final norm", batch.rows)
+        if not bool(step.loss(output, batch, reference, need_grad=False).total.isfinite()):
+            looking.found.append(NotFinite("the loss, behind the head"))
+    return looking.found
+
+
+class _Looking:
+    """A tape that keeps nothing: it looks at the stream that each part of a block has read."""
+
+    def __init__(self, batch: PackedBatch, spec: ModelSpec):
+        self.batch, self.spec, self.found = batch, spec, list[NotFinite]()
+
+    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
+        index = block.index
+        self.at(mixed.x, self.after(index))
+        rows = self.batch.rows if index == self.spec.layers - 1 else None
+        self.at(fed.x, f"layers.{index}.{self.spec.layer(index).mixer.home}", rows)
+
+    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+        raise AssertionError("nothing is kept for a backward pass")
+
+    def after(self, index: int) -> str:
+        """Who wrote the stream that block `index` reads."""
+        return f"layers.{index - 1}.{self.spec.layer(index - 1).feed_forward.home}" if index else "the embedding"
+
+    def at(self, stream: torch.Tensor, name: str, rows: torch.Tensor | None = None) -> None:
+        """`rows`: the batch's tokens that the stream's rows are, where they are not all."""
+        bad = (~stream.isfinite()).any(1).nonzero()[:, 0]
+        if len(bad) and not self.found:
+            tokens = bad if rows is None else rows[bad]
+            documents = torch.searchsorted(self.batch.cu_seqlens.long(), tokens, right=True) - 1
+            self.found.append(NotFinite(f"the output of {name}", documents.unique().tolist()))
