@@ -23,8 +23,8 @@ def misbehave(kind: str, number: int) -> None:
     from graftune.step.step import Step
     from graftune.training.ranks import Together
 
-    if kind in ("reads", "late"):
-        {"reads": read_slowly, "late": hand_out_late}[kind](number)
+    if kind in ("reads", "late", "inf"):
+        {"reads": read_slowly, "late": hand_out_late, "inf": overflow}[kind](number)
         return
     real, calls = Step.update_step, 0
     if kind == "absent":
@@ -51,6 +51,22 @@ def misbehave(kind: str, number: int) -> None:
         return real(self)
 
     Step.update_step = counted  # type: ignore[method-assign]
+
+
+def overflow(number: int) -> None:
+    """From the number-th update on a gradient of this rank is infinite."""
+    from graftune.step.step import Step
+
+    real, calls = Step.reduce_apart, 0
+
+    def counted(self: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= number:
+            self.arena.grads[5] = float("inf")
+        real(self)
+
+    Step.reduce_apart = counted  # type: ignore[method-assign]
 
 
 def read_slowly(seconds: float) -> None:

@@ -106,6 +106,16 @@ def test_weights_that_drift_apart_end_the_run(launcher: Launcher, base: Path, da
     assert "weights have drifted apart" in ended.sentences[0]
 
 
+def test_updates_skipped_because_of_one_rank_stop_all(launcher: Launcher, base: Path, data: Path) -> None:
+    out = launcher.root / "overflowing"
+    line = cases.line(base, data, out, *MORE)
+    ended = launcher.run(2, *line, "--max-skipped", "2", misbehave={"1": ["inf", 4]})
+    assert ended.codes == [2, 2] and len(ended.sentences) == 1, ended
+    assert "2 updates in a row (steps 4 to 5) were skipped" in ended.sentences[0], ended.sentences
+    assert "step 3, from before them, is saved" in ended.sentences[0]
+    assert (out / "checkpoints" / "step-3").exists() and not (out / "checkpoints" / "step-4").exists()
+
+
 def test_a_bug_on_one_rank_keeps_its_traceback(launcher: Launcher, base: Path, data: Path) -> None:
     ended = launcher.run(2, *cases.line(base, data, launcher.root / "bug", *MORE), misbehave={"1": ["raise", 2]})
     assert ended.codes == [1, 1] and "Traceback" in ended.said[1] and "Traceback" not in ended.said[0], ended
