@@ -213,6 +213,12 @@ class RunConfig:
     profile_every: int = opt(
         0, "steps after which some are profiled, by phase, layer and operation, into profile.json; 0: never", min=0
     )
+    stop_within: float = opt(
+        5.0,
+        "seconds after Ctrl-C, SIGTERM or SIGHUP in which the micro-batch, evaluation or answers under way may finish; "
+        "then they are given up (on a CPU) and the last whole step is saved; 0: they always finish",
+        min=0,
+    )
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = opt(
         "none", "experiment tracker that is sent the figures of the run; each needs the extra of its name"
     )

@@ -75,6 +75,7 @@ class Settings(TypedDict, total=False):
     score_records: int
     profile: int
     profile_every: int
+    stop_within: float
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]
     max_skipped: int
     stop_on_warning: bool

@@ -1,8 +1,8 @@
 """The application: its commands, and what becomes of their exit codes and errors.
 
 Exit codes: 0 only on success, 2 for a user's mistake (one sentence on stderr, and with --json one object on stdout),
-130 after Ctrl-C and 143 after SIGTERM, 141 when whoever read our output has gone. Anything else raised is a bug of
-ours and keeps its traceback.
+130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, 141 when whoever read our output has gone.
+Anything else raised is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import functools
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from cyclopts import App
@@ -36,6 +38,7 @@ from graftune.cli.watch import watch
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.console import Console
 from graftune.ranks import from_environment
+from graftune.training.signals import Stopped
 
 app = App(
     name="graftune",
@@ -82,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("graftune: interrupted", file=sys.stderr)
         return 130
+    except Stopped as stopped:
+        with suppress(OSError):  # the terminal may be what has gone
+            print(f"graftune: {signal.Signals(stopped.number).name}, and nothing was written", file=sys.stderr)
+        return 128 + stopped.number
     except BrokenPipeError:
         _discard(sys.stdout)
         return 141

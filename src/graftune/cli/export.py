@@ -56,10 +56,12 @@ def export(
 
     from graftune import api
     from graftune.observe.memory import human_bytes
+    from graftune.training.signals import raised_signals
 
     console = Console(json=json, quiet=quiet)
     flags = given(settings)
-    done = api.export(target, to, kind=type, out=out, add=add, force=force, console=console, **flags)
+    with raised_signals():  # so that what is half-written goes
+        done = api.export(target, to, kind=type, out=out, add=add, force=force, console=console, **flags)
     for note in done.notes:
         console.note(note)
     console.result({**done.facts, "files": [str(file) for file in done.files]})

@@ -33,6 +33,7 @@ from graftune.ranks import Ranks
 BEAT = 0.5  # seconds between two pulses; more where there are hundreds of ranks
 QUIET_STEPPING, QUIET = 15.0, 30.0  # seconds without a pulse; an import or a sort may hold Python's lock for long
 QUIET_SUSPECT = 3.0  # after a connection broke
+STOPPED = 2.0  # seconds more than a beat between two looks: this process was stopped meanwhile
 SLACK = 3.0  # a step may take so many times as long as the longest before it, whatever the deadline
 LINGER = 3.0  # seconds for all ranks to hear of a fault before the first one goes, and the launcher ends the rest
 BUG, MISTAKE = 1, 2  # exit codes
@@ -131,8 +132,11 @@ class Watch:
                 self._exit(BUG)
 
     def _watch(self) -> None:
-        count = 0
+        count, last = 0, time.monotonic()
         while not self._over.wait(self._beat):
+            asleep, last = time.monotonic() - last - self._beat, time.monotonic()
+            if asleep > STOPPED:
+                self._leave_out(asleep)
             count += 1
             try:
                 self._look(count)
@@ -140,6 +144,12 @@ class Watch:
             except RuntimeError as error:
                 if not self._over.is_set():
                     self._end(f"rank {self.ranks.rank} has lost the rendezvous ({_brief(error)})", BUG, speaks=True)
+
+    def _leave_out(self, seconds: float) -> None:
+        """This process was stopped, and the others with it, if a scheduler suspended the job: their silence meanwhile
+        means nothing."""
+        self._pulses = {rank: (pulse, at + seconds) for rank, (pulse, at) in self._pulses.items()}
+        self._since += seconds
 
     def _look(self, count: int) -> None:
         store, rank = self._store, self.ranks.rank

@@ -63,6 +63,25 @@ class Console:
         self._writing = threading.RLock()  # a beat may speak while the main thread does
         self._active: list[LineProgress] = []  # work under way, the innermost last
         self._wrote = time.monotonic()
+        self._lasting, self.gone = False, ""  # why there is nobody to write to any more
+
+    def outlive_readers(self) -> None:
+        """From here on a stream that nobody reads any more (`| head -1`, a closed terminal) or that cannot be written
+        is dropped, and `gone` says why: hours of training do not hang on who watches."""
+        self._lasting = True
+
+    @contextmanager
+    def _surviving(self, stream: TextIO) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SystemExit) as error:  # the second is rich's answer to a closed pipe
+            if not self._lasting:
+                raise
+            why = (error.strerror if isinstance(error, OSError) else "") or "Broken pipe"
+            self.gone = self.gone or f"{'stdout' if stream is self._out else 'stderr'}: {why}"
+            self._bar = None
+            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
+            self._out, self._err = (nowhere if held is stream else held for held in (self._out, self._err))
 
     # Narration: stderr.
 
@@ -92,15 +111,17 @@ class Console:
 
     def stream(self, text: str) -> None:
         """A piece of an answer, without a newline, shown at once."""
-        self._results.write(printable(text))
-        self._results.flush()
+        with self._surviving(stream := self._results):
+            stream.write(printable(text))
+            stream.flush()
 
     def result(self, document: dict[str, Any]) -> None:
         """The JSON document of a command: one line on stdout in json mode, nothing otherwise."""
         if self.json:
             Console.documents += 1
-            self._out.write(to_json(document) + "\n")
-            self._out.flush()
+            with self._surviving(self._out):
+                self._out.write(to_json(document) + "\n")
+                self._out.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         title, cells = printable(title), [[printable(str(cell)) for cell in row] for row in rows]
@@ -144,10 +165,10 @@ class Console:
 
     def render(self, renderable: Any) -> None:
         """A rich renderable made elsewhere (the data preview), as a result; uncoloured where no terminal is."""
-        with self._bar_aside():
+        with self._surviving(stream := self._results), self._bar_aside():
             # A file or pipe has no width to wrap to.
-            self._rich_console(self._results).print(_Harmless(renderable), soft_wrap=not self.terminal)
-            self._results.flush()
+            self._rich_console(stream).print(_Harmless(renderable), soft_wrap=not self.terminal)
+            stream.flush()
 
     @property
     def terminal(self) -> bool:
@@ -217,13 +238,12 @@ class Console:
         return self._err if self.json else self._out
 
     def _write(self, stream: TextIO, text: str, style: str = "") -> None:
-        if style and stream.isatty():
-            from rich.text import Text
+        with self._surviving(stream), self._bar_aside():
+            if style and stream.isatty():
+                from rich.text import Text
 
-            with self._bar_aside():
                 self._rich_console(stream).print(Text(text, style=style), soft_wrap=True)
-        else:
-            with self._bar_aside():
+            else:
                 stream.write(text + "\n")
                 stream.flush()
         self._wrote = time.monotonic()

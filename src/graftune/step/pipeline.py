@@ -57,6 +57,7 @@ class Figures(NamedTuple):
 class Loop(Protocol):
     waited: float
     ahead: int
+    in_micro: bool
 
     @property
     def captures(self) -> int: ...
@@ -87,6 +88,7 @@ class Steps:
 
     ahead = 0  # further steps that may have been sent before the caller is given a step's figures
     count = 0  # updates sent
+    in_micro = False  # a micro-batch is computed, and the weights are those of the last update
     work: Step
 
     def micro(self, staged: Any, dropout_seed: int) -> None:
@@ -105,7 +107,9 @@ class Steps:
     ) -> None:
         for batch, dropout_seed in zip(staged, dropout_seeds, strict=True):
             between()
+            self.in_micro = True
             self.micro(batch, dropout_seed)
+            self.in_micro = False
         self.update(hyper, tag)
 
     def _updated(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from graftune.errors import GraftuneError
 from graftune.observe.marks import marked
 from graftune.observe.memory import peak_resident_bytes
+from graftune.training.stop import may_give_up
 from graftune.weights import checkpoint
 
 if TYPE_CHECKING:
@@ -119,5 +120,6 @@ def _ask_both(run: Run, together: bool) -> list[str]:
 def _ask(run: Run, whom: str, *, adapted: bool) -> list[str]:
     """Answers to the run's questions, by the base or by what was trained."""
     label, count = f"asking {whom} about unseen prompts", len(run.answers.questions)
-    with marked("samples"), run.reporter.counted(label, count, "answers", run.between_answers) as between:
+    counted = run.reporter.counted(label, count, "answers", run.between_answers)
+    with marked("samples"), counted as between, may_give_up(run):
         return run.answers.ask(run.session, adapted=adapted, between=between)

@@ -38,12 +38,13 @@ def train(
     """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add. `callbacks`
     get every event of its log."""
     ranks, track = from_environment(), (overrides or {}).get("track", config.run.track)
+    console = console or Console()
+    console.outlive_readers()
     if ranks is None:
         check_installed(track)
-        return _train(config, console or Console(), resume, overrides or {}, callbacks, Alone())
+        return _train(config, console, resume, overrides or {}, callbacks, Alone())
     if not ranks.leads:
         console, callbacks = Console(silent=True), ()
-    console = console or Console()
     with joined(ranks, console) as crew:
         check_settings(crew, config, resume, overrides or {})
         check_installed(track)

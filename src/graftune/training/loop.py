@@ -44,7 +44,8 @@ from graftune.training.prepare import Prepared, report_start
 from graftune.training.preview import PreviewWriter
 from graftune.training.reporter import Reporter
 from graftune.training.resume import KEPT_ON_RESUME, check_longer, extension, identity, run_length
-from graftune.training.signals import HANGUP, noted_signals
+from graftune.training.signals import HANGUP
+from graftune.training.stop import Interrupted, may_give_up, stop, stopping
 from graftune.training.typed import typed_command
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
@@ -64,10 +65,6 @@ class TrainResult:
     summary: dict[str, Any] = field(default_factory=dict)  # what the log's last event says
     signal: int = 0  # that interrupted it
     started: bool = True  # False: stopped while it was prepared, with nothing written
-
-
-class Interrupted(Exception):
-    """A signal was seen between two micro-batches."""
 
 
 class Run:
@@ -96,6 +93,8 @@ class Run:
         self.examples_sha256 = prepared.examples_sha256
         self.signal = 0
         self.last: int | None = None  # the step after which all ranks stop, once some rank wants to
+        self.saved = -1  # the step of the last checkpoint
+        self.may_give_up = False  # an evaluation or answers, which change no weight
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
         self.reporter: Reporter
@@ -138,6 +137,7 @@ class Run:
             check_longer(self.folder, place.step, self.total, self.config.train)
             self.progress = checkpoint.load(found, self.session.arena, identity, self.step.scaler, checked=True)
             self.step.count.fill_(self.progress.updates)
+            self.saved = self.progress.step
         self._open_log()
         events = read_events(self.folder / "metrics.jsonl")
         starts = [event for event in events if event["event"] == "run_start"]
@@ -187,7 +187,7 @@ class Run:
         if self.crew.leads:
             preview.start()
         try:
-            with noted_signals(self._signalled, once=self.crew.world is not None):
+            with stopping(self):
                 if self._train() == "early":
                     stopped = "early stop"
                 preview.finish()  # before the log's last word: a run that has it lacks nothing
@@ -196,7 +196,7 @@ class Run:
             if isinstance(error, OSError) and not self.signal:
                 raise
             # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
-            self._stop()
+            stop(self)
             stopped, summary = "interrupted", {}
         except Halted:
             raise halted(self) from None
@@ -207,17 +207,6 @@ class Run:
                 self.tracking.close()
         p = self.progress
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
-
-    def _stop(self) -> None:
-        if self.signal == HANGUP:
-            self.console = self.reporter.silenced()
-        self.step.discard()
-        self._finish_steps()
-        if not self.closing:  # by then the arena may hold the best step's weights
-            self.save()
-        self.log.emit("run_end", step=self.progress.step, stopped="interrupted", signal=int(self.signal), **self.cost())
-        if self.crew.leads:
-            self.reporter.plot()
 
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
@@ -234,13 +223,13 @@ class Run:
             while True:
                 p = self.progress
                 if self._evaluation_due():
-                    self._finish_steps()
+                    self.finish_steps()
                     with self.reporter.meter.paused():
                         if self._save_due():  # an evaluation may take long
                             self.save()
                         self._evaluate()
                 if p.step >= self.total:
-                    self._finish_steps()
+                    self.finish_steps()
                     look_at_weights(self)
                     self._halt_if_asked()
                     return "done"
@@ -267,14 +256,14 @@ class Run:
             if self.last is not None and p.step >= self.last:
                 self._stop_there()
             if self._samples_due():
-                self._finish_steps()
+                self.finish_steps()
                 with self.reporter.meter.paused():
                     answer_samples(self)
             if self._evaluation_due() or p.step >= self.total:
                 return
             ends = p.epoch_step == self.epoch_steps[p.epoch]
             if ends or self._save_due() or (settings.save_every and p.step % settings.save_every == 0):
-                self._finish_steps()
+                self.finish_steps()
                 with self.reporter.meter.paused():
                     self.save()
 
@@ -307,7 +296,7 @@ class Run:
             self.console.warn(f"step {self.progress.step}: captured again, for batches of another shape")
         self.attention, self.captures = self.step.backend, self.pipeline.captures
 
-    def _finish_steps(self) -> None:
+    def finish_steps(self) -> None:
         """Wait for every step that was sent, and report it."""
         with marked("wait for steps"):
             finished = self.pipeline.finished(wait=True)
@@ -327,7 +316,7 @@ class Run:
 
     def _stop_there(self) -> None:
         """The step has come that all ranks stop after, unless updates behind the skipped ones were made again."""
-        self._finish_steps()
+        self.finish_steps()
         self._halt_if_asked()
         if self.signal:
             raise Interrupted
@@ -357,7 +346,7 @@ class Run:
         self.reporter.phase("evaluating")
         examples, between = self.validation.examples, self._between if self.crew.world is None else _go_on
         counted = self.reporter.counted("validating", len(examples), "examples", between)
-        with marked("evaluate"), self.profiling.beside("evaluation"), counted as count:
+        with marked("evaluate"), self.profiling.beside("evaluation"), counted as count, may_give_up(self):
             result = self.session.evaluated(examples, on_progress=count)
         self.reporter.evaluation(result, p.step, p.epoch)
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
@@ -380,7 +369,7 @@ class Run:
         return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
 
     def save(self) -> None:
-        """After `_finish_steps`: what the checkpoint holds is in the log."""
+        """After `finish_steps`: what the checkpoint holds is in the log."""
         p = self.progress
         p.updates = int(self.step.count)
         if not self.crew.leads:
@@ -389,7 +378,7 @@ class Run:
         with marked("checkpoint"), busy, self.profiling.beside("checkpoint"):
             checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
-        self.saved_at = _minutes()
+        self.saved, self.saved_at = p.step, _minutes()
         self.reporter.live_plot.update()
 
     # The end
@@ -423,9 +412,6 @@ class Run:
         answers = [callback(event) for callback in self.callbacks]
         if "stop" in answers:
             self.signal = self.signal or signal.SIGINT
-
-    def _signalled(self, number: int) -> None:
-        self.signal = number  # said in _between: a handler must not write to a stream that is being written to
 
 
 def _go_on() -> None:

@@ -47,7 +47,7 @@ class LiveSpeed:
 class Reporter:
     def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
         self.console, self.log, self.total, self.device = console, log, total, device
-        self.plan, self.reported_plan = plan, False
+        self.plan, self.reported_plan, self.reported_gone = plan, False, False
         self.bar, self._phase = Progress(total), ""
         self.live_plot = live_plot_of(log.path.parent)
         self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
@@ -83,6 +83,9 @@ class Reporter:
         self.log.emit("step", **facts, **figures, **self._rates(), **done.more)
         if self._phase == "compiling":
             self.phase("training")
+        if self.console.gone and not self.reported_gone:
+            self.reported_gone = True
+            self.log.emit("warning", step=step, text=f"the run goes on without a word ({self.console.gone})")
         if self.plan is not None and not self.reported_plan:
             self._memory(self.plan, step)
             self.reported_plan = True

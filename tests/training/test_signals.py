@@ -1,0 +1,186 @@
+"""What signals and lost readers do to a run in every phase, and to an export. Signals between micro-batches and before
+the first step are in test_going_on.py and tests/two_ways/test_resume.py; the table is in docs/reliability.md."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.api import train
+from graftune.cli import main
+from graftune.dist.watch import Watch
+from graftune.observe.console import Console
+from graftune.observe.events import read_events
+from graftune.observe.speed import Meter
+from graftune.ranks import Ranks
+from graftune.session.parts import Parts
+from graftune.step.pipeline import HostLoop
+from graftune.training import stop
+from graftune.training.signals import Stopping
+from graftune.weights import checkpoint, safetensors_io
+from tests.training.runs import ROOT, adapter_bytes
+from tests.training.test_loop import settings
+
+QUIET = Console(quiet=True)
+
+
+def asked_to_stop_and_hangs(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        time.sleep(0.01)
+    raise AssertionError("it was not given up")
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = settings(tiny_folder("llama-shallow"), tmp_path_factory.mktemp("straight") / "run", max_steps=4, samples=1)
+    return train(config, console=QUIET).folder
+
+
+@pytest.mark.parametrize("phase", ["micro-batch", "evaluation", "answers"])
+def test_what_takes_too_long_after_a_signal_is_given_up(
+    phase: str, straight: Path, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stopping, "TICK", 0.02)
+    with monkeypatch.context() as patch:
+        if phase == "micro-batch":
+            real, calls = HostLoop.micro, iter(range(99))
+
+            def micro(self: HostLoop, *args: Any) -> None:
+                return asked_to_stop_and_hangs() if next(calls) == 5 else real(self, *args)
+
+            patch.setattr(HostLoop, "micro", micro)
+        else:
+            patch.setattr(Parts, "evaluated" if phase == "evaluation" else "continued", asked_to_stop_and_hangs)
+        config = settings(
+            tiny_folder("llama-shallow"), tmp_path / "run", max_steps=4, samples=1, stop_within=0.05, save_every=0
+        )
+        result = train(config, console=QUIET)
+    assert (result.stopped, result.signal) == ("interrupted", signal.SIGTERM)
+    saved = max(checkpoint.steps(result.folder / "checkpoints"))
+    assert saved == result.steps == {"micro-batch": 2, "evaluation": 0, "answers": 4}[phase]
+    train(config, console=QUIET, resume=str(result.folder))
+    assert adapter_bytes(result.folder) == adapter_bytes(straight)
+
+
+def test_an_update_and_a_checkpoint_are_finished() -> None:
+    class Busy:
+        pipeline, may_give_up = HostLoop.__new__(HostLoop), False
+
+    run: Any = Busy()
+    stop._overdue(run)
+    with stop.may_give_up(run), pytest.raises(stop.Interrupted):
+        stop._overdue(run)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost() -> None:
+    """Not one in the same moment, nor SIGTERM or SIGHUP again: terminals, wrappers and schedulers send them twice."""
+    code = (
+        "import os, signal, time; from graftune.training.signals import Stopping\n"
+        "Stopping.SAME = 0.3\n"
+        "with Stopping(lambda number: print('noted', number, flush=True), lost=lambda: '3 steps are lost'):\n"
+        "    for wait, kind in ((0, 'INT'), (0, 'INT'), (0, 'HUP'), (0.4, 'TERM'), (0.1, 'HUP'), (0.1, 'INT')):\n"
+        "        time.sleep(wait); os.kill(os.getpid(), getattr(signal, 'SIG' + kind)); time.sleep(0.05)\n"
+        "        print('after', kind, flush=True)\n"
+        "    time.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr == "\ngraftune: stopped at once; 3 steps are lost\n"
+    assert done.stdout.split("\n")[:6] == [
+        "noted 2", "after INT", "after INT", "after HUP", "after TERM", "after HUP"
+    ]  # fmt: skip
+
+
+def test_what_is_lost() -> None:
+    class At:
+        folder, saved = Path("runs/my run"), -1
+        progress = checkpoint.Progress(step=7)
+
+    run: Any = At()
+    assert "no checkpoint has been written" in stop.lost(run)
+    for saved, words in ((7, "nothing is lost"), (6, "1 step is lost"), (4, "3 steps are lost")):
+        run.saved = saved
+        text = (
+            f"the last checkpoint is that of step {saved}, {words}; go on with: graftune train --resume 'runs/my run'"
+        )
+        assert stop.lost(run) == text
+
+
+def test_time_in_which_a_process_is_stopped_is_no_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP cannot be seen: here the thread's last looks at the clock lie half a minute back."""
+    stopped: list[float] = []
+    with Stopping(lambda number: None, continued=stopped.append) as stopping:
+        now = time.monotonic()
+        for ticks in ((now - 31.5, now - 31), (now - 31, now), (now - 1, now - 0.5)):
+            stopping._ticks = ticks
+            stopping._on_continued(signal.SIGCONT, None)
+    assert stopped == pytest.approx([30, 30], abs=0.5)
+    clock = iter([0.0, 1.0, 2.0, 33.0, 33.0, 33.0]).__next__
+    meter = Meter(10, clock=clock)
+    meter.update(1, 10)
+    meter.update(2, 10)
+    meter.leave_out(30.0)
+    assert meter.update(3, 10) == pytest.approx(10.0)
+
+
+def test_ranks_that_were_stopped_together_do_not_blame_each_other() -> None:
+    watch = Watch(Ranks(0, 2, 0, 2, "127.0.0.1", 1))
+    now = time.monotonic()
+    watch._pulses, watch._since = {1: ([5, 3, 2, ""], now - 100)}, now - 100
+    watch._leave_out(99.0)
+    assert now - watch._pulses[1][1] == pytest.approx(1) == now - watch._since
+
+
+class Reader(io.StringIO):
+    """Goes away after its first line."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue():
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+
+def test_a_run_goes_on_when_nobody_reads(straight: Path, tiny_folder, tmp_path: Path) -> None:
+    """`graftune train 2>&1 | head -1`"""
+    pipe = Reader()
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=4, samples=1)
+    assert train(config, console=Console(stdout=pipe, stderr=pipe)).stopped == "finished"
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
+    warnings = [e["text"] for e in read_events(tmp_path / "run" / "metrics.jsonl") if e["event"] == "warning"]
+    assert warnings == ["the run goes on without a word (stdout: Broken pipe)"]
+    with pytest.raises(BrokenPipeError):
+        Console(stdout=pipe, stderr=pipe).note("other commands end")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_export_that_is_ended_leaves_nothing(
+    number: signal.Signals, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    write = safetensors_io.save_file
+
+    def ended(*args: Any, **named: Any) -> None:
+        write(*args, **named)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(safetensors_io, "save_file", ended)
+    assert main(["export", str(straight), "--to", "peft", "--out", str(tmp_path / "deep" / "out")]) == 128 + number
+    assert f"graftune: {number.name}, and nothing was written" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()) and signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = [signal.getsignal(kind) for kind in signal.valid_signals() if kind not in (9, 19)]
+    yield
+    assert [signal.getsignal(kind) for kind in signal.valid_signals() if kind not in (9, 19)] == before
