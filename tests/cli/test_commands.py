@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -222,6 +223,30 @@ def test_doctor(capsys: Capture) -> None:
     assert report["memory"]["available_bytes"] > 0
     assert main(["doctor"]) == code
     assert "Will be used" in capsys.readouterr().out
+
+
+def test_doctor_lists_reserved_memory(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from graftune.ledger import HOST, Ledger, Memory
+
+    monkeypatch.setenv("GRAFTUNE_LEDGER", str(tmp_path / "ledger"))
+    assert main(["doctor"]) == 0 and not (tmp_path / "ledger").exists(), "it only looks"
+    assert "reserved" not in capsys.readouterr().out
+    for size, task in ((60 << 30, "train \x1b[2Ja"), (50 << 30, "train b")):
+        Ledger(tmp_path / "ledger").claim(HOST, size, task=task).take(Memory(100 << 30, 100 << 30), queue=True)
+    assert main(["doctor"]) == 0
+    first, second = (line.split("  ") for line in capsys.readouterr().out.splitlines() if str(os.getpid()) in line)
+    assert [cell.strip() for cell in first if cell][3:5] == ["train ␛[2Ja", "60.0 GiB"] and first[-1] == "holds it"
+    assert "50.0 GiB" in second and second[-1] == "waits, number 1"
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["ledger"]
+    assert [(e["planned"], e["granted"], e["pid"]) for e in found["reservations"]] == [
+        (60 << 30, True, os.getpid()),
+        (50 << 30, False, os.getpid()),
+    ]
+    for path in (tmp_path / "ledger").iterdir():
+        path.write_text("{")
+    assert main(["doctor"]) == 0
+    assert "the ledger of reserved memory is damaged" in capsys.readouterr().out
 
 
 def test_doctor_names_what_is_missing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import importlib.util
 import os
 import platform
 import shutil
+import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,6 +63,9 @@ def doctor(base: str | None = None, /, *, revision: str = "", json: Switch = Fal
     console.result({**report, "missing": [asdict(one) for one in missing]})
     if not json:
         console.table("Found", ("item", "value"), list(_rows(report)))
+        if report["ledger"]["reservations"]:
+            columns = ("device", "process", "user", "task", "reserved", "taken", "since", "state")
+            console.table("Memory that runs have reserved", columns, _reserved(report))
         if missing:
             console.table("Missing", ("item", "effect", "fix"), [(m.what, m.effect, m.mend) for m in missing])
         console.line(f"Will be used: {report['use']}" if report["use"] else "graftune cannot train here.")
@@ -125,6 +130,7 @@ def examine() -> tuple[dict[str, Any], list[Missing]]:
         "packages": packages,
         "extras": {extra: bool(packages[dist]) for dist, extra, _ in (OPTIONAL | GPU).values()},
         "devices": [],
+        "ledger": _ledger(),
         "default_base": None,
         "use": None,
     }
@@ -148,8 +154,9 @@ def _without(optional: dict[str, tuple[str, str, str]]) -> list[Missing]:
 def _examine_torch(report: dict[str, Any]) -> None:
     import torch
 
+    from graftune.ledger import HOST
     from graftune.observe.memory import available_bytes, device_bytes, total_bytes
-    from graftune.runtime import available_devices, device_name, has_fast_bf16, resolve
+    from graftune.runtime import available_devices, device_name, device_uuid, has_fast_bf16, resolve
 
     report["memory"] = {"total_bytes": total_bytes(), "available_bytes": available_bytes()}
     report["cpu"] |= {
@@ -169,9 +176,39 @@ def _examine_torch(report: dict[str, Any]) -> None:
                     "free_bytes": memory.free,
                     "total_bytes": memory.total,
                     "bf16": has_fast_bf16(device),
+                    "uuid": device_uuid(device) if kind == "cuda" else HOST if kind == "cpu" else None,
                 }
             )
     report["use"] = resolve().describe()
+
+
+def _ledger() -> dict[str, Any]:
+    """Who has reserved memory of this machine's devices, and who waits for some, in the order of the queue."""
+    from graftune.ledger import shared_ledger
+
+    found = shared_ledger()
+    if found is None:
+        return {"path": None, "reservations": []}
+    report: dict[str, Any] = {"path": str(found.store.path), "reservations": []}
+    try:
+        report["reservations"] = [entry.document() for entry in found.entries()]
+    except (GraftuneError, OSError) as error:
+        report["error"] = str(error)
+    return report
+
+
+def _reserved(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    from graftune.observe.memory import human_bytes
+
+    names, rows, waiting = {device.get("uuid"): device["device"] for device in report["devices"]}, [], Counter[str]()
+    for entry in report["ledger"]["reservations"]:
+        device = names.get(entry["device"], entry["device"])
+        waiting[device] += not entry["granted"]
+        state = "holds it" if entry["granted"] else f"waits, number {waiting[device]}"
+        sizes = human_bytes(entry["planned"]), human_bytes(entry["measured"])
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started"]))
+        rows.append((device, str(entry["pid"]), entry["user"], entry["task"], *sizes, since, state))
+    return rows
 
 
 def _default_base() -> tuple[str | None, list[Missing]]:
@@ -192,6 +229,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if memory := report.get("memory"):
         free, total = human_bytes(memory["available_bytes"]), human_bytes(memory["total_bytes"])
         rows.append(("memory", f"{free} available of {total}"))
+    if error := report["ledger"].get("error"):
+        rows.append(("ledger", error))
     rows.append(("disk here", f"{human_bytes(report['disk_free_bytes'])} free"))
     for device in report["devices"]:
         if device["device"] != "cpu":
