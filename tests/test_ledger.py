@@ -10,9 +10,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -263,6 +264,42 @@ def test_a_place_that_users_share(tmp_path: Path, ledger: Ledger) -> None:
     folder = ledger.store.folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o666}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be several users")
+def test_several_users_share_it(helper: subprocess.Popen[str]) -> None:
+    """The second one writes to files of the first, in a folder where nobody may rename over those of another."""
+    with tempfile.TemporaryDirectory() as whole:
+        Path(whole).chmod(0o1777)
+        ledger = Ledger(Path(whole) / "ledger")
+        assert as_user(1001, lambda: claim(ledger, 60).granted), "it dies with its process"
+        assert as_user(1002, lambda: not ledger.entries() and claim(ledger, 60).granted)
+        assert ask(helper, ledger, 60), "of root"
+        assert as_user(1001, lambda: not claim(ledger, 60).granted and claim(ledger, 20).granted)
+        assert {path.stat().st_uid for path in ledger.store.folder.iterdir()} == {1001}
+        ledger.store.folder.chmod(0o755)
+        ledger.store.path.chmod(0o644)
+
+        def refused() -> bool:
+            with pytest.raises(GraftuneError, match=r"cannot be used \(Permission denied\); set GRAFTUNE_LEDGER to a"):
+                ledger.check()
+            return len(ledger.entries()) == 1  # but it can be read
+
+        assert as_user(1002, refused)
+
+
+def as_user(number: int, work: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(number)
+            os.setuid(number)
+            code = int(not work())
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "second name", "folder", "linked folder"])

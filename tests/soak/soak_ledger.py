@@ -1,0 +1,114 @@
+"""The ledger of reserved memory at length: `make soak`, or python tests/soak/soak_ledger.py [--rounds 1000].
+
+Three judges, none of which asks the ledger: how many processes of a race say that they were granted 60 of 100 units at
+the same time; in which order those of a queue wrote their names into a log; and whether a ledger whose writers are
+killed at random moments is ever damaged or keeps what they held. `make test` has 20 rounds (tests/test_ledger.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from graftune.ledger import Ledger, Memory, book
+from tests.ledger_race import race
+
+ALL = Memory(100, 100)
+
+
+def queue(folder: str, processes: int) -> tuple[list[int], list[int]]:
+    """Processes that come one after the other and wait, every fifth of them killed as it waits: who should be served,
+    in this order, and who was."""
+    book.SHORTEST = book.LONGEST = 0.05
+    log, children = Path(folder) / "served", []
+    log.unlink(missing_ok=True)
+    held = Ledger(folder).claim("GPU-0", 60, task="first")
+    held.take(ALL)
+    assert held.granted
+    for number in range(processes):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                claim = Ledger(folder).claim("GPU-0", random.Random(number).randint(45, 90), task=f"number {number}")
+                claim.wait(lambda: ALL, 600)
+                handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                os.write(handle, f"{number}\n".encode())
+                claim.release()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+        limit = time.monotonic() + 60
+        while not any(entry.pid == child for entry in Ledger(folder).entries()):
+            assert time.monotonic() < limit, f"number {number} did not come to its place"
+            time.sleep(0.001)
+    killed = children[::5]
+    for child in killed:
+        os.kill(child, signal.SIGKILL)
+    held.release()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert [code for code, child in zip(codes, children, strict=True) if child not in killed and code] == []
+    served = [int(line) for line in log.read_text().split()]
+    return [number for number, child in enumerate(children) if child not in killed], served
+
+
+def kills(folder: str, count: int) -> list[str]:
+    """Writers killed at random moments. What was said of the ledger, which should be nothing."""
+    said: list[str] = []
+    ledger = Ledger(folder, tell=said.append)
+    draw = random.Random(1)
+    for _ in range(count):
+        child = os.fork()
+        if not child:
+            while True:
+                claim = Ledger(folder).claim("GPU-0", 60, task="x" * draw.randint(1, 90))
+                claim.take(ALL)
+                claim.beat(draw.randint(0, 60))
+                claim.release()
+        time.sleep(draw.uniform(0.0005, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        claim = ledger.claim("GPU-0", 95, task="all of it")
+        claim.take(ALL)
+        if not claim.granted:
+            said.append("what a dead process held is not free")
+        claim.release()
+    return said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=32)
+    parser.add_argument("--queues", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=2000)
+    asked = parser.parse_args()
+    assert "torch" not in sys.modules
+    with tempfile.TemporaryDirectory() as folder:
+        found = race(folder, asked.rounds, asked.processes)
+        print(f"race: {found}", flush=True)
+        failed = found["granted"] != {1: asked.rounds} or found["left"] != 0
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = 0
+        for _ in range(asked.queues):
+            should, served = queue(folder, asked.processes)
+            wrong += should != served
+        print(f"queue: {asked.queues} queues of {asked.processes}, {wrong} served in another order", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        said = kills(folder, asked.kills)
+        print(f"kills: {asked.kills} writers killed, {len(said)} faults {said[:3]}", flush=True)
+    return 1 if failed or wrong or said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
