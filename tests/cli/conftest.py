@@ -43,6 +43,10 @@ class Engine:
         return self
 
     @property
+    def runtime(self) -> Any:
+        return SimpleNamespace(device=SimpleNamespace(type="none"))
+
+    @property
     def config(self) -> Any:
         return SimpleNamespace(lora=SimpleNamespace(adapter=self.adapter or ""))
 

@@ -26,7 +26,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
 from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
 from graftune.plan.counting import Counting
-from graftune.plan.ledger import Ledger, block_bytes
+from graftune.plan.tally import Tally, block_bytes
 from graftune.runtime import Runtime
 from graftune.session import attention_for
 from graftune.training import prepare
@@ -396,15 +396,15 @@ def test_nothing_is_left_of_the_pretence() -> None:
     assert not back.is_meta and (back - weight).abs().max() < 0.6
 
 
-def test_the_ledger_follows_views_writes_and_ends() -> None:
-    ledger = Ledger()
-    with Counting(ledger, "cpu"), ledger.owner("mine"):
+def test_the_tally_follows_views_writes_and_ends() -> None:
+    tally = Tally()
+    with Counting(tally, "cpu"), tally.owner("mine"):
         a = torch.empty(100, 100)
         view, written = a[10:].t(), a.add_(1.0)
-        holder = ledger.of("cpu")
-        assert holder.live["mine"] == holder.total == 40_000 and written is a and ledger.kind_of(view) == "cpu"
+        holder = tally.of("cpu")
+        assert holder.live["mine"] == holder.total == 40_000 and written is a and tally.kind_of(view) == "cpu"
         b = a.to(torch.bfloat16)
-        ledger.give("yours", b)
+        tally.give("yours", b)
         assert holder.live == {"mine": 40_000, "yours": 20_000}
         c = a @ a
         del a, written

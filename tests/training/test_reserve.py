@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
+import graftune
 from graftune.api import train
 from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.ledger import HOST, Claim, Ledger, Memory
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
+from graftune.training import reserve
 from tests.training.runs import write_data
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +108,17 @@ def test_a_run_that_fails_gives_its_memory_back(ledger, tiny_folder, tmp_path) -
 
     with pytest.raises(RuntimeError, match="a callback's mistake"):
         train(settings(tiny_folder, tmp_path / "run"), console=Console(), callbacks=[fails])
+    assert ledger.entries() == []
+
+
+def test_a_session_that_trains_nothing_enters_what_it_has_taken(ledger, tiny_folder) -> None:
+    session = graftune.open(str(tiny_folder("llama-shallow")), device="cpu", quiet=True)
+    reserve.enter(session, Console(quiet=True), "chat llama-shallow")
+    (entry,) = ledger.entries()
+    assert entry.granted and entry.task == "chat llama-shallow" and entry.planned == entry.measured > 1 << 20
+    session.close()
+    del session
+    gc.collect()
     assert ledger.entries() == []
 
 

@@ -83,7 +83,9 @@ def chat(
     if prompt is not None and not prompt.strip():
         raise GraftuneError("--prompt is blank", mend="give it a message")
     with console.working("opening the model"):
-        run = open_target(target, settings, needs_adapter="--compare" if compare else None, console=console)
+        run = open_target(
+            target, settings, needs_adapter="--compare" if compare else None, console=console, task="chat"
+        )
     talk = Talk(run, console, asdict(sampling), system=system, compare=compare)
     if prompt is not None:
         talk.answer(prompt)

@@ -200,7 +200,8 @@ def _ledger() -> dict[str, Any]:
 def _reserved(report: dict[str, Any]) -> list[tuple[str, ...]]:
     from graftune.observe.memory import human_bytes
 
-    names, rows, waiting = {device.get("uuid"): device["device"] for device in report["devices"]}, [], Counter[str]()
+    names = {device["uuid"]: device["device"] for device in report["devices"]}
+    rows, waiting = list[tuple[str, ...]](), Counter[str]()
     for entry in report["ledger"]["reservations"]:
         device = names.get(entry["device"], entry["device"])
         waiting[device] += not entry["granted"]

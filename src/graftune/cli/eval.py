@@ -41,7 +41,7 @@ def evaluate(
 
     from graftune.training.prepare import report_refused
 
-    run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console)
+    run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console, task="eval")
     examples = run.prepare(data, console)
     summary = examples.summary
     report_refused(console, summary)

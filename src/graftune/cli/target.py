@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from graftune.cli.settings import given
@@ -11,10 +12,10 @@ from graftune.observe.console import Console
 from graftune.recognise import check_adapter, check_base, check_target
 
 
-def open_target(target: str, settings: Any, needs_adapter: str | None, console: Console | None = None) -> Any:
+def open_target(target: str, settings: Any, needs_adapter: str | None, console: Console, task: str) -> Any:
     """Open TARGET. With --base beside it, TARGET is an adapter and --base says where its base is now.
 
-    `needs_adapter` names the flag that makes no sense without one.
+    `needs_adapter` names the flag that makes no sense without one, `task` the command, for others who share the device.
     """
     flags = given(settings)
     base = flags.pop("base", "")
@@ -25,12 +26,14 @@ def open_target(target: str, settings: Any, needs_adapter: str | None, console: 
         target = check_target(target)
 
     from graftune import api
+    from graftune.training import reserve
 
     run = (
         api.open(base, adapter=target, console=console, **flags) if base else api.open(target, console=console, **flags)
     )
+    reserve.enter(run, console, f"{task} {Path(target).name or 'the bundled base'}")
     adapter = run.describe().get("adapter") or ""
-    if console is not None and (checkpoint := re.search(r"checkpoints/step-(\d+)$", adapter)):
+    if checkpoint := re.search(r"checkpoints/step-(\d+)$", adapter):
         console.note(f"taking the checkpoint of step {checkpoint[1]}")
     if needs_adapter and not adapter:
         raise GraftuneError(

@@ -1,6 +1,6 @@
 """How many bytes a run will take, by owner, before anything of it is loaded.
 
-ledger.py    live bytes by owner, and their peak
+tally.py     live bytes by owner, and their peak
 counting.py  what operations on tensors without memory would allocate
 shapes.py    the shapes that operations make
 unread.py    a base's tensors without their contents

@@ -1,7 +1,7 @@
 """Counts what operations on meta tensors would allocate.
 
 torch's meta tensors have a shape, a dtype and strides, and no memory. The rehearsed device is `meta:0`; host memory is
-the CPU, whose tensors are made as meta tensors too. Which of the two a meta tensor stands for, the ledger knows by its
+the CPU, whose tensors are made as meta tensors too. Which of the two a meta tensor stands for, the tally knows by its
 storage, since every storage is entered in it when it is made. A dispatch mode sees every operation of torch: it runs on
 the meta tensors as they are, and what comes out with a storage of its own is entered.
 
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graftune.plan.ledger import Ledger, bare
 from graftune.plan.shapes import RULES
+from graftune.plan.tally import Tally, bare
 from graftune.private import find, makes_new, writes_to
 
 _TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
@@ -39,9 +39,9 @@ class Counting(_TorchDispatchMode):
     every operation, and may hold memory for it: what libraries take inside it. `without_rule` has the names of the
     operations whose shapes were left to torch's own references."""
 
-    def __init__(self, ledger: Ledger, kind: str, before: Callable[[Any, Any], object] = lambda func, args: None):
+    def __init__(self, tally: Tally, kind: str, before: Callable[[Any, Any], object] = lambda func, args: None):
         super().__init__()
-        self.ledger, self.kind, self.before, self.off = ledger, kind, before, False
+        self.tally, self.kind, self.before, self.off = tally, kind, before, False
         self.without_rule: set[str] = set()
 
     @contextmanager
@@ -54,7 +54,7 @@ class Counting(_TorchDispatchMode):
             self.off = before
 
     def kind_of(self, tensor: torch.Tensor) -> str:
-        return (self.ledger.kind_of(tensor) or self.kind) if tensor.is_meta else "cpu"
+        return (self.tally.kind_of(tensor) or self.kind) if tensor.is_meta else "cpu"
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -99,10 +99,10 @@ class Counting(_TorchDispatchMode):
 
     def _entered(self, made: Any, kind: str) -> Any:
         if isinstance(made, torch.Tensor):
-            self.ledger.see(made, kind)
+            self.tally.see(made, kind)
         elif isinstance(made, (list, tuple)):
             for tensor in _tensors(made):
-                self.ledger.see(tensor, kind)
+                self.tally.see(tensor, kind)
         return made
 
     def _unchanged(self, tensor: torch.Tensor, named: dict[str, Any], wanted: str | None) -> bool:

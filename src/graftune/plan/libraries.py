@@ -15,8 +15,8 @@ from graftune import graph
 from graftune.arithmetic import ceil_div
 from graftune.kernels.rehearsal import META, WORKSPACES
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
-from graftune.plan.ledger import MIB, Ledger
 from graftune.plan.shapes import broadcast
+from graftune.plan.tally import MIB, Tally
 from graftune.private import find
 
 aten = torch.ops.aten
@@ -62,8 +62,8 @@ class OnGpu:
     """Before an operation of torch's own: cuBLAS's memory for the stream, once; or what the operation takes for a
     moment, to be held until it is made."""
 
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, tally: Tally):
+        self.tally = tally
         self.spaces: dict[Any, torch.Tensor] = {}
 
     def before(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -71,22 +71,22 @@ class OnGpu:
             return self._hold(flash_bytes(args))
         if func is aten.index.Tensor and (size := index_bytes(args)):
             return self._hold(size)
-        if func.overloadpacket in GPU_PRODUCTS and self.ledger.kind_of(args[0]) == "cuda":
+        if func.overloadpacket in GPU_PRODUCTS and self.tally.kind_of(args[0]) == "cuda":
             stream = graph.current_stream(META)
             if stream not in self.spaces:
-                with self.ledger.owner(WORKSPACES):
+                with self.tally.owner(WORKSPACES):
                     self.spaces[stream] = self._hold(CUBLAS)
         return None
 
     def _hold(self, size: int) -> torch.Tensor:
-        return _entered(size, torch.uint8, "cuda", self.ledger)
+        return _entered(size, torch.uint8, "cuda", self.tally)
 
 
 class OnCpu:
     """Some of the CPU's libraries copy a weight that is read across its rows (x W') whole before they multiply."""
 
-    def __init__(self, ledger: Ledger, copies: bool):
-        self.ledger, self.copies = ledger, copies
+    def __init__(self, tally: Tally, copies: bool):
+        self.tally, self.copies = tally, copies
 
     def before(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
         if not self.copies or func.overloadpacket not in PRODUCTS:
@@ -95,12 +95,12 @@ class OnCpu:
         across = b.stride(0) == 1 and b.stride(-1) > 1
         if b.dim() != 2 or not across or len(a) < ENOUGH_ROWS:
             return None
-        return _entered(b.numel(), b.dtype, "cpu", self.ledger)
+        return _entered(b.numel(), b.dtype, "cpu", self.tally)
 
 
-def _entered(count: int, dtype: torch.dtype, kind: str, ledger: Ledger) -> torch.Tensor:
+def _entered(count: int, dtype: torch.dtype, kind: str, tally: Tally) -> torch.Tensor:
     made = torch.empty(count, dtype=dtype, device=META)
-    ledger.see(made, kind)
+    tally.see(made, kind)
     return made
 
 

@@ -34,8 +34,8 @@ from graftune.model.bundles import Bundles, Home, HostMemory
 from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
-from graftune.plan.ledger import SCRATCH, Follow, Holder, Ledger
 from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
+from graftune.plan.tally import SCRATCH, Follow, Holder, Tally
 from graftune.plan.unread import unread
 from graftune.runtime import Runtime
 from graftune.session.parts import Parts
@@ -138,15 +138,15 @@ class Bytes:
 def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = None) -> Bytes:
     """`real`: on real tensors, on a CPU, to check the other way against. `launched` is called for every Triton kernel
     that would have been launched."""
-    ledger, kind = Ledger(), setup.runtime.device.type
+    tally, kind = Tally(), setup.runtime.device.type
     if real:
-        follow = Follow(ledger)
-        with rehearsing(Recorder(Device(kind), ledger, follow)), follow:
-            return _run(setup, ledger)
+        follow = Follow(tally)
+        with rehearsing(Recorder(Device(kind), tally, follow)), follow:
+            return _run(setup, tally)
     if kind != "cuda":
-        mode = Counting(ledger, kind, OnCpu(ledger, setup.copies).before)
-        with rehearsing(Recorder(Device(kind), ledger, mode)), mode:
-            found = _run(setup, ledger)
+        mode = Counting(tally, kind, OnCpu(tally, setup.copies).before)
+        with rehearsing(Recorder(Device(kind), tally, mode)), mode:
+            found = _run(setup, tally)
         return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
     assert setup.card is not None, "a plan for CUDA wants a card"
     try:
@@ -156,30 +156,30 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
             "a plan for a GPU runs the code of its kernels, and the package triton is not installed",
             mend="pip install triton, or set device to cpu",
         ) from None
-    mode = Counting(ledger, kind, OnGpu(ledger).before)
-    with rehearsing(Recorder(setup.card.device, ledger, mode, launched)), mode:
-        found = _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), ledger)
+    mode = Counting(tally, kind, OnGpu(tally).before)
+    with rehearsing(Recorder(setup.card.device, tally, mode, launched)), mode:
+        found = _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), tally)
     return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
 
 
 class Recorder(Rehearsal):
-    """Tells the code that is rehearsed what it asks, and enters in the ledger what it is told."""
+    """Tells the code that is rehearsed what it asks, and enters in the tally what it is told."""
 
-    def __init__(self, device: Device, ledger: Ledger, mode: Counting | Follow, launched: Launched | None = None):
+    def __init__(self, device: Device, tally: Tally, mode: Counting | Follow, launched: Launched | None = None):
         super().__init__(device, TAKEN, launched)
-        self.ledger, self.mode = ledger, mode
+        self.tally, self.mode = tally, mode
 
     def owned(self, owner: str) -> AbstractContextManager[None]:
-        return self.ledger.owner(owner)
+        return self.tally.owner(owner)
 
     def uncounted(self) -> AbstractContextManager[None]:
         return self.mode.paused()
 
     def kind_of(self, tensor: torch.Tensor) -> str:
-        return self.ledger.kind_of(tensor) or self.device.kind
+        return self.tally.kind_of(tensor) or self.device.kind
 
     def give(self, owner: str, tensors: Sequence[torch.Tensor]) -> None:
-        self.ledger.give(owner, *tensors)
+        self.tally.give(owner, *tensors)
 
 
 @contextmanager
@@ -194,13 +194,13 @@ def _reading_all() -> Iterator[None]:
         now.reads_all = False
 
 
-def _run(setup: Setup, ledger: Ledger) -> Bytes:
+def _run(setup: Setup, tally: Tally) -> Bytes:
     device, on_gpu = setup.runtime.device, launch.on_gpu(setup.runtime.device)
-    holder = ledger.of("cuda" if on_gpu else device.type)
+    holder = tally.of("cuda" if on_gpu else device.type)
     phases = _Phases(holder)
     stream = graph.stream("capture", device) if on_gpu else None  # on which the step first runs, and is captured
     with phases.phase("load"), _reading_all():
-        parts = _load(setup, ledger)
+        parts = _load(setup, tally)
     step = parts.step
     step.longest = setup.shape.longest
     batch = _batch(setup.shape, device, setup.layout)
@@ -222,13 +222,13 @@ def _run(setup: Setup, ledger: Ledger) -> Bytes:
         with phases.phase("capture"), graph.null_capture(stream):
             step.micro_step(batch)
         captured = phases.peak("capture") - before
-    return Bytes(phases.owners, holder.total, captured, eager, ledger.of("cpu").peak if on_gpu else 0)
+    return Bytes(phases.owners, holder.total, captured, eager, tally.of("cpu").peak if on_gpu else 0)
 
 
-def _load(setup: Setup, ledger: Ledger) -> Parts:
+def _load(setup: Setup, tally: Tally) -> Parts:
     """The parts of a session, wired as every session's are."""
     runtime = setup.runtime
-    base = dataclasses.replace(setup.base, tensors=unread(setup.base.tensors, runtime.device, ledger))
+    base = dataclasses.replace(setup.base, tensors=unread(setup.base.tensors, runtime.device, tally))
     config = Config().replace(
         recompute=setup.recompute,
         method=setup.method,
@@ -239,10 +239,10 @@ def _load(setup: Setup, ledger: Ledger) -> Parts:
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
     parts = Parts.wired(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, home=_home(setup))
     weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
-    ledger.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
+    tally.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
     if isinstance(parts.decoder.bundles, Bundles):
-        ledger.give(BUFFERS, *(buffer.flat for buffer in parts.decoder.bundles.buffers.values()))
-    with ledger.owner("adapters"):
+        tally.give(BUFFERS, *(buffer.flat for buffer in parts.decoder.bundles.buffers.values()))
+    with tally.owner("adapters"):
         parts.arena.publish()
     return parts
 

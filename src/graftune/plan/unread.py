@@ -14,18 +14,18 @@ from graftune.arithmetic import ceil_div
 from graftune.kernels.nf4 import Nf4
 from graftune.kernels.nf4.reference import BLOCK, GROUP
 from graftune.model.frozen import Nf4Rows
-from graftune.plan.ledger import MAPPED, Ledger
+from graftune.plan.tally import MAPPED, Tally
 from graftune.weights.synthetic import RandomRows
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8}
 
 
-def unread(tensors: Mapping[str, Any], device: torch.device, ledger: Ledger) -> dict[str, Any]:
+def unread(tensors: Mapping[str, Any], device: torch.device, tally: Tally) -> dict[str, Any]:
     """The same sources without contents; random ones, which have none, are drawn on `device`."""
     return {
         name: dataclasses.replace(source, device=device)
         if isinstance(source, RandomRows)
-        else _without_contents(source, ledger)
+        else _without_contents(source, tally)
         for name, source in tensors.items()
     }
 
@@ -36,7 +36,7 @@ class Unread:
 
     shape: tuple[int, ...]
     dtype_name: str
-    ledger: Ledger
+    tally: Tally
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         with self._given_out:
@@ -54,7 +54,7 @@ class Unread:
 
     def load(self, device: torch.device) -> Nf4Rows:
         """A checkpoint's NF4, with its scales' scales where it has them. On a CPU it stays in the map."""
-        with self.ledger.owner(MAPPED) if device.type == "cpu" else nullcontext():
+        with self.tally.owner(MAPPED) if device.type == "cpu" else nullcontext():
             return self._loaded(device)
 
     def _loaded(self, device: torch.device) -> Nf4Rows:
@@ -69,7 +69,7 @@ class Unread:
 
     @property
     def _given_out(self) -> AbstractContextManager[None]:
-        return self.ledger.owner(MAPPED) if hasattr(self, "shard") else nullcontext()
+        return self.tally.owner(MAPPED) if hasattr(self, "shard") else nullcontext()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -77,13 +77,13 @@ class Unread:
         return DTYPES.get(self.dtype_name, torch.float32) if hasattr(self, "shard") else torch.float32
 
 
-def _without_contents(source: Any, ledger: Ledger) -> Any:
+def _without_contents(source: Any, tally: Tally) -> Any:
     """Still an instance of its own class, which loading asks for."""
     kind = type("Unread" + type(source).__name__, (Unread, type(source)), {})
     copy: Any = object.__new__(kind)
-    vars(copy)["ledger"] = ledger
+    vars(copy)["tally"] = tally
     for name, value in vars(source).items():
-        vars(copy)[name] = _without_contents(value, ledger) if _is_source(value) else value
+        vars(copy)[name] = _without_contents(value, tally) if _is_source(value) else value
     return copy
 
 

@@ -8,10 +8,12 @@ that is free first and to give back what the plan leaves, which would refuse eve
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from graftune.observe.memory import available_bytes, free_bytes, human_bytes, ow
 from graftune.plan import Job, Plan, best, refusal, resolve_auto
 from graftune.plan.job import CONTEXT_BYTES
 from graftune.runtime import device_name, device_uuid
+from graftune.session import Session
 from graftune.training.ranks import Alone
 
 RESOLVED = ("recompute", "tokens_per_micro_batch", "base_dtype", "base_on", "shard_base")  # the same on every rank
@@ -31,6 +34,7 @@ SHARE, UNIFIED_SHARE = 0.85, 0.6
 TRIES = 5  # plans that others may be faster than
 PINNED = 1 << 28  # bytes of host memory beside a GPU that are claimed, too
 SETTLING = 0.2  # seconds between two looks at a ledger whose entries were lost
+NOT_RESERVED = "the memory of this run is not reserved against other runs"
 NAMED = 3  # holders that a sentence names
 
 Make = Callable[[int], Job]  # a job that is planned within so many bytes; 0: within what is free
@@ -202,6 +206,29 @@ class Reserver:
         )
 
 
+def enter(session: Session, console: Console, task: str) -> None:
+    """What a session that trains nothing has taken, for others to see, until it is gone. Nothing is refused."""
+    device = session.runtime.device
+    ledger = _ledger(console, required=False) if device.type in ("cuda", "cpu") else None
+    if ledger is None:
+        return
+    on_gpu = device.type == "cuda"
+    measure = functools.partial(torch.cuda.memory_reserved, device) if on_gpu else own_bytes
+    claim = ledger.claim(device_uuid(device) if on_gpu else HOST, measure(), task=task)
+    try:
+        claim.enter()
+    except GraftuneError as error:
+        console.warn(f"{NOT_RESERVED}: {error}")
+        return
+    claim.keep(measure)
+    weakref.finalize(session, _given_back, claim)
+
+
+def _given_back(claim: Claim) -> None:
+    with suppress(GraftuneError):  # the process ends, and with it what it has reserved
+        claim.release()
+
+
 def _ledger(console: Console, *, required: bool) -> Ledger | None:
     """None, and that is said, where there is none that can be written: then it is the free memory that counts."""
     ledger = shared_ledger(console.warn)
@@ -216,7 +243,7 @@ def _ledger(console: Console, *, required: bool) -> Ledger | None:
     except GraftuneError as error:
         if required:
             raise
-        console.warn(f"the memory of this run is not reserved against other runs: {error}")
+        console.warn(f"{NOT_RESERVED}: {error}")
         return None
     return ledger
 

@@ -53,7 +53,7 @@ class Holder:
         self.peak, self.at_peak = self.total, {name: held for name, held in self.live.items() if held}
 
 
-class Ledger:
+class Tally:
     """Every storage that was made since it was opened. `owner` names whom those of a region of code belong to."""
 
     def __init__(self) -> None:
@@ -119,9 +119,9 @@ def bare(mode: Any) -> Any:
 class Follow(_TorchDispatchMode):
     """Enters what operations on real tensors make: the judge of what is foretold for tensors without memory."""
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, tally: Tally):
         super().__init__()
-        self.ledger = ledger
+        self.tally = tally
         self.off = False
 
     @contextmanager
@@ -138,5 +138,5 @@ class Follow(_TorchDispatchMode):
             return made
         for tensor in made if isinstance(made, (list, tuple)) else (made,):
             if isinstance(tensor, torch.Tensor):
-                self.ledger.see(tensor, tensor.device.type)
+                self.tally.see(tensor, tensor.device.type)
         return made
