@@ -14,10 +14,11 @@ import pytest
 
 from graftune.config import Config
 from graftune.dashboard import runs as runs_module
-from graftune.dashboard.log import Glance, Log
+from graftune.dashboard.glance import Glance
+from graftune.dashboard.lines import appended
+from graftune.dashboard.log import Log
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.settings_file import settings_of
-from graftune.dashboard.streams import appended
 from graftune.errors import GraftuneError
 from graftune.lock import FolderLock
 from graftune.observe.events import evals, read_events, steps
@@ -219,6 +220,6 @@ def test_events_from_a_place_in_the_file(tmp_path: Path) -> None:
     late.cancel()
     assert found[0]["state"] == "finished" and found[-1]["offset"] == size
     assert [one["event"]["event"] for one in found[1:]] == ["run_start", "step", "run_end"]
-    one = app.state.server.runs.get("r")
-    assert appended(one, found[-2]["offset"]) == (lines(end(1)), found[-2]["offset"])
-    assert appended(one, size) == (b"", size) and appended(one, size + 1)[1] == 0
+    log = tmp_path / "r" / "metrics.jsonl"
+    assert appended(log, found[-2]["offset"]) == (lines(end(1)), found[-2]["offset"], size)
+    assert appended(log, size) == (b"", size, size) and appended(log, size + 1)[1] == 0

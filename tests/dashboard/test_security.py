@@ -12,8 +12,8 @@ from graftune.cli import main
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard import security
 from graftune.dashboard.runs import open_runs
-from graftune.dashboard.security import Budget
-from graftune.dashboard.serving import TOKEN, Page, token_for
+from graftune.dashboard.security import TOKEN, Budget
+from graftune.dashboard.serving import Page, token_for
 from graftune.errors import GraftuneError
 from tests.dashboard.folders import client, start, step, write_run
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from graftune.dashboard import states
-from graftune.dashboard.log import Glance
+from graftune.dashboard.glance import Glance
 from graftune.dashboard.states import Pulse, state_of
 from graftune.lock import FolderLock, Holder
 from tests.dashboard.folders import append, end, start, step, write_run

@@ -30,18 +30,34 @@ def most_connections() -> int:
 
 
 class Connections:
-    """Those of one server, by address. One address gets no more than half of them."""
+    """Those of one server. One address gets no more than half of them. Where there is no room for another, the one that
+    has waited longest with its request ends: a page gets through, however many connections say nothing."""
 
     def __init__(self, most: int | None = None):
         self.most = most_connections() if most is None else most
         self._open: Counter[str] = Counter()
+        self._waiting: dict[asyncio.Transport, str] = {}  # with the address, the longest first
 
-    def enter(self, address: str) -> bool:
+    def enter(self, transport: asyncio.Transport, address: str) -> bool:
         """Whether there is room for one more; it has to `leave` again either way."""
         self._open[address] += 1
-        return self._open.total() <= self.most and self._open[address] <= max(1, self.most // 2)
+        alone = self._open[address] > max(1, self.most // 2)
+        if alone or self._open.total() > self.most:
+            waiting = self._waiting.items()
+            longest = next((one for one, whose in waiting if whose == address or not alone), None)
+            if longest is None:
+                return False
+            del self._waiting[longest]
+            longest.abort()
+        self._waiting[transport] = address
+        return True
 
-    def leave(self, address: str) -> None:
+    def asked(self, transport: asyncio.Transport) -> None:
+        """Its request is there."""
+        self._waiting.pop(transport, None)
+
+    def leave(self, transport: asyncio.Transport, address: str) -> None:
+        self.asked(transport)
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]
@@ -51,54 +67,66 @@ def protocol(connections: Connections) -> type[asyncio.Protocol]:
     """uvicorn's protocol, with limits that all of a server's connections share."""
 
     class Limited(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-        _stalled: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             transport.set_write_buffer_limits(WRITE_BUFFER)
+            self._arriving, self._reading = _Clock(self.loop, transport), _Clock(self.loop, transport)
             self._address = self.client[0] if self.client else ""
-            if connections.enter(self._address):
-                self._late = self.loop.call_later(RECEIVE_S, transport.abort)
+            if connections.enter(transport, self._address):
+                self._arriving.start(RECEIVE_S)
             else:
                 transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            connections.leave(self._address)
-            self._late, self._stalled = _cancelled(self._late), _cancelled(self._stalled)
+            connections.leave(self.transport, self._address)
+            self._arriving.stop()
+            self._reading.stop()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-                # More bytes do not put it off.
-                self._late = self._late or self.loop.call_later(RECEIVE_S, self.transport.abort)
-            else:
-                self._late = _cancelled(self._late)
-                if len(self.conn.trailing_data[0]) > MOST_BEHIND:  # browsers send no request before the last is answered
-                    self.transport.abort()
+                self._arriving.start(RECEIVE_S)  # unless it runs already: more bytes do not put it off
+                return
+            self._arriving.stop()
+            connections.asked(self.transport)
+            if len(self.conn.trailing_data[0]) > MOST_BEHIND:  # browsers send nothing before they have their answer
+                self.transport.abort()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.conn.their_state is h11.SEND_BODY:  # refused by its header: nobody reads the rest
                 self.flow.pause_reading()
-                self._late = _cancelled(self._late)
-                self._late = self.loop.call_later(LINGER_S, self.transport.abort)
+                self._arriving.stop()
+                self._arriving.start(LINGER_S)
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._stalled = self._stalled or self.loop.call_later(STALLED_S, self.transport.abort)
+            self._reading.start(STALLED_S)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._stalled = _cancelled(self._stalled)
+            self._reading.stop()
 
     return Limited
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+class _Clock:
+    """Ends a connection when its time is over."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport):
+        self._loop, self._transport = loop, transport
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float) -> None:
+        """No effect on a clock that runs."""
+        if self._timer is None and not self._transport.is_closing():
+            self._timer = self._loop.call_later(seconds, self._transport.abort)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class AtMost:

@@ -1,37 +1,40 @@
-"""metrics.jsonl followed from another process: only what was appended since the last look is read.
+"""One run's metrics.jsonl in full: every figure of every step in a flat array, so that 100,000 steps are a few
+megabytes and a view of them is cut out by numpy; other events as they are.
 
-Two readers share the following. `Glance` is what a list of a thousand runs needs: it looks for the few lines that are
-no steps and decodes the last step only. `Log` is one run in full: every figure of every step in a flat array, so that
-100,000 steps are a few megabytes and a view of them is cut out by numpy. Both drop what a resume took back, as
-observe/events.py `latest` does. A line that is no event is counted and passed over; what stands after the last newline
-is still being written and waits.
+What a resume took back is dropped, as observe/events.py `latest` does. A line that is no event is counted and passed
+over. All of it is bounded: a log of millions of steps is thinned out as it grows, and other events are kept up to a
+size, the oldest going first.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import lt
 from pathlib import Path
 from typing import Any
 
-from graftune.dashboard.reading import opened
-from graftune.observe.events import Event, parsed
+from graftune.dashboard.bounded import Cut
+from graftune.dashboard.lines import Follower, events_of
+from graftune.observe.events import Event
 
-CHUNK = 1 << 18  # bytes read at once: decoding them lets no other thread run for some milliseconds
-LONGEST = 16 << 20  # bytes of a line; what is longer is no event of ours
-MOST = 5000  # events kept of each kind that is not a step
-STEP = b'{"event": "step", '  # how EventLog begins a step
+KINDS = ("run_start", "resume", "eval", "sample", "warning", "memory", "profile", "run_end")  # that views show
+MOST_EVENTS, MOST_BYTES = 5000, 2 << 20  # events kept of each kind, and about how much they take
+MOST_NAMES, MOST_FIGURES = 64, 2 << 20  # of a step, and of all steps
+MOST_DISPLACED = 2000  # steps that stand behind a later one: putting each in its place moves all that follow
+
+
+def whole(value: Any) -> int | None:
+    """A whole number as JavaScript has them, not negative; None for whatever else stands there."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
 
 
 def step_of(event: Event) -> int | None:
-    step = event.get("step")
-    return step if type(step) is int and 0 <= step < 1 << 53 else None
+    return whole(event.get("step"))
 
 
 def number(value: Any) -> float | None:
@@ -43,128 +46,6 @@ def number(value: Any) -> float | None:
             return None
         return found if math.isfinite(found) else None
     return None
-
-
-class Follower:
-    """A file that grows. `advance` reads the whole lines that are new since the last call."""
-
-    def __init__(self, path: str | Path):
-        self.path, self.offset, self.bad = path, 0, 0
-        self._file = 0  # number of the file that was read: another one has taken its place if it changes
-
-    def advance(self) -> None:
-        try:
-            with opened(self.path) as handle:
-                found = os.fstat(handle)
-                if found.st_ino != self._file or found.st_size < self.offset:
-                    self._file = found.st_ino
-                    self.reset()
-                if found.st_size > self.offset:
-                    for piece in self._pieces(handle, found.st_size):
-                        self.take(piece)
-        except FileNotFoundError:
-            if self._file:
-                self._file = 0
-                self.reset()
-        except OSError:
-            return  # a link, a folder, no permission: a run without events
-
-    def _pieces(self, handle: int, size: int) -> Iterator[bytes]:
-        """Whole lines, a chunk at a time."""
-        held = b""
-        place = self.offset
-        while place < size and (content := os.pread(handle, min(CHUNK, size - place), place)):
-            place += len(content)
-            held += content
-            end = held.rfind(b"\n") + 1
-            if end:
-                piece, held = held[:end], held[end:]
-                self.offset = place - len(held)
-                yield piece
-            elif len(held) > LONGEST:
-                self.bad, self.offset, held = self.bad + 1, place, b""
-
-    def reset(self) -> None:
-        """Forget what was read: the file begins anew."""
-        self.offset, self.bad = 0, 0
-
-    def take(self, piece: bytes) -> None:
-        raise NotImplementedError
-
-
-class Glance(Follower):
-    """What a list shows of a run: its beginning, its last step, its evaluations, its phase and its end."""
-
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        self.reset()
-
-    def reset(self) -> None:
-        super().reset()
-        self.start: Event = {}
-        self.total: int | None = None
-        self.step: Event = {}
-        self.evals: dict[int, float] = {}
-        self.phase = ""
-        self.end: Event = {}
-        self.resumed: int | None = None  # the step of the last resume, until a step follows it
-        self.updated: float | None = None
-        self.events = 0  # seen, of those that are looked at
-
-    def take(self, piece: bytes) -> None:
-        pending = b""  # the latest step: only the last one before another event is decoded
-        for line in piece[:-1].split(b"\n"):
-            if line.startswith(STEP):
-                pending = line
-                continue
-            if pending:
-                self._see_line(pending)
-                pending = b""
-            self._see_line(line)
-        if pending:
-            self._see_line(pending)
-
-    def _see_line(self, line: bytes) -> None:
-        event = parsed(line)
-        if event is not None:
-            self._see(event)
-
-    def _see(self, event: Event) -> None:
-        kind, step = event["event"], step_of(event)
-        self.events += 1
-        if (time := number(event.get("time"))) is not None:
-            self.updated = time
-        if kind == "run_start":
-            total, updated = event.get("steps"), self.updated
-            offset, bad, events = self.offset, self.bad, self.events
-            self.reset()
-            self.offset, self.bad, self.events, self.updated = offset, bad, events, updated
-            self.start, self.total = event, total if type(total) is int else None
-        elif kind == "step" and step is not None:
-            self.step, self.end, self.resumed = event, {}, None
-        elif kind == "eval" and step is not None and (loss := number(event.get("loss"))) is not None:
-            self.evals[step] = loss
-        elif kind == "resume" and step is not None:
-            self.evals = {at: loss for at, loss in self.evals.items() if at <= step}
-            self.end, self.phase, self.resumed = {}, "", step
-        elif kind == "extend" and type(event.get("steps")) is int:
-            self.total = event["steps"]
-        elif kind == "phase":
-            self.phase = str(event.get("phase"))
-        elif kind == "run_end":
-            self.end = event
-
-    @property
-    def steps(self) -> int:
-        """Steps that are done."""
-        if self.end and (ended := step_of(self.end)) is not None:
-            return ended
-        return self.resumed if self.resumed is not None else step_of(self.step) or 0
-
-    def best(self) -> tuple[float | None, int | None]:
-        """The least validation loss after the first step, and its step."""
-        found = [(loss, step) for step, loss in self.evals.items() if step > 0]
-        return min(found) if found else (None, None)
 
 
 def _columns(events: list[Event]) -> Iterable[tuple[str, Sequence[Any]]]:
@@ -186,6 +67,36 @@ def _column(values: Sequence[Any]) -> array[float] | None:
     return array("d", [math.nan if figure is None else figure for figure in figures])
 
 
+def _is_small(value: Any) -> bool:
+    """A number, or a word."""
+    return value is None or number(value) is not None or (isinstance(value, str) and len(value) < 40)
+
+
+class Kept:
+    """Events of one kind, the latest ones, each cut to size."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[int, Event]] = deque()
+        self.size = 0
+
+    def append(self, event: Event) -> None:
+        kept, size = event, 16 * len(event)
+        if not (len(event) <= MOST_NAMES and all(map(_is_small, event.values()))):
+            cut = Cut(event)
+            kept, size = cut.document, cut.size
+        self._events.append((size, kept))
+        self.size += size
+        while len(self._events) > MOST_EVENTS or (self.size > MOST_BYTES and len(self._events) > 1):
+            self.size -= self._events.popleft()[0]
+
+    def take_back(self, step: int) -> None:
+        kept = [each for each in self._events if (at := step_of(each[1])) is None or at <= step]
+        self._events, self.size = deque(kept), sum(size for size, _ in kept)
+
+    def all(self) -> list[Event]:
+        return [event for _, event in self._events]
+
+
 class Log(Follower):
     """All of a run: figures of steps as arrays, other events as they are."""
 
@@ -197,36 +108,53 @@ class Log(Follower):
         super().reset()
         self.steps = array("q")
         self.values: dict[str, array[float]] = {}
-        self.kept: dict[str, list[Event]] = {}
+        self._kept = {kind: Kept() for kind in KINDS}
+        self._displaced = 0  # steps that did not follow those before them
 
     @property
     def nbytes(self) -> int:
-        return 8 * len(self.steps) * (1 + len(self.values))
+        return 8 * len(self.steps) * (1 + len(self.values)) + sum(kept.size for kept in self._kept.values())
 
     def of(self, kind: str) -> list[Event]:
-        return self.kept.get(kind, [])
+        return self._kept[kind].all()
 
     def take(self, piece: bytes) -> None:
-        try:  # one call for all of them is twice as fast
-            events = json.loads(b"[" + piece[:-1].replace(b"\n", b",") + b"]")
-        except (ValueError, RecursionError):
-            events = []
-        if len(events) != piece.count(b"\n"):  # or two values on a line, which only look like a list when joined
-            events = [parsed(line) for line in piece[:-1].split(b"\n")]
         steps: list[Event] = []  # that follow each other
-        for event in events:
-            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        for event in events_of(piece):
+            if event is None:
                 self.bad += 1
             elif event["event"] == "step":
                 steps.append(event)
-            else:
+            elif event["event"] in KINDS:
                 self._take_steps(steps)
                 steps = []
                 self._other(event)
         self._take_steps(steps)
+        if len(self.steps) * len(self.values) > MOST_FIGURES:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Half as many: the least and the greatest of each four steps, at the first and the third."""
+        import numpy as np  # here: a list of runs does without it
+
+        end = len(self.steps) // 4 * 4
+        numbers = np.frombuffer(self.steps, np.int64)[:end].reshape(-1, 4)
+        thin = array("q", numbers[:, ::2].tobytes()) + self.steps[end:]
+        for name, values in self.values.items():
+            fours = np.frombuffer(values, np.float64)[:end].reshape(-1, 4)
+            finite = np.isfinite(fours)
+            low, high = np.where(finite, fours, np.inf), np.where(finite, fours, -np.inf)
+            pairs = np.stack([low.min(1), high.max(1)], 1)
+            falls = low.argmin(1) > high.argmax(1)
+            pairs[falls] = pairs[falls, ::-1]
+            pairs[np.isinf(pairs)] = np.nan
+            self.values[name] = array("d", pairs.tobytes()) + values[end:]
+        self.steps = thin
 
     def _take_steps(self, events: list[Event]) -> None:
         """By column, which is ten times as fast, if they follow what is there as a run writes them."""
+        if not events:
+            return
         numbers = [step for event in events if (step := step_of(event)) is not None]
         last = self.steps[-1] if self.steps else -1
         if len(numbers) < len(events) or not all(map(lt, [last, *numbers], numbers)):
@@ -240,7 +168,7 @@ class Log(Follower):
                 continue
             column = _column(figures)
             if name not in self.values:
-                if column is None or len(self.values) >= 64:
+                if column is None or len(self.values) >= MOST_NAMES:
                     continue  # text, or more names than a run of ours has
                 self.values[name] = array("d", [math.nan]) * before
             self.values[name].extend(column or array("d", [math.nan]) * len(events))
@@ -255,6 +183,10 @@ class Log(Follower):
         steps, values = self.steps, self.values
         place = len(steps)
         if steps and step <= steps[-1]:  # a file that was put together by hand: the last of each step counts
+            self._displaced += 1
+            if self._displaced > MOST_DISPLACED:
+                self.bad += 1
+                return
             place = bisect_left(steps, step)
             if steps[place] == step:
                 del steps[place]
@@ -266,7 +198,7 @@ class Log(Follower):
                 continue
             figure = float(value) if isinstance(value, bool) else number(value)
             if name not in values:
-                if (figure is None and value is not None) or len(values) >= 64:
+                if (figure is None and value is not None) or len(values) >= MOST_NAMES:
                     continue  # text, or more names than a run of ours has
                 values[name] = array("d", [math.nan]) * (len(steps) - 1)
             values[name].insert(place, math.nan if figure is None else figure)
@@ -282,10 +214,7 @@ class Log(Follower):
             self.offset, self.bad = offset, bad
         elif kind == "resume" and step is not None:
             self._take_back(step)
-        kept = self.kept.setdefault(kind if len(self.kept) < 64 else "more", [])
-        kept.append(event)
-        if len(kept) > MOST:
-            del kept[: len(kept) - MOST]
+        self._kept[kind].append(event)
 
     def _take_back(self, step: int) -> None:
         """A resume at `step`: what came after it never happened."""
@@ -294,5 +223,5 @@ class Log(Follower):
         for column in self.values.values():
             del column[end:]
         for kind in ("eval", "sample", "warning", "memory", "profile"):
-            self.kept[kind] = [e for e in self.of(kind) if (at := step_of(e)) is None or at <= step]
-        self.kept.pop("run_end", None)
+            self._kept[kind].take_back(step)
+        self._kept["run_end"] = Kept()

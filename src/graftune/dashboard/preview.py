@@ -19,7 +19,7 @@ from graftune.dashboard.worker import Worker
 
 Document = dict[str, Any]
 PREVIEW = "preview.jsonl"
-LARGEST = 8 << 20  # bytes of the file that are read; a run writes half as many at most
+LARGEST = 5 << 20  # bytes of the file that are read; a run writes 4 MiB at most
 MOST_ON_A_PAGE = 100
 
 
@@ -65,8 +65,11 @@ def _page(
 ) -> Document:
     """Of the file's lines, each one example."""
     if search:
-        chosen = [one for line in lines if (one := _example(line)) and search.lower() in _text(one).lower()]
-        shown, count = chosen[page * size : (page + 1) * size], len(chosen)
+        found = (one for line in lines if (one := _example(line)) and search.lower() in _text(one).lower())
+        shown, count = [], 0
+        for count, one in enumerate(found, 1):
+            if page * size < count <= (page + 1) * size:
+                shown.append(one)
     else:
         shown = [one for line in lines[page * size : (page + 1) * size] if (one := _example(line))]
         count = len(lines) if total is None else total

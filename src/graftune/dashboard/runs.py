@@ -8,6 +8,7 @@ new.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -16,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graftune.dashboard.log import Glance, Log, number
+from graftune.dashboard.bounded import cut
+from graftune.dashboard.glance import Glance
+from graftune.dashboard.log import Log, number
 from graftune.dashboard.reading import stamp
 from graftune.dashboard.settings_file import settings_of
 from graftune.dashboard.states import RUNNING, Pulse, State, state_of
@@ -26,7 +29,8 @@ LOG, CONFIG = "metrics.jsonl", "config.yaml"
 DEEPEST = 6  # folders below the watched one
 MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are looked for, and in
 FRESH = 0.5  # seconds for which a look at all folders holds
-KEPT_BYTES = 40 << 20  # figures of steps that are held in memory, over all runs
+KEPT_BYTES = 32 << 20  # figures of steps that are held in memory, over all runs
+MOST_SETTINGS, LONGEST_SETTINGS = 1000, 32 << 10  # values of a run's settings, and their characters
 Document = dict[str, Any]
 
 
@@ -43,18 +47,22 @@ class Run:
         self._stamps: tuple[Any, ...] = ()
         self.state = State("preparing", "")
         self.version = 0  # rises whenever the document changes
+        self._looked = -math.inf
 
-    def refresh(self) -> None:
-        """Read what has changed."""
+    def refresh(self, fresh: float = 0.0) -> None:
+        """Read what has changed, unless that was done in the last `fresh` seconds."""
         with self.lock:
+            if time.monotonic() - self._looked < fresh:
+                return
+            self._looked = time.monotonic()
             log, config = stamp(self._log_path), stamp(self._config_path)
             before = self._stamps
             if before[1:] != (config,):
-                self.settings = settings_of(self._config_path)
-            if before[:1] != (log,):
+                self.settings = cut(settings_of(self._config_path), MOST_SETTINGS, LONGEST_SETTINGS)
+            if before[:1] != (log,) or self.glance.behind:
                 self.glance.advance()
             state = state_of(self.folder, self.glance, None if self._over() else self.pulse.holder())
-            if before != (log, config) or state != self.state:
+            if before != (log, config) or state != self.state or self.glance.behind:
                 self._stamps, self.state = (log, config), state
                 self.version += 1
 

@@ -22,10 +22,12 @@ from urllib.parse import parse_qs, urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "graftune_token"
-LARGEST_BODY = 1 << 20  # bytes of a request
+LARGEST_HEAD, LARGEST_BODY = 32 << 10, 1 << 20  # bytes of a request
 BURST, PER_SECOND = 400.0, 50.0  # requests of one address: at once, and as they come back
 WRONG_TOKENS, WRONG_PER_SECOND = 10.0, 0.2
 ADDRESSES = 1000  # that are remembered
+ONCE = ("host", "origin", "authorization", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
+TOKEN = "GRAFTUNE_WATCH_TOKEN"  # noqa: S105 (the name of a variable)
 HEADERS = {
     "content-security-policy": "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -94,11 +96,12 @@ class Guard:
             return
         if scope["type"] != "http":  # there are no web sockets here
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         try:
+            headers = _headers(scope)
             cookie = self._check(scope, headers)
         except Refused as refused:
-            await _answer(send, refused.status, {"error": refused.sentence})
+            # What else came with the request on this connection is not looked at.
+            await _answer(send, refused.status, {"error": refused.sentence}, {"connection": "close"})
             return
         if cookie:
             await _answer(send, 303, {}, {"location": "/", "set-cookie": cookie})
@@ -107,7 +110,7 @@ class Guard:
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> str:
         """Raises Refused; returns the cookie to set where the token came with the address."""
-        address = (scope.get("client") or ("",))[0]
+        address = _network((scope.get("client") or ("",))[0])
         if not self._requests.take(address):
             raise Refused(429, "too many requests; wait a moment")
         host = _name(f"//{headers.get('host', '')}")
@@ -148,6 +151,30 @@ class Guard:
             self._wrong.take(address)
             raise Refused(401, "this is not the page's token; open the address that graftune printed")
         return f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict" if asked else ""
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """By name. One that decides who asks may stand there once."""
+    found: dict[str, str] = {}
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > LARGEST_HEAD:
+        raise Refused(431, f"the headers of a request may have {LARGEST_HEAD >> 10} KiB")
+    for raw, value in scope["headers"]:
+        name = raw.decode("latin-1").lower()
+        if name in found and name in ONCE:
+            raise Refused(400, f"the request has {name} more than once")
+        found[name] = value.decode("latin-1")
+    if "content-length" in found and "transfer-encoding" in found:
+        raise Refused(400, "the request has two lengths")
+    return found
+
+
+def _network(address: str) -> str:
+    """Whose budget a request is taken from: with IPv6 one machine has as many addresses as it likes, in one network."""
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if number.version == 4 else str(ipaddress.ip_network((int(number), 64), strict=False))
 
 
 def _name(address: str) -> str:

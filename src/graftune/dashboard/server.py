@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -22,7 +20,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from graftune.dashboard import assets, streams
+from graftune.dashboard.bounded import cut, to_bytes
 from graftune.dashboard.chat import Chat
+from graftune.dashboard.connections import AtMost
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.runs import Run, Runs
@@ -32,6 +32,9 @@ from graftune.dashboard.views import PROFILE, details
 from graftune.errors import GraftuneError
 
 VIEWS = ("series", "events", "preview", "profile")
+LARGEST_PROFILE = 4 << 20  # bytes
+MOST_TOKENS, LONGEST_TEXT = 1 << 18, 4 << 20  # values and characters of a page of examples
+AT_ONCE = 6  # answers that are made or sent, each of some megabytes at most
 
 
 class Server:
@@ -49,7 +52,7 @@ class Server:
         def asked() -> bytes:
             found = self.runs.documents()
             differing = found[0]["differing"] if found else []
-            return _json({"root": str(self.runs.root), "runs": found, "differing": differing})
+            return to_bytes({"root": str(self.runs.root), "runs": found, "differing": differing})
 
         return Response(await asyncio.to_thread(asked), media_type="application/json")
 
@@ -80,7 +83,9 @@ class Server:
         page, size = _whole(request, "page", 0) or 0, _whole(request, "size", 20) or 20
         search = request.query_params.get("search", "")[:1000]
         found = await self.previews.page(run, page, size, search)
-        return _none("preview of its data") if found is None else Response(_json(found), media_type="application/json")
+        if found is None:
+            return _none("preview of its data")
+        return Response(to_bytes(cut(found, MOST_TOKENS, LONGEST_TEXT)), media_type="application/json")
 
     async def ask(self, request: Request) -> Response:
         """POST /api/chat."""
@@ -96,7 +101,7 @@ class Server:
         self.runs.refresh()
         document = details(run, self.runs.differing())
         self.runs.keep(run)
-        return Response(_json(document), media_type="application/json")
+        return Response(to_bytes(document), media_type="application/json")
 
     def _series(self, run: Run, request: Request) -> Response:
         names = [name for name in request.query_params.get("names", "").split(",") if name]
@@ -105,7 +110,7 @@ class Server:
         with run.log() as log:
             document = series(log, names, points, first, last)
         self.runs.keep(run)
-        return Response(_json(document), media_type="application/json")
+        return Response(to_bytes(document), media_type="application/json")
 
     def _stream(self, events: AsyncIterator[str]) -> Response:
         if self.readers >= streams.MOST_READERS:
@@ -117,6 +122,7 @@ class Server:
         try:
             async for event in events:
                 yield event
+                await asyncio.sleep(0)  # others get their turn, and a reader that has gone is noticed
         finally:
             self.readers -= 1
             await events.aclose()  # type: ignore[attr-defined]
@@ -140,7 +146,7 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
             Route("/api/chat", server.ask, methods=["POST"]),
             Route("/api/runs/{rest:path}", server.run),
         ],
-        middleware=[Middleware(Guard, host=host, token=token)],
+        middleware=[Middleware(Guard, host=host, token=token), Middleware(AtMost, most=AT_ONCE)],
         exception_handlers={HTTPException: _refused, GraftuneError: _mistaken, Exception: _failed},  # type: ignore[dict-item]
         lifespan=server.lifespan,
     )
@@ -149,17 +155,12 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
 
 
 def _profile(run: Run) -> Response:
-    content = read_bytes(run.folder / PROFILE, 32 << 20)
+    content = read_bytes(run.folder / PROFILE, LARGEST_PROFILE)
     return _none("profile") if content is None else Response(content, media_type="application/json")
 
 
 def _none(what: str) -> Response:
     return JSONResponse({"error": f"this run has no {what}"}, 404)
-
-
-def _json(document: Any) -> bytes:
-    """In ASCII: halves of characters, which a file may hold, would be no UTF-8."""
-    return json.dumps(document, separators=(",", ":")).encode("ascii")
 
 
 def _whole(request: Request, name: str, default: int | None) -> int | None:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import uvicorn
 
+from graftune.dashboard.connections import Connections, protocol
 from graftune.dashboard.runs import Runs
-from graftune.dashboard.security import is_loopback, new_token
+from graftune.dashboard.security import TOKEN, is_loopback, new_token
 from graftune.dashboard.server import application
 from graftune.errors import GraftuneError
 
-TOKEN = "GRAFTUNE_WATCH_TOKEN"  # noqa: S105 (the name of a variable)
 SHORTEST_TOKEN = 16
 
 
@@ -29,7 +29,7 @@ class Page:
         self._closing = app.state.server.closing
         config = uvicorn.Config(
             app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=32 << 10, limit_concurrency=1000, ws="none",
+            http=protocol(Connections()), h11_max_incomplete_event_size=32 << 10, ws="none", backlog=64,
         )  # fmt: skip
         self._server = _Server(config, self._closing)
         self._thread: threading.Thread | None = None

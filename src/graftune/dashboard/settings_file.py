@@ -17,6 +17,7 @@ from graftune.dashboard.reading import read_bytes
 from graftune.errors import GraftuneError
 from graftune.yaml_file import LARGEST, parse_yaml
 
+REMEMBERED = 500  # characters of a text that is remembered with what it means
 _SECTION = re.compile(r"[a-z_]+:")
 _PLAIN = re.compile(r"  ([a-z_]+): ([A-Za-z/][A-Za-z0-9_./-]*)")
 _WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "null", "y", "n"))  # which YAML takes for values
@@ -56,8 +57,12 @@ def _parts(text: str) -> list[str] | None:
     return parts if all(_parsed(part)[0] for part in parts) else None
 
 
-@functools.lru_cache(maxsize=8192)
 def _kind(line: str) -> str:
+    return _kind_of_short(line) if len(line) <= REMEMBERED else _kind_of_short.__wrapped__(line)
+
+
+@functools.lru_cache(maxsize=8192)
+def _kind_of_short(line: str) -> str:
     if not line or line.startswith("#") or line == "  {}":
         return "nothing"
     if _SECTION.fullmatch(line):
@@ -67,9 +72,13 @@ def _kind(line: str) -> str:
     return "more" if line.startswith(("   ", "  - ")) else "other"
 
 
-@functools.lru_cache(maxsize=8192)
 def _parsed(part: str) -> tuple[str, Any]:
     """The key and its value; no key where they cannot be read by themselves."""
+    return _parsed_short(part) if len(part) <= REMEMBERED else _parsed_short.__wrapped__(part)
+
+
+@functools.lru_cache(maxsize=8192)
+def _parsed_short(part: str) -> tuple[str, Any]:
     plain = _PLAIN.fullmatch(part)
     if plain and plain[2].lower() not in _WORDS:  # most of what differs among runs are paths and seeds
         return plain[1], plain[2]

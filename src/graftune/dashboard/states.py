@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from graftune.dashboard.log import Glance, number
+from graftune.dashboard.glance import Glance
+from graftune.dashboard.log import number
 from graftune.dashboard.reading import read_bytes
 from graftune.lock import LOCK, Holder
 

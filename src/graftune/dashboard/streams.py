@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from graftune.dashboard.log import CHUNK, LONGEST, parsed
-from graftune.dashboard.reading import opened
+from graftune.dashboard.bounded import cut
+from graftune.dashboard.lines import appended
 from graftune.dashboard.runs import LOG, Run, Runs
 from graftune.dashboard.states import RUNNING, State
+from graftune.observe.events import parsed
 
 LOOK, BEAT = 0.5, 5.0  # seconds between two looks at a file, and between two comments
-MOST_READERS = 400
+MOST_READERS = 200
+MOST_WAITING = 2000  # changes of the list that a reader may be behind
+VALUES, CHARACTERS = 500, 16 << 10  # of an event: hundreds of streams may send it at once
 
 
 def message(document: Any, event: str = "") -> str:
     """One server-sent event."""
-    return (f"event: {event}\n" if event else "") + f"data: {json.dumps(document)}\n\n"
+    return (f"event: {event}\n" if event else "") + f"data: {json.dumps(document, allow_nan=False)}\n\n"
 
 
 class Quiet:
@@ -65,52 +67,43 @@ async def log_events(runs: Runs, run: Run, since: int, closing: Closing) -> Asyn
         if found is None:
             yield message({"gone": run.id}, "gone")
             return
-        state, piece, began = found
+        state, piece, began, after = found
         if state != said:
             said = state
             yield message({"state": state.state, "sentence": state.sentence}, "state")
             quiet.sent()
         if began != offset:  # another file has taken the place of the one that was followed
             yield message({"reset": True}, "reset")
-        offset = began
-        lines = piece.split(b"\n")[:-1]
-        for line in lines:
-            offset += len(line) + 1
-            event = parsed(line)
-            if event is not None:
-                yield message({"offset": offset, "event": event})
-                quiet.sent()
+        messages, offset = _messages(piece, began), after
+        del piece, found  # a reader may take its time, and hundreds of them may hold a long line
+        for text in messages:
+            yield text
+            quiet.sent()
         if quiet.due():
             yield ": still here\n\n"
-        if not lines:
+        if after == began:
             await closing.wait(LOOK if state.state in RUNNING else 2 * LOOK)
 
 
-def _look(runs: Runs, run: Run, offset: int) -> tuple[State, bytes, int] | None:
+def _messages(piece: bytes, offset: int) -> list[str]:
+    """Of the events on some lines that begin at `offset`."""
+    made = []
+    for line in piece.split(b"\n")[:-1]:
+        offset += len(line) + 1
+        event = parsed(line)
+        if event is not None:
+            made.append(message({"offset": offset, "event": cut(event, VALUES, CHARACTERS)}))
+    return made
+
+
+def _look(runs: Runs, run: Run, offset: int) -> tuple[State, bytes, int, int] | None:
     """The run's state and what is new in its log; None if it is gone."""
     try:
         runs.get(run.id)
     except KeyError:
         return None
-    run.refresh()
-    return run.state, *appended(run, offset)
-
-
-def appended(run: Run, offset: int) -> tuple[bytes, int]:
-    """Whole lines behind `offset`, and where they begin: 0 if the file has become shorter."""
-    try:
-        with opened(run.folder / LOG) as handle:
-            size = os.fstat(handle).st_size
-            offset = offset if offset <= size else 0
-            most = CHUNK
-            while True:
-                content = os.pread(handle, min(most, size - offset), offset)
-                end = content.rfind(b"\n") + 1
-                if end or len(content) < most or most > LONGEST:
-                    return content[:end], offset
-                most *= 4
-    except OSError:
-        return b"", 0
+    run.refresh(LOOK / 2)  # of several readers' looks one is enough
+    return run.state, *appended(run.folder / LOG, offset)
 
 
 class ListWatch:
@@ -123,7 +116,7 @@ class ListWatch:
         self._versions: dict[str, int] = {}
 
     async def events(self) -> AsyncIterator[str]:
-        queue: asyncio.Queue[str] = asyncio.Queue(maxsize=20_000)
+        queue: asyncio.Queue[str] = asyncio.Queue(maxsize=MOST_WAITING)
         if self._task is None or self._task.done():
             self._versions = await asyncio.to_thread(self._looked)
             self._task = asyncio.create_task(self._watch())

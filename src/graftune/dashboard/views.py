@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from graftune.dashboard.log import Event, Log, step_of
+from graftune.dashboard.bounded import cut
+from graftune.dashboard.log import Log, step_of
 from graftune.dashboard.reading import read_bytes, read_json, stamp
 from graftune.dashboard.runs import CONFIG, Document, Run
+from graftune.observe.events import Event
 
 PROFILE = "profile.json"
 MOST_SAMPLES, MOST_WARNINGS = 4000, 500
@@ -25,7 +28,7 @@ def details(run: Run, differing: list[str]) -> Document:
             "folder": str(run.folder),
             "command": command(run.folder, log),
             "config_yaml": "" if config is None else config.decode("utf-8", "replace"),
-            "plan": read_json(run.folder / "plan.json", 4 << 20),
+            "plan": cut(read_json(run.folder / "plan.json", 1 << 20)),
             "memory": last["memory"],
             "warnings": warnings(log),
             "samples": samples(log),
@@ -93,7 +96,10 @@ def checkpoints(folder: Path) -> list[str]:
     if any((folder / name).is_dir() and not (folder / name).is_symlink() for name in ("adapter", "model")):
         found.append("adapter")
     try:
-        names = [entry.name for entry in (folder / "checkpoints").iterdir()]
+        # A link leads out of the folder, wherever it stands.
+        if (folder / "checkpoints").is_symlink():
+            return found
+        names = [entry.name for entry in os.scandir(folder / "checkpoints") if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return found
     steps = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step-([0-9]{1,15})", name)))

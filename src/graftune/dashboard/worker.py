@@ -16,6 +16,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from graftune.dashboard.security import TOKEN
+
 Document = dict[str, Any]
 IDLE, LOOK = 300.0, 2.0  # seconds without a request after which a worker ends, and between two looks if it has to
 LONGEST = 64 << 20  # bytes of one document
@@ -61,6 +63,7 @@ class Worker:
             await self.end()
             # Nothing is downloaded because somebody looked at a page.
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            environment.pop(TOKEN, None)  # the page's own
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 json.dumps(key),
