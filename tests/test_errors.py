@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from graftune import errors
 from graftune.errors import LONGEST, GraftuneError, one_line, printable
+from graftune.observe.console import Console
+from graftune.observe.events import EventLog, read_events
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2028\r\n\ud800"
 
@@ -28,3 +36,32 @@ def test_ordinary_text_stays_as_it_is() -> None:
     )
     assert str(GraftuneError("déjà vu: 你好 \U0001f600")) == "déjà vu: 你好 \U0001f600"
     assert one_line("a" * LONGEST) == "a" * LONGEST and printable("a\tb\n") == "a\tb\n"
+
+
+KEY, PASSWORD = "wk-0123456789abcdef", "pass/word-of-mine"
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        for name, value in {"WANDB_API_KEY": KEY, "MLFLOW_TRACKING_PASSWORD": PASSWORD, "OWN_TOKEN": "short"}.items():
+            patched.setenv(name, value)
+        errors._secrets.cache_clear()
+        yield
+    errors._secrets.cache_clear()
+
+
+def test_no_secret_gets_into_a_message_or_a_run_folder(
+    tmp_path: Path, secrets: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tracker's own error may quote its key, and an address its login."""
+    said = f"refused: {KEY}, {PASSWORD} (short) at https://me:{KEY[:5]}@host/x?a=b@c and http://host/@a"
+    clean = "refused: [WANDB_API_KEY], [MLFLOW_TRACKING_PASSWORD] (short) at https://[login]@host/x?a=b@c"
+    clean += " and http://host/@a"
+    assert str(GraftuneError(said)) == clean
+    with EventLog(tmp_path / "metrics.jsonl") as log:
+        log.emit("warning", text=said, nested=[{"text": said}])
+    Console().warn(said)
+    (event,) = read_events(tmp_path / "metrics.jsonl")
+    assert event["text"] == event["nested"][0]["text"] == clean
+    assert f"warning: {clean}" in capsys.readouterr().err

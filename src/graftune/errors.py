@@ -5,10 +5,15 @@ one of them into one line on stderr and exit code 2. Broken invariants of our ow
 
 Names and values in a message often come from somebody's file. They are escaped and cut here, in the one place that
 every message passes, rather than where each of them is quoted: a tokenizer must not be able to clear somebody's
-terminal or fill it with a page of one token's name.
+terminal or fill it with a page of one token's name. So is what a service's own error may quote, a key or a password:
+messages go into logs and run folders, and those are sent to others.
 """
 
 from __future__ import annotations
+
+import functools
+import os
+import re
 
 _CONTROLS = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # Unicode's control pictures
@@ -21,6 +26,9 @@ _CONTROLS = {
     **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),  # half a character: no stream could encode it
 }
 LONGEST = 600  # characters of each part of a message
+_SECRET = ("TOKEN", "API_KEY", "PASSWORD", "SECRET", "SECRET_KEY", "ACCESS_KEY")  # how names of variables end
+_SHORTEST = 8  # characters of a secret: a shorter one would be found in every other word
+_LOGIN = re.compile(r"(?<=://)[^\s/@]+(?=@)")
 
 
 def printable(text: str) -> str:
@@ -28,8 +36,24 @@ def printable(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
+def without_secrets(text: str) -> str:
+    """`text` without the keys, tokens and passwords in this process's environment, and without logins in addresses."""
+    for name, value in _secrets():
+        text = text.replace(value, f"[{name}]")
+    return _LOGIN.sub("[login]", text) if "://" in text else text
+
+
+@functools.cache
+def _secrets() -> list[tuple[str, str]]:
+    """Of the environment as it was at first: the longest first, should one be a part of another."""
+    found = [(n, v) for n, v in os.environ.items() if n.upper().endswith(_SECRET) and len(v) >= _SHORTEST]
+    return sorted(found, key=lambda each: -len(each[1]))
+
+
 def one_line(text: str, longest: int = LONGEST) -> str:
-    """`text` made printable, on one line, and cut in the middle if it is longer than `longest` characters."""
+    """`text` made printable, on one line, and cut in the middle if it is longer than `longest` characters. Without
+    secrets: most of what comes here is a message."""
+    text = without_secrets(text)
     line = " ".join(printable(text[: 8 * longest] + (text[-longest:] if len(text) > 8 * longest else "")).split())
     if len(line) <= longest:
         return line

@@ -111,15 +111,23 @@ def test_no_path_leads_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (inside / "profile.json").symlink_to(outside / "profile.json")
     (inside / "preview.jsonl").symlink_to(outside / "metrics.jsonl")
     (inside / "adapter").symlink_to(outside)
+    (inside / "report.html").write_text("<script>")
+    (inside / "checkpoints").mkdir()
+    (inside / "checkpoints" / "step-1").symlink_to(outside)
     page = client(root)
     assert [run["id"] for run in page.get("/api/runs").json()["runs"]] == ["r"]
-    for key in ("..%2Foutside", "r%2F..%2F..%2Foutside", "link", "%2Fetc", "..", "r%00", "%2E%2E%2Foutside", ""):
+    for key in ("..%2Foutside", "r%2F..%2F..%2Foutside", "link", "%2Fetc", "..", "r%00", "%2E%2E%2Foutside", "",
+        "%252e%252e%252foutside", "..%5Coutside", "r%2F..%5C..%5Coutside", "r/../../outside", "%c0%ae%c0%ae%2Foutside",
+        "r/report.html", "r%2Freport.html"):  # fmt: skip
         assert status(page, f"/api/runs/{key}/profile") == 404, key
     assert status(page, "/api/runs/r/profile") == status(page, "/api/runs/r/preview") == 404
     assert page.get("/api/runs/r").json()["checkpoints"] == []
     assert page.get("/static/page.js").text.startswith("(function") and status(page, "/static/main.js") == 404
     again = page.get("/static/page.js", headers={"if-none-match": page.get("/static/page.js").headers["etag"]})
     assert (again.status_code, again.text, again.headers["x-frame-options"]) == (304, "", "DENY")
+    assert (
+        status(page, "/report.html") == status(page, "/static/report.js") == status(page, "/static/report.html") == 404
+    )
     for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py", "/static//etc/passwd"):
         assert status(page, path) == 404, path
     os.rename(inside, root / "moved")

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TextIO
 
-from graftune.errors import one_line, printable
+from graftune.errors import one_line, printable, without_secrets
 from graftune.observe.events import to_json
 from graftune.observe.progress import TRAINING, BarProgress, Beat, LineProgress, Progress, rich_bar
 
@@ -87,10 +87,10 @@ class Console:
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            self._write(self._err, printable(text))
+            self._write(self._err, printable(without_secrets(text)))
 
     def warn(self, text: str) -> None:
-        self._write(self._err, f"warning: {printable(text)}", style="yellow")
+        self._write(self._err, f"warning: {printable(without_secrets(text))}", style="yellow")
 
     def fail(self, text: str) -> None:
         """Why the process ends now: the progress bar is taken away for good."""

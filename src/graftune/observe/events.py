@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from graftune.errors import GraftuneError
+from graftune.errors import GraftuneError, without_secrets
 
 Event = dict[str, Any]
 
@@ -43,8 +43,9 @@ class EventLog:
         self._file: BinaryIO = open(self.path, "ab")  # noqa: SIM115 - held for the whole run; close() ends it
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Write one line and flush it. nan and inf become null; what JSON cannot hold at all is a TypeError."""
-        written = _plain({"event": event, "time": round(time.time(), 3), **fields})
+        """Write one line and flush it. nan and inf become null; secrets, which a message of a tracker or the command
+        line may hold, are taken out; what JSON cannot hold at all is a TypeError."""
+        written = _plain({"event": event, "time": round(time.time(), 3), **fields}, without_secrets)
         self._file.write(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         self._file.flush()
         if self._listener is not None:
@@ -134,24 +135,24 @@ def _close_off_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
-def _plain(value: Any) -> Any:
-    """`value` in types JSON knows. Scalars of numpy and torch are read with `.item()`."""
-    if value is None or isinstance(value, bool | str):
+def _plain(value: Any, text: Callable[[str], str] = str) -> Any:
+    """`value` in types JSON knows, each text through `text`. Scalars of numpy and torch are read with `.item()`."""
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str | Path):
+        return text(str(value))
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _plain(inner, text) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, Path):
-        return str(value)
+        return [_plain(inner, text) for inner in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, text)
     if hasattr(value, "item"):
-        return _plain(value.item())
+        return _plain(value.item(), text)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
