@@ -12,6 +12,7 @@ ROWS = [
         "ranks",
         "arithmetic",
         "private",
+        "json_file",
         "files",
         "lock",
         "ledger",

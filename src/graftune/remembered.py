@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.files import write_file
+from graftune.json_file import NotJson, read_object
 
 
 def cache_folder() -> Path:
@@ -24,10 +25,10 @@ def cache_folder() -> Path:
 def recall(kind: str) -> dict[str, Any]:
     """All that is remembered of a kind. Who reads it checks what a value is: the file may be anyone's."""
     try:
-        values = json.loads((cache_folder() / f"{kind}.json").read_text())
-    except (OSError, ValueError, RuntimeError):  # the last: nested too deep, or nobody's home
+        values = read_object(cache_folder() / f"{kind}.json")
+    except (OSError, NotJson, RuntimeError):  # the last: nobody's home
         return {}
-    return values if isinstance(values, dict) else {}
+    return values
 
 
 def remember(kind: str, key: str, value: Any, most: int) -> None:

@@ -1,18 +1,20 @@
 """A YAML file of settings: read within limits, written with its schema named.
 
 PyYAML's safe loader takes everything that is valid: aliases that stand for billions of values, keys that occur twice
-(the last wins), nesting until Python's stack ends. So the tree of nodes is measured before values are made of it.
+(the last wins), nesting until Python's stack ends. So depth and number of the nodes are counted while they are read,
+and the tree is measured, with what stands behind aliases, before values are made of it.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
 
-LARGEST = 1 << 20  # bytes; a file of settings has a few thousand
-MOST = 20_000  # values, with those behind aliases counted as often as they are named
+LARGEST = 1 << 18  # bytes; a file of settings has a few thousand
+MOST = 10_000  # values, with those behind aliases counted as often as they are named
 DEEPEST = 30
 HEADER = """\
 # yaml-language-server: $schema=graftune.schema.json
@@ -31,9 +33,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return parse_yaml(_text(path), str(path))
 
 
-def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """The keys and values of a text of settings; messages call it `where`."""
-    tree = _constructed(text, where)
+def parse_yaml(text: str, where: str, most: int = MOST) -> dict[str, Any]:
+    """The keys and values of a text of settings; messages call it `where`. It may hold `most` values."""
+    tree = _constructed(text, where, most)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -59,23 +61,23 @@ def _text(path: str | Path) -> str:
         raise GraftuneError("is not valid YAML (not UTF-8)", where=str(path), mend="save it as UTF-8") from None
 
 
-def _constructed(text: str, where: str) -> Any:
+def _constructed(text: str, where: str, most: int) -> Any:
     import yaml
 
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _loader()(text, where, most)
         node = loader.get_single_node()
         if node is None:
             return None
-        _measure(node, where)
+        _measure(node, where, most)
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
         raise GraftuneError(f"is not valid YAML{line}", where=where, mend="fix the file") from None
     except RecursionError:
-        raise GraftuneError("is nested too deeply", where=where, mend="settings are one or two levels deep") from None
+        raise _too_deep(where) from None
     except GraftuneError:
         raise
     except ValueError:  # a number of thousands of digits, a date such as 2026-13-45
@@ -85,7 +87,35 @@ def _constructed(text: str, where: str) -> Any:
             loader.dispose()
 
 
-def _measure(root: Any, where: str) -> None:
+@functools.cache
+def _loader() -> Any:
+    import yaml
+
+    class Bounded(yaml.SafeLoader):
+        """Stops where a file is nested too deeply or holds too much: its scanner takes quadratic time there."""
+
+        def __init__(self, text: str, where: str, most: int):
+            super().__init__(text)
+            self.where, self.left, self.depth = where, most, 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth, self.left = self.depth + 1, self.left - 1
+            if self.depth > DEEPEST + 1:
+                raise _too_deep(self.where)
+            if self.left < 0:
+                raise GraftuneError("holds too many values", where=self.where, mend="keep to settings")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    return Bounded
+
+
+def _too_deep(where: str) -> GraftuneError:
+    return GraftuneError("is nested too deeply", where=where, mend="settings are one or two levels deep")
+
+
+def _measure(root: Any, where: str, most: int) -> None:
     """Refuses what would grow without bound, and keys that stand there twice."""
     import yaml
 
@@ -97,7 +127,7 @@ def _measure(root: Any, where: str) -> None:
                 raise GraftuneError("holds an alias of itself", where=where, mend="write the values out")
             return sizes[id(node)]
         if depth > DEEPEST:
-            raise GraftuneError("is nested too deeply", where=where, mend="settings are one or two levels deep")
+            raise _too_deep(where)
         sizes[id(node)] = 0
         parts: list[Any] = []
         if isinstance(node, yaml.MappingNode):
@@ -108,7 +138,7 @@ def _measure(root: Any, where: str) -> None:
         total = 1
         for part in parts:
             total += size(part, depth + 1)
-            if total > MOST:
+            if total > most:
                 raise GraftuneError("holds too many values", where=where, mend="write them out without aliases")
         sizes[id(node)] = total
         return total

@@ -164,7 +164,7 @@ def _changed(draw: Random, value: Any, tree: Any, places: list[Path]) -> Any:
         if how == 0:
             del copy[at]
         elif how == 1:
-            copy[at:at] = [copy[at]] * draw.choice((1, 2, 100, 3000))
+            copy[at:at] = [copy[at]] * draw.choice((1, 2, 12, 40))
         elif how == 2:
             copy[at] = any_value(draw)
         else:

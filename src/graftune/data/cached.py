@@ -70,6 +70,7 @@ def find(key: str) -> Store | None:
         store = Store.open(path)
         if store.header.get("key") != key:
             raise Damaged
+        store.check_summary()
     except FileNotFoundError:
         return None
     except (OSError, Damaged):  # made again in its place

@@ -57,6 +57,7 @@ class Passage(NamedTuple):
     reference: str
     tools: list[Any] | None = None
     notes: tuple[str, ...] = ()
+    shortened: bool = False  # whether turns before it were left out
 
     @property
     def prompt(self) -> str:

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from graftune import digest
 from graftune.batch import Example
 from graftune.config import DataConfig
 from graftune.data import cached
-from graftune.data.encoded import Examples, Store, groups_of, short
+from graftune.data.encoded import Examples, Store, groups_of, short, stored_json
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.maker import CHUNK_ROWS, Maker
 from graftune.data.memory import Lines
@@ -55,7 +54,7 @@ class _Texts(Sequence[Any]):
         text = self.examples.store.text(int(self.examples.chosen[place]), self.name)
         if self.name != "messages":
             return text
-        return json.loads(text) if text else []
+        return stored_json(text) if text else []
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))

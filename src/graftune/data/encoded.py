@@ -30,6 +30,9 @@ import numpy as np
 
 from graftune.arithmetic import ceil_div
 from graftune.batch import Example
+from graftune.data.summary import Summary
+from graftune.errors import GraftuneError
+from graftune.json_file import NotJson, parse_json
 
 MAGIC = b"graftune data 1\n"
 TRAILER = struct.Struct("<qq32s16s")  # the header's place and length, its SHA-256, the magic once more
@@ -50,6 +53,18 @@ DIGEST = 16  # bytes that stand for an example's tokens and mask
 
 class Damaged(Exception):
     """A file that is not a whole one of this format."""
+
+
+def damaged() -> GraftuneError:
+    """Of content that no checksum covers: it was whole when the file was made."""
+    return GraftuneError("encoded data is damaged", mend="delete the folder `data` in graftune's cache and start again")
+
+
+def stored_json(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except NotJson:
+        raise damaged() from None
 
 
 class Store:
@@ -77,9 +92,30 @@ class Store:
             self.digests = array_of(content, f"V{DIGEST}", count, places["digests"])
             used = array_of(content, np.uint8, ceil_div(self.vocabulary, 8), places["used"])
             self.used = np.unpackbits(used, count=self.vocabulary, bitorder="little").astype(np.bool_)
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            self.width = token_width(self.vocabulary)
+            self._check_places(first)
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
             raise Damaged(str(error)) from None
-        self.width = token_width(self.vocabulary)
+        except RecursionError:
+            raise Damaged("nested too deeply") from None
+
+    def _check_places(self, end: int) -> None:
+        """Everything that the index names lies between the magic and the index, which begins at `end`: nothing that is
+        looked at later can lie outside of the file."""
+        index, counts = self.index, self.index["count"].astype(np.int64)
+        spans = [
+            (index["at"], self.width().itemsize * counts),
+            (index["mask"] // 8, (index["mask"] % 8 + counts + 7) // 8),
+            (index["texts"], sum(index[part].astype(np.int64) for part in ("prompt", "reference", "messages"))),
+        ]
+        for name, places in index.items():
+            if name.startswith(PER_TOKEN):
+                spans.append((places[places >= 0], 4 * counts[places >= 0]))
+        details = np.array(self.header["details"], np.int64).reshape(-1, 2)
+        spans.append((details[:, 0], details[:, 1]))
+        for starts, sizes in spans:
+            if len(starts) and not bool(((starts >= len(MAGIC)) & (sizes >= 0) & (starts <= end - sizes)).all()):
+                raise Damaged("an example lies outside of the file")
 
     @staticmethod
     def open(path: Path) -> Store:
@@ -88,6 +124,14 @@ class Store:
                 return Store(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             except ValueError:  # an empty file cannot be mapped
                 raise Damaged from None
+
+    def check_summary(self) -> None:
+        """What is said about the rows is a summary; raises Damaged."""
+        try:
+            Summary.of(self.header["summary"])
+            str(self.header["kind"])
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise Damaged(str(error)) from None
 
     def __len__(self) -> int:
         return len(self.digests)
@@ -130,16 +174,17 @@ class Store:
         for part in ("prompt", "reference", "messages"):
             length = int(index[part][i])
             if part == name:
-                return bytes(self.content[start : start + length]).decode()
+                return bytes(self.content[start : start + length]).decode("utf-8", "replace")
             start += length
         raise KeyError(name)
 
     def details(self) -> Iterator[tuple[int, str]]:
         """(row, why) for every row that was left out or dropped."""
         for start, length in self.header["details"]:
-            for line in bytes(self.content[start : start + length]).splitlines():
-                row, why = json.loads(line)
-                yield row, why
+            for line in bytes(self.content[start : start + length]).split(b"\n"):
+                found = stored_json(line.decode("utf-8", "replace")) if line else []
+                if isinstance(found, list) and len(found) == 2:
+                    yield found[0], str(found[1])
 
 
 class Examples(Sequence[Example]):
@@ -160,6 +205,8 @@ class Examples(Sequence[Example]):
         weights = self.store.per_token(i)
         own = None if weights is None else weights.tolist()
         tokens, supervised = self.store.tokens(i).tolist(), self.store.supervised(i).tolist()
+        if max(tokens, default=0) >= self.store.vocabulary:
+            raise damaged()
         group = int(self.store.index[GROUP][i]) if GROUP in self.store.index else -1
         return Example(tokens, supervised, row, own, group, self.store.numbers(i))
 
@@ -211,6 +258,8 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(examples, Examples):
         store, chosen = examples.store, examples.chosen.tolist()
         tokens = np.concatenate([store.tokens(i) for i in chosen]).astype(np.int64)
+        if len(tokens) and int(tokens.max()) >= store.vocabulary:  # a device would end the process over it
+            raise damaged()
         return tokens, np.concatenate([store.supervised(i) for i in chosen])
     total = sum(len(example.tokens) for example in examples)
     tokens = np.fromiter(chain.from_iterable(e.tokens for e in examples), dtype=np.int64, count=total)

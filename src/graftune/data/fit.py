@@ -22,6 +22,7 @@ from graftune.data.source import Refusal
 from graftune.data.turns import loss_weight
 from graftune.tokenizer import Tokenizer
 
+MANY_TURNS, MOST_TURNS = 64, 256  # trained in one conversation that is rendered as a whole, and in one example
 LONGEST_TAIL = 64  # characters: longer ones are hardly met twice
 TURNS, QUESTION, PROMPT = "early turns left out", "question cut from the left", "prompt cut from the left behind BOS"
 TOO_LONG = "response longer than max_seq_len"
@@ -58,8 +59,12 @@ class Fitter:
         return frozenset({*self.tokenizer.stop_ids, self.form.end_id, *calls})
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
-        """The texts of one conversation, not yet tokenised: many of them are encoded at once (`finish`)."""
-        return self.turns.passages(messages, tools, trained)
+        """The texts of one conversation, not yet tokenised: many of them are encoded at once (`finish`). Each trained
+        turn takes a rendering of all before it, so a very long conversation is divided first."""
+        if len(trained) <= MANY_TURNS:
+            return self.turns.passages(messages, tools, trained)
+        pieces = self._pieces(messages, tools, trained, 0, too_long=False)
+        return [piece._replace(shortened=cut) for piece, _, cut in pieces]
 
     def finish(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
@@ -68,19 +73,24 @@ class Fitter:
         found = self._masked(passage, tokens, offsets, row)
         if found is None:
             for alone in self.turns.alone(passage):
-                yield from self.finish(alone, *self.tokenizer.encode_with_offsets(alone.text), row)
+                yield from self.finish(alone, *self._encoded(alone.text), row)
             return
         example, notes = found
         if len(example.tokens) <= self.limit:
-            yield Built(example, passage.prompt, passage.reference, passage.asked, notes=notes)
+            reason = TURNS if passage.shortened else ""
+            yield Built(example, passage.prompt, passage.reference, passage.asked, reason, notes=notes)
         else:
-            yield from self._without_early_turns(passage, passage.tools, row)
+            yield from self._without_early_turns(passage, row)
+
+    def _encoded(self, text: str) -> tuple[list[int], Any]:
+        """Ids, and the characters of those that are asked for: all of a long text's would take longer than encoding."""
+        return self.tokenizer.encode_batch([text])[0]
 
     def build(
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
     ) -> Iterator[Built]:
         for passage in self.passages(messages, tools, trained):
-            yield from self.finish(passage, *self.tokenizer.encode_with_offsets(passage.text), row)
+            yield from self.finish(passage, *self._encoded(passage.text), row)
 
     def _masked(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
@@ -160,40 +170,68 @@ class Fitter:
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
     ) -> tuple[Passage, Example] | None:
         """The passage and example of turns that the template is known to keep in one text; None if it does not."""
-        built = self.passages(messages, tools, trained)
+        built = self.turns.passages(messages, tools, trained)
         if len(built) > 1:
             return None
-        found = self._masked(built[0], *self.tokenizer.encode_with_offsets(built[0].text), row)
+        found = self._masked(built[0], *self._encoded(built[0].text), row)
         return (built[0], found[0]) if found else None
 
-    def _without_early_turns(self, passage: Passage, tools: list[Any] | None, row: int) -> Iterator[Built]:
-        messages, trained = passage.messages, passage.trained
-        head = 1 if messages[0]["role"] == "system" else 0
-        # A conversation may start again at any later user turn up to the last one before the last trained turn.
-        starts = [i for i in range(head + 1, trained[-1]) if messages[i]["role"] == "user"]
-        low, high, best = 0, len(starts), None
-        while low < high:  # the first start that leaves few enough tokens
-            middle = (low + high) // 2
-            start = starts[middle]
-            kept = [i for i in trained if i > start]
-            found = self._one([*messages[:head], *messages[start:]], tools, [i - start + head for i in kept], row)
-            if found is not None and len(found[1].tokens) <= self.limit:
-                best, high = (start, *found), middle
+    def _without_early_turns(self, passage: Passage, row: int) -> Iterator[Built]:
+        for piece, example, cut in self._pieces(passage.messages, passage.tools, passage.trained, row, too_long=True):
+            if len(example.tokens) > self.limit:
+                yield self._cut_question(piece, example, piece.tools, row)
             else:
-                low = middle + 1
-        if best is None:
-            start = starts[-1] if starts else head
-            last = self._one([*messages[:head], *messages[start:]], tools, [trained[-1] - start + head], row)
-            assert last is not None  # one trained turn is always one text
-            if trained[:-1]:
-                yield from self.build(messages, tools, trained[:-1], row)
-            yield self._cut_question(*last, tools, row)
-        else:
-            start, shorter, example = best
-            rest = [i for i in trained if i < start]
-            if rest:
-                yield from self.build(messages, tools, rest, row)
-            yield Built(example, shorter.prompt, shorter.reference, shorter.asked, TURNS, notes=shorter.notes)
+                reason = TURNS if cut else ""
+                yield Built(example, piece.prompt, piece.reference, piece.asked, reason, notes=piece.notes)
+
+    def _pieces(
+        self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int, *, too_long: bool
+    ) -> Iterator[tuple[Passage, Example, bool]]:
+        """A conversation as examples, in order, each with whether turns before it are left out: from its end, each has
+        as many turns as fit, and what is trained before those is for the next. One whose last question alone is too
+        long comes as it is. `too_long`: whether all of it is known not to fit."""
+        made: list[tuple[Passage, Example, bool]] = []
+        left = list(trained)
+        while left:
+            start, alone = self._longest_end(messages[: left[-1] + 1], tools, row, whole=not (too_long and not made))
+            head = 1 if start and messages[0]["role"] == "system" else 0
+            ends, kept = [*messages[:head], *messages[start:]], [i for i in left if i > start][-MOST_TURNS:]
+            fits = len(alone[1].tokens) <= self.limit
+            several = self._one(ends, tools, [i - start + head for i in kept], row) if fits and len(kept) > 1 else None
+            if several is None or len(several[1].tokens) > self.limit:
+                several, kept = alone, left[-1:]
+            made.append((*several, start > head))
+            left = left[: -len(kept)]
+        yield from reversed(made)
+
+    def _longest_end(
+        self, messages: list[Message], tools: list[Any] | None, row: int, *, whole: bool
+    ) -> tuple[int, tuple[Passage, Example]]:
+        """Where a conversation begins anew, at a user turn, so that as much of it fits as can; with the example of its
+        last turn. Looked for from the end in steps that double, so what it costs is bounded by what fits, however long
+        the conversation is. `whole`: whether it may also begin where it does."""
+        head = 1 if messages[0]["role"] == "system" else 0
+        starts = [i for i in range(head + 1, len(messages) - 1) if messages[i]["role"] == "user"]
+        starts = [0, *starts] if whole or not starts else starts
+
+        def last_turn(start: int) -> tuple[Passage, Example]:
+            ends = [*messages[: head if start else 0], *messages[start:]]
+            found = self._one(ends, tools, [len(ends) - 1], row)
+            assert found is not None  # one trained turn is always one text
+            return found
+
+        fits, step = len(starts) - 1, 1
+        best, worst = last_turn(starts[fits]), -1
+        if len(best[1].tokens) > self.limit:
+            return starts[fits], best
+        while fits - worst > 1:
+            place = (fits + worst) // 2 if worst >= 0 else max(0, fits - step)
+            found = last_turn(starts[place])
+            if len(found[1].tokens) <= self.limit:
+                fits, best, step = place, found, 2 * step
+            else:
+                worst = place
+        return starts[fits], best
 
     def _cut_question(self, passage: Passage, example: Example, tools: list[Any] | None, row: int) -> Built:
         """Shortens the last question until the example fits; `passage` trains one turn."""

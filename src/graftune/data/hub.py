@@ -19,8 +19,10 @@ from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
 from graftune.hub import download, unreachable
 from graftune.mixture import Source
+from graftune.yaml_file import parse_yaml
 
 CONVERTED = "refs/convert/parquet"
+LONGEST_README, MOST_OF_README = 1 << 20, 50_000  # characters, and values in its header
 Splits = dict[str, list[str]]
 _ADDRESS = re.compile(r"^(https?://(www\.)?(huggingface\.co|hf\.co)/|hf://)datasets/")
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(/(?P<subset>[\w. -]+))?(:(?P<split>[\w.-]+))?")
@@ -86,15 +88,14 @@ def _listed(repo: str, folder: Path) -> list[str]:
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
     """What the README's header says of subsets; nothing where it has none that can be read."""
-    import yaml
-
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8-sig")
+        with (folder / "README.md").open(encoding="utf-8-sig") as file:
+            text = file.read(LONGEST_README)
         header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-        tree = yaml.safe_load(header[1]) if header else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        tree = parse_yaml(header[1], "README.md", most=MOST_OF_README) if header else {}
+    except (OSError, ValueError):  # GraftuneError is one
         return []
-    configs = tree.get("configs") if isinstance(tree, dict) else None
+    configs = tree.get("configs")
     return [c for c in configs if isinstance(c, dict) and c.get("data_files")] if isinstance(configs, list) else []
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.files import write_file
+from graftune.json_file import NotJson, read_json
 from graftune.observe.events import Event, evals, read_events, steps
 from graftune.observe.page_files import asset, joined_script, joined_style
 
@@ -120,8 +121,8 @@ def _last(events: list[Event], kind: str) -> Event | None:
 
 def _plan(folder: Path) -> object:
     try:
-        return json.loads(_read(folder / "plan.json") or "null")
-    except ValueError:
+        return read_json(folder / "plan.json")
+    except (OSError, NotJson):
         return None  # a foreign file; the report says that there was no plan
 
 

@@ -19,6 +19,7 @@ import tokenizers
 
 from graftune.errors import GraftuneError
 from graftune.files import write_file
+from graftune.tokenizer.guard import guarded
 from graftune.tokenizer.offsets import ByteOffsets, Offsets
 from graftune.tokenizer.template import ChatTemplate
 
@@ -55,10 +56,11 @@ TURN_ENDS = frozenset(
 
 
 def _copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(backend.to_str())
+    with guarded("be copied"):
+        return tokenizers.Tokenizer.from_str(backend.to_str())
 
 
-def _check_text(text: object, what: str) -> None:
+def check_text(text: object, what: str) -> None:
     """The backend takes UTF-8 only, and Python strings can hold what UTF-8 cannot."""
     if not isinstance(text, str):
         raise GraftuneError(f"{what} must be text, not {type(text).__name__}")
@@ -171,16 +173,18 @@ class Tokenizer:
         TOKENIZERS_PARALLELISM=false, it keeps to one)."""
         for text in texts:
             if not text.isascii():
-                _check_text(text, "what is tokenised")
+                check_text(text, "what is tokenised")
         made: list[tuple[list[int], Offsets]]
         sizes = self._byte_sizes
         if sizes is not None and all(map(self._keeps_places, texts)):
-            found = self._untrimmed.encode_batch_fast(texts, add_special_tokens=False)
+            with guarded("encode the texts"):
+                found = self._untrimmed.encode_batch_fast(texts, add_special_tokens=False)
             numbers = [encoding.ids for encoding in found]  # which makes a list each time
             pairs = zip(texts, numbers, strict=True)
             made = [(ids, ByteOffsets(ids, text, sizes, self._encoding)) for text, ids in pairs]
         else:
-            found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+            with guarded("encode the texts"):
+                found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
             made = [
                 (encoding.ids, Offsets(encoding, len(text), self._keeps_places(text)))
                 for text, encoding in zip(texts, found, strict=True)
@@ -194,7 +198,8 @@ class Tokenizer:
         return self._unnormalised or text.isascii()
 
     def _encoding(self, text: str) -> tokenizers.Encoding:
-        return self._untrimmed.encode(text, add_special_tokens=False)
+        with guarded("encode this text"):
+            return self._untrimmed.encode(text, add_special_tokens=False)
 
     @functools.cached_property
     def _byte_sizes(self) -> list[int] | None:
@@ -227,7 +232,8 @@ class Tokenizer:
         listed = [int(id) for id in ids]
         if any(not 0 <= id < 2**32 for id in listed):
             raise GraftuneError(f"token id {next(id for id in listed if not 0 <= id < 2**32)} cannot be decoded")
-        return self.backend.decode(listed, skip_special_tokens=skip_special)
+        with guarded("decode tokens"):
+            return self.backend.decode(listed, skip_special_tokens=skip_special)
 
     def token(self, id: int) -> str:
         """The vocabulary's own spelling of one id (byte-level and ▁ marks included)."""
@@ -245,7 +251,7 @@ class Tokenizer:
             )
         backend = _copy(self.backend)
         for position, text in enumerate(new):
-            _check_text(text, "a new token")
+            check_text(text, "a new token")
             if not text.strip():
                 raise GraftuneError("a new token must not be blank", where=f"new token {position + 1}")
             known = backend.token_to_id(text)
@@ -319,8 +325,9 @@ class Tokenizer:
         return all(id in added and added[id].special for id in beyond)
 
     def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-        _check_text(text, "what is tokenised")
-        encoding = backend.encode(text, add_special_tokens=False)
+        check_text(text, "what is tokenised")
+        with guarded("encode this text"):
+            encoding = backend.encode(text, add_special_tokens=False)
         if self.rows:
             self._check_rows(encoding.ids)
         return encoding

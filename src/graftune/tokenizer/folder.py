@@ -9,7 +9,7 @@ live in Python classes of other projects; such folders are refused with the comm
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,12 @@ from typing import Any
 import tokenizers
 
 from graftune.errors import GraftuneError
-from graftune.tokenizer.core import Tokenizer, find_stop_ids
+from graftune.json_file import NotJson, read_object
+from graftune.tokenizer.core import Tokenizer, check_text, find_stop_ids
+from graftune.tokenizer.guard import guarded, loaded
 from graftune.tokenizer.template import ChatTemplate
+
+LONGEST = 128 << 20  # characters of a tokenizer.json: four times those of the largest vocabularies
 
 
 def from_folder(folder: Path) -> Tokenizer:
@@ -74,19 +78,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             if others
             else "copy tokenizer.json and tokenizer_config.json from the model's repository",
         )
-    text = _text(path)
-    try:
-        backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception for every fault of the file
-        raise GraftuneError(
-            f"the file is not a tokenizer: {' '.join(str(error).split())}",
-            where=str(path),
-            mend="fetch it again from the model's repository",
-        ) from error
-    # Some repositories ship the padding and truncation of their last training run inside the file.
-    backend.no_padding()
-    backend.no_truncation()
-    return backend
+    return loaded(_text(path), path)
 
 
 def _add_missing(backend: tokenizers.Tokenizer, listed: object, path: Path) -> None:
@@ -98,12 +90,13 @@ def _add_missing(backend: tokenizers.Tokenizer, listed: object, path: Path) -> N
         and isinstance(entry.get("content"), str)
         and entry["content"]
         and isinstance(id, str)
-        and id.isdecimal()
+        and re.fullmatch("[0-9]{1,9}", id)
         for id, entry in listed.items()
     ):
         raise GraftuneError("added_tokens_decoder is not a table of tokens by id", where=str(path))
     for id, entry in sorted(((int(id), entry) for id, entry in listed.items()), key=lambda item: item[0]):
         content = entry["content"]
+        check_text(content, "a token of added_tokens_decoder")
         if backend.token_to_id(content) is None:
             flags = {key: bool(entry[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in entry}
             token = tokenizers.AddedToken(content, special=bool(entry.get("special", False)), **flags)
@@ -128,6 +121,7 @@ def _token_id(
         return None
     if not isinstance(value, str):
         raise GraftuneError(f"{key} is {type(value).__name__}, not text", where=str(path))
+    check_text(value, key)
     id = backend.token_to_id(value)
     # A padding token without an id would need a new embedding row, and packed batches never read it.
     if id is None and key != "pad_token":
@@ -163,7 +157,8 @@ def _around(
     if stated:
         add_bos, add_eos = stated.get("add_bos_token", False), stated.get("add_eos_token", False)
     else:
-        ids = backend.encode("a").ids
+        with guarded("encode a letter", str(folder)):
+            ids = backend.encode("a").ids
         add_bos, add_eos = bool(ids) and ids[0] == bos, bool(ids) and ids[-1] == eos
     return add_bos and bos is not None, add_eos and eos is not None
 
@@ -205,22 +200,22 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise GraftuneError(
-            f"the file is not JSON: {error}", where=str(path), mend="fetch it again from the model's repository"
-        ) from error
-    if not isinstance(value, dict):
-        raise GraftuneError(f"the file holds a {type(value).__name__}, not an object", where=str(path))
-    return value
+        return read_object(path)
+    except NotJson as error:
+        raise GraftuneError(str(error), where=str(path), mend="fetch it again from the model's repository") from None
+    except OSError as error:
+        raise GraftuneError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
 
 
 def _text(path: Path) -> str:
     try:
         # newline="": the line ends of a template are part of it.
         with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
+            text = file.read(LONGEST + 1)
     except UnicodeDecodeError as error:
         raise GraftuneError("the file is not UTF-8 text", where=str(path)) from error
     except OSError as error:
         raise GraftuneError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+    if len(text) > LONGEST:
+        raise GraftuneError("the file is too large", where=str(path))
+    return text

@@ -19,6 +19,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from graftune.tokenizer import pretokenize, token_kinds
 from graftune.tokenizer.core import Tokenizer, find_stop_ids
 from graftune.tokenizer.gguf_keys import Keys
+from graftune.tokenizer.guard import guarded
 from graftune.tokenizer.pretokenize import PreRule
 from graftune.tokenizer.template import ChatTemplate
 
@@ -36,8 +37,9 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     spm = rule is _SENTENCEPIECE
     tokens = keys.tokens()
     kinds = token_kinds.kinds(keys, tokens)
-    backend = build(keys, tokens, rule)
-    token_kinds.mark(backend, keys, tokens, kinds)
+    with guarded("be built", "the GGUF file's vocabulary"):
+        backend = build(keys, tokens, rule)
+        token_kinds.mark(backend, keys, tokens, kinds)
 
     size = len(tokens)
     bos, eos = keys.token_id("bos", size, 1 if spm else None), keys.token_id("eos", size, 2 if spm else None)

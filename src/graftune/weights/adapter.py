@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from graftune.config import TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.files import new_folder
+from graftune.json_file import NotJson, read_object
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena, targets_of
 from graftune.model.spec import NAMES, NORMS, ModelSpec, Names
@@ -179,14 +180,15 @@ def load_adapter(folder: Path) -> Adapter:
         return load_apr(folder)
     path = folder / CONFIG
     try:
-        values = json.loads(path.read_text())
-        assert isinstance(values, dict)
+        values = read_object(path)
     except FileNotFoundError:
         if not folder.exists():
             raise GraftuneError("is not there", where=str(folder), mend="check the path") from None
         raise GraftuneError(f"holds no {CONFIG}", where=str(folder), mend="give an adapter or run folder") from None
-    except (ValueError, AssertionError):
-        raise GraftuneError("is not valid JSON", where=str(path), mend="copy the adapter again") from None
+    except NotJson as error:
+        raise GraftuneError(str(error), where=str(path), mend="copy the adapter again") from None
+    except OSError as error:
+        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(path), mend="check the file") from None
     with _sensible(path):
         _refuse_unknown(values, path)
     if not (folder / TENSORS).exists():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from graftune import digest
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
+from graftune.json_file import NotJson, read_object
 from graftune.model.frozen import BlockSource, RowSource
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
@@ -322,11 +322,11 @@ def _open_config(name: str, config: Path) -> Base:
     if not config.exists():
         raise GraftuneError("holds no config.json", where=str(config.parent), mend="give a Hugging Face model folder")
     try:
-        values = json.loads(config.read_text())
-    except (ValueError, OSError, RecursionError):
-        raise GraftuneError("is not valid JSON", where=str(config), mend="download the model again") from None
-    if not isinstance(values, dict):
-        raise GraftuneError("is not a model configuration", where=str(config), mend="download the model again")
+        values = read_object(config)
+    except NotJson as error:
+        raise GraftuneError(str(error), where=str(config), mend="download the model again") from None
+    except OSError as error:
+        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(config), mend="check the file") from None
     with _sound(config):
         spec = _checked_spec(from_config(values, str(config)), config)
     return Base(name, config, "config", spec, tok.from_folder(config.parent), {})

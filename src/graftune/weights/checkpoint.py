@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 from graftune.errors import GraftuneError
 from graftune.files import OLD, PART, new_folder, remove, remove_at_once
+from graftune.json_file import read_object
 from graftune.model.lora import Arena
 from graftune.weights import safetensors_io
 
@@ -164,7 +165,7 @@ def check_whole(path: Path, identity: Identity | None = None, epoch_steps: Seque
 
 def _check_tensors(path: Path) -> None:
     """Against the digest in the state, which checkpoints of earlier versions lack."""
-    wanted = _read_json(path).get("tensors", "")
+    wanted = read_object(path / STATE).get("tensors", "")
     try:
         found = _digest(path / TENSORS) if wanted else ""
     except FileNotFoundError:
@@ -173,17 +174,10 @@ def _check_tensors(path: Path) -> None:
         raise _damaged(path, "its tensors are not those that were written")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    found = json.loads((path / STATE).read_text())
-    if not isinstance(found, dict):
-        raise ValueError(f"{STATE} is not an object")
-    return found
-
-
 def read_state(path: Path) -> tuple[Progress, Identity]:
     """The place and what the run is made of, with no tensor read."""
     try:
-        state = _read_json(path)
+        state = read_object(path / STATE)
         known = {f.name for f in fields(Progress)}
         progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
         identity = dict(state["identity"])

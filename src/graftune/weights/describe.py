@@ -6,7 +6,6 @@ that the sentence that refuses it can be understood: which architecture it names
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
+from graftune.json_file import NotJson, read_object
 from graftune.observe.memory import human_bytes
 from graftune.weights import safetensors_io
 from graftune.weights.adapter import is_adapter, load_adapter
@@ -126,9 +126,9 @@ def _split(metadata: Mapping[str, Any]) -> bool:
 
 def _config_facts(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = read_object(path)
         quantised = values.get("quantization_config") or {}
         found = {"architecture": values.get("model_type"), "quantised by": quantised.get("quant_method")}
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, NotJson, AttributeError):
         return {}
     return {key: str(value) for key, value in found.items() if value}

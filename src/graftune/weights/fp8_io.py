@@ -11,7 +11,6 @@ programs' arithmetic and are left aside; what a checkpoint left unquantised is r
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
+from graftune.json_file import read_object
 from graftune.kernels.fp8 import Rows
 from graftune.weights.safetensors_io import READABLE, SafetensorsTensor
 
@@ -123,17 +123,21 @@ def _put_together(
 
 def _block(folder: Path) -> tuple[int, int]:
     """How many rows and columns share a scale, where blocks do: both methods' configurations say it."""
-    quantisation: Any = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
-    groups = quantisation.get("config_groups") if isinstance(quantisation.get("config_groups"), dict) else {}
+    quantisation = _keys(read_object(folder / "config.json").get("quantization_config"))
+    groups = _keys(quantisation.get("config_groups"))
     places = [quantisation.get("weight_block_size")]
-    places += [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
+    places += [_keys(_keys(group).get("weights")).get("block_structure") for group in groups.values()]
     for place in places:
         if place is None:
             continue
-        if isinstance(place, list) and len(place) == 2 and all(isinstance(n, int) and n > 0 for n in place):
+        if isinstance(place, list) and len(place) == 2 and all(type(n) is int and 0 < n < 2**31 for n in place):
             return place[0], place[1]
         raise _refused(f"its blocks are {place!r}", folder)
     return BLOCK
+
+
+def _keys(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _refused(what: str, folder: Path) -> GraftuneError:

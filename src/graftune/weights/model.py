@@ -16,6 +16,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.files import new_folder
+from graftune.json_file import read_object
 from graftune.model.families import FAMILIES, MODEL_TYPES
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena
@@ -119,8 +120,9 @@ def _shards(tensors: list[Stored], limit: int) -> Iterator[list[Stored]]:
 def hf_config(base: Base) -> dict[str, Any]:
     """Its config.json. A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
     if base.config_file is not None:
-        values = dict(json.loads(base.config_file.read_text())) | {"tie_word_embeddings": base.spec.tied}
+        values = read_object(base.config_file) | {"tie_word_embeddings": base.spec.tied}
         values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
+        values.pop("auto_map", None)  # names code of the base's repository, which the saved model does not need
         return values
     spec, scaling = base.spec, _rope(base.spec, base)
     if spec.own:
@@ -262,7 +264,7 @@ def _llama3_of(spec: ModelSpec, base: Base) -> RopeScaling:
 def _generation(base: Base) -> dict[str, Any]:
     file = base.folder / "generation_config.json"
     if base.config_file is not None and file.is_file():
-        return dict(json.loads(file.read_text()))
+        return read_object(file)
     tokenizer = base.tokenizer
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.stop_ids) or tokenizer.eos_id}
 

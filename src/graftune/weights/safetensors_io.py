@@ -5,7 +5,6 @@ The safetensors package maps the file and checks its header; a tensor is read in
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError
 from graftune.files import new_file
+from graftune.json_file import NotJson, read_object
 
 READABLE = ("BF16", "F16", "F32")
 _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "F64": 8}
@@ -49,6 +49,8 @@ class SafetensorsTensor:
         return self.shard.get_tensor(self.name)
 
 
+# No folder, nothing hidden, and no longer than what file systems take.
+_SHARD = re.compile(r"[\w-][\w .+=,@-]{0,200}\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -88,16 +90,17 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        where = json.loads(index.read_text())["weight_map"]
-        assert isinstance(where, dict) and all(_is_shard(file) for file in where.values())
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
-        raise GraftuneError("is not a shard index", where=str(index), mend="download the model again") from None
+        where = read_object(index).get("weight_map")
+    except NotJson as error:
+        raise GraftuneError(str(error), where=str(index), mend="download the model again") from None
+    if not isinstance(where, dict) or not all(_is_shard(file) for file in where.values()):
+        raise GraftuneError("is not a shard index", where=str(index), mend="download the model again")
     return where
 
 
 def _is_shard(name: Any) -> bool:
     """A file of the folder itself, not of somewhere else."""
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+    return isinstance(name, str) and _SHARD.fullmatch(name) is not None
 
 
 def _tensors(file: Path) -> dict[str, SafetensorsTensor]:

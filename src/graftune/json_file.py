@@ -1,0 +1,64 @@
+"""JSON out of somebody's file: of bounded size, and whatever is wrong with it is one kind of error.
+
+Python's reader takes what it can: the last of two equal keys, NaN for a number; and it raises RecursionError where a
+file is nested deeply, which is no ValueError. Here a key that stands twice is refused, since two programs would
+read two different files, and every fault is a `NotJson`, a ValueError whose text completes a sentence about the file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from graftune.errors import one_line
+
+LARGEST = 64 << 20  # bytes: a model's own settings have kilobytes, a large vocabulary thirty megabytes
+_SHOWN = 80  # characters of a key in a message
+
+
+class NotJson(ValueError):
+    """What is wrong with a file: "is not valid JSON (line 3, column 7)"."""
+
+
+def read_json(path: Path, largest: int = LARGEST) -> Any:
+    """The value in a file; NotJson, or OSError where there is none that can be read."""
+    with path.open("rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise NotJson(f"is larger than {largest >> 20} MiB")
+    return parse_json(content)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of a text in UTF-8."""
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        return json.loads(text, object_pairs_hook=_object)
+    except NotJson:
+        raise
+    except UnicodeDecodeError:
+        raise NotJson("is not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise NotJson(f"is not valid JSON (line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise NotJson("is not valid JSON (nested too deeply)") from None
+    except ValueError:  # a whole number of more digits than Python reads
+        raise NotJson("is not valid JSON (a number of thousands of digits)") from None
+
+
+def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:
+    """Likewise, of a file that holds keys and values."""
+    value = read_json(path, largest)
+    if not isinstance(value, dict):
+        raise NotJson("is not a JSON object with keys and values")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise NotJson(f"holds the key {one_line(twice, _SHOWN)!r} twice in one object")
+    return found
