@@ -232,8 +232,8 @@ def _folders(place: Path, model: Path) -> Iterator[Format]:
 
     def checkpoints(draw: Random) -> Files:
         tree = mutate.some_tree(draw, state) if draw.random() < 0.8 else state
-        told = mutate.dumped(_signed(tree) if draw.random() < 0.8 else tree)
         tensors = binary.some_safetensors(draw, header, data) if draw.random() < 0.3 else _joined(header, data)
+        told = mutate.dumped(_signed(tree, tensors) if draw.random() < 0.8 else tree)
         name = draw.choice(
             (
                 "step-3",
@@ -257,9 +257,9 @@ def _folders(place: Path, model: Path) -> Iterator[Format]:
         for path in checkpoint.steps(folder / "checkpoints").values():
             checkpoint.read_state(path)
             checkpoint.check_place(path, checkpoint.load(path, arena), (9, 9))
-        latest = checkpoint.latest(folder / "checkpoints")
-        if latest is not None:
-            _weights_of(latest)
+        newest = checkpoint.newest_whole(folder / "checkpoints", {}, (9, 9), _silent)
+        if newest is not None:
+            _weights_of(newest)
 
     yield Format("checkpoint", TREE, 8, checkpoints, load)
     yield Format("run folder", TREE, 10, _run_folder, _read_run)
@@ -268,16 +268,21 @@ def _folders(place: Path, model: Path) -> Iterator[Format]:
     yield Format("token cache", BINARY, 8, lambda draw: {"data/k.tokens": binary.some_cache(draw, whole)}, _read_cache)
 
 
+def _silent(said: str) -> None:
+    assert not bad_message(one_line(said)), said
+
+
 def _weights_of(path: Path) -> None:
     from graftune.run_folder import _weights
 
     _weights(path)
 
 
-def _signed(state: Any) -> Any:
-    """With a checksum that is right."""
+def _signed(state: Any, tensors: bytes) -> Any:
+    """With checksums that are right."""
     try:
-        return state | {"sha256": checkpoint._checksum(state)}
+        whole = state | {"tensors": hashlib.sha256(hashlib.sha256(tensors).digest()).hexdigest()}
+        return whole | {"sha256": checkpoint._checksum(whole)}
     except (TypeError, KeyError, ValueError):
         return state
 
