@@ -6,8 +6,11 @@ import gc
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,23 @@ def test_a_run_that_fails_gives_its_memory_back(ledger, tiny_folder, tmp_path) -
     with pytest.raises(RuntimeError, match="a callback's mistake"):
         train(settings(tiny_folder, tmp_path / "run"), console=Console(), callbacks=[fails])
     assert ledger.entries() == []
+
+
+def test_a_signal_ends_the_wait_and_the_place_in_the_queue(ledger, other, tiny_folder, tmp_path) -> None:
+    asked = settings(tiny_folder, tmp_path / "run", memory_share=other.entry.planned / total_bytes(), wait_gpu=600)
+
+    def stop() -> None:
+        limit = time.monotonic() + 60
+        while all(entry.granted for entry in ledger.entries()) and time.monotonic() < limit:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    result = train(asked, console=Console(quiet=True))
+    thread.join()
+    assert (result.signal, result.started) == (signal.SIGTERM, False) and not (tmp_path / "run").exists()
+    assert [entry.id for entry in ledger.entries()] == [other.entry.id]
 
 
 def test_a_session_that_trains_nothing_enters_what_it_has_taken(ledger, tiny_folder) -> None:
