@@ -36,18 +36,20 @@ class Holder:
     began: str  # when the process started, in the system's own count: tells it from a later one of the same number
     machine: str  # where that number means this process
     since: float  # Unix seconds: when the lock was taken
+    file: int = 0  # the number (inode) of the lock's file, which a copy of the folder does not have; 0: not known
 
     @staticmethod
-    def me() -> Holder:
-        return Holder(os.getpid(), process_start(os.getpid()) or "", machine(), round(time.time(), 3))
+    def me(file: int = 0) -> Holder:
+        return Holder(os.getpid(), process_start(os.getpid()) or "", machine(), round(time.time(), 3), file)
 
     @staticmethod
     def read(content: bytes) -> Holder | None:
         """Of the lock file's content; None if it names nobody."""
         try:
             found = json.loads(content)
-            return Holder(int(found["pid"]), str(found["began"]), str(found["machine"]), float(found["since"]))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            who = int(found["pid"]), str(found["began"]), str(found["machine"])
+            return Holder(*who, float(found["since"]), int(found.get("file", 0)))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError):
             return None
 
     @property
@@ -109,7 +111,7 @@ class FolderLock:
             else:
                 os.close(handle)
         os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, json.dumps(asdict(Holder.me())).encode() + b"\n", 0)
+        os.pwrite(self._handle, json.dumps(asdict(Holder.me(os.fstat(self._handle).st_ino))).encode() + b"\n", 0)
         self._released.clear()
         threading.Thread(target=self._beat, args=(self._handle,), name="heartbeat", daemon=True).start()
         return self

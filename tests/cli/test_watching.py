@@ -13,9 +13,8 @@ import pytest
 
 import graftune
 from graftune.cli import main, watched
-from graftune.lock import FolderLock
 from tests.cli.conftest import Engine
-from tests.dashboard.folders import end, start, step, write_run
+from tests.dashboard.folders import end, start, step, trains, write_run
 
 Capture = pytest.CaptureFixture[str]
 
@@ -24,7 +23,7 @@ def test_runs_are_listed_for_people_and_programs(tmp_path: Path, capsys: Capture
     write_run(tmp_path / "one", start(3), step(1), {"event": "eval", "step": 1, "loss": 1.25}, end(3), rank=4)
     write_run(tmp_path / "t\x1b[2Jwo", start(9), step(1), rank=8)
     write_run(tmp_path / "live", start(9), step(1), rank=8)
-    with FolderLock(tmp_path / "live"):
+    with trains(tmp_path / "live"):
         assert main(["runs", str(tmp_path), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert main(["runs", str(tmp_path)]) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from starlette.testclient import TestClient
 from graftune.config import Config
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.server import application
+from graftune.lock import FolderLock
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
@@ -40,6 +43,15 @@ def write_run(folder: Path, *events: dict[str, Any], **settings: Any) -> Path:
 def append(folder: Path, *events: dict[str, Any]) -> None:
     with open(folder / "metrics.jsonl", "ab") as file:
         file.write(lines(*events))
+
+
+@contextmanager
+def trains(folder: Path) -> Iterator[None]:
+    """While a process trains there, which has held the lock since before the folder's events."""
+    with FolderLock(folder) as lock:
+        held = json.loads(lock.path.read_bytes())
+        lock.path.write_text(json.dumps(held | {"since": 0.0}))
+        yield
 
 
 def client(root: Path, host: str = "127.0.0.1", token: str = "", name: str = "localhost:8472") -> TestClient:

@@ -20,10 +20,9 @@ from graftune.dashboard.log import Log
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.settings_file import settings_of
 from graftune.errors import GraftuneError
-from graftune.lock import FolderLock
-from graftune.observe.events import evals, read_events, steps
+from graftune.observe.events import evals, read_events, steps, worked_seconds
 from graftune.yaml_file import read_yaml
-from tests.dashboard.folders import append, client, end, lines, start, step, write_run
+from tests.dashboard.folders import append, client, end, lines, start, step, trains, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def test_the_list_and_what_differs(tmp_path: Path) -> None:
     write_run(tmp_path / "a", start(3), step(1), step(2), step(3), *evaluations, end(3), rank=8, data="x.jsonl")
     write_run(tmp_path / "deep/er" / "b <i>c", start(5), step(1), step(2), rank=16, data="x.jsonl")
     (tmp_path / "no-run").mkdir()
-    with FolderLock(tmp_path / "deep/er" / "b <i>c"):
+    with trains(tmp_path / "deep/er" / "b <i>c"):
         found = ask(client(tmp_path), "/api/runs")
     assert found["root"] == str(tmp_path) and found["differing"] == ["rank"]
     one, other = found["runs"]
@@ -165,6 +164,41 @@ def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:
     path.write_bytes(lines(start(4)))  # another file in its place
     log.advance()
     assert not log.steps and log.of("run_start")[0]["steps"] == 4
+
+
+def test_the_time_of_a_run_is_what_it_worked(tmp_path: Path) -> None:
+    """A day passes before the resume; what it took back was worked for, too."""
+    day = 86400.0
+    first = [start(9), *(step(n) for n in range(1, 7)), end(6, "interrupted", time=1010.0)]
+    run = write_run(tmp_path / "r", *first, {"event": "resume", "step": 4, "time": day}, step(5, time=day + 5))
+    found = ask(client(tmp_path), "/api/runs")["runs"][0]
+    assert (found["worked_s"], found["last_began"], found["last_began_step"]) == (15.0, day, 4)
+    assert (found["started"], found["updated"]) == (1000.0, day + 5)
+    assert worked_seconds(read_events(run / "metrics.jsonl")) == 15.0
+    append(run, {"event": "resume", "step": 5, "time": 9 * day})
+    assert ask(client(tmp_path), "/api/runs")["runs"][0]["worked_s"] == 15.0
+    append(run, start(3, time=10 * day), step(1, time=10 * day + 2))
+    assert ask(client(tmp_path), "/api/runs")["runs"][0]["worked_s"] == 2.0
+    assert worked_seconds(read_events(run / "metrics.jsonl")) == 2.0 and worked_seconds([]) is None
+
+
+def test_a_watched_folder_becomes_a_run(tmp_path: Path) -> None:
+    """It is empty when the page is opened; settings alone make no run of a folder that has runs in it."""
+    page = client(tmp_path)
+    assert ask(page, "/api/runs")["runs"] == []
+    write_run(tmp_path / tmp_path.name, start(3))
+    (tmp_path / "config.yaml").write_text("rank: 8\n")
+    assert [one["max_steps"] for one in ask(page, "/api/runs")["runs"]] == [3]
+    write_run(tmp_path, start(5), step(1))
+    (found,) = ask(page, "/api/runs")["runs"]
+    assert (found["id"], found["steps"], found["max_steps"]) == (tmp_path.name, 1, 5)
+
+
+def test_what_the_settings_do_not_say_is_not_made_up(tmp_path: Path) -> None:
+    (write_run(tmp_path / "r", start(3), step(1)) / "config.yaml").unlink()
+    (found,) = ask(client(tmp_path), "/api/runs")["runs"]
+    assert (found["base"], found["data"], found["method"]) == ("", "", "")
+    assert found["sentence"].endswith("it cannot be resumed, since the folder has no config.yaml")
 
 
 def test_torn_and_foreign_folders(tmp_path: Path) -> None:

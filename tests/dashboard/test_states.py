@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import asdict, replace
@@ -30,7 +31,7 @@ def phase(name: str) -> dict[str, Any]:
 
 
 def test_from_beginning_to_end(tmp_path: Path) -> None:
-    run, me = write_run(tmp_path / "r"), Holder.me()
+    run, me = write_run(tmp_path / "r"), replace(Holder.me(), since=999.0)
     assert state(run, me)[0] == "preparing"
     append(run, start(9))
     assert state(run, me)[0] == "preparing"
@@ -58,6 +59,35 @@ def test_from_beginning_to_end(tmp_path: Path) -> None:
     assert state(run, None) == ("finished", f"{early}; the best validation loss was 1.5, at step 5")
     append(run, {"event": "extend", "steps": 20}, step(6), end(20))
     assert state(run, None)[1].startswith("finished at step 20 of 20")
+
+
+@pytest.mark.parametrize(
+    ("stopped", "says"),
+    [
+        ("not finite", "stopped itself at step 3 of 9: updates in a row were skipped because numbers were not finite"),
+        ("warning", "stopped itself at step 3 of 9, as stop_on_warning asks; its last warning says why"),
+        ("another\nreason", "stopped at step 3 of 9 (another reason)"),
+    ],
+)
+def test_a_run_that_its_guard_stopped_is_not_finished(tmp_path: Path, stopped: str, says: str) -> None:
+    run = write_run(tmp_path / "r", start(9), step(3), end(3, stopped))
+    assert state(run, None) == ("stopped", f"{says}; go on with: graftune train --resume {run}")
+
+
+def test_a_resume_of_a_run_that_died_is_being_prepared(tmp_path: Path) -> None:
+    run, me = write_run(tmp_path / "r", start(9), phase("training"), step(3)), Holder.me()
+    preparing, says = state(run, me)
+    assert preparing == "preparing" and says.startswith("a resume is being prepared, at step 3 of 9")
+    append(run, {"event": "resume", "step": 2, "time": me.since + 1})
+    assert state(run, me)[0] == "training"
+
+
+def test_a_copy_of_a_folder_does_not_train(tmp_path: Path) -> None:
+    for name in ("mine", "copy"):
+        (tmp_path / name).mkdir()
+    with FolderLock(tmp_path / "mine") as lock:
+        shutil.copy2(lock.path, tmp_path / "copy")
+        assert Pulse(tmp_path / "mine").holder() is not None and Pulse(tmp_path / "copy").holder() is None
 
 
 def test_the_process_of_this_machine_is_looked_up(tmp_path: Path) -> None:

@@ -131,10 +131,12 @@ class RunFolder:
             self.emit({"event": "sample", "step": number, "answers": RIGHT if number > self.steps / 2 else half})
         return self
 
-    def held(self, pid: int | None = None) -> RunFolder:
-        """Locked, as by a run that goes on: by this process, or by another one that is here."""
-        holder = asdict(Holder.me() if pid is None else replace(Holder.me(), pid=pid, began=""))
-        (self.folder / LOCK).write_text(json.dumps(holder))
+    def held(self, pid: int | None = None, since: float = 0.0) -> RunFolder:
+        """Locked, as by a run that goes on: by this process, or by another one that is here; before its first event,
+        unless `since` says otherwise."""
+        holder = replace(Holder.me(), since=since)
+        held = asdict(holder if pid is None else replace(holder, pid=pid, began=""))
+        (self.folder / LOCK).write_text(json.dumps(held))
         return self
 
     def ended(self, stopped: str = "finished", **more: Any) -> RunFolder:

@@ -41,6 +41,8 @@ class Glance(Follower):
         self.end: Event = {}
         self.resumed: int | None = None  # the step of the last resume, until a step follows it
         self.updated: float | None = None
+        self.began: tuple[float | None, int] = None, 0  # time and step of the last run_start or resume
+        self._worked = 0.0  # seconds, before that
         self.events = 0  # seen, of those that are looked at
 
     def take(self, piece: bytes) -> None:
@@ -62,6 +64,7 @@ class Glance(Follower):
     def _see(self, event: Event) -> None:
         kind, step = event["event"], step_of(event)
         self.events += 1
+        worked = self.worked_s or 0.0
         if (time := number(event.get("time"))) is not None:
             self.updated = time
         if kind == "run_start":
@@ -70,6 +73,7 @@ class Glance(Follower):
             self.reset()
             self.offset, self.bad, self.events, self.updated = offset, bad, events, updated
             self.start, self.total = _short(event), whole(event.get("steps"))
+            self.began = time, 0
         elif kind == "step" and step is not None:
             self.step, self.end, self.resumed = _short(event), {}, None
         elif kind == "eval" and step is not None and (loss := number(event.get("loss"))) is not None:
@@ -79,6 +83,7 @@ class Glance(Follower):
         elif kind == "resume" and step is not None:
             self.evals = {at: loss for at, loss in self.evals.items() if at <= step}
             self.end, self.phase, self.resumed = {}, "", step
+            self._worked, self.began = worked, (time, step)
         elif kind == "extend" and (total := whole(event.get("steps"))) is not None:
             self.total = total
         elif kind == "phase":
@@ -92,6 +97,13 @@ class Glance(Follower):
         if self.end and (ended := step_of(self.end)) is not None:
             return ended
         return self.resumed if self.resumed is not None else step_of(self.step) or 0
+
+    @property
+    def worked_s(self) -> float | None:
+        """Seconds from each beginning to the last event before the next one, as observe/events.py `worked_seconds`."""
+        if self.began[0] is None or self.updated is None:
+            return None
+        return self._worked + max(0.0, self.updated - self.began[0])
 
     def best(self) -> tuple[float | None, int | None]:
         """The least validation loss after the first step, and its step."""

@@ -22,10 +22,10 @@ from graftune.dashboard.glance import Glance
 from graftune.dashboard.log import Log, number
 from graftune.dashboard.reading import stamp
 from graftune.dashboard.settings_file import settings_of
-from graftune.dashboard.states import RUNNING, Pulse, State, state_of
+from graftune.dashboard.states import CONFIG, RUNNING, Pulse, State, state_of
 from graftune.errors import GraftuneError, one_line
 
-LOG, CONFIG = "metrics.jsonl", "config.yaml"
+LOG = "metrics.jsonl"
 DEEPEST = 6  # folders below the watched one
 MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are looked for, and in
 FRESH = 0.5  # seconds for which a look at all folders holds
@@ -79,9 +79,10 @@ class Run:
                 "name": shown_name(self.folder.name),
                 "state": self.state.state,
                 "sentence": self.state.sentence,
-                "base": _text(settings.get("base")) or "bundled SmolLM2-135M-Instruct",
-                "data": _data(settings.get("data")),
-                "method": _text(settings.get("method")) or "lora",
+                # Empty where the settings could not be read: what is not known is not made up.
+                "base": (_text(settings["base"]) or "bundled SmolLM2-135M-Instruct") if "base" in settings else "",
+                "data": _data(settings["data"]) if "data" in settings else "",
+                "method": _text(settings.get("method")),
                 "steps": glance.steps,
                 "max_steps": glance.total,
                 "best_eval": best,
@@ -90,6 +91,9 @@ class Run:
                 "tok_s": number(glance.step.get("tok_s")) if self.state.state in RUNNING else None,
                 "started": number(glance.start.get("time")),
                 "updated": glance.updated,
+                "worked_s": glance.worked_s,
+                "last_began": glance.began[0],
+                "last_began_step": glance.began[1],
                 "settings": settings,
                 "differing": differing,
             }
@@ -117,7 +121,6 @@ class Runs:
 
     def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
-        self.single = is_run(self.root)
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
         self._looked = -FRESH
@@ -128,11 +131,18 @@ class Runs:
         with self._lock:
             if time.monotonic() - self._looked < FRESH:
                 return
-            found = {self.root.name or "run": str(self.root)} if self.single else found_runs(str(self.root))
-            self._runs = {key: self._runs.get(key) or Run(key, Path(folder)) for key, folder in found.items()}
+            found, known = self._found(), self._runs
+            self._runs = {key: _same(known.get(key), at) or Run(key, Path(at)) for key, at in found.items()}
             for run in self._runs.values():
                 run.refresh()
             self._looked = time.monotonic()
+
+    def _found(self) -> dict[str, str]:
+        """Asked at each look: an empty folder may become a run. Settings alone are one only where no run lies below."""
+        root, alone = str(self.root), {self.root.name or "run": str(self.root)}
+        if _has(self.root, LOG):
+            return alone
+        return found_runs(root) or (alone if _has(self.root, CONFIG) else {})
 
     def read_ahead(self) -> None:
         """Read the list, and the figures of the run that was written to last."""
@@ -198,8 +208,12 @@ def open_runs(folder: str) -> Runs:
     return Runs(path)
 
 
-def is_run(folder: Path) -> bool:
-    return any(stamp(folder / name) != (0, 0, 0) for name in (LOG, CONFIG))
+def _has(folder: Path, name: str) -> bool:
+    return stamp(folder / name) != (0, 0, 0)
+
+
+def _same(run: Run | None, folder: str) -> Run | None:
+    return run if run is not None and str(run.folder) == folder else None
 
 
 def found_runs(root: str) -> dict[str, str]:

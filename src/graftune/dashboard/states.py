@@ -2,8 +2,9 @@
 
 The lock is never taken, or a resume at that moment would be refused. Its file says who holds it (lock.py): process,
 machine and the process's own start, so that a number which the system gave to another process is not mistaken for the
-run's. On this machine the process is looked up; a run of another machine, on a shared disk or copied from there, is
-alive as long as its heartbeat (the time of the lock's file, renewed every 5 seconds) is at most 15 seconds old.
+run's; and its own number, so that a copy of the folder is not. On this machine the process is looked up; a run of
+another machine, on a shared disk or copied from there, is alive as long as its heartbeat (the time of the lock's file,
+renewed every 5 seconds) is at most 15 seconds old.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graftune.dashboard.glance import Glance
-from graftune.dashboard.log import number
-from graftune.dashboard.reading import read_bytes
+from graftune.dashboard.reading import read_bytes, stamp
+from graftune.errors import one_line
 from graftune.lock import LOCK, Holder
 
 SILENT = 15.0  # seconds without a heartbeat after which a run on another machine has died
 PHASES = ("preparing", "compiling", "training", "evaluating", "finalising")
 RUNNING = frozenset(PHASES)
+CONFIG = "config.yaml"
+PREPARING = "the data is read, memory is planned and the base is loaded"
 
 
 class State(NamedTuple):
@@ -43,15 +46,15 @@ class Pulse:
         found = Holder.read(content) if content else None
         if found is None:
             return None
-        if found.is_here:
-            return found if found.lives else None
-        return found if self._beats() else None
-
-    def _beats(self) -> bool:
         try:
-            beat = self.path.stat(follow_symlinks=False).st_mtime_ns
+            file = self.path.stat(follow_symlinks=False)
         except OSError:
-            return False
+            return None
+        if found.is_here:
+            return found if found.file in (0, file.st_ino) and found.lives else None
+        return found if self._beats(file.st_mtime_ns) else None
+
+    def _beats(self, beat: int) -> bool:
         now = time.monotonic()
         if beat != self._beat:
             first = self._beat == 0
@@ -63,28 +66,38 @@ class Pulse:
 
 def state_of(folder: Path, log: Glance, holder: Holder | None) -> State:
     """`holder`: of the run's lock, None if it is free."""
-    done, again = _done(log), f"go on with: graftune train --resume {shlex.quote(str(folder))}"
-    if log.end and not _taken_up(log, holder):
-        stopped = str(log.end.get("stopped"))
-        if stopped == "interrupted":
-            return State("stopped", f"stopped by {_signal(log)} at {done}; {again}")
-        if stopped == "early stop":
-            return State("finished", f"stopped early at {done}, because validation loss no longer fell{_best(log)}")
-        return State("finished", f"finished at {done}{_best(log)}")
+    if holder is not None and log.events and _taken_up(log, holder):
+        return State("preparing", f"a resume is being prepared, at {_done(log)}: {PREPARING}")
+    if log.end:
+        return _ended(folder, log)
     if holder is not None:
-        return _running(log, done)
+        return _running(log)
     if not log.events:
         what = "there is no event of a run in this folder" if log.offset or log.bad else "ended before its first event"
         return State("died", f"{what}, and no process is training in it")
-    return State("died", f"its process ended at {done} without a last word; {again}")
+    return State("died", f"its process ended at {_done(log)} without a last word; {_again(folder)}")
 
 
-def _running(log: Glance, done: str) -> State:
+def _ended(folder: Path, log: Glance) -> State:
+    """By what the log's last event says. Only a run that came to its end is finished."""
+    stopped, done = one_line(str(log.end.get("stopped")), longest=60), _done(log)
+    if stopped == "finished":
+        return State("finished", f"finished at {done}{_best(log)}")
+    if stopped == "early stop":
+        return State("finished", f"stopped early at {done}, because validation loss no longer fell{_best(log)}")
+    why = {
+        "interrupted": f"stopped by {_signal(log)} at {done}",
+        "not finite": f"stopped itself at {done}: updates in a row were skipped because numbers were not finite",
+        "warning": f"stopped itself at {done}, as stop_on_warning asks; its last warning says why",
+    }
+    return State("stopped", f"{why.get(stopped, f'stopped at {done} ({stopped})')}; {_again(folder)}")
+
+
+def _running(log: Glance) -> State:
     phase = log.phase if log.phase in PHASES else ("training" if log.step else "preparing")
-    if log.end:  # a resume that has not begun to write
-        phase = "preparing"
+    done = _done(log)
     said = {
-        "preparing": "the data is read, memory is planned and the base is loaded",
+        "preparing": PREPARING,
         "compiling": "kernels are compiled and the first step is captured",
         "training": f"training, {done} done" if log.steps else "the first step is under way",
         "evaluating": f"validating at {done}",
@@ -93,10 +106,15 @@ def _running(log: Glance, done: str) -> State:
     return State(phase, said[phase])
 
 
-def _taken_up(log: Glance, holder: Holder | None) -> bool:
-    """Whether somebody has the run's lock since it ended: a resume that is being prepared."""
-    ended = number(log.end.get("time"))
-    return holder is not None and ended is not None and holder.since > ended
+def _taken_up(log: Glance, holder: Holder) -> bool:
+    """Whether somebody has the run's lock since its last event: a resume that has not begun to write."""
+    return log.updated is not None and holder.since > log.updated
+
+
+def _again(folder: Path) -> str:
+    if stamp(folder / CONFIG) == (0, 0, 0):
+        return f"it cannot be resumed, since the folder has no {CONFIG}"
+    return f"go on with: graftune train --resume {shlex.quote(str(folder))}"
 
 
 def _done(log: Glance) -> str:

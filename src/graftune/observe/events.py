@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 from graftune.errors import GraftuneError, without_secrets
 
 Event = dict[str, Any]
+BEGINNINGS = ("run_start", "resume")
 
 
 class EventLog:
@@ -76,15 +77,42 @@ def latest(events: list[Event], kind: str) -> list[Event]:
     A run killed at step 60 and resumed from the checkpoint of step 50 writes 51 to 60 again; if it is stopped at 55,
     the 56 to 60 of its first life never happened. A new run_start discards whatever went before it.
     """
-    by_step: dict[int, Event] = {}
+    by_step = {
+        e["step"]: e
+        for e in standing([e for e in events if e["event"] in (kind, *BEGINNINGS)])
+        if e["event"] == kind and type(e.get("step")) is int
+    }  # what else a file may hold is no step
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def standing(events: list[Event]) -> list[Event]:
+    """All events but those that a resume took back, with the end that came before it."""
+    kept: list[Event] = []
     for event in events:
         if event["event"] == "run_start":
-            by_step.clear()
-        elif event["event"] == "resume" and isinstance(event.get("step"), int):
-            by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
-        elif event["event"] == kind and type(event.get("step")) is int:  # what else a file may hold is no step
-            by_step[event["step"]] = event
-    return [by_step[step] for step in sorted(by_step)]
+            kept.clear()
+        elif event["event"] == "resume" and type(event.get("step")) is int:
+            kept = [e for e in kept if e["event"] != "run_end" and not _is_behind(e, event["step"])]
+        kept.append(event)
+    return kept
+
+
+def worked_seconds(events: list[Event]) -> float | None:
+    """Seconds from each beginning to the last event before the next one: what passed before a resume is no work."""
+    worked, began, last = 0.0, None, 0.0
+    for event in events:
+        time = event.get("time")
+        if not isinstance(time, int | float):
+            continue
+        if event["event"] in BEGINNINGS:
+            worked = 0.0 if began is None or event["event"] == "run_start" else worked + max(0.0, last - began)
+            began = time
+        last = time
+    return None if began is None else worked + max(0.0, last - began)
+
+
+def _is_behind(event: Event, step: int) -> bool:
+    return type(event.get("step")) is int and event["step"] > step
 
 
 def steps(events: list[Event]) -> list[Event]:

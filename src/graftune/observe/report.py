@@ -19,7 +19,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.files import write_file
 from graftune.json_file import NotJson, read_json
-from graftune.observe.events import Event, evals, read_events, steps
+from graftune.observe.events import Event, evals, read_events, standing, steps, worked_seconds
 from graftune.observe.page_files import asset, joined_script, joined_style
 
 NAME = "report.html"
@@ -57,7 +57,8 @@ def report(folder: Path) -> str:
 
 def document(folder: Path) -> dict[str, Any]:
     """What the report shows, in types of JSON."""
-    events = read_events(folder / "metrics.jsonl")
+    written = read_events(folder / "metrics.jsonl")
+    events = standing(written)
     start, end = _last(events, "run_start") or {}, _last(events, "run_end")
     done = steps(events)
     settings = start.get("settings")
@@ -72,6 +73,7 @@ def document(folder: Path) -> dict[str, Any]:
         "done": done[-1]["step"] if done else 0,
         "started": start.get("time"),
         "ended": events[-1].get("time") if events else None,
+        "worked_s": worked_seconds(written),
         "stopped": end.get("stopped") if end else None,
         "plan": _plan(folder),
         "memory": _last(events, "memory"),
