@@ -131,7 +131,7 @@ def test_the_list_sorts_and_filters(tab, tmp_path: Path):
     page.keyboard.type("rank=16 stopped")
     page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
     assert page.eval_on_selector_all("tbody th", names) == ["sweep/lr1e-4"]
-    page.keyboard.press("Escape")
+    page.keyboard.press("Enter")
     page.keyboard.press("j")
     page.keyboard.press("Enter")
     page.wait_for_selector(".state[data-state=stopped]")

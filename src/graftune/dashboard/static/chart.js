@@ -101,7 +101,7 @@ export class Chart {
     this.note = el("span", { class: "chart-note" }, note);
     this.plot = el("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", on: { keydown: (event) => this.key(event), wheel: (event) => this.wheel(event) } });
     this.details = el("details", { class: "chart-table", on: { toggle: () => this.fillTable() } }, el("summary", {}, "Table"));
-    this.element = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.note, this.readout), this.plot, this.details);
+    this.element = el("figure", { class: "chart" }, el("figcaption", {}, el("h2", {}, title), this.note, this.readout), this.plot, this.details);
     this.resize = new ResizeObserver(() => this.uplot?.setSize(this.size()));
     this.onTheme = () => this.redraw();
     addEventListener("theme", this.onTheme);

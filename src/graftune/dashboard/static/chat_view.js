@@ -6,6 +6,7 @@ import { button, el, fill, setText } from "./dom.js";
 import { shortcut } from "./keys.js";
 
 const SIDES = ["base", "tuned"];
+const NOTHING_YET = "This run has no adapter and no checkpoint yet; the chat opens with the first one.";
 
 export class ChatView {
   constructor(root, run, app) {
@@ -37,7 +38,8 @@ export class ChatView {
     fill(this.checkpoint, found.map((name) => el("option", { value: name }, name)));
     if (found.includes(before)) this.checkpoint.value = before;
     this.form.hidden = !found.length;
-    setText(this.status, found.length ? this.status.textContent : "This run has no adapter and no checkpoint yet; the chat opens with the first one.");
+    const empty = NOTHING_YET === this.status.textContent ? "" : this.status.textContent;
+    setText(this.status, found.length ? empty : NOTHING_YET);
   }
 
   key(event) {
@@ -73,7 +75,7 @@ export class ChatView {
     const texts = { base: "", tuned: "" };
     const body = { run: this.run.id, checkpoint: this.checkpoint.value, messages, temperature: Number(this.temperature.value), max_new_tokens: Number(this.length.value) };
     try {
-      for await (const piece of stream("/api/chat", body, this.asking.signal)) this.take(piece, texts, shown);
+      for await (const piece of stream("/api/chat", body, this.asking.signal)) this.write(piece, texts, shown);
       this.turns.push({ ...turn, answers: texts });
     } catch (error) {
       const stopped = error.name === "AbortError";
@@ -84,7 +86,7 @@ export class ChatView {
     }
   }
 
-  take(piece, texts, shown) {
+  write(piece, texts, shown) {
     if (piece.error) throw new Error(piece.error);
     const side = shown[piece.who];
     if (!side) return;
@@ -101,7 +103,7 @@ export class ChatView {
     const shown = {};
     const sides = SIDES.map((who) => {
       shown[who] = { text: el("p", { class: "text" }), reason: el("p", { class: "dim" }) };
-      return el("div", { class: `answer ${who}` }, el("h4", {}, who), shown[who].text, shown[who].reason);
+      return el("div", { class: `answer ${who}` }, el("h2", {}, who), shown[who].text, shown[who].reason);
     });
     this.log.append(el("article", { class: "turn" }, el("p", { class: "prompt text" }, user), el("div", { class: "sides" }, sides)));
     this.log.scrollTop = this.log.scrollHeight;

@@ -25,7 +25,7 @@ export class CompareView {
     this.logInput = el("input", { type: "checkbox", on: { change: () => this.setLog() } });
     this.legend = el("ul", { class: "legend", "aria-label": "Runs in the charts" });
     this.grid = el("div", { class: "charts" });
-    this.settings = el("section", { class: "panel" });
+    this.settings = el("section", { class: "panel below" });
     this.note = el("p", { class: "dim" });
     const tools = [el("label", {}, "Smoothing ", this.smoothInput), el("label", {}, this.logInput, " Log scale"), button("Whole runs", () => this.range.all())];
     fill(root, el("h1", {}, "Compare"), this.note, this.legend, el("div", { class: "toolbar" }, tools), this.grid, this.settings);
@@ -34,6 +34,7 @@ export class CompareView {
 
   async start() {
     const found = await get("/api/runs");
+    if (this.closed) return;
     this.app.setRoot(found.root);
     const all = new Map(found.runs.map((run) => [run.id, run]));
     const chosen = [...this.app.chosen].map((id) => all.get(id)).filter(Boolean);
@@ -44,6 +45,7 @@ export class CompareView {
     if (chosen.length > MOST) setText(this.note, `The first ${MOST} of ${chosen.length} chosen runs are drawn: there are no more colours that can be told apart.`);
     this.entries = chosen.slice(0, MOST).map((run, at) => ({ run, colour: lineColour(at), curves: new Curves(run.id, COMPARED), hidden: false }));
     await Promise.all([plotter(), ...this.entries.map((entry) => this.load(entry))]);
+    if (this.closed) return;
     for (const panel of OVERLAID) this.makeChart(panel);
     this.drawLegend();
     this.draw();
@@ -68,6 +70,7 @@ export class CompareView {
       this.waiting.clear();
       await Promise.all(due.map((each) => this.load(each)));
       this.timer = null;
+      if (this.closed) return;
       this.drawLegend();
       this.draw();
     }, 2000);
@@ -140,7 +143,7 @@ export class CompareView {
     clearTimeout(this.zooming);
     this.zooming = setTimeout(async () => {
       const found = await Promise.all(this.entries.map((entry) => entry.curves.zoom(this.range.shown)));
-      if (found.some(Boolean)) this.draw();
+      if (!this.closed && found.some(Boolean)) this.draw();
     }, 120);
   }
 
@@ -154,6 +157,7 @@ export class CompareView {
   }
 
   close() {
+    this.closed = true;
     this.stop?.();
     for (const timer of [this.timer, this.zooming]) clearTimeout(timer);
     for (const chart of this.charts.values()) chart.destroy();

@@ -28,6 +28,11 @@ export class DataView {
     return this.load();
   }
 
+  // A run that is preparing has no examples to show yet.
+  retry() {
+    if (this.failed) this.load();
+  }
+
   searchSoon() {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
@@ -56,9 +61,12 @@ export class DataView {
     try {
       found = await get(`${runPath(this.run.id)}/preview?${query}`, this.asking.signal);
     } catch (error) {
-      if (error.name !== "AbortError") fill(this.list, el("p", { class: "error" }, error.message));
+      if (error.name === "AbortError") return;
+      this.failed = true;
+      fill(this.list, el("p", { class: "error" }, error.message));
       return;
     }
+    this.failed = false;
     this.total = found.total;
     setText(this.note, found.note ?? "");
     setText(this.where, found.total ? `page ${count(this.page + 1)} of ${count(this.pages)}, ${count(found.total)} examples` : "no examples");
@@ -77,7 +85,7 @@ export class DataView {
 function example({ index, tokens, trained, truncated, weights }) {
   const supervised = trained.reduce((sum, each) => sum + (each ? 1 : 0), 0);
   const facts = `${count(supervised)} of ${count(tokens.length)} tokens trained (${percent(tokens.length ? supervised / tokens.length : 0)})`;
-  const head = el("h3", {}, `Example ${count(index)}`, el("span", { class: "dim" }, ` ${facts}`), truncated ? el("span", { class: "tag" }, "truncated") : null);
+  const head = el("h2", {}, `Example ${count(index)}`, el("span", { class: "dim" }, ` ${facts}`), truncated ? el("span", { class: "tag" }, "truncated") : null);
   return el("article", { class: "example", data: { index } }, head, el("p", { class: "tokens" }, pieces(tokens, trained, weights)));
 }
 

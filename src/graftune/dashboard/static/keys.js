@@ -24,10 +24,22 @@ export function showHelp() {
     ["\u2190 \u2192", "Pan a chart that has the focus"],
     ["+ \u2212", "Zoom it in and out"],
     ["0", "Show the whole run in it"],
+    ["Enter, Escape", "In a search field: keep what was found, or empty the field"],
     ["Drag", "Zoom to what is selected; with Shift: pan. Ctrl and the wheel zoom; a double click shows the whole run"],
   ].map(([key, meaning]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, meaning)]);
   fill(document.getElementById("help-keys"), rows, chart);
   dialog.showModal();
+}
+
+// The browser empties a search field on Escape without saying so to whoever filters by it, if the field loses the focus.
+function leave(event) {
+  const field = event.target;
+  if (field.type === "search" && field.value) {
+    event.preventDefault();
+    field.value = "";
+    field.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+  field.blur();
 }
 
 const WRITES = "input:not([type=checkbox]):not([type=range]), textarea, select";
@@ -36,7 +48,8 @@ addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
   if (document.getElementById("help-dialog").open) return; // it closes itself
   if (event.target.matches?.(WRITES)) {
-    if (event.key === "Escape") event.target.blur();
+    if (event.key === "Escape") leave(event);
+    if (event.key === "Enter" && event.target.type === "search") event.target.blur(); // on to what was found
     return;
   }
   const found = ofView.get(event.key) ?? always.get(event.key);

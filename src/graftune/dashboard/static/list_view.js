@@ -41,12 +41,13 @@ export class ListView {
     this.summary = el("p", { class: "summary", role: "status" });
     this.compare = button("Compare", () => this.openCompare(), { class: "primary", disabled: true });
     this.sortSelect = el("select", { class: "phone-only", "aria-label": "Sort by", on: { change: (event) => this.sortBy(event.target.value) } });
+    this.turnSort = button("", () => this.sortBy(this.sort.key), { class: "phone-only" });
     this.table = el("table", { class: "runs" });
     this.place = el("div", { class: "scroll" }, this.table);
     this.more = button("", () => this.showMore(), { hidden: true });
     this.sight = new IntersectionObserver((found) => found.some((each) => each.isIntersecting) && this.showMore(), { rootMargin: "400px" });
     this.sight.observe(this.more);
-    fill(root, el("h1", { class: "unseen" }, "Runs"), el("div", { class: "toolbar" }, this.filter, this.states, this.sortSelect, this.compare, this.summary), this.place, this.more);
+    fill(root, el("h1", { class: "unseen" }, "Runs"), el("div", { class: "toolbar" }, this.filter, this.states, this.sortSelect, this.turnSort, this.compare, this.summary), this.place, this.more);
     shortcut("/", "Filter the runs", () => this.filter.focus());
     shortcut("j", "Next run", () => this.move(1));
     shortcut("k", "Previous run", () => this.move(-1));
@@ -56,6 +57,7 @@ export class ListView {
 
   async start() {
     await this.load();
+    if (this.closed) return; // another view came while the list was on its way: its streams are the page's
     this.stop = listen(() => "/api/events", (message) => this.take(message), () => this.late());
     this.clock = setInterval(() => this.scheduleDraw(), 10000); // "12 s ago" grows old
   }
@@ -68,6 +70,7 @@ export class ListView {
 
   async load() {
     const found = await get("/api/runs");
+    if (this.closed) return;
     this.app.setRoot(found.root);
     this.runs = new Map(found.runs.map((run) => [run.id, run]));
     this.app.runs = this.runs;
@@ -152,11 +155,13 @@ export class ListView {
     this.drawStates();
     const focused = document.activeElement.closest?.("tr[data-id]")?.dataset.id;
     const onBox = document.activeElement.matches?.("input[type=checkbox]");
+    const onHead = this.table.tHead?.contains(document.activeElement) ? document.activeElement.closest("th").dataset.key : null;
     const body = el("tbody", {}, runs.slice(0, this.rows).map((run) => this.row(run)));
     fill(this.table, el("caption", { class: "unseen" }, "Runs in the watched folder"), this.head(), body);
     this.rest = runs.slice(this.rows);
     this.drawMore();
     if (focused) [...body.children].find((row) => row.dataset.id === focused)?.querySelector(onBox ? "input" : "a").focus();
+    if (onHead) [...this.table.tHead.rows[0].cells].find((cell) => cell.dataset.key === onHead)?.querySelector("button").focus();
     this.drawSummary(runs.length);
     this.drawChosen();
   }
@@ -187,6 +192,7 @@ export class ListView {
     this.states.value = found.includes(this.state) ? this.state : "";
     fill(this.sortSelect, this.columns.map((column) => el("option", { value: column.key }, `Sort by ${column.title.toLowerCase()}`)));
     this.sortSelect.value = this.sort.key;
+    setText(this.turnSort, this.sort.down ? "\u2193 descending" : "\u2191 ascending");
   }
 
   head() {
@@ -194,7 +200,7 @@ export class ListView {
       const sorted = this.sort.key === column.key;
       const direction = sorted ? (this.sort.down ? "descending" : "ascending") : null;
       const label = [column.title, el("span", { class: "arrow", "aria-hidden": "true" }, sorted ? (this.sort.down ? "\u2193" : "\u2191") : "")];
-      return el("th", { scope: "col", "aria-sort": direction, class: column.number ? "number" : null }, button(label, () => this.sortBy(column.key), { class: column.setting ? "sorter code" : "sorter" }));
+      return el("th", { scope: "col", "aria-sort": direction, class: column.number ? "number" : null, data: { key: column.key } }, button(label, () => this.sortBy(column.key), { class: column.setting ? "sorter code" : "sorter" }));
     });
     return el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "unseen" }, "Chosen")), heads));
   }
@@ -232,6 +238,7 @@ export class ListView {
   }
 
   close() {
+    this.closed = true;
     this.sight.disconnect();
     clearInterval(this.clock);
     clearTimeout(this.timer);

@@ -17,14 +17,28 @@ const app = {
 
 let shown = null;
 
+// A name from the address bar; one that was cut off or mistyped stands for itself, and is found nowhere.
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 function viewOf(address) {
   const [kind, ...rest] = address.replace(/^#\/?/, "").split("/");
-  if (kind === "run" && rest[0]) return new RunView(root, app, decodeURIComponent(rest[0]), rest[1]);
+  if (kind === "run" && rest[0]) return new RunView(root, app, decoded(rest[0]), rest[1]);
   if (kind === "compare") {
-    if (rest[0]) app.chosen = new Set(rest[0].split(",").map(decodeURIComponent));
+    if (rest[0]) app.chosen = new Set(rest[0].split(",").map(decoded));
     return new CompareView(root, app);
   }
   return new ListView(root, app);
+}
+
+function setCurrent(link, current) {
+  if (current) link.setAttribute("aria-current", "page");
+  else link.removeAttribute("aria-current");
 }
 
 async function show() {
@@ -35,7 +49,7 @@ async function show() {
   const focusWasInside = root.contains(document.activeElement);
   const view = viewOf(location.hash);
   shown = view;
-  for (const [id, kind] of [["to-runs", ListView], ["to-compare", CompareView]]) document.getElementById(id).toggleAttribute("aria-current", view instanceof kind);
+  for (const [id, kind] of [["to-runs", ListView], ["to-compare", CompareView]]) setCurrent(document.getElementById(id), view instanceof kind);
   if (before && focusWasInside) root.focus({ preventScroll: true });
   root.setAttribute("aria-busy", "true");
   try {

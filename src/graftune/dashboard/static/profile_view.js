@@ -6,6 +6,7 @@ import { milliseconds, percent } from "./format.js";
 
 const DEEPEST = 6;
 const NARROWEST = 0.0015; // of what is shown; narrower bars are in the table only
+const FAR = 0.05; // by which a profiled step may differ from a plain one
 const NAMED = 0.02; // narrower bars have no room for a name; it is in their title
 
 export class ProfileView {
@@ -27,6 +28,20 @@ export class ProfileView {
     if (this.profile.tree) this.show([this.profile.tree]);
   }
 
+  // Profiles of a run that trains are refined on the way. What was looked at stays in sight.
+  async take(event) {
+    if (event.event !== "profile") return;
+    const names = (this.at ?? []).map((node) => node.name);
+    await this.start();
+    const path = this.profile?.tree ? [this.profile.tree] : [];
+    for (const name of names.slice(1)) {
+      const next = path[path.length - 1]?.children?.find((child) => child.name === name);
+      if (!next) break;
+      path.push(next);
+    }
+    if (path.length > 1) this.show(path);
+  }
+
   facts() {
     const { profile } = this;
     const facts = [
@@ -39,14 +54,19 @@ export class ProfileView {
       ["Device", profile.gpu ?? profile.device, profile.captured ? "captured in graphs" : "not captured"],
     ].filter(([, value]) => value !== null && value !== undefined);
     const shown = facts.map(([name, value, title]) => el("div", { title }, el("dt", {}, name), el("dd", {}, value)));
-    return [profile.bottleneck ? el("p", { class: "sentence" }, profile.bottleneck) : null, el("dl", { class: "figures" }, shown)];
+    const off = profile.step_ms / profile.plain_ms - 1;
+    const far = Math.abs(off) > FAR ? el("p", { class: "error" }, `The profiled step took ${percent(Math.abs(off))} ${off > 0 ? "longer" : "less"} than a plain one: take the shares with care.`) : null;
+    return [far, profile.bottleneck ? el("p", { class: "sentence" }, profile.bottleneck) : null, el("dl", { class: "figures" }, shown)];
   }
 
   show(path) {
     const root = path[path.length - 1];
+    const inside = [this.path, this.icicle].some((part) => part.contains(document.activeElement));
+    this.at = path;
     const step = (node, at) => (at === path.length - 1 ? el("span", { "aria-current": "true" }, node.name) : button(node.name, () => this.show(path.slice(0, at + 1)), { class: "link" }));
     fill(this.path, path.map((node, at) => [at ? " \u203a " : null, step(node, at)]), el("span", { class: "dim" }, ` ${milliseconds(root.ms)} ms`));
     fill(this.icicle, el("ul", { "aria-label": `Parts of ${root.name}` }, this.node(root, path, root.ms, path.map((node) => tone(node.name)).find(Boolean), 0)));
+    if (inside) this.icicle.querySelector("button").focus(); // the button that had the focus is gone
   }
 
   node(node, path, whole, inherited, depth) {

@@ -12,7 +12,7 @@ const run = JSON.parse(document.getElementById("run").textContent);
 const SMOOTH_BY = 0.9;
 
 function headOf() {
-  const after = run.evals.filter((each) => each.loss !== null);
+  const after = run.evals.filter((each) => each.loss !== null && each.step > 0);
   const best = after.reduce((least, each) => (least === null || each.loss < least.loss ? each : least), null);
   const last = run.curves.values.loss?.[run.curves.steps.length - 1];
   const figures = [
@@ -20,7 +20,7 @@ function headOf() {
     ["Steps", `${count(run.done)} / ${count(run.steps)}`],
     ["Last loss", loss(last)],
     ["Best validation", best ? loss(best.loss) : loss(null), best ? `at step ${count(best.step)}` : ""],
-    ["Time", duration(run.ended - run.started), `began ${date(run.started)}`],
+    ["Time", duration(run.worked_s ?? run.ended - run.started), `began ${date(run.started)}`],
   ];
   const shown = figures.map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : null)));
   return [el("h1", {}, run.name), el("p", { class: "dim facts" }, run.device), el("dl", { class: "figures" }, shown)];
@@ -43,7 +43,7 @@ function section(title, ...content) {
 }
 
 function samplesOf() {
-  const side = (who, text) => el("div", { class: `answer ${who}` }, el("h4", {}, who), el("p", { class: "text" }, text));
+  const side = (who, text) => el("div", { class: `answer ${who}` }, el("h3", {}, who), el("p", { class: "text" }, text));
   const one = (sample) => el("article", { class: "sample" }, el("p", { class: "prompt text" }, sample.prompt), el("div", { class: "sides" }, side("base", sample.base), side("tuned", sample.tuned)));
   return run.samples.length ? section("Sample answers", el("div", { class: "samples" }, run.samples.map(one))) : null;
 }

@@ -21,6 +21,8 @@ export const PARTS = [
   ["chat", "Chat", ChatView],
 ];
 
+const CHECKPOINTS_EVERY = 5000; // milliseconds
+
 export class RunView {
   constructor(root, app, id, part) {
     Object.assign(this, { root, app, id, offset: 0 });
@@ -63,11 +65,21 @@ export class RunView {
     const event = message.event && typeof message.event === "object" ? message.event : message;
     if (type === "state" || event.event === "state") return this.setState(event);
     if (message.offset <= (event.event === "step" ? this.view.offset ?? 0 : this.known)) return;
-    if (event.event === "step") Object.assign(this.run, { steps: event.step, last_loss: event.loss, tok_s: event.tok_s, updated: event.time, floor_share: event.floor_share });
-    if (event.event === "eval" && (this.run.best_eval === null || event.loss < this.run.best_eval)) Object.assign(this.run, { best_eval: event.loss, best_eval_step: event.step });
+    this.age(event);
+    if (event.event === "step") Object.assign(this.run, { steps: event.step, last_loss: event.loss, tok_s: event.tok_s, floor_share: event.floor_share });
+    if (event.event === "eval" && event.step > 0 && (this.run.best_eval === null || event.loss < this.run.best_eval)) Object.assign(this.run, { best_eval: event.loss, best_eval_step: event.step });
     this.view.take?.(event);
-    if (event.event === "sample" || event.event === "run_end" || event.event === "checkpoint") this.refresh();
+    if (["sample", "phase", "run_end"].includes(event.event)) this.refresh();
+    else if (this.part[0] === "chat") this.refreshSoon(); // a checkpoint has no event
     this.drawSoon();
+  }
+
+  // The time for which the run has worked, as the server counts it.
+  age({ event, time, step }) {
+    if (typeof time !== "number") return;
+    if (event === "resume" || event === "run_start") Object.assign(this.run, { last_began: time, last_began_step: step ?? 0 });
+    else if (time > this.run.updated) this.run.worked_s += time - this.run.updated;
+    this.run.updated = Math.max(time, this.run.updated ?? time);
   }
 
   setState({ state, sentence }) {
@@ -86,8 +98,16 @@ export class RunView {
     Object.assign(this.run, run);
     if (this.part[0] === "samples") this.view.update(run.samples ?? []);
     if (this.part[0] === "chat") this.view.update(run);
+    if (this.part[0] === "data") this.view.retry();
     this.view.drawBelow?.();
     this.draw();
+  }
+
+  refreshSoon() {
+    this.refreshing ??= setTimeout(() => {
+      this.refreshing = null;
+      this.refresh();
+    }, CHECKPOINTS_EVERY);
   }
 
   drawSoon() {
@@ -105,9 +125,9 @@ export class RunView {
     const method = [run.method, run.settings?.rank && run.method !== "full" ? `rank ${run.settings.rank}` : null].filter(Boolean).join(", ");
     setText(this.facts, [run.base, run.data, method].filter(Boolean).map(setting).join(" \u00b7 "));
     const now = isLive(run.state) ? Date.now() / 1000 : run.updated;
-    const took = run.started ? now - run.started : null;
-    const speed = run.steps && took > 0 ? run.steps / took : 0;
-    const left = isLive(run.state) && speed && run.max_steps > run.steps ? (run.max_steps - run.steps) / speed : null;
+    const took = run.worked_s === null || run.worked_s === undefined ? null : run.worked_s + Math.max(0, now - run.updated);
+    const done = run.steps - run.last_began_step; // since the run was started or resumed: a pause before that is no work
+    const left = isLive(run.state) && done > 0 && run.max_steps > run.steps ? ((now - run.last_began) / done) * (run.max_steps - run.steps) : null;
     const figures = [
       ["Step", `${count(run.steps)} / ${count(run.max_steps)}`],
       ["Loss", loss(run.last_loss)],
@@ -127,6 +147,7 @@ export class RunView {
     this.stop?.();
     clearInterval(this.clock);
     clearTimeout(this.timer);
+    clearTimeout(this.refreshing);
     this.view?.close?.();
   }
 }

@@ -60,7 +60,7 @@ export class SamplesView {
     const now = answers.filter((sample) => sample.step <= step).pop();
     const base = answers.map((sample) => sample.base).find((text) => text !== null && text !== undefined);
     const reference = answers.map((sample) => sample.reference).find(Boolean);
-    const column = (who, text, none) => el("div", { class: `answer ${who}` }, el("h4", {}, who), text === null || text === undefined ? el("p", { class: "dim" }, none) : el("p", { class: "text" }, text));
+    const column = (who, text, none) => el("div", { class: `answer ${who}` }, el("h2", {}, who), text === null || text === undefined ? el("p", { class: "dim" }, none) : el("p", { class: "text" }, text));
     const sides = el("div", { class: "sides" }, column("base", base, "The base was not asked."), column("tuned", now?.tuned, "Not asked yet at this step."), reference ? column("reference", reference, "") : null);
     return el("article", { class: "sample" }, el("p", { class: "prompt text" }, prompt), sides, changes(answers, at, open));
   }
