@@ -262,7 +262,9 @@ def test_a_place_that_users_share(tmp_path: Path, ledger: Ledger) -> None:
     finally:
         os.umask(before)
     folder = ledger.store.folder
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777 and [path.name for path in tmp_path.iterdir()] == ["ledger"]
+    ledger.store.path.chmod(0o600)  # as a process leaves it that is killed too early
+    claim(ledger, 1)
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o666}
 
 
@@ -328,6 +330,21 @@ def test_a_lock_that_is_kept_stops_nobody_for_ever(ledger: Ledger, monkeypatch: 
     monkeypatch.setattr(store, "PATIENCE", 0.05)
     with ledger.store.locked(), pytest.raises(GraftuneError, match="another process has kept it locked"):
         Ledger(ledger.store.folder).check()
+
+
+def test_a_forked_child_does_not_keep_the_lock(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker process that is started at the wrong moment has the lock's file open as long as it lives."""
+    monkeypatch.setattr(store, "PATIENCE", 0.05)
+    with ledger.store.locked():
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        ledger.check()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_ledgers_of_other_boots_go(ledger: Ledger) -> None:

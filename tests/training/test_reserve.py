@@ -25,6 +25,7 @@ from graftune.ledger import HOST, Claim, Ledger, Memory
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
 from graftune.training import reserve
+from graftune.training.prepare import job_of
 from tests.training.runs import write_data
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,8 @@ def test_the_plan_sees_what_others_leave(ledger, other, tiny_folder, tmp_path) -
     (mine,) = seen
     assert (mine.planned, mine.granted, mine.task) == (plan["needed"], True, "train llama-shallow")
     assert [entry.id for entry in ledger.entries()] == [other.entry.id], "given back"
+    config = settings(tiny_folder, tmp_path / "none", memory_share=share)
+    assert job_of(config, Console()).free == plan["free"], "graftune plan, which reserves nothing"
 
 
 def test_a_run_that_fails_gives_its_memory_back(ledger, tiny_folder, tmp_path) -> None:

@@ -52,7 +52,7 @@ class Room:
         return not self.holders and not self.ahead
 
     def takes(self, size: int) -> bool:
-        return size <= self.left and not self.ahead and not self.settling
+        return size <= self.left and not self.settling
 
 
 class Ledger:
@@ -78,6 +78,10 @@ class Ledger:
         with self.store.locked() as state:
             _prune(state)
             return _room(state, new_entry(device, 0, "", group), memory, share)
+
+    def look(self, device: str, memory: Memory, *, share: float = SHARE) -> Room:
+        """What a claim would find, for whoever only wants to know."""
+        return _room(State(self.entries()), new_entry(device, 0, "", ""), memory, share)
 
     def claim(self, device: str, planned: int, *, task: str, share: float = SHARE, group: str = "") -> Claim:
         """Not entered before it is taken. Claims of one `group` are not in each other's way."""
@@ -197,6 +201,8 @@ def _room(state: State, mine: Entry, memory: Memory, share: float) -> Room:
     left = memory.free - sum(entry.pending for entry in held)
     if strangers:
         left = min(left, int(share * memory.total) - sum(entry.booked for entry in held))
+    if ahead:
+        left = 0
     queue = tuple(sorted(ahead, key=lambda entry: entry.ticket))
     now = clock()
     # Nobody settles for longer than a lease: a later time is not ours.
@@ -205,7 +211,9 @@ def _room(state: State, mine: Entry, memory: Memory, share: float) -> Room:
 
 def _ticket(state: State, group: str) -> int:
     """A run keeps the place of its first claim: its others must not wait for somebody who waits for it."""
-    return min((entry.ticket for entry in state.entries if entry.group == group), default=state.next_ticket)
+    mine = [entry.ticket for entry in state.entries if entry.group == group]
+    # By the clock, so that whoever comes after a ledger was lost is still behind those who waited before.
+    return min(mine, default=max(state.next_ticket, int(1000 * clock())))
 
 
 def _found(state: State, id: str) -> int | None:

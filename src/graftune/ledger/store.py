@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
+from graftune.files import PART
 from graftune.ledger.entry import MOST_NUMBER, Entry, clock, read_entry
 
 VARIABLE = "GRAFTUNE_LEDGER"
@@ -108,9 +109,13 @@ class Store:
     def _make_folder(self) -> None:
         """As /tmp is: everybody may make files in it, and only their owner takes them away."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            self.folder.mkdir()
-            self.folder.chmod(0o1777)
+        aside = self.folder.with_name(f"{self.folder.name}.{os.getpid()}{PART}")
+        aside.mkdir(exist_ok=True)
+        try:
+            aside.chmod(0o1777)
+            os.rename(aside, self.folder)
+        except OSError:  # somebody was faster; if not, opening it says what is wrong
+            aside.rmdir()
 
     @contextmanager
     def _lock(self, folder: int) -> Iterator[int]:
@@ -123,6 +128,8 @@ class Store:
                     yield handle
                     return
             finally:
+                with suppress(OSError):  # a child that was forked meanwhile has the file open, too
+                    fcntl.flock(handle, fcntl.LOCK_UN)
                 os.close(handle)
 
     def _read(self, folder: int, *, lost: bool) -> State:
@@ -231,8 +238,9 @@ def _open(folder: int, name: str, *, make: bool = True) -> int:
                 handle = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
             except FileExistsError:
                 continue
-            os.fchmod(handle, 0o666)  # whatever the umask
         found = os.fstat(handle)
+        if make and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o666:
+            os.fchmod(handle, 0o666)  # whatever the umask
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
             return handle
         os.close(handle)

@@ -44,7 +44,7 @@ from graftune.tokenizer.template import today
 from graftune.training.answers import Answers
 from graftune.training.leftovers import sweep, sweep_unstarted
 from graftune.training.ranks import Alone
-from graftune.training.reserve import Reserver
+from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
@@ -246,6 +246,8 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
             f"device is {config.base.device} and there is no GPU here to ask for its memory",
             mend="name it, as in --gpu 4090, or say how much it has, as in --memory 24GiB",
         )
+    if not memory and model is None:
+        memory = left_by_others(config, console)
     config, base, adapter = _opened(config)
     if config.data.data:
         data = _read(config, base, adapter, config.data.data, console)

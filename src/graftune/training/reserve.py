@@ -8,12 +8,12 @@ that is free first and to give back what the plan leaves, which would refuse eve
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, own_bytes, total_bytes
 from graftune.plan import Job, Plan, best, refusal, resolve_auto
 from graftune.plan.job import CONTEXT_BYTES
-from graftune.runtime import device_name, device_uuid
+from graftune.runtime import device_name, device_of, device_uuid
 from graftune.session import Session
 from graftune.training.ranks import Alone
 
@@ -40,27 +40,59 @@ NAMED = 3  # holders that a sentence names
 Make = Callable[[int], Job]  # a job that is planned within so many bytes; 0: within what is free
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A device as the ledger knows it: a GPU by its UUID, or the machine's own memory."""
+
+    device: torch.device
+    name: str
+    share: float  # of it that runs may reserve together
+
+    @staticmethod
+    def of(device: torch.device, config: Config) -> Shared:
+        if device.type != "cuda":
+            return Shared(device, HOST, config.run.memory_share or SHARE)
+        unified = bool(torch.cuda.get_device_properties(device).is_integrated)
+        return Shared(device, device_uuid(device), config.run.memory_share or (UNIFIED_SHARE if unified else SHARE))
+
+    @property
+    def memory(self) -> Memory:
+        if self.name == HOST:
+            return Memory(total_bytes(), available_bytes())
+        return Memory(torch.cuda.mem_get_info(self.device)[1], free_bytes(self.device))
+
+    def measure(self) -> int:
+        """What this process has taken of it. Asks the device nothing."""
+        return own_bytes() if self.name == HOST else torch.cuda.memory_reserved(self.device)
+
+    def within(self, left: int, limit: int = 0) -> int:
+        """`left` bytes as the limit that a job takes: never 0, and on a GPU with what is taken of it."""
+        memory = self.memory
+        found = max(1, left if self.name == HOST else memory.total - memory.free + left)
+        return min(found, limit) if limit else found
+
+    def __str__(self) -> str:
+        return "this machine's memory" if self.name == HOST else device_name(self.device)
+
+
 class Reserver:
     """One process's claims, all of them given back when `held` is closed. Every rank makes one."""
 
     def __init__(
         self, config: Config, device: torch.device, console: Console, held: ExitStack, *, task: str, crew: Alone
     ):
-        self.device, self.console, self.held, self.crew = device, console, held, crew
+        self.console, self.held, self.crew = console, held, crew
         self.seconds, self.task, self.group = config.run.wait_gpu, task, crew.from_lead(lambda: os.urandom(16).hex())
         self.ledger = _ledger(console, required=self.seconds > 0)
-        self.name, unified = HOST, False
-        if device.type == "cuda" and self.ledger is not None:
-            self.name = device_uuid(device)
-            unified = bool(torch.cuda.get_device_properties(device).is_integrated)
-        self.share = config.run.memory_share or (UNIFIED_SHARE if unified else SHARE)
-        self._claimed: set[str] = set()
+        self.device, self.host = Shared.of(device, config), Shared.of(torch.device("cpu"), config)
+        self.on_gpu = device.type == "cuda"
+        self._claimed: set[Shared] = set()
 
     def planned(self, config: Config, make: Callable[[Config, int], Job]) -> tuple[Config, Job, Plan]:
         """Planned within what other runs leave, and claimed. `make` gives the job of these settings within so many
         bytes. What rank 0 resolves is what the others ask for: whether it fits with them is theirs to say."""
-        limit, host_free = self.crew.memory(self.device), None
-        if self.device.type == "cuda":
+        limit, host_free = self.crew.memory(self.device.device), None
+        if self.on_gpu:
             host_free = self._host_left(self.crew.host_share(available_bytes()))
 
         def within(memory: int) -> Job:
@@ -93,22 +125,19 @@ class Reserver:
         if self.ledger is None:
             job = make(limit)
             return job, resolve_auto(job), False
-        room = self._room(self.name)
-        left = 0 if room.ahead else room.left
-        job = make(limit if room.alone else self._within(left, limit))
+        room = self._room(self.device)
+        job = make(limit if room.alone else self.device.within(room.left, limit))
         plan = best(job)
         if plan.fits:
             if not room.alone:
-                self.console.note(
-                    f"planned within {human_bytes(room.left)} that are left of {self._where}: {_said(room)}"
-                )
+                self.console.note(_within(self.device, room))
             return job, plan, False
         if room.alone and not self.seconds:
             raise refusal(job, plan)
-        later = make(self._within(self._once_gone(room), limit))
+        later = make(self.device.within(self._once_gone(room), limit))
         whole = resolve_auto(later)
         if not self.seconds:
-            raise self._refused(plan.needed, left, room)
+            raise self._refused(self.device, plan.needed, room)
         return later, whole, True
 
     def _claim(self, plan: Plan) -> None:
@@ -116,48 +145,48 @@ class Reserver:
         GPU's own, so that no two runs wait for each other."""
         if self.ledger is None:
             return
-        sizes = {self.name: plan.needed}
-        if self.device.type == "cuda" and plan.bytes.host > PINNED:
-            sizes[HOST] = plan.bytes.host
-        for name, size in sizes.items():
-            if name not in self._claimed:
-                self._wait(self.ledger, name, size)
+        sizes = {self.device: plan.needed}
+        if self.on_gpu and plan.bytes.host > PINNED:
+            sizes[self.host] = plan.bytes.host
+        for shared, size in sizes.items():
+            if shared not in self._claimed:
+                self._wait(self.ledger, shared, size)
 
     def _host_left(self, free: int) -> int:
         """Of the host's free memory, for a run on a GPU."""
-        if self.ledger is None or self.device.type != "cuda":
+        if self.ledger is None:
             return free
-        room = self._room(HOST)
+        room = self._room(self.host)
         return free if room.alone else min(free, room.left)
 
     def _take(self, ledger: Ledger, plan: Plan) -> bool:
         """At once or not at all."""
-        claim = self._new(ledger, self.name, plan.needed)
-        claim.take(self._memory(self.name))
-        return self._granted(claim)
+        claim = self._new(ledger, self.device, plan.needed)
+        claim.take(self.device.memory)
+        return self._granted(self.device, claim)
 
-    def _wait(self, ledger: Ledger, name: str, size: int) -> None:
-        claim, said = self._new(ledger, name, size), [""]
+    def _wait(self, ledger: Ledger, shared: Shared, size: int) -> None:
+        claim, said = self._new(ledger, shared, size), [""]
 
         def told(room: Room) -> None:
             text = _said(room)
             if text != said[0]:
-                self.console.note(f"waiting up to {self.seconds:g} s for {human_bytes(size)} of {self._where}: {text}")
+                self.console.note(f"waiting up to {self.seconds:g} s for {human_bytes(size)} of {shared}: {text}")
                 said[0] = text
 
         with self.console.working("waiting for memory") if self.seconds else nullcontext():
-            room = claim.wait(lambda: self._memory(name), self.seconds, told)
-        if not self._granted(claim):
-            raise self._refused(size, 0 if room.ahead else room.left, room)
+            room = claim.wait(lambda: shared.memory, self.seconds, told)
+        if not self._granted(shared, claim):
+            raise self._refused(shared, size, room)
 
-    def _new(self, ledger: Ledger, name: str, size: int) -> Claim:
-        return ledger.claim(name, size, task=self.task, share=self.share, group=self.group)
+    def _new(self, ledger: Ledger, shared: Shared, size: int) -> Claim:
+        return ledger.claim(shared.name, size, task=self.task, share=shared.share, group=self.group)
 
-    def _granted(self, claim: Claim) -> bool:
+    def _granted(self, shared: Shared, claim: Claim) -> bool:
         if claim.granted:
-            self._claimed.add(claim.entry.device)
+            self._claimed.add(shared)
             self.held.callback(self._release, claim)
-            claim.keep(own_bytes if claim.entry.device == HOST else lambda: torch.cuda.memory_reserved(self.device))
+            claim.keep(shared.measure)
         return claim.granted
 
     def _release(self, claim: Claim) -> None:
@@ -166,44 +195,41 @@ class Reserver:
         except GraftuneError as error:  # whoever looks next sees that this process has gone
             self.console.warn(f"the memory of this run stays reserved until it ends: {error}")
 
-    def _memory(self, name: str) -> Memory:
-        if name == HOST:
-            return Memory(total_bytes(), available_bytes())
-        return Memory(torch.cuda.mem_get_info(self.device)[1], free_bytes(self.device))
-
-    def _room(self, name: str) -> Room:
+    def _room(self, shared: Shared) -> Room:
         assert self.ledger is not None
         while True:
-            room = self.ledger.room(name, self._memory(name), share=self.share, group=self.group)
+            room = self.ledger.room(shared.name, shared.memory, share=shared.share, group=self.group)
             if not room.settling:
                 return room
             time.sleep(SETTLING)
 
-    def _within(self, left: int, limit: int) -> int:
-        """`left` as the limit that a job takes: never 0, and on a GPU with what is taken of it."""
-        memory = self._memory(self.name)
-        taken = memory.total - memory.free if self.device.type == "cuda" else 0
-        found = max(1, taken + left)
-        return min(found, limit) if limit else found
-
     def _once_gone(self, room: Room) -> int:
         """Bytes that will be free without the holders; of a GPU also without programs that are not in the ledger."""
-        memory = self._memory(self.name)
+        memory = self.device.memory
         back = memory.free + sum(entry.measured for entry in room.holders)
-        return max(back, memory.total - CONTEXT_BYTES) if self.device.type == "cuda" else back
+        return max(back, memory.total - CONTEXT_BYTES) if self.on_gpu else back
 
-    @property
-    def _where(self) -> str:
-        return device_name(self.device) if self.device.type == "cuda" else "this machine's memory"
-
-    def _refused(self, size: int, left: int, room: Room) -> GraftuneError:
+    def _refused(self, shared: Shared, size: int, room: Room) -> GraftuneError:
         waited = f" after {self.seconds:g} s" if self.seconds else ""
         longer = "longer " if self.seconds else ""
         return GraftuneError(
-            f"training needs {human_bytes(size)} of {self._where} and {human_bytes(left)} are left{waited}: "
+            f"training needs {human_bytes(size)} of {shared} and {human_bytes(room.left)} are left{waited}: "
             f"{_said(room)}",
             mend=f"wait {longer}with --wait-gpu SECONDS, or let runs reserve more together with memory_share",
         )
+
+
+def left_by_others(config: Config, console: Console) -> int:
+    """For a plan that reserves nothing: the limit that its job takes. 0: nobody has reserved any of the device."""
+    device, ledger = device_of(config.base.device), shared_ledger()
+    if ledger is None or device.type not in ("cuda", "cpu"):
+        return 0
+    shared = Shared.of(device, config)
+    room = ledger.look(shared.name, shared.memory, share=shared.share)
+    if room.alone:
+        return 0
+    console.note(_within(shared, room))
+    return shared.within(room.left)
 
 
 def enter(session: Session, console: Console, task: str) -> None:
@@ -212,15 +238,14 @@ def enter(session: Session, console: Console, task: str) -> None:
     ledger = _ledger(console, required=False) if device.type in ("cuda", "cpu") else None
     if ledger is None:
         return
-    on_gpu = device.type == "cuda"
-    measure = functools.partial(torch.cuda.memory_reserved, device) if on_gpu else own_bytes
-    claim = ledger.claim(device_uuid(device) if on_gpu else HOST, measure(), task=task)
+    shared = Shared.of(device, session.config)
+    claim = ledger.claim(shared.name, shared.measure(), task=task)
     try:
         claim.enter()
     except GraftuneError as error:
         console.warn(f"{NOT_RESERVED}: {error}")
         return
-    claim.keep(measure)
+    claim.keep(shared.measure)
     weakref.finalize(session, _given_back, claim)
 
 
@@ -246,6 +271,10 @@ def _ledger(console: Console, *, required: bool) -> Ledger | None:
         console.warn(f"{NOT_RESERVED}: {error}")
         return None
     return ledger
+
+
+def _within(shared: Shared, room: Room) -> str:
+    return f"planned within {human_bytes(room.left)} that are left of {shared}: {_said(room)}"
 
 
 def _said(room: Room) -> str:
