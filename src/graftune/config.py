@@ -142,6 +142,11 @@ class DataConfig:
     template: str = opt("auto", "chat template: auto (the model's own), none (prompt ++ response), or a Jinja file")
     append_eos: bool = opt(False, "append EOS to turns of a template that has no end token")
     strict: bool = opt(False, "stop at the first bad row instead of counting it")
+    max_unpacked: float = opt(
+        64.0,
+        "GiB that a compressed or Parquet file may come to when it is unpacked; a larger one is refused",
+        above=0,
+    )
 
     def longest(self, context: int = LENGTH) -> int:
         """max_seq_len, with 0 resolved for a base of that context."""

@@ -42,6 +42,7 @@ class Settings(TypedDict, total=False):
     template: str | PathLike[str]
     append_eos: bool
     strict: bool
+    max_unpacked: float
     lr: float
     schedule: Literal["cosine", "linear", "constant"]
     warmup: float

@@ -80,7 +80,8 @@ def _constructed(text: str, where: str, most: int) -> Any:
         raise _too_deep(where) from None
     except GraftuneError:
         raise
-    except ValueError:  # a number of thousands of digits, a date such as 2026-13-45
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+        # A number of thousands of digits, a date such as 2026-13-45, a tag on a value that is none of its kind.
         raise GraftuneError("holds a value that cannot be read", where=where, mend="check its numbers") from None
     finally:
         if loader is not None:

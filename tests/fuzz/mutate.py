@@ -185,7 +185,7 @@ def _changed(draw: Random, value: Any, tree: Any, places: list[Path]) -> Any:
             )
         )
     if isinstance(value, float):
-        return draw.choice((value * 1e9, -value, value / 1e300, int(value), str(value)))
+        return draw.choice((value * 1e9, -value, value / 1e300, round(value % 1e9) if value < 1e300 else 0, str(value)))
     if isinstance(value, str):
         return some_text(draw, value)
     return any_value(draw)

@@ -15,6 +15,7 @@ from safetensors.torch import save
 
 from graftune.batch import Example
 from graftune.config import LoraConfig
+from graftune.data.summary import Summary
 from graftune.data.writer import Entry, Writer
 from graftune.model.lora import Arena, build_arena
 from graftune.weights import checkpoint
@@ -307,7 +308,7 @@ def cache_bytes() -> bytes:
     writer = Writer(file, 300)
     examples = [Example([1, 2, 3, 299], [False, True, True, True], 1), Example([7] * 20, [True] * 20, 2, [0.5] * 20)]
     writer.add([Entry(one, "prompt", "reference", [{"role": "user", "content": "x"}]) for one in examples])
-    writer.close(kind="answers", key="k", summary={})
+    writer.close(kind="answers", key="k", summary=Summary(rows=2, lengths={4: 1, 20: 1}).document())
     return file.getvalue()
 
 

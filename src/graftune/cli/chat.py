@@ -21,7 +21,7 @@ from graftune.observe.console import Console
 # Settings of data that have no meaning for a conversation.
 NOT_CHATTED = (
     "data", "eval_data", "val_split", "eval_examples", "map", "max_seq_len", "train_on", "prompt_form",
-    "train_reasoning", "strict",
+    "train_reasoning", "strict", "max_unpacked",
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from graftune.tokenizer import Tokenizer
 LIMIT = 20 << 30  # bytes of all entries together
 SUFFIX = ".tokens"
 # Where the data comes from and how it is divided is no part of how it is encoded; a date counts where it is printed.
-_APART = ("data", "eval_data", "val_split", "eval_examples", "date")
+_APART = ("data", "eval_data", "val_split", "eval_examples", "date", "max_unpacked")
 _making = threading.Lock()  # a second thread of this process would write to the same neighbour
 
 

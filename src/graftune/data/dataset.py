@@ -251,7 +251,7 @@ class _Input:
                 raise GraftuneError("was changed while it was being read", where=path, mend="start again")
 
         kinds = [_kind(file.path) for file in files]
-        read = functools.partial(rows, files, config.map, note, kind.refusal_of_all)
+        read = functools.partial(rows, files, config.map, note, kind.refusal_of_all, config.max_unpacked)
         return _Input(path, path, sha256, kinds, read, functools.partial(_rows_of, files), check)
 
     @staticmethod

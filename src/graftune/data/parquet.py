@@ -11,12 +11,15 @@ from typing import Any
 
 from graftune.data.columns import KNOWN, normal
 from graftune.data.row import Refusal, SourceFile, plain, quoted
+from graftune.data.streams import too_large
 from graftune.errors import GraftuneError
 
 BATCH = 1024  # rows
 
 
-def read_parquet(file: SourceFile, note: Callable[[str], None]) -> Iterator[tuple[int, dict[str, Any] | Refusal]]:
+def read_parquet(
+    file: SourceFile, note: Callable[[str], None], max_unpacked: float
+) -> Iterator[tuple[int, dict[str, Any] | Refusal]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -26,11 +29,17 @@ def read_parquet(file: SourceFile, note: Callable[[str], None]) -> Iterator[tupl
         ) from None
     try:
         with pyarrow.parquet.ParquetFile(file.path, buffer_size=1 << 20) as table:
-            names, left = _columns(table.schema_arrow, pyarrow.types, file.shown)
-            if left:
-                note(f"columns of {file.shown} that hold no text are not used: {', '.join(map(plain, left))}")
-            number = 0
+            names, unused = _columns(table.schema_arrow, pyarrow.types, file.shown)
+            if unused:
+                note(f"columns of {file.shown} that hold no text are not used: {', '.join(map(plain, unused))}")
+            number, left = 0, int(max_unpacked * 2**30)
+            groups = (table.metadata.row_group(i).total_byte_size for i in range(table.metadata.num_row_groups))
+            if sum(groups) > left:
+                raise too_large(file.shown, max_unpacked)
             for batch in table.iter_batches(batch_size=BATCH, columns=names):
+                left -= batch.nbytes  # what the file says of itself may be untrue
+                if left < 0:
+                    raise too_large(file.shown, max_unpacked)
                 for value in _records(batch, pyarrow.ArrowException):
                     number += 1
                     yield number, value

@@ -12,29 +12,31 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from io import TextIOBase
 from typing import Any
 
 from graftune.data.columns import KNOWN, normal
 from graftune.data.row import Refusal, SourceFile, quoted, type_name
-from graftune.data.streams import CHUNK, Opened, binary_of, format_of, look, text_of
+from graftune.data.streams import CHUNK, MAX_UNPACKED, Opened, binary_of, format_of, look, text_of
 from graftune.errors import GraftuneError
 
 Note = Callable[[str], None]
 Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
+LONGEST, LONGEST_HEADER = 256 << 20, 1 << 18  # bytes or characters of one row, and of the names of columns
 WRAPPERS = ("data", "train", "rows", "examples", "records", "instances", "items")
 
 
-def read(file: SourceFile, note: Note) -> Numbered:
-    """Every row of a file, in order."""
+def read(file: SourceFile, note: Note, max_unpacked: float = MAX_UNPACKED) -> Numbered:
+    """Every row of a file, in order; `max_unpacked` is the setting's, in GiB."""
     kind = format_of(file.path)
     if kind == ".parquet":
         from graftune.data.parquet import read_parquet
 
-        yield from read_parquet(file, note)
+        yield from read_parquet(file, note, max_unpacked)
         return
-    opened = look(file.path, file.shown)
+    opened = look(file.path, file.shown, max_unpacked)
     for text in opened.notes:
         note(text)
     if kind in (".csv", ".tsv"):
@@ -75,16 +77,26 @@ def _loaded(text: str) -> object:
 def _read_lines(opened: Opened) -> Numbered:
     if not opened.encoding.startswith("utf-8"):
         with text_of(opened) as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(_lines(lines, opened.shown), 1):
                 if line.strip("\ufeff \t\r\n"):
                     yield number, parsed(line.lstrip("\ufeff"))
         return
     with binary_of(opened) as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(_lines(file, opened.shown), 1):
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             if raw.strip():
                 yield number, parsed(raw)
+
+
+def _lines(file: Any, shown: str) -> Iterator[Any]:
+    """The lines of a stream, none of which may be longer than any row is."""
+    while line := file.readline(LONGEST + 1):
+        if len(line) > LONGEST:
+            raise GraftuneError(
+                f"a line is longer than {LONGEST >> 20} MiB", where=shown, mend="write one record per line"
+            )
+        yield line
 
 
 def parsed(line: bytes | str) -> dict[str, Any] | Refusal:
@@ -168,6 +180,8 @@ class _Window:
     def more(self) -> None:
         self.line, self.column = self.place()
         kept = self.buffer[self.at :]
+        if len(kept) > LONGEST:
+            raise self.broken(f"a value of more than {LONGEST >> 20} MiB")
         fresh = self.text.read(max(CHUNK, len(kept)))
         self.ended = not fresh
         self.buffer, self.at = kept + fresh, 0
@@ -215,14 +229,18 @@ class _Window:
 
 def _read_csv(opened: Opened, kind: str, note: Note) -> Numbered:
     with text_of(opened) as text:
-        first = text.readline()
+        first = text.readline(LONGEST_HEADER + 1)
+        if len(first) > LONGEST_HEADER:
+            raise GraftuneError(
+                "its first line is too long for a header", where=opened.shown, mend="name the columns in the first line"
+            )
         if not first.strip():
             raise GraftuneError("has no header", where=opened.shown, mend="name the columns in the first line")
         separator = _separator(first)
         if separator != ("\t" if kind == ".tsv" else ","):
             shown = {",": "commas", "\t": "tabs"}.get(separator, repr(separator))
             note(f"{opened.shown} separates its columns by {shown} and was read so")
-        csv.field_size_limit(2**31 - 1)  # the module's default refuses cells over 128 KiB
+        csv.field_size_limit(LONGEST)  # the module's default refuses cells over 128 KiB
         reader = csv.reader(itertools.chain([first], text), delimiter=separator, strict=True)
         number = 0
         try:
@@ -255,11 +273,9 @@ def _separator(header: str) -> str:
 
 
 def _check_header(names: list[str], shown: str) -> None:
-    twice = [name for place, name in enumerate(names) if name and name in names[:place]]
-    if twice:
-        raise GraftuneError(
-            f"has two columns named {quoted(twice[0])}", where=shown, mend="rename or remove one of them"
-        )
+    twice = next((name for name, count in Counter(names).items() if name and count > 1), None)
+    if twice is not None:
+        raise GraftuneError(f"has two columns named {quoted(twice)}", where=shown, mend="rename or remove one of them")
 
 
 def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Refusal:

@@ -20,6 +20,7 @@ from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS,
 from graftune.data.find import check_file, files_of
 from graftune.data.readers import parsed, read
 from graftune.data.row import Refusal, Row, SourceFile, quoted, type_name
+from graftune.data.streams import MAX_UNPACKED
 from graftune.errors import GraftuneError
 from graftune.mixture import DataValue, entries
 
@@ -49,6 +50,7 @@ def rows(
     map: Mapping[str, str] | None = None,
     note: Note = _silent,
     refused: Callable[[dict[str, Any]], GraftuneError | None] = refusal_of_all,
+    max_unpacked: float = MAX_UNPACKED,
 ) -> Iterator[Row]:
     """Every row of the files, in order. `note` gets a sentence about what was not read as it stands; `refused` says
     of a row why its whole file is none of this data's kind."""
@@ -58,7 +60,9 @@ def rows(
         renaming = dict(file.map) if file.map is not None else dict(map or {})
         counts = _counts(file.weight)
         number = 0
-        for number, value in _checked(_renamed(read(file, note), renaming, file.shown), file.shown, refused):
+        for number, value in _checked(
+            _renamed(read(file, note, max_unpacked), renaming, file.shown), file.shown, refused
+        ):
             times = next(counts)
             if times:
                 yield Row(number, value, shown, before + number, times)

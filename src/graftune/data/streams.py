@@ -27,6 +27,7 @@ FORMATS = (*TEXT_FORMATS, ".parquet")
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00"}
 SCANNED = 64 << 20  # bytes looked at to tell the encoding
 CHUNK = 1 << 20
+MAX_UNPACKED = 64.0  # GiB: the setting's default
 SHOWN = 1 << 20  # bytes kept to tell the shape of what they begin
 CONVERT = "convert it, as with: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW (naming its true encoding)"
 
@@ -61,6 +62,7 @@ class Opened:
     encoding: str
     head: bytes
     notes: tuple[str, ...]
+    max_unpacked: float = MAX_UNPACKED
 
 
 def format_of(path: str | Path) -> str | None:
@@ -72,13 +74,13 @@ def format_of(path: str | Path) -> str | None:
     return suffix if suffix in known else None
 
 
-def look(path: Path, shown: str) -> Opened:
+def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> Opened:
     """Compression and encoding of a text file; GraftuneError where neither can be read."""
     with reading(shown):
         with path.open("rb") as file:
             head = file.read(64)
         packed = next((ending for ending, magic in COMPRESSED.items() if head.startswith(magic)), "")
-        with _unpacked(path, packed, shown) as stream:
+        with _unpacked(path, packed, shown, max_unpacked) as stream:
             head = stream.read(CHUNK)
             if not head:
                 raise GraftuneError("is empty", where=shown, mend="give a file with at least one record")
@@ -95,7 +97,7 @@ def look(path: Path, shown: str) -> Opened:
         notes.append(f"{shown} is UTF-16 text and was read as such")
     elif encoding == "cp1252":
         notes.append(f"{shown} is not UTF-8 and was read as Windows-1252 (Latin-1); if letters look wrong, convert it")
-    return Opened(path, shown, packed, encoding, head, tuple(notes))
+    return Opened(path, shown, packed, encoding, head, tuple(notes), max_unpacked)
 
 
 def _encoding(head: bytes, stream: BinaryIO) -> str:
@@ -132,7 +134,8 @@ def text_of(opened: Opened) -> Iterator[io.TextIOWrapper]:
 
 @contextmanager
 def binary_of(opened: Opened) -> Iterator[BinaryIO]:
-    with reading(opened.shown), _unpacked(opened.path, opened.compression, opened.shown) as stream:
+    unpacked = _unpacked(opened.path, opened.compression, opened.shown, opened.max_unpacked)
+    with reading(opened.shown), unpacked as stream:
         yield stream
 
 
@@ -153,14 +156,43 @@ def reading(shown: str) -> Iterator[None]:
 
 
 @contextmanager
-def _unpacked(path: Path, packed: str, shown: str) -> Iterator[BinaryIO]:
-    if packed == ".zst":
-        with path.open("rb") as file, _zstandard(shown, file) as stream:
+def _unpacked(path: Path, packed: str, shown: str, max_unpacked: float) -> Iterator[BinaryIO]:
+    if not packed:
+        with path.open("rb") as stream:
             yield stream
-        return
-    opener: Any = {"": Path.open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[packed]
-    with opener(path, "rb") as stream:
-        yield stream
+    elif packed == ".zst":
+        with path.open("rb") as file, _zstandard(shown, file) as stream:
+            yield io.BufferedReader(_Counted(stream, shown, max_unpacked), CHUNK)
+    else:
+        opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[packed]
+        with opener(path, "rb") as stream:
+            yield io.BufferedReader(_Counted(stream, shown, max_unpacked), CHUNK)
+
+
+class _Counted(io.RawIOBase):
+    """What comes out of a compressed file, up to a limit: a thousandth of it may be on the disk."""
+
+    def __init__(self, stream: BinaryIO, shown: str, max_unpacked: float):
+        self.stream, self.shown, self.limit = stream, shown, max_unpacked
+        self.left = int(max_unpacked * 2**30)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        count = self.stream.readinto(target)  # type: ignore[attr-defined]
+        self.left -= count
+        if self.left < 0:
+            raise too_large(self.shown, self.limit)
+        return count
+
+
+def too_large(shown: str, max_unpacked: float) -> GraftuneError:
+    return GraftuneError(
+        f"is larger than {max_unpacked:g} GiB when it is unpacked",
+        where=shown,
+        mend="raise max_unpacked if that is meant",
+    )
 
 
 @contextmanager

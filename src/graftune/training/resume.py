@@ -32,7 +32,7 @@ KEPT_ON_RESUME = (
 FREE_ON_RESUME = (
     *("threads", "graph", "recompute", "samples", "sample_tokens", "score", "score_records", "out", "any_base"),
     *("profile", "profile_every", "sample_every", "track", "deadline", "base_on", "shard_base", "wait_gpu"),
-    *("memory_share", "max_skipped", "stop_on_warning", "stop_within", *KEPT_ON_RESUME),
+    *("memory_share", "max_skipped", "stop_on_warning", "stop_within", "max_unpacked", *KEPT_ON_RESUME),
 )
 
 _BY_CONTENT = ("base", "data", "eval_data", "template")  # files that may have moved: their content has a digest

@@ -28,6 +28,7 @@ from graftune.private import find
 MAGIC = b"GGUF"
 DEQUANTISED = find("gguf.quants._type_traits")
 MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
+LARGEST_ALIGNMENT = 1 << 16
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _AGAIN = "the parts belong to different models: download them again"
 _SCALARS = {
@@ -169,15 +170,19 @@ def read_gguf(path: str | Path) -> GgufFile:
     metadata: dict[str, Any] = {}
     for _ in range(key_count):
         key = cursor.text()
+        if key in metadata:  # of two readers each may take another
+            raise cursor.broken(f"the key {key!r} occurs twice")
         metadata[key] = cursor.value(cursor.value_type())
     described = [cursor.tensor() for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+    if type(alignment) is not int or not 0 < alignment <= LARGEST_ALIGNMENT or alignment & (alignment - 1):
         raise cursor.broken(f"general.alignment is {alignment!r}")
     start = ceil_div(cursor.at, alignment) * alignment
     raw = np.frombuffer(data, dtype=np.uint8)
     tensors = {}
     for name, shape, kind, offset in described:
+        if offset % alignment:
+            raise cursor.broken(f"tensor {name!r} begins at byte {offset}, not a multiple of {alignment}")
         if name in tensors:
             raise cursor.broken(f"tensor {name!r} occurs twice")
         tensors[name] = _placed(cursor, raw, name, shape, kind, start + offset)
