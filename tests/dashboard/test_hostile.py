@@ -75,6 +75,13 @@ def test_a_request_that_does_not_arrive_ends(port: int, sent: str) -> None:
     assert b"HTTP/1.1 200" not in answer(connect(port, sent))
 
 
+def test_a_second_request_that_does_not_arrive_ends(port: int) -> None:
+    stream = connect(port, "GET /static/icon.svg HTTP/1.1\r\nHOST\r\n\r\n")
+    assert stream.recv(65536).startswith(b"HTTP/1.1 200")
+    stream.sendall(b"G")
+    assert b"HTTP" not in answer(stream)
+
+
 def test_silent_connections_keep_nobody_out(port: int) -> None:
     silent = [connect(port) for _ in range(40)]
     time.sleep(0.05)
@@ -171,12 +178,13 @@ def test_what_is_kept_of_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(log, "MOST_DISPLACED", 3)
     warned = [{"event": "warning", "step": n, "text": "w" * 600} for n in range(1, 100)]
     evals = [{"event": "eval", "step": n, "loss": 9.0 - n % 7} for n in range(1, 300)]
-    steps = [step(n, loss=900.0 if n == 333 else 1.0) for n in range(1, 3000)]
-    run = write_run(tmp_path / "r", start(9), *warned, *evals, *steps, *(step(5) for _ in range(9)))
+    steps = [step(n, loss=900.0 if n == 333 else 1.0, falling=-n) for n in range(1, 3000)]
+    run = write_run(tmp_path / "r", start(9), *warned, *evals, *steps, *(step(5, falling=-5) for _ in range(9)))
     found = Log(run / "metrics.jsonl")
     found.advance()
     assert 100 < len(found.steps) < 900 and max(found.values["loss"]) == 900.0 and found.steps[-1] == 2999
     assert list(found.steps) == sorted(set(found.steps)) and found.bad == 9 - 3
+    assert list(found.values["falling"]) == sorted(found.values["falling"], reverse=True), "in the order of the steps"
     assert {len(column) for column in found.values.values()} == {len(found.steps)}
     assert [e["step"] for e in found.of("warning")][-1] == 99 and len(found.of("warning")) < 20
     monkeypatch.setattr("graftune.dashboard.glance.MOST_EVALS", 20)
