@@ -36,11 +36,13 @@ test-templates: $(VENV)/test.stamp
 
 # Several ranks at length, with printed figures: fifty steps on 2 and 4 ranks, ten kills, two nodes, torchrun itself. Three minutes.
 # Then one process for 10^5 steps, a quarter of an hour: nothing may grow (on a GPU: soak_long.py --device cuda, 10^4 steps).
+# The page's server under attack, four minutes.
 # And processes that race for memory of one device, queue for it and are killed while they write the ledger: half an hour.
 soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak/soak_ranks.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak_long.py
 	$(BIN)/python tests/soak/soak_ledger.py
+	$(BIN)/python tests/soak/soak_page.py
 
 # On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
 gpu-test: $(VENV)/test.stamp
