@@ -20,6 +20,8 @@ SMALLEST = 1 << 24  # bytes, of all files together
 SETTLED = 2.0  # seconds since the last change
 MOST = 200  # digests kept
 
+State = list[tuple[str, int, int, int, tuple[int, int]]]  # of each file: its place, size, device, inode and times
+
 
 def sha256(files: Sequence[Path]) -> str:
     """Of the files' bytes, one behind the other."""
@@ -31,10 +33,24 @@ def sha256(files: Sequence[Path]) -> str:
     if known is not None:
         return known
     found = _computed(files)
-    latest = max(max(times) for *_, times in before)
-    if _state(files) == before and time.time() - latest / 1e9 > SETTLED:
+    if _state(files) == before and _is_settled(before):
         remembered.remember("digests", key, found, MOST)
     return found
+
+
+def settled_state(files: Sequence[Path]) -> State | None:
+    """By what the files are known to be unchanged; None where they are small, or were changed a moment ago."""
+    state = _state(files)
+    return state if sum(size for _, size, *_ in state) >= SMALLEST and _is_settled(state) else None
+
+
+def note(kind: str, key: str) -> None:
+    """Remember that something was found of files in this state."""
+    remembered.remember(kind, hashlib.sha256(key.encode()).hexdigest(), True, MOST)
+
+
+def is_noted(kind: str, key: str) -> bool:
+    return remembered.recall(kind).get(hashlib.sha256(key.encode()).hexdigest()) is True
 
 
 def _computed(files: Sequence[Path]) -> str:
@@ -46,7 +62,11 @@ def _computed(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _state(files: Sequence[Path]) -> list[tuple[str, int, int, int, tuple[int, int]]]:
+def _is_settled(state: State) -> bool:
+    return time.time() - max(max(times) for *_, times in state) / 1e9 > SETTLED
+
+
+def _state(files: Sequence[Path]) -> State:
     found = []
     for file in files:
         stat = file.stat()

@@ -31,6 +31,7 @@ from graftune.model.lora import Arena, targets_of
 from graftune.model.spec import NAMES, NORMS, ModelSpec, Names
 from graftune.weights import experts, names, patterns, rows, safetensors_io
 from graftune.weights.base import Base
+from graftune.weights.finite import is_finite
 from graftune.weights.uniform_rank import filled, with_uniform_rank
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -173,11 +174,11 @@ def load_adapter(folder: Path) -> Adapter:
     if folder.suffix == ".gguf" and folder.is_file():
         from graftune.weights.adapter_gguf import load_gguf_adapter
 
-        return load_gguf_adapter(folder)
+        return _finite(load_gguf_adapter(folder), folder)
     if folder.suffix == ".apr" and folder.is_file():
         from graftune.weights.apr import load_apr
 
-        return load_apr(folder)
+        return _finite(load_apr(folder), folder)
     path = folder / CONFIG
     try:
         values = read_object(path)
@@ -207,14 +208,9 @@ def load_adapter(folder: Path) -> Adapter:
             f"holds {odd[0]}, which is not a known part of an adapter", where=str(folder / TENSORS),
             mend="this cannot be loaded here",
         )  # fmt: skip
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise GraftuneError(
-                f"{name} holds values that are not finite", where=str(folder / TENSORS), mend="train it again"
-            )
     with _sensible(path):
         lora, tensors, partial = _understood(values, tensors, path)
-    return Adapter(
+    adapter = Adapter(
         folder,
         lora,
         tensors,
@@ -226,6 +222,14 @@ def load_adapter(folder: Path) -> Adapter:
         partial=partial,
         hf_norms=True,
     )
+    return _finite(adapter, folder / TENSORS)
+
+
+def _finite(adapter: Adapter, where: Path) -> Adapter:
+    bad = next((name for name, tensor in adapter.tensors.items() if not is_finite(tensor)), None)
+    if bad is not None:
+        raise GraftuneError(f"{bad} holds values that are not finite", where=str(where), mend="train it again")
+    return adapter
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from graftune.runtime import DTYPES, Runtime
 from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 from graftune.weights.divided import divided
+from graftune.weights.finite import FiniteCheck
 from graftune.weights.placement import Placement
 from graftune.weights.way import Projections
 
@@ -95,6 +96,7 @@ class _Placer:
         self.quantised = is_quantised(base.tensors)
         self.bundles = None if home is None else Bundles(home, runtime.device)
         self.made: list[Any] = []  # frozen weights of the bundle that is being made
+        self.finite = FiniteCheck(base, f"{placement.base_dtype} {runtime.compute}")
 
     def decoder(self) -> Decoder:
         spec = self.spec
@@ -116,6 +118,7 @@ class _Placer:
             compute=self.compute,
             added=embed_rows,
         )
+        self.finite.passed()
         if self.bundles is not None:
             self.bundles.finish()
             decoder.bundles = self.bundles
@@ -126,6 +129,7 @@ class _Placer:
         """Frozen weights that are made inside belong together, and go to their home when all of them are there."""
         self.made = []
         yield
+        self.finite.settle()
         if self.bundles is not None and key is not None:
             self.bundles.add(key, self.made)
 
@@ -167,8 +171,12 @@ class _Placer:
             return self.trained(names, shapes[0][1])
         sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
         if self.placement.base_dtype == "nf4" and not self.quantised:
-            return self.unpacked([Nf4Rows.quantised(source, self.device) for source in sources], adapter_columns)
-        return self.frozen(sources, adapter_columns)
+            with self.finite.naming(names):
+                members = [Nf4Rows.quantised(source, self.device) for source in sources]
+            return self.unpacked(members, adapter_columns)
+        made = self.frozen(sources, adapter_columns)
+        self.finite.note(names, made)
+        return made
 
     @cached_property
     def own(self) -> Projections | None:
@@ -192,8 +200,11 @@ class _Placer:
             return self.trained([name], self.spec.width)
         source = self.source(name, (self.spec.vocab, self.spec.width))
         if (self.own or self.placement.base_dtype == "nf4") and not isinstance(source, Nf4Tensor):
-            return self.resident([source], self.compute, 0)
-        return self.frozen([source], 0)
+            made = self.resident([source], self.compute, 0)
+        else:
+            made = self.frozen([source], 0)
+        self.finite.note([name], made)
+        return made
 
     def trained(self, names: Sequence[str], width: int) -> Trained:
         for name in names:
@@ -272,6 +283,7 @@ class _Placer:
             value.copy_(source.values())
         else:
             fill(value, source)
+        self.finite.note([name], value)
 
     def bias(self, names: dict[str, int]) -> Bias:
         first, *_, last = names
@@ -283,7 +295,9 @@ class _Placer:
         return Bias(self.arena.compute[place], self.arena.grads[place])
 
     def vector(self, name: str, width: int) -> torch.Tensor:
-        return self.source(name, (width,)).values().float().to(self.device)
+        found = self.source(name, (width,)).values().float().to(self.device)
+        self.finite.note([name], found)
+        return found
 
     def norm(self, name: str, width: int) -> NormWeight:
         if name not in self.arena.slots:
@@ -325,7 +339,8 @@ class _PartMaker:
         mask_id = self.layer * 8 + self.first + list(self.part.groups).index(group)
         if placer.own:
             sources = [_in_memory(placer.source(name, shape)) for name, shape in zip(names, shapes, strict=True)]
-            made = placer.own.make(sources, adapter_columns, adapter, mask_id, group)
+            with placer.finite.naming(names):
+                made = placer.own.make(sources, adapter_columns, adapter, mask_id, group)
             placer.noted(made.frozen)
             return made
         return Projection(placer.projection(names, shapes, adapter_columns), adapter, mask_id, group)
@@ -363,4 +378,6 @@ class _PartMaker:
         if stored in placer.arena.slots:
             placer.start(stored)
             return placer.arena.view(stored, placer.arena.weights), placer.arena.view(stored, placer.arena.grads)
-        return placer.source(stored, self.part.tensors[name]).values().float().to(placer.device), None
+        value = placer.source(stored, self.part.tensors[name]).values().float().to(placer.device)
+        placer.finite.note([stored], value)
+        return value, None

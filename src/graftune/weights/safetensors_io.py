@@ -57,7 +57,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 def weight_files(folder: Path) -> list[str]:
     """The files that hold the model, by what the folder says; other safetensors beside them (the weights once more in
     another layout, say) are no part of it."""
-    return sorted(set(_weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [SINGLE]
+    return sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [SINGLE]
 
 
 def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
@@ -75,7 +75,7 @@ def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
 
 def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
     """The tensors that the index names, each from the file it names."""
-    where = _weight_map(index)
+    where = weight_map(index)
     tensors: dict[str, SafetensorsTensor] = {}
     for file in sorted(set(where.values())):
         held = _tensors(folder / file)
@@ -88,7 +88,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
     return tensors
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
     try:
         where = read_object(index).get("weight_map")
     except NotJson as error:

@@ -11,9 +11,9 @@ import torch
 
 from graftune.kernels import launch
 from graftune.kernels.gguf_dequant import reference
-from graftune.kernels.gguf_dequant.reference import KINDS, PLAIN, Block, row_bytes
+from graftune.kernels.gguf_dequant.reference import KINDS, PLAIN, SCALES, Block, row_bytes
 
-__all__ = ["KINDS", "Block", "cast", "dequantise", "gather", "is_quantised", "row_bytes"]
+__all__ = ["KINDS", "Block", "cast", "dequantise", "gather", "is_quantised", "row_bytes", "scales"]
 
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,6 +42,14 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
         kernel.cast(blocks.view(PLAIN[kind]), out, rows)
     else:
         kernel.dequantise(blocks, kind, out, rows)
+
+
+def scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    """The fp16 scales of all blocks, in no order that matters, or the floats themselves where there are no blocks."""
+    if kind in PLAIN:
+        return blocks.view(PLAIN[kind])
+    each = blocks.view(-1, KINDS[kind].bytes)
+    return torch.cat([each[:, at : at + 2] for at in SCALES[kind]]).view(torch.float16)
 
 
 def cast(values: torch.Tensor, out: torch.Tensor) -> None:

@@ -50,6 +50,14 @@ KINDS = {
     "IQ4_NL": Block(32, 18),
     "IQ4_XS": Block(256, 136),
 }
+# Bytes of a block where its fp16 scales begin; every value is finite where these are.
+SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

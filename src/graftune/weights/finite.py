@@ -1,0 +1,158 @@
+"""Whether a base is made of finite numbers: looked at while it is loaded, once for files that stay as they are.
+
+One sum per weight, on the device that it lies on: an infinity or a NaN anywhere makes it one. Of blocks and codes only
+the scales are summed, since no code is anything but finite under a finite scale. Only a sum that is not finite is
+looked at more closely, so that values whose sum overflows are not refused. On a GPU the sums take milliseconds; on a
+CPU they are a quarter of the time that filling the weight takes, so what was found sound is remembered, by the files'
+places, sizes and times, as digests are.
+
+Rejected: to look at the bytes as they are read. That is the CPU's work on every device, and most formats have no
+cheap test for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune import digest
+from graftune.errors import GraftuneError
+from graftune.kernels import gguf_dequant, rehearsal
+from graftune.model.frozen import Dense, FloatRows, GgufRows, Mapped, Nf4Rows, RowSource, Table, Trained, Unpacked
+from graftune.model.frozen.mapped import pieces
+from graftune.weights import names, safetensors_io
+from graftune.weights.base import Base
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all are: by their sum, and one by one only where that is not finite."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+class FiniteCheck:
+    """Of the weights of one base as they are placed: `note` what was made, `settle` now and then, `passed` at the
+    end. Does nothing in a rehearsal, and for files that have passed before. `held`: in which dtypes."""
+
+    def __init__(self, base: Base, held: str):
+        self.base = base
+        self.open = list[tuple[Sequence[str], torch.Tensor, torch.Tensor]]()  # names, what was summed, its sum
+        self.key = _key(base, held) if rehearsal.current() is None else ""
+        self.active = rehearsal.current() is None and not (self.key and digest.is_noted("finite", self.key))
+
+    def note(self, tensors: Sequence[str], weight: Any) -> None:
+        """A weight whose rows are those of these tensors, one behind the other; or a tensor itself."""
+        if not self.active:
+            return
+        members = _members(weight)
+        shared = [tensors] * len(members) if len(members) != len(tensors) else [[name] for name in tensors]
+        for named, member in zip(shared, members, strict=True):
+            for values in _numbers(member):
+                self.open.append((named, values, values.sum()))
+                if values.device.type == "cpu":
+                    self.settle()  # waiting costs nothing there, and a mapped file's pieces would pile up
+
+    def settle(self) -> None:
+        """Look at the sums so far: on a GPU one wait for all of them."""
+        if not self.open:
+            return
+        sums = torch.stack([total.float() for *_, total in self.open]).isfinite().tolist()
+        for sound, (named, values, _) in zip(sums, self.open, strict=True):
+            if not sound and not bool(values.isfinite().all()):
+                raise self._refused(self._first(named, values), values.dtype)
+        self.open.clear()
+
+    def passed(self) -> None:
+        self.settle()
+        if self.active and self.key:
+            digest.note("finite", self.key)
+
+    @contextmanager
+    def naming(self, tensors: Sequence[str]) -> Iterator[None]:
+        """Who quantises refuses what is not finite by itself, but does not know which tensor it was given."""
+        try:
+            yield
+        except GraftuneError as error:
+            if error.where is not None or "NaN" not in error.what:
+                raise
+            raise self._refused(next((name for name in tensors if not self._is_sound(name)), tensors[0])) from None
+
+    def _is_sound(self, name: str) -> bool:
+        return all(is_finite(values) for values in _numbers(self.base.tensors[name]))
+
+    def _first(self, named: Sequence[str], values: torch.Tensor) -> str:
+        """The tensor that the first bad row belongs to."""
+        if len(named) == 1 or values.dim() != 2:
+            return named[0]
+        row, end = int((~values.isfinite()).any(1).nonzero()[0]), 0
+        for name in named:
+            end += self.base.tensors[name].shape[0]
+            if row < end:
+                return name
+        return named[-1]
+
+    def _refused(self, name: str, dtype: torch.dtype | None = None) -> GraftuneError:
+        if dtype is not None and self._is_sound(name):
+            what = f"tensor {name} holds numbers beyond the range of {str(dtype).removeprefix('torch.')}"
+            return GraftuneError(what, where=_file(self.base, name), mend="set base_dtype to bf16 or fp32")
+        what = f"tensor {name} holds numbers that are not finite"
+        return GraftuneError(what, where=_file(self.base, name), mend="download the model again")
+
+
+def _members(weight: Any) -> list[Any]:
+    """What a frozen weight is made of: one for each tensor, or one for all."""
+    if isinstance(weight, Unpacked):
+        return list(weight.members)
+    if isinstance(weight, Mapped):
+        return list(weight.sources)
+    if isinstance(weight, Table):
+        return [weight.packed]
+    return [weight.weight] if isinstance(weight, Dense | Trained) else [weight]
+
+
+def _numbers(member: Any) -> Iterator[torch.Tensor]:
+    """Floats that are all finite exactly where the member's values are."""
+    if isinstance(member, torch.Tensor):
+        yield member
+    elif isinstance(member, FloatRows):
+        yield member.tensor
+    elif isinstance(member, Nf4Rows):
+        held = member.nf4
+        yield from (x for x in held.tensors.values() if x.is_floating_point())
+    elif isinstance(member, GgufRows):
+        yield gguf_dequant.scales(member.blocks, member.dtype_name)
+    elif hasattr(member, "read"):
+        yield from _of_source(member)
+
+
+def _of_source(source: RowSource) -> Iterator[torch.Tensor]:
+    """Of a file, a few rows at a time."""
+    if len(source.shape) != 2:
+        yield source.values()
+        return
+    blocks = gguf_dequant.is_quantised(source.dtype_name) and hasattr(source, "raw")
+    for start, stop in pieces(*source.shape):
+        if blocks:
+            yield gguf_dequant.scales(source.raw(start, stop), source.dtype_name)  # type: ignore[attr-defined]
+        else:
+            yield source.read(start, stop)
+
+
+def _key(base: Base, held: str) -> str:
+    """What has to be the same for the check to have been made; empty where there are no files."""
+    files = [file for file in base.files if file.is_file()] if base.kind in ("gguf", "safetensors") else []
+    state = digest.settled_state(files) if files else None
+    return "" if state is None else json.dumps([state, held])
+
+
+def _file(base: Base, name: str) -> str:
+    """The file of a sharded folder that holds the tensor, where its index says so."""
+    index = base.path / safetensors_io.INDEX if base.path.is_dir() else Path()
+    if index.is_file():
+        shards = {names.from_hf(theirs): file for theirs, file in safetensors_io.weight_map(index).items()}
+        return str(base.path / shards[name]) if name in shards else str(base.path)
+    return str(base.path / safetensors_io.SINGLE) if base.path.is_dir() else str(base.path)

@@ -1,0 +1,103 @@
+"""Numbers of a base that are not finite are found while it is loaded, and the tensor and its file are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graftune import digest
+from graftune.config import LoraConfig
+from graftune.errors import GraftuneError
+from graftune.kernels.gguf_dequant import KINDS
+from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
+from graftune.weights import finite
+from graftune.weights.base import open_base
+from tests import oracle, quantised
+from tests.quantised import Values
+
+LORA = LoraConfig(rank=2, alpha=4.0)
+
+
+def spoilt(folder: Path, out: Path, name: str, value: float, *, shard: str = "") -> Path:
+    """A copy of the model with one number in a tensor."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    tensors[name].view(-1)[-1] = value
+    if shard:
+        (out / "model.safetensors").unlink()
+        index = {key: shard if key == name else "model-1.safetensors" for key in tensors}
+        save_file({name: tensors.pop(name)}, out / shard)
+        save_file(tensors, out / "model-1.safetensors")
+        (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("held", ["fp32", "keep", "nf4"])
+@pytest.mark.parametrize("name", ["layers.0.self_attn.k_proj.weight", "layers.0.mlp.down_proj.weight", "norm.weight"])
+def test_a_tensor_that_is_not_finite_is_named(held: str, name: str, tiny_folder, tmp_path: Path) -> None:
+    bad = spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", f"model.{name}", float("nan"), shard="odd.safetensors")
+    with pytest.raises(GraftuneError) as said:
+        oracle.place(open_base(str(bad)), LORA, held)
+    file = bad / "odd.safetensors"
+    assert str(said.value) == f"{file}: tensor {name} holds numbers that are not finite; download the model again"
+
+
+def test_numbers_beyond_a_dtype_are_no_fault_of_the_file(tiny_folder, tmp_path: Path) -> None:
+    name = "layers.0.mlp.up_proj.weight"
+    wide = spoilt(tiny_folder("llama-shallow"), tmp_path / "wide", f"model.{name}", 1e5)
+    oracle.place(open_base(str(wide)), LORA, "fp32")
+    with pytest.raises(GraftuneError, match=f"tensor {name} holds numbers beyond the range of float16; set base_dtype"):
+        oracle.place(open_base(str(wide)), LORA, "fp16")
+    huge = Values(torch.full((2, 8), 3e38))  # whose sum overflows
+    assert finite.is_finite(huge.tensor) and not finite.is_finite(huge.tensor * 2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
+def test_blocks_are_finite_where_their_scales_are(kind: str) -> None:
+    """For every place of a scale: nothing else in a block can make a value that is not finite."""
+    width = KINDS[kind].values
+    blocks = quantised.random_blocks(kind, 64, width, 1.0, 3)
+    assert quantised.values_of(blocks, kind).isfinite().all()
+    for at in SCALES[kind]:
+        bad = blocks.clone()
+        bad[5, at : at + 2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
+        values = quantised.values_of(bad, kind)
+        assert not values[5].isfinite().all() and values[[4, 6]].isfinite().all()
+
+
+def test_a_scale_of_a_gguf_that_is_not_finite_is_named() -> None:
+    base = quantised.gguf_base("Q4_K", quantised.spec(256, layers=1), mixed="Q6_K")
+    quantised.placed(base, LORA, "keep")
+    tensor: Any = base.tensors["layers.0.self_attn.v_proj.weight"]
+    tensor.blocks[7, 208:210] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
+    with pytest.raises(GraftuneError, match=r"blocks: tensor layers\.0\.self_attn\.v_proj\.weight holds numbers that"):
+        quantised.placed(base, LORA, "keep")
+
+
+def test_files_that_stay_as_they_are_are_looked_at_once(
+    tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "SMALLEST", 0)
+    monkeypatch.setattr(digest, "SETTLED", -1.0)
+    base, looked = shutil.copytree(tiny_folder("llama-shallow"), tmp_path / "base"), list[str]()
+    numbers = finite._numbers
+    monkeypatch.setattr(finite, "_numbers", lambda member: (looked.append("one"), numbers(member))[1])
+
+    def load(held: str) -> int:
+        looked.clear()
+        oracle.place(open_base(str(base)), LORA, held)
+        return len(looked)
+
+    assert load("fp32") > 5 and load("fp32") == 0 and load("bf16") > 5, "another dtype may be too narrow"
+    spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", "model.norm.weight", float("inf"))
+    shutil.copyfile(tmp_path / "bad" / "model.safetensors", base / "model.safetensors")
+    with pytest.raises(GraftuneError, match=r"tensor norm\.weight holds"):
+        load("fp32")
