@@ -37,6 +37,7 @@ def share(device: str, base: str, folder: Path) -> dict[str, Any]:
         settings = {
             **{"base": base, "data": str(data), "out": str(folder / str(number)), "device": device, "threads": 1},
             **{"rank": 4, "epochs": 1, "tokens_per_step": 128, "tokens_per_micro_batch": 64, "samples": 0},
+            "deterministic": True,
         }
         config = Config.of(settings | more)
         children[number] = _forked(lambda: _run(config, go if number < 3 else None, folder / f"{number}.log"))
@@ -61,7 +62,7 @@ def share(device: str, base: str, folder: Path) -> dict[str, Any]:
         "codes": codes,
         "left": len(_entries()),
         "runs": {number: _times(folder / str(number)) for number in children},
-        "logs": {number: (folder / f"{number}.log").read_text()[-2000:] for number in children},
+        "logs": {number: (folder / f"{number}.log").read_text() for number in children},
     }
 
 
