@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import graftune
 from graftune.cli import main, watched
+from graftune.observe.console import Console
+from graftune.observe.profile import Profile, Sample, Span
+from graftune.spans import Name
 from tests.cli.conftest import Engine
 from tests.dashboard.folders import end, start, step, trains, write_run
 
@@ -38,6 +44,38 @@ def test_runs_are_listed_for_people_and_programs(tmp_path: Path, capsys: Capture
     assert capsys.readouterr().out == f"there is no run below {tmp_path / 'none'}\n"
     assert main(["runs", str(tmp_path / "missing")]) == 2
     assert "there is no such folder; give a run folder" in capsys.readouterr().err
+
+
+def test_the_address_is_said_even_to_the_quiet(capsys: Capture) -> None:
+    page: Any = watched.WatchedRun("runs", Console(quiet=True))
+    page.process = SimpleNamespace(stdout=io.StringIO("http://127.0.0.1:1/\n"))
+    page._say()
+    assert capsys.readouterr().err == "http://127.0.0.1:1/\n"
+
+
+def test_a_profile_looks_first_and_writes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The steps are a stand-in's."""
+    sample = Sample(2.0, [Span(Name("forward", 0, "product"), 0.0, 2.0)])
+    profiled: list[Any] = []
+    module: Any = ModuleType("graftune.training.profile")
+    module.profile = lambda whole, console, steps: (
+        profiled.append(whole.train.tokens_per_step) or Profile([sample], facts={"model": "m", "gpu": "g"})
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    run = write_run(tmp_path / "run", start(3), step(1), tokens_per_step=512)
+    for trace in (tmp_path / "none" / "t.json", tmp_path):
+        assert main(["profile", str(run), "--trace", str(trace)]) == 2
+    assert not profiled and "there is no such folder; make it" in capsys.readouterr().err
+    assert main(["profile", str(run), "--tokens-per-step", "64"]) == 0
+    assert profiled == [64] and not (run / "profile.json").exists()
+    assert "not the run's own settings: its profile.json is left" in capsys.readouterr().err
+    assert main(["profile", str(run), "--trace", str(tmp_path / "t.json")]) == 0
+    assert json.loads((run / "profile.json").read_text())["step_ms"] == 2.0 and (tmp_path / "t.json").is_file()
+    (run / "config.yaml").unlink()
+    assert main(["profile", str(run)]) == 2
+    assert "is a run folder without its config.yaml; give a base and data" in capsys.readouterr().err
 
 
 def test_train_opens_a_page_beside_itself(

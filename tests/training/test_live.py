@@ -28,8 +28,9 @@ from graftune.spans import Turn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import HostLoop
-from graftune.training import every, floors
-from graftune.training.reporter import LiveSpeed
+from graftune.training import every, floors, live
+from graftune.training.live import profiled_steps
+from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
 from tests.training.runs import write_data
 
@@ -114,6 +115,67 @@ def test_what_is_done_between_steps_is_no_steps_time(tmp_path: Path, monkeypatch
         clock.stamp()
     profiling.interrupted()
     assert sent(11) is None and profiling.profile.plain == [document["plain_ms"]]
+
+
+def test_a_long_run_keeps_the_latest_profiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every, "facts_of", lambda session, shape: {"shape": {}})
+    monkeypatch.setattr(every, "MOST", 3)
+    device = SimpleNamespace(device=torch.device("cpu"))
+    base = SimpleNamespace(spec=SimpleNamespace(layers=1))
+    warned: list[str] = []
+    run: Any = SimpleNamespace(
+        session=SimpleNamespace(runtime=device, base=base), folder=tmp_path, shape=None, total=40,
+        pipeline=HostLoop(Any),  # type: ignore[arg-type]
+        config=Config.of({"profile_every": 4}), crew=SimpleNamespace(world=None), progress=SimpleNamespace(step=0),
+        console=SimpleNamespace(warn=warned.append),
+    )  # fmt: skip
+    profiling = profiled_steps(run)
+    found: dict[int, Any] = {}
+    for step in range(1, run.total + 1):
+        with profiling.step():
+            spans.operation("product")
+        if document := profiling.sent(step, micro_batches=1):
+            found[step] = document["steps"]
+    assert found == {8: 1, 12: 2, 16: 3, **dict.fromkeys(range(20, 41, 4), 3)} and not warned
+    for run.config, run.progress.step in ((Config.of({"profile_every": 41}), 0), (Config.of({"profile_every": 4}), 38)):
+        profiled_steps(run)
+    assert warned == [
+        "profile_every is 41: the run ends at step 40, before step 41 is profiled",
+        "profile_every is 4: the run ends at step 40, before step 44 is profiled",
+    ]
+
+
+def test_a_profile_that_differs_from_plain_steps_says_so() -> None:
+    said: list[Any] = []
+    reporter: Any = SimpleNamespace(
+        log=SimpleNamespace(emit=lambda kind, **event: said.append(event)), console=SimpleNamespace(note=said.append)
+    )
+    document = {"step_ms": 160.0, "plain_ms": 132.0, "owned": 1.0, "bottleneck": "All of it."}
+    Reporter.profiled(reporter, document, 8)
+    Reporter.profiled(reporter, document | {"plain_ms": 158.0}, 12)
+    assert said[0]["plain_ms"] == 132.0 and said[1].startswith("profile at step 8: 160.0 ms; All of it.; a profiled")
+    assert "a plain one 132.0 ms (+21.2%): too far apart to trust" in said[1]
+    assert said[3] == "profile at step 12: 160.0 ms; All of it."
+
+
+@pytest.mark.parametrize(
+    ("experts", "recompute", "says"),
+    [
+        (0, "none", "not measured (graftune profile RUN)"),
+        (8, "none", "none (experts)"),
+        (0, "full", "none (recompute)"),
+    ],
+)
+def test_the_line_says_why_there_is_no_floor(
+    monkeypatch: pytest.MonkeyPatch, experts: int, recompute: str, says: str
+) -> None:
+    monkeypatch.setattr(live.StepFlops, "of", lambda *about, **more: None)
+    session: Any = SimpleNamespace(
+        config=Config.of({"recompute": recompute}), base=SimpleNamespace(spec=SimpleNamespace(experts=experts)),
+        runtime=SimpleNamespace(device=SimpleNamespace(type="cuda")),
+    )  # fmt: skip
+    training: Any = SimpleNamespace(examples=[])
+    assert live.live_speed(session, training, Any, None).without_floor == f"floor: {says}"  # type: ignore[arg-type]
 
 
 def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +15,9 @@ from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.files import write_file
 from graftune.observe.console import Console
+from graftune.observe.speed import compared, ms_text
 
 SHOWN = 14  # operations in the table
-FAR = 0.05  # by which a profiled step may differ from a plain one
 
 
 @takes("base", "lora", "data", "optim", "train")
@@ -34,7 +35,8 @@ def profile(
 ) -> int:
     """Profile training steps: time by phase, layer and operation, what is slow, and what the graph saves.
 
-    Of a run folder the steps are those of the run, and its folder gets profile.json and profile-trace.json.
+    Of a run folder the steps are those of the run, and its folder gets profile.json and profile-trace.json; unless
+    flags change what is profiled.
 
     Parameters
     ----------
@@ -57,39 +59,60 @@ def profile(
     console = Console(json=json, quiet=quiet)
     flags, folder = given(settings), Path(target) if target else None
     is_run = folder is not None and (folder / "config.yaml").is_file()
+    _check_trace(trace)
+    into: Path | None = None  # the run folder, if it gets the profile
     if is_run:
         if config:
             raise GraftuneError(
                 "a run has its own settings", where=target, mend="leave --config out; flags go over them"
             )
-        whole = Config.of(run_config(target).flat(), positional(flags, data=data))
+        own = run_config(target)
+        whole = Config.of(own.flat(), positional(flags, data=data))
+        into = folder if whole.flat() == own.flat() else None
+        if into is None:
+            console.note("these are not the run's own settings: its profile.json is left as it is")
     else:
+        if folder is not None and (folder / "metrics.jsonl").is_file():
+            raise GraftuneError("is a run folder without its config.yaml", where=target, mend="give a base and data")
         whole = looked_at(loaded(config, positional(flags, base=target, data=data), console), "profile")
-    if trace and Path(trace).is_dir():
-        raise GraftuneError("is a folder", where=trace, mend="give --trace the name of a file")
     with console.working("starting PyTorch"):
         from graftune.training.profile import profile as profiled
 
     found = profiled(whole, console, steps)
     document = found.document()
-    if is_run:
-        write_file(Path(target) / "profile.json", json_module.dumps(document) + "\n")
-    for path in [*([Path(target) / "profile-trace.json"] if is_run else []), *([Path(trace)] if trace else [])]:
+    if not json:
+        show(console, document)  # first: a disk that is full now does not take it away
+    if into is not None:
+        write_file(into / "profile.json", json_module.dumps(document) + "\n")
+    for path in [*([into / "profile-trace.json"] if into else []), *([Path(trace)] if trace else [])]:
         write_file(path, json_module.dumps(found.trace()) + "\n")
         console.note(f"trace: {path} (open it in ui.perfetto.dev)")
     console.result(document)
-    if not json:
-        show(console, document)
     return 0
+
+
+def _check_trace(trace: str) -> None:
+    """Before any step is taken."""
+    path = Path(trace)
+    if trace and path.is_dir():
+        raise GraftuneError("is a folder", where=trace, mend="give --trace the name of a file")
+    if trace and not path.parent.is_dir():
+        raise GraftuneError("there is no such folder", where=str(path.parent), mend="make it, or give --trace another")
+    if trace and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise GraftuneError("cannot be written", where=trace, mend="give --trace a file that can be")
 
 
 def show(console: Console, found: dict[str, Any]) -> None:
     columns = ("phase", "ms", "p50", "p95", "p99", "share")
-    rows = [[row["name"], *(_ms(row[key]) for key in columns[1:5]), _share(row["share"])] for row in found["phases"]]
-    rows.append(["step", _ms(found["step_ms"]), *(_ms(found["step"][key]) for key in columns[2:5]), _share(1.0)])
+    rows = [
+        [row["name"], *(ms_text(row[key]) for key in columns[1:5]), _share(row["share"])] for row in found["phases"]
+    ]
+    rows.append(
+        ["step", ms_text(found["step_ms"]), *(ms_text(found["step"][key]) for key in columns[2:5]), _share(1.0)]
+    )
     console.table(f"{found['model']} on {found['gpu']}: {found['steps']} steps", columns, rows)
     rows = [
-        [row["name"], row["phase"], _ms(row["ms"]), row["calls"], _share(row["share"])]
+        [row["name"], row["phase"], ms_text(row["ms"]), row["calls"], _share(row["share"])]
         for row in found["operations"][:SHOWN]
     ]
     left = len(found["operations"]) - len(rows)
@@ -98,11 +121,11 @@ def show(console: Console, found: dict[str, Any]) -> None:
     if found["layers"]:
         _show_layers(console, found["layers"])
     if found["hotspots"]:
-        rows = [[row["name"], _ms(row["ms"]), f"{row['times_the_mean']:.2f}"] for row in found["hotspots"][:SHOWN]]
+        rows = [[row["name"], ms_text(row["ms"]), f"{row['times_the_mean']:.2f}"] for row in found["hotspots"][:SHOWN]]
         console.table("hotspots: far above the mean of the same operation", ("where", "ms", "times the mean"), rows)
     for name, title in (("apart", "on other streams, beside the step"), ("beside", "between steps")):
         if found[name]:
-            console.table(title, ("what", "ms"), [[row["name"], _ms(row["ms"])] for row in found[name]])
+            console.table(title, ("what", "ms"), [[row["name"], ms_text(row["ms"])] for row in found[name]])
     for line in said(found):
         console.line(line)
 
@@ -110,35 +133,28 @@ def show(console: Console, found: dict[str, Any]) -> None:
 def _show_layers(console: Console, layers: list[dict[str, Any]]) -> None:
     """All of them where they are few, else the slowest."""
     slowest = sorted(layers, key=lambda row: -(row["forward_ms"] + row["backward_ms"]))[:8]
-    rows = [[row["layer"], _ms(row["forward_ms"]), _ms(row["backward_ms"])] for row in slowest]
+    rows = [[row["layer"], ms_text(row["forward_ms"]), ms_text(row["backward_ms"])] for row in slowest]
     title = "layers" if len(layers) <= len(slowest) else f"the slowest of {len(layers)} layers"
     console.table(title, ("layer", "forward ms", "backward ms"), rows)
 
 
 def said(found: dict[str, Any]) -> list[str]:
     """The sentences below the tables."""
-    step, plain, eager = found["step_ms"], found["plain_ms"], found["eager_ms"]
+    plain, eager = found["plain_ms"], found["eager_ms"]
     lines = [f"{found['owned']:.1%} of the step has an owner"]
     if plain:
-        off = step / plain - 1
-        lines.append(f"a profiled step takes {_ms(step)} ms, a plain one {_ms(plain)} ms ({off:+.1%})")
-        if abs(off) > FAR:
-            lines[-1] += ": too far apart to trust single operations; profile more steps on a quiet machine"
+        lines.append(compared(found))
     if eager and plain:
-        lines.append(f"the same step without graphs takes {_ms(eager)} ms: the graph saves {1 - plain / eager:.0%}")
+        lines.append(f"the same step without graphs takes {ms_text(eager)} ms: the graph saves {1 - plain / eager:.0%}")
     lines += [found["eager_note"]] if found.get("eager_note") else []
     if found.get("floor_note"):
         lines.append(found["floor_note"])
     elif found["floor_share"]:
         lines.append(
-            f"the floor (its products and attention alone) takes {_ms(found['floor_ms'])} ms: the step runs at "
+            f"the floor (its products and attention alone) takes {ms_text(found['floor_ms'])} ms: the step runs at "
             f"{found['floor_share']:.0%} of that speed"
         )
     return [*lines, found["bottleneck"]]
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3f}" if value < 100 else f"{value:.1f}"
 
 
 def _share(value: float) -> str:

@@ -42,7 +42,9 @@ class WatchedRun:
     def _say(self) -> None:
         assert self.process is not None and self.process.stdout is not None
         address = self.process.stdout.readline().strip()
-        if address:
+        if address and self._console.quiet:
+            print(address, file=sys.stderr, flush=True)  # as `watch --quiet` does: a page nobody can find is no page
+        elif address:
             self._console.note(f"watch it at {address}")
         else:
             self._console.warn("the page could not be opened; the training goes on without it")

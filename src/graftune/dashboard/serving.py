@@ -101,7 +101,7 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         if error.errno == errno.EADDRINUSE:
-            raise GraftuneError(f"port {port} is taken", mend="give another one with port, or 0 for any") from None
+            raise GraftuneError(f"port {port} is taken", mend="give another one with --port, or 0 for any") from None
         raise GraftuneError(
             f"cannot listen on {host}, port {port} ({error.strerror or error})", mend="give another host or port"
         ) from None

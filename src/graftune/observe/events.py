@@ -8,7 +8,7 @@ read this one without us.
 Events, each with `event` and `time` (unix seconds):
   run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped; micro_batches, tflops (the
   model's, over the last steps), on CUDA floor_share (where the floor was measured) and host_idle},
-  profile {step, step_ms, owned, bottleneck; of profile_every},
+  profile {step, step_ms, plain_ms, owned, bottleneck; of profile_every},
   memory {step, planned, measured (bytes), owners; after the first step},
   phase {phase: what the run does from here on},
   eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, sample, warning,

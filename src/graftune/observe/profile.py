@@ -16,6 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from graftune.spans import EVERY_LAYER, OTHERS, Name, Timeline, Turn
@@ -32,12 +33,42 @@ class Span(NamedTuple):
     times: int = 1  # that it stands for
 
 
+class Times(NamedTuple):
+    ms: float
+    calls: float
+
+
+Place = tuple[str, int | None]  # phase, and layer; None: outside of the layers
+
+
 @dataclass(frozen=True)
 class Sample:
     total: float  # milliseconds
     spans: list[Span]
     apart: list[Span] = field(default_factory=list)  # on other streams
     turn: Turn = EVERY_LAYER
+
+    # Added up once: a run that is profiled every so often makes a document of the same samples many times.
+
+    @cached_property
+    def operations(self) -> dict[Place, dict[Name, Times]]:
+        found: dict[Place, dict[Name, Times]] = defaultdict(dict)
+        for span in self.spans:
+            inside = found[span.name[:2]]
+            ms, calls = inside.get(span.name, (0.0, 0.0))
+            inside[span.name] = Times(ms + span.ms * span.times, calls + span.times)
+        return dict(found)
+
+    @cached_property
+    def places(self) -> dict[Place, float]:
+        return {place: sum(times.ms for times in inside.values()) for place, inside in self.operations.items()}
+
+    @cached_property
+    def on_other_streams(self) -> dict[Name, float]:
+        found: dict[Name, float] = defaultdict(float)
+        for span in self.apart:
+            found[span.name] += span.ms * span.times
+        return dict(found)
 
 
 def read(timeline: Timeline) -> Sample:
@@ -68,11 +99,6 @@ def _apart(timeline: Timeline, first: Any, count: int) -> Iterable[Span]:
         yield Span(name, ms(first, begin), ms(begin, end), count)
 
 
-class Times(NamedTuple):
-    ms: float
-    calls: float
-
-
 @dataclass
 class Profile:
     """All samples of one shape of step. `facts` are what the document says beside the times."""
@@ -87,13 +113,16 @@ class Profile:
     def step_ms(self) -> float:
         return statistics.fmean(sample.total for sample in self.samples)
 
-    def by_layer(self) -> dict[tuple[str, int | None], float]:
-        """(phase, layer) -> milliseconds of a step; None: outside of the layers."""
-        found: dict[tuple[str, int | None], float] = {}
-        whole = _means((s.spans for s in self.samples), lambda name: (name.phase, name.layer is not None))
-        names = {s.name[:2] for sample in self.samples for s in sample.spans}
+    def by_layer(self) -> dict[Place, float]:
+        """Milliseconds of a step."""
+        found: dict[Place, float] = {}
+        whole: dict[tuple[str, bool], float] = defaultdict(float)
+        for sample in self.samples:
+            for (phase, layer), ms in sample.places.items():
+                whole[phase, layer is not None] += ms / len(self.samples)
+        places = {place for sample in self.samples for place in sample.places}
         for (phase, layered), ms in whole.items():
-            layers = sorted({layer for p, layer in names if p == phase and layer not in (None, OTHERS)})
+            layers = sorted({layer for p, layer in places if p == phase and layer not in (None, OTHERS)})
             if not layered:
                 found[phase, None] = ms
                 continue
@@ -104,17 +133,20 @@ class Profile:
 
     def _seen(self, phase: str, layer: int) -> float:
         """Milliseconds of a layer in the samples that stamped it."""
-        samples = [sample.spans for sample in self.samples if sample.turn.details(layer)]
-        return statistics.fmean(sum(s.ms * s.times for s in spans if s.name[:2] == (phase, layer)) for spans in samples)
+        samples = [sample for sample in self.samples if sample.turn.details(layer)]
+        return statistics.fmean(sample.places.get((phase, layer), 0.0) for sample in samples)
 
     def by_operation(self) -> dict[Name, Times]:
         """Of one step; every layer divided among its operations as in the samples that saw them."""
         found: dict[Name, Times] = {}
         for (phase, layer), ms in self.by_layer().items():
-            seen = [sample.spans for sample in self.samples if sample.turn.details(layer)]
-            inside = [[s for s in spans if s.name[:2] == (phase, layer)] for spans in seen]
-            parts = _means(inside, lambda name: name)
-            calls = _means(inside, lambda name: name, lambda span: span.times)
+            seen = [sample for sample in self.samples if sample.turn.details(layer)]
+            parts: dict[Name, float] = defaultdict(float)
+            calls: dict[Name, float] = defaultdict(float)
+            for sample in seen:
+                for name, times in sample.operations.get((phase, layer), {}).items():
+                    parts[name] += times.ms
+                    calls[name] += times.calls / len(seen)
             whole = sum(parts.values())
             for name, part in parts.items():
                 found[name] = Times(ms * part / whole if whole else 0.0, calls[name])
@@ -165,7 +197,7 @@ class Profile:
         names = sorted({phase for phase, _ in layers}, key=_order)
         rows = []
         for name in names:
-            each = [sum(s.ms * s.times for s in sample.spans if s.name.phase == name) for sample in self.samples]
+            each = [sum(ms for (phase, _), ms in sample.places.items() if phase == name) for sample in self.samples]
             ms = statistics.fmean(each)
             rows.append({"name": name, "ms": ms, **_percentiles(each), "share": ms / self.step_ms})
         return rows
@@ -174,17 +206,17 @@ class Profile:
         """By medians: a step in which something else ran on the machine is no hotspot."""
         times: dict[Name, list[float]] = {}
         for sample in self.samples:
-            for name, ms in _means([sample.spans], lambda name: name).items():
-                times.setdefault(name, []).append(ms)
+            for inside in sample.operations.values():
+                for name, each in inside.items():
+                    times.setdefault(name, []).append(each.ms)
         return hotspots({n: statistics.median(ms) for n, ms in times.items() if n.operation}, self.step_ms)
 
     def _apart_rows(self) -> list[dict[str, Any]]:
         """Time on other streams, which runs beside the spans: no part of the step's sum."""
         totals: dict[tuple[str, str], float] = defaultdict(float)
-        names = {s.name for sample in self.samples for s in sample.apart}
-        for name in names:
+        for name in {name for sample in self.samples for name in sample.on_other_streams}:
             seen = [sample for sample in self.samples if sample.turn.details(name.layer)]
-            each = [sum(s.ms * s.times for s in sample.apart if s.name == name) for sample in seen]
+            each = [sample.on_other_streams.get(name, 0.0) for sample in seen]
             totals[name.operation, name.phase] += statistics.fmean(each)
         rows: list[dict[str, Any]] = [{"name": name, "phase": phase, "ms": ms} for (name, phase), ms in totals.items()]
         return sorted(rows, key=lambda row: -row["ms"])
@@ -207,17 +239,6 @@ class Profile:
                     events.append({"ph": "X", "pid": place, "tid": thread, "cat": name.phase, "name": shown} | times)
                     events[-1]["args"] = where | ({"times": span.times} if span.times > 1 else {})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _means(samples: Iterable[Sequence[Span]], key: Any, value: Any = lambda span: span.ms * span.times) -> Any:
-    """Sums by key, divided by the number of samples."""
-    totals: dict[Any, float] = defaultdict(float)
-    count = 0
-    for spans in samples:
-        count += 1
-        for span in spans:
-            totals[key(span.name)] += value(span)
-    return {name: total / count for name, total in totals.items()}
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -300,8 +321,9 @@ class Recorder:
     """Takes the samples of a profile while steps are sent. Its timeline begins where the step before ended, so what
     passes until the first batch is there is the phase `load`."""
 
-    def __init__(self, clock: Any, profile: Profile | None = None):
-        self.clock, self.profile = clock, profile or Profile()
+    def __init__(self, clock: Any, profile: Profile | None = None, most: int | None = None):
+        """`most`: samples of each turn that are kept, and plain steps; the oldest ones go. None: all of them."""
+        self.clock, self.profile, self.most = clock, profile or Profile(), most
 
     def begin(self, turn: Turn = EVERY_LAYER) -> Timeline:
         timeline = Timeline(self.clock, turn)
@@ -314,4 +336,12 @@ class Recorder:
         self.clock.wait()
         if not timeline.captures:
             self.profile.samples.append(read(timeline))
+            self._drop_oldest(timeline.turn)
         return not timeline.captures
+
+    def _drop_oldest(self, turn: Turn) -> None:
+        profile = self.profile
+        mine = [place for place, sample in enumerate(profile.samples) if sample.turn == turn]
+        if self.most is not None and len(mine) > self.most:
+            del profile.samples[mine[0]]
+            del profile.plain[: -self.most]

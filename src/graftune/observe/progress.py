@@ -128,6 +128,8 @@ class LineProgress(Progress):
         """What to say when nothing was written for a while."""
         if self.training and self.total:
             running = self.meter.since_last
+            if running < 1.0 and self.figures:  # steps come quickly: nothing is stuck
+                return self.line()
             return f"step {min(self.done + 1, self.total)}/{self.total}: running for {running:.0f} s"
         return self.line()
 

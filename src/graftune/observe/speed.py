@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+FAR = 0.05  # by which a profiled step may differ from a plain one
 
 
 class Amounts(NamedTuple):
@@ -113,3 +115,23 @@ def clock_text(seconds: float | None) -> str:
         return "-:--:--"
     whole = max(0, round(seconds))
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def compared(found: Mapping[str, Any]) -> str:
+    """How long a profiled step takes beside a plain one, and what to think of it; empty if no plain one was timed."""
+    step, plain = found["step_ms"], found["plain_ms"]
+    if not plain:
+        return ""
+    text = f"a profiled step takes {ms_text(step)} ms, a plain one {ms_text(plain)} ms ({step / plain - 1:+.1%})"
+    if is_far(found):
+        text += ": too far apart to trust single operations; profile more steps on a quiet machine"
+    return text
+
+
+def is_far(found: Mapping[str, Any]) -> bool:
+    """Whether profiled and plain steps differ by too much."""
+    return bool(found["plain_ms"]) and abs(found["step_ms"] / found["plain_ms"] - 1) > FAR
+
+
+def ms_text(value: float) -> str:
+    return f"{value:.3f}" if value < 100 else f"{value:.1f}"

@@ -3,7 +3,8 @@
 The step before them is timed plain. A profiled step is waited for, which leaves the device idle, so between two of them
 one step passes untimed: like the steps of a run each begins while the one before it computes. On a GPU the first
 profiled step of a turn (step/profile.py) captures the step once more and is no sample; its graphs are kept, so that
-later occasions only replay them. An occasion that would begin while another is under way is left out.
+later occasions only replay them. An occasion that would begin while another is under way is left out. The profile is of
+the latest occasions: what is kept, and the time that a document takes, does not grow with the run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from graftune.step.profile import OF_A_LAYER, OUTSIDE, turns_for
 from graftune.training import floors
 
 WARM = 5  # steps of a run before the first that is profiled
+MOST = 20  # samples of each turn that are kept: a document is made of them while the run waits
 
 
 def facts_of(session: Session, shape: Capacities | None) -> dict[str, Any]:
@@ -44,6 +46,11 @@ def facts_of(session: Session, shape: Capacities | None) -> dict[str, Any]:
     }
 
 
+def first_profiled(every: int, done: int) -> int:
+    """The first step that is profiled of a run that goes on after `done`."""
+    return -(-max(WARM + 2, done + 3) // every) * every
+
+
 class ProfiledSteps:
     """Told of every step that is sent; `every` 0: none is profiled."""
 
@@ -52,7 +59,7 @@ class ProfiledSteps:
         self.captured = isinstance(loop, DeviceLoop) and loop.graph
         self.floor_ms = floors.known(session, shape) if every else None
         facts = facts_of(session, shape) | {"captured": self.captured}
-        self.recorder = Recorder(spans.clock_for(session.runtime.device), Profile(facts=facts))
+        self.recorder = Recorder(spans.clock_for(session.runtime.device), Profile(facts=facts), MOST)
         self.left: list[Turn] = []  # of this occasion
         self.timeline: Timeline | None = None
         self.plain: Any = None  # the stamp ahead of a step that is timed plain

@@ -33,6 +33,11 @@ def lacks(session: Session) -> str:
     return ""
 
 
+def lacks_briefly(session: Session) -> str:
+    """The same in a few words, for the progress line of a run on CUDA."""
+    return lacks(session) and ("none (experts)" if session.base.spec.experts else "none (recompute)")
+
+
 def key_of(session: Session, shape: Capacities) -> str:
     """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
     share, and a run has other documents in every batch."""

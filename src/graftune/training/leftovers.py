@@ -18,7 +18,10 @@ from graftune.lock import LOCK, FolderLock
 from graftune.observe.console import Console
 from graftune.training.reporter import live_plot_of, write_pictures
 
-_FILES = ("config.yaml", "plan.json", "preview.jsonl", "loss.png", "report.html", "profile.json", "profile.json.gz")
+_FILES = (
+    "config.yaml", "plan.json", "preview.jsonl", "loss.png", "report.html", "profile.json", "profile.json.gz",
+    "profile-trace.json", "tracker.json",
+)  # fmt: skip
 _FOLDERS = ("adapter", "model")
 _HALF = re.compile(rf"({'|'.join(map(re.escape, (*_FILES, *_FOLDERS)))})(\.[0-9]+)?{re.escape(PART)}")
 # All that a run has before it can be resumed.

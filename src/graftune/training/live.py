@@ -15,7 +15,7 @@ from graftune.session import Session
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import Loop
 from graftune.training import floors
-from graftune.training.every import ProfiledSteps
+from graftune.training.every import ProfiledSteps, first_profiled
 from graftune.training.prepare import Prepared
 from graftune.training.reporter import LiveSpeed
 
@@ -29,8 +29,8 @@ def live_speed(session: Session, training: Dataset, loop: Loop, shape: Capacitie
     if session.runtime.device.type != "cuda":
         return LiveSpeed(flops)
     known = floors.known(session, shape)
-    without = "" if known or floors.lacks(session) else "floor: not measured (graftune profile RUN)"
-    return LiveSpeed(flops, known, without, lambda: loop.waited)
+    without = f"floor: {floors.lacks_briefly(session) or 'not measured (graftune profile RUN)'}"
+    return LiveSpeed(flops, known, "" if known else without, lambda: loop.waited)
 
 
 def profiled_steps(run: Run) -> ProfiledSteps:
@@ -39,6 +39,8 @@ def profiled_steps(run: Run) -> ProfiledSteps:
     if every and run.crew.world is not None:
         run.console.warn("profile_every is for one process: the steps of several ranks are not profiled")
         every = 0
+    elif every and (first := first_profiled(every, run.progress.step)) > run.total:
+        run.console.warn(f"profile_every is {every}: the run ends at step {run.total}, before step {first} is profiled")
     return ProfiledSteps(every, run.folder, run.pipeline, session, run.shape)
 
 

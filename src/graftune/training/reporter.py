@@ -17,7 +17,7 @@ from graftune.observe.console import Console, Progress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
 from graftune.observe.plot import LivePlot, loss_plot
-from graftune.observe.speed import NOTHING, Amounts, Meter
+from graftune.observe.speed import NOTHING, Amounts, Meter, compared, is_far
 from graftune.plan import Plan
 from graftune.step.evaluate import EvalResult
 from graftune.step.flops import StepFlops
@@ -99,9 +99,10 @@ class Reporter:
     def profiled(self, document: dict[str, Any] | None, step: int) -> None:
         """An occasion of `profile_every` is over, if there is a document."""
         if document is not None:
-            figures = {name: document[name] for name in ("step_ms", "owned", "bottleneck")}
+            figures = {name: document[name] for name in ("step_ms", "plain_ms", "owned", "bottleneck")}
             self.log.emit("profile", step=step, **figures)
-            self.console.note(f"profile at step {step}: {figures['step_ms']:.1f} ms; {figures['bottleneck']}")
+            apart = f"; {compared(document)}" if is_far(document) else ""
+            self.console.note(f"profile at step {step}: {figures['step_ms']:.1f} ms; {figures['bottleneck']}{apart}")
 
     def _rates(self) -> dict[str, float]:
         """Beside tokens per second, as far as they are known."""
