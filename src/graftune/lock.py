@@ -110,8 +110,13 @@ class FolderLock:
                 self._handle = handle
             else:
                 os.close(handle)
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, json.dumps(asdict(Holder.me(os.fstat(self._handle).st_ino))).encode() + b"\n", 0)
+        try:
+            os.ftruncate(self._handle, 0)
+            me = Holder.me(os.fstat(self._handle).st_ino)
+            os.pwrite(self._handle, json.dumps(asdict(me)).encode() + b"\n", 0)
+        except OSError as error:  # a full disk
+            self.release()
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         self._released.clear()
         threading.Thread(target=self._beat, args=(self._handle,), name="heartbeat", daemon=True).start()
         return self

@@ -12,10 +12,13 @@ import pytest
 
 from graftune import files
 from graftune.cli import main
+from graftune.observe.events import read_events
 from graftune.training import reporter
 from graftune.weights import checkpoint, safetensors_io
 from tests.bad_input.conftest import Refuse
 from tests.training.runs import SETTINGS, adapter_bytes
+from tests.training.troubles import FullDisk as FullFrom
+from tests.training.troubles import set_back
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +141,54 @@ def test_no_space_left(
     disk.full = False
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
     assert adapter_bytes(run) == adapter_bytes(want)
+
+
+def test_a_disk_that_is_full_from_the_nth_write_on(
+    base: Path, straight: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For every 16th of all writes of a run; tests/soak/soak_disk.py tries every one, and real disks."""
+    data, want = straight
+    run, tried = tmp_path / "run", 0
+    line = ["train", str(base), str(data), *SETTINGS, "--max-steps", "7", "--quiet", "--out", str(run)]
+    for at in range(3, 999, 16):
+        with monkeypatch.context() as patch:
+            disk = FullFrom(run, at).install(patch.setattr)
+            code = main(line)
+        said = capsys.readouterr().err
+        assert code == (2 if len(disk.kinds) >= at else 0) or "was not written" in said, (disk.kinds[at - 1], said)
+        assert "Traceback" not in said and said.count("graftune: ") == (code == 2), said
+        assert code == 0 or "space" in said
+        for path in checkpoint.steps(run / "checkpoints").values():
+            checkpoint.check_whole(path)
+        begun = (run / "config.yaml").exists()
+        assert main(["train", "--resume", str(run), "--quiet"] if begun else line) == 0
+        assert adapter_bytes(run) == adapter_bytes(want)
+        names = {str(path.relative_to(run)) for path in run.rglob("*")}
+        assert names == {str(path.relative_to(want)) for path in want.rglob("*")}
+        shutil.rmtree(run)
+        tried += 1
+        if len(disk.kinds) < at:
+            break
+    assert tried > 6
+
+
+def test_a_clock_that_is_set_back(
+    base: Path, straight: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a day amid the run, and by another one at the resume."""
+    data, want = straight
+    run = tmp_path / "run"
+    line = ["train", str(base), str(data), *SETTINGS, "--max-steps", "7", "--quiet", "--out", str(run)]
+    with monkeypatch.context() as patch:
+        set_back(patch.setattr, 86400.0)
+        FullFrom(run, 70).install(patch.setattr)
+        assert main(line) == 2
+    with monkeypatch.context() as patch:
+        set_back(patch.setattr, 2 * 86400.0, after=0)
+        assert main(["train", "--resume", str(run), "--quiet"]) == 0
+    times = [event["time"] for event in read_events(run / "metrics.jsonl")]
+    assert max(times) - min(times) > 1.9 * 86400 and times != sorted(times)
+    assert adapter_bytes(run) == adapter_bytes(want) and (run / "report.html").exists()
 
 
 def test_no_space_for_the_first_file(base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch) -> None:

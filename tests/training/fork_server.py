@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,14 @@ def die_at(place: str, count: int) -> None:
 def run(request: dict[str, Any]) -> int:
     """`graftune ...` with its output in the log; the exit code."""
     from graftune.cli import main
+    from tests.training import troubles
 
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    if request["trouble"]:
+        troubles.befall(request["trouble"])
     try:
         return main(request["line"])
     finally:
@@ -76,7 +80,10 @@ def child(request: dict[str, Any]) -> None:
         if request["die_at"]:
             die_at(*request["die_at"])
         code = run(request)
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(code)
 
 

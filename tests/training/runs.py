@@ -74,12 +74,13 @@ class Processes:
         log: Path,
         here: bool = False,
         environment: dict[str, str] | None = None,
+        trouble: dict[str, Any] | None = None,
     ) -> int:
         """`here`: in the server itself, so that its children have what it imported and rehearsed. `environment`: what a
-        child has beside the server's."""
+        child has beside the server's. `trouble`: what befalls it (troubles.py)."""
         assert self.server.stdin is not None
         request = {"line": list(map(str, line)), "die_at": die_at, "log": str(log), "here": here}
-        request["environment"] = environment or {}
+        request |= {"environment": environment or {}, "trouble": trouble}
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         return int(self._answer()["pid"])

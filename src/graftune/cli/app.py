@@ -122,7 +122,8 @@ def _failed(error: Exception, line: Line, silent: bool) -> int:
         _discard(sys.stdout)  # it may be stdout itself that is full: do not fail again at exit
     if line.verbose:
         traceback.print_exception(error, file=sys.stderr)
-    print(f"graftune: {_from_rank(found['message'])}", file=sys.stderr)
+    with suppress(OSError):  # stderr may be what is full
+        print(f"graftune: {_from_rank(found['message'])}", file=sys.stderr, flush=True)
     if line.has("--json") and not silent:
         try:
             print(json.dumps({"error": found}), flush=True)

@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import typing
 from typing import Any, Literal
@@ -39,7 +40,13 @@ _DISK = {
     errno.EEXIST: ("exists already", "remove it, or give another path"),
     errno.ENAMETOOLONG: ("the name is too long", "give a shorter path"),
     errno.EMFILE: ("too many open files", "raise the limit with ulimit -n"),
+    errno.ENFILE: ("too many files are open on this machine", "close some programs"),
+    errno.EFBIG: ("the file would be larger than allowed", "raise the limit with ulimit -f, or use another disk"),
+    errno.EIO: ("the disk cannot be read or written (input/output error)", "check the disk"),
+    errno.ESTALE: ("the network file system has lost this file", "mount it again"),
 }
+
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 
 def sentence(error: BaseException) -> str | None:
@@ -53,6 +60,8 @@ def sentence(error: BaseException) -> str | None:
     elif isinstance(error, OSError) and error.errno in _DISK:
         what, mend = _DISK[error.errno]
         text = f"{error.filename}: {what}; {mend}" if error.filename else f"{what}; {mend}"
+    elif code := _in_words(error):
+        text = f"{_DISK[code][0]} ({one_line(str(error), longest=300)}); {_DISK[code][1]}"
     else:
         return None
     return one_line(text, longest=2000)
@@ -65,6 +74,11 @@ def explained(error: BaseException) -> dict[str, Any] | None:
         return None
     parts = {"what": error.what, "where": error.where, "fix": error.mend} if isinstance(error, GraftuneError) else {}
     return {"message": text, **{name: value for name, value in parts.items() if value}}
+
+
+def _in_words(error: BaseException) -> int:
+    """The system's error number where a library keeps it in its text only; 0 if there is none."""
+    return next((code for code in _MACHINE if os.strerror(code) in str(error)), 0)
 
 
 def _out_of_memory(error: BaseException) -> bool:

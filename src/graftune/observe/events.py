@@ -1,9 +1,9 @@
 """metrics.jsonl: what happened in a run, one JSON object a line, appended and never rewritten.
 
 The file outlives the process, so it is written for the reader that comes after a `kill -9`: every line goes out in one
-flush, a torn last line is tolerated when reading and cut off when a resumed run opens the file again, and numbers JSON
-does not know (nan, inf) become null. A database or a binary log would be faster, but `tail -f`, `jq` and the dashboard
-read this one without us.
+write, a torn last line is tolerated when reading and cut off when a resumed run opens the file again, and numbers JSON
+does not know (nan, inf) become null. What a full disk took of a line is taken back. A database or a binary log would be
+faster, but `tail -f`, `jq` and the dashboard read this one without us.
 
 Events, each with `event` and `time` (unix seconds):
   run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped; micro_batches, tflops (the
@@ -24,9 +24,10 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from graftune.errors import GraftuneError, without_secrets
 
@@ -41,16 +42,30 @@ class EventLog:
         """`listener` is called with each event once it is written."""
         self.path, self._listener = Path(path), listener
         _close_off_torn_line(self.path)
-        self._file: BinaryIO = open(self.path, "ab")  # noqa: SIM115 - held for the whole run; close() ends it
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - held for the whole run; close() ends it
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Write one line and flush it. nan and inf become null; secrets, which a message of a tracker or the command
+        """Write one line. nan and inf become null; secrets, which a message of a tracker or the command
         line may hold, are taken out; what JSON cannot hold at all is a TypeError."""
         written = _plain({"event": event, "time": round(time.time(), 3), **fields}, without_secrets)
-        self._file.write(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
-        self._file.flush()
+        self._append(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         if self._listener is not None:
             self._listener(written)
+
+    def _append(self, line: bytes) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def sync(self) -> None:
+        """What was written so far is on the disk: a machine that loses its power keeps it."""
+        if self.path != Path(os.devnull):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -60,5 +60,9 @@ class Profile:
 
     def _write(self, profiler: Any) -> None:
         if self.sent > BEFORE + 1:
-            profiler.export_chrome_trace(str(self.path))
+            try:
+                profiler.export_chrome_trace(str(self.path))
+            except OSError as error:  # a full disk: the run does not hang on its trace
+                self.said(f"no profile: {error}")
+                return
             self.said(f"profile: {self.path} (open it in ui.perfetto.dev)")

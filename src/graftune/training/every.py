@@ -143,6 +143,9 @@ class ProfiledSteps:
 
     def _written(self) -> dict[str, Any]:
         document = self.profile.document()
-        write_file(self.folder / "profile.json", json.dumps(document) + "\n")
-        write_file(self.folder / "profile-trace.json", json.dumps(self.profile.trace()) + "\n")
+        try:
+            write_file(self.folder / "profile.json", json.dumps(document) + "\n")
+            write_file(self.folder / "profile-trace.json", json.dumps(self.profile.trace()) + "\n")
+        except OSError as error:  # a full disk: the figures are in the log all the same
+            document["not_written"] = str(error)
         return document

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from graftune.data.encoded import take
 from graftune.data.pack import pack, pack_nothing
 from graftune.errors import GraftuneError
-from graftune.files import remove
+from graftune.files import remove_at_once
 from graftune.mixture import label
 from graftune.step.not_finite import first_not_finite
 from graftune.step.tail import bit_sum
@@ -56,7 +56,7 @@ def _too_many_skipped(run: Run, found: str) -> list[str]:
         checkpoint.save(run.checkpoints, run.session.arena, before, run.identity(), run.step.scaler)
     for step, path in checkpoint.steps(run.checkpoints).items():
         if step > before.step:
-            remove(path)
+            remove_at_once(path)
     checkpoint.prune(run.checkpoints, run.config.train.keep_last, before.best_step)
     kept = max(checkpoint.steps(run.checkpoints), default=None)
     _end(run, NOT_FINITE)

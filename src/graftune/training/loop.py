@@ -45,7 +45,7 @@ from graftune.training.preview import PreviewWriter
 from graftune.training.reporter import Reporter
 from graftune.training.resume import KEPT_ON_RESUME, check_longer, extension, identity, run_length
 from graftune.training.signals import HANGUP
-from graftune.training.stop import Interrupted, may_give_up, stop, stopping
+from graftune.training.stop import Interrupted, lost, may_give_up, stop, stopping
 from graftune.training.typed import typed_command
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
@@ -138,6 +138,8 @@ class Run:
             self.progress = checkpoint.load(found, self.session.arena, identity, self.step.scaler, checked=True)
             self.step.count.fill_(self.progress.updates)
             self.saved = self.progress.step
+            if found == checkpoint.latest(self.checkpoints):  # or it might be the one that is one too many
+                checkpoint.prune(self.checkpoints, self.config.train.keep_last, self.progress.best_step)
         self._open_log()
         events = read_events(self.folder / "metrics.jsonl")
         starts = [event for event in events if event["event"] == "run_start"]
@@ -194,6 +196,7 @@ class Run:
                 summary = self._finish(stopped)
         except (Interrupted, OSError) as error:
             if isinstance(error, OSError) and not self.signal:
+                self.console.note(lost(self))  # the log or a checkpoint could not be written
                 raise
             # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
             stop(self)
@@ -376,6 +379,7 @@ class Run:
             return
         busy = self.crew.busy("writing a checkpoint")
         with marked("checkpoint"), busy, self.profiling.beside("checkpoint"):
+            self.log.sync()
             checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
             checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
         self.saved, self.saved_at = p.step, _minutes()

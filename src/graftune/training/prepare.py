@@ -6,6 +6,7 @@ model is loaded. What was made for a run that does not come to its start is take
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import itertools
@@ -402,6 +403,8 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
         sweep(folder)  # of a run that was killed before its first step
         (folder / "metrics.jsonl").touch()
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # of this process or machine: no other folder helps
+            raise
         raise GraftuneError(
             f"cannot be written to ({error.strerror})", where=str(folder), mend="set out to another folder"
         ) from None

@@ -54,6 +54,7 @@ class PreviewWriter:
             self._thread.join()
         if self._failed and sys.exc_info()[0] is None:
             self._warn(f"{PREVIEW} was not written: {self._failed}")
+            self._failed = ""
 
     def _write(self) -> None:
         try:

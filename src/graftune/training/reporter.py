@@ -101,6 +101,8 @@ class Reporter:
         if document is not None:
             figures = {name: document[name] for name in ("step_ms", "plain_ms", "owned", "bottleneck")}
             self.log.emit("profile", step=step, **figures)
+            if "not_written" in document:
+                self.console.warn(f"profile.json was not written: {document['not_written']}")
             apart = f"; {compared(document)}" if is_far(document) else ""
             self.console.note(f"profile at step {step}: {figures['step_ms']:.1f} ms; {figures['bottleneck']}{apart}")
 

@@ -1,0 +1,93 @@
+"""Disks and machines that fail, made inside a process: a disk that is full from the n-th write on, few file handles,
+small files, a clock that is set back. Used by forked children (fork_server.py) and inside tests."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class FullDisk:
+    """The `at`-th call that needs room under `folder` fails with ENOSPC, and all after it, or it alone (`once`).
+
+    Counted are: a file opened to be written, a line of the log, a file of tensors, mkdir, fsync, rename, the exchange
+    of two folders and what is written into the lock. `kinds` has the name of each call."""
+
+    def __init__(self, folder: Path, at: int = 0, once: bool = False):
+        self.folder, self.at, self.once, self.kinds = str(folder), at, once, list[str]()
+        self.listed = -1  # the handle of a file for the names
+
+    def install(self, put: Callable[[Any, str, Any], None]) -> FullDisk:
+        from graftune import files
+        from graftune.observe.events import EventLog
+        from graftune.weights import safetensors_io
+
+        for owner, name in (
+            (os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "pwrite"), (os, "open"), (io, "open"),
+            (builtins, "open"), (files, "_exchange"), (EventLog, "_append"), (safetensors_io, "save_file"),
+        ):  # fmt: skip
+            put(owner, name, self._counted(getattr(owner, name), name))
+        return self
+
+    def _counted(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            place = self._place(name, args, named)
+            if place is not None and place.startswith(self.folder):
+                self.kinds.append(f"{name} {Path(place).name}")
+                if self.listed >= 0:
+                    os.write(self.listed, self.kinds[-1].encode() + b"\n")
+                late = len(self.kinds) == self.at if self.once else len(self.kinds) >= self.at
+                if self.at and late:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+            return real(*args, **named)
+
+        return call
+
+    def _place(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> str | None:
+        """What the call writes to; None if it only reads."""
+        if name in ("fsync", "pwrite"):
+            return os.readlink(f"/proc/self/fd/{args[0]}")
+        if name == "_append":
+            return str(args[0].path)
+        if name == "save_file":
+            return str(args[1])
+        if name == "open":
+            how = args[1] if len(args) > 1 else named.get("mode", "r")
+            if isinstance(args[0], int):
+                return None
+            writes = how & (os.O_CREAT | os.O_WRONLY | os.O_RDWR) if isinstance(how, int) else set(how) & set("wax+")
+            return os.fspath(args[0]) if writes else None
+        return os.fspath(args[0])
+
+
+def befall(trouble: dict[str, Any]) -> None:
+    """In a child of its own, which ends with it."""
+    if "full_at" in trouble:
+        disk = FullDisk(Path(trouble["folder"]), trouble["full_at"], trouble["once"]).install(setattr)
+        disk.listed = os.open(trouble["list"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY) if "list" in trouble else -1
+    if "handles" in trouble:
+        open_now = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + trouble["handles"],) * 2)
+    if "largest_file" in trouble:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (trouble["largest_file"],) * 2)
+    if "clock" in trouble:
+        set_back(setattr, trouble["clock"])
+
+
+def set_back(put: Callable[[Any, str, Any], None], seconds: float, after: int = 20) -> None:
+    """time.time() jumps back after so many calls."""
+    real, calls = time.time, 0
+
+    def now() -> float:
+        nonlocal calls
+        calls += 1
+        return real() - (seconds if calls > after else 0.0)
+
+    put(time, "time", now)
