@@ -24,8 +24,8 @@ from graftune.dashboard.serving import Page
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 PICTURES: dict[str, tuple[str, dict[str, Any]]] = {  # the view, and the settings of the browser
-    "page-light": ("run/support-r16", {"viewport": {"width": 1280, "height": 860}}),
-    "page-dark": ("compare/support-r16,support-r64,support-lr5e-4", {"viewport": {"width": 1280, "height": 860}}),
+    "page-light": ("run/support-r16", {"viewport": {"width": 1280, "height": 840}}),
+    "page-dark": ("compare/support-r16,support-r64,support-lr5e-4", {"viewport": {"width": 1280, "height": 799}}),
     "page-phone": ("run/support-r16", {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2}),
 }
 
