@@ -214,7 +214,7 @@ class RunConfig:
     sample_tokens: int = opt(64, "longest sample answer, in tokens", min=1)
     score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
     score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", min=0)
-    profile: int = opt(0, "steps, from the fifth on, written as a trace to the run folder, profile.json.gz", min=0)
+    trace_steps: int = opt(0, "steps, from the fifth on, whose kernels are traced, into trace.json.gz; 0: none", min=0)
     profile_every: int = opt(
         0, "steps after which some are profiled, by phase, layer and operation, into profile.json; 0: never", min=0
     )

@@ -39,6 +39,7 @@ keep_last: save_total_limit
 patience: early_stopping_patience
 out: output_dir output output_path save_dir
 eval_examples: max_eval_samples
+trace_steps: profile
 threads: num_threads cpu_threads
 template_vars: chat_template_kwargs template_kwargs
 deterministic: full_determinism enable_full_determinism

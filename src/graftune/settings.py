@@ -74,7 +74,7 @@ class Settings(TypedDict, total=False):
     sample_tokens: int
     score: bool
     score_records: int
-    profile: int
+    trace_steps: int
     profile_every: int
     stop_within: float
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]

@@ -22,12 +22,12 @@ FROZEN = {
         --max-seq-len --max-skipped --max-steps --max-unpacked --memory-share --method --min-lr --new-tokens
         --no-any-base
         --no-append-eos --no-deterministic --no-graph --no-rslora --no-score --no-stop-on-warning --no-strict
-        --no-train-norms --out --patience --print-config --profile --profile-every --prompt-form --quiet --rank
+        --no-train-norms --out --patience --print-config --profile-every --prompt-form --quiet --rank
         --recompute --resume --revision --rslora --sample-every --sample-tokens --samples --save-every --save-minutes
         --schedule --score --score-records --seed --shard-base --stop-on-warning --stop-within --strict --targets
         --template
-        --template-vars --threads --tokens-per-micro-batch --tokens-per-step --track --train-norms --train-on
-        --train-reasoning --val-split --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
+        --template-vars --threads --tokens-per-micro-batch --tokens-per-step --trace-steps --track --train-norms
+        --train-on --train-reasoning --val-split --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
     "chat": """--any-base --append-eos --base --base-dtype --base-on --compare --compute-dtype --date --device --json
         --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --shard-base --system
         --temperature --template --template-vars --threads --top-k --top-p TARGET""",

@@ -187,6 +187,7 @@ def test_the_table_is_sound() -> None:
     assert not set(other_tools.SAME) & set(other_tools.ANSWERS)
     assert not (set(other_tools.SAME) | set(other_tools.ANSWERS)) & NAMES, "a name of ours needs no answer"
     assert set(other_tools.SAME.values()) - NAMES == {"max_new_tokens", "temperature", "system"}
+    assert other_tools.same("--profile") == "trace_steps", "a name of an earlier version"
     named = {name for text in other_tools.ANSWERS.values() for name in re.findall(r"\{(\w+)\}", text)}
     assert named <= NAMES, named - NAMES
 

@@ -279,7 +279,7 @@ def test_what_a_first_batch_settles_is_told_when_it_happens(
     assert sorted(places) == places < [said.index("validation at step 3")] * 3
 
 
-def test_waits_are_marked_in_a_profile(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_marked_in_a_trace(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(
@@ -294,11 +294,11 @@ def test_waits_are_marked_in_a_profile(tiny_folder, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("many", [9, 4])
-def test_a_profile_of_some_steps(tiny_folder, tmp_path: Path, many: int, capsys) -> None:
-    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=many, eval_every=2, profile=3)
+def test_a_trace_of_some_steps(tiny_folder, tmp_path: Path, many: int, capsys) -> None:
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=many, eval_every=2, trace_steps=3)
     folder = train(config, console=Console()).folder
-    said, trace = capsys.readouterr().err, folder / "profile.json.gz"
-    assert ("no profile: the run had no more than 4 steps" in said) == (many == 4) == (not trace.exists())
+    said, trace = capsys.readouterr().err, folder / "trace.json.gz"
+    assert ("no trace: the run had no more than 4 steps" in said) == (many == 4) == (not trace.exists())
     assert (str(trace) in said) == (many == 9)
     if many == 9:
         names = {str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}

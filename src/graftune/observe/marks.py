@@ -1,5 +1,6 @@
-"""A profile of a run's steps, and named ranges in it for the points where the host waits: the capture, evaluations,
-answers, checkpoints, and the device when it is two steps behind. Everything else is steps that follow each other."""
+"""A trace of a run's steps, by torch's profiler, and named ranges in it for the points where the host waits: the
+capture, evaluations, answers, checkpoints, and the device when it is two steps behind. Everything else is steps that
+follow each other. Who owns the time of a step is another question: observe/profile.py."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from graftune.private import find
 
 _profiling = find("torch.autograd._profiler_enabled")
-BEFORE = 3  # steps that are not profiled: kernels compile, the graph is captured, clocks settle
+BEFORE = 3  # steps that are not traced: kernels compile, the graph is captured, clocks settle
 
 
 def marked(name: str) -> AbstractContextManager[Any]:
@@ -24,9 +25,8 @@ def marked(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"graftune: {name}")
 
 
-class Profile:
-    """Of so many steps, as a trace that browsers show (ui.perfetto.dev); of none, nothing. A run that ends earlier has
-    those there were."""
+class StepTrace:
+    """Of so many steps, for ui.perfetto.dev; of none, nothing. A run that ends earlier has those there were."""
 
     def __init__(self, steps: int, path: Path, device: torch.device, said: Callable[[str], None]):
         self.path, self.said, self.sent = path, said, 0
@@ -39,7 +39,7 @@ class Profile:
                 on_trace_ready=self._write,
             )
 
-    def __enter__(self) -> Profile:
+    def __enter__(self) -> StepTrace:
         if self.profiler is not None:
             self.profiler.start()
         return self
@@ -56,13 +56,13 @@ class Profile:
         if self.profiler is not None:
             self.profiler.stop()
             if self.sent <= BEFORE + 1:
-                self.said(f"no profile: the run had no more than {BEFORE + 1} steps")
+                self.said(f"no trace: the run had no more than {BEFORE + 1} steps")
 
     def _write(self, profiler: Any) -> None:
         if self.sent > BEFORE + 1:
             try:
                 profiler.export_chrome_trace(str(self.path))
             except OSError as error:  # a full disk: the run does not hang on its trace
-                self.said(f"no profile: {error}")
+                self.said(f"no trace: {error}")
                 return
-            self.said(f"profile: {self.path} (open it in ui.perfetto.dev)")
+            self.said(f"trace: {self.path} (open it in ui.perfetto.dev)")

@@ -19,7 +19,7 @@ from graftune.observe.console import Console
 from graftune.training.reporter import live_plot_of, write_pictures
 
 _FILES = (
-    "config.yaml", "plan.json", "preview.jsonl", "loss.png", "report.html", "profile.json", "profile.json.gz",
+    "config.yaml", "plan.json", "preview.jsonl", "loss.png", "report.html", "profile.json", "trace.json.gz",
     "profile-trace.json", "tracker.json",
 )  # fmt: skip
 _FOLDERS = ("adapter", "model")

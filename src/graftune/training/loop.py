@@ -32,7 +32,7 @@ from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog, read_events
-from graftune.observe.marks import Profile, marked
+from graftune.observe.marks import StepTrace, marked
 from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.ending import answer_samples, ask_base, finish
@@ -220,9 +220,9 @@ class Run:
         if ask and not self.base_answers and not self.progress.step:
             with self.crew.busy("asking the base"):
                 ask_base(self)
-        trace, device = self.folder / "profile.json.gz", self.session.runtime.device
-        profile = Profile(self.config.run.profile if self.crew.leads else 0, trace, device, self.console.note)
-        with self.reporter.steps(self.progress.step), profile:
+        traced, device = self.config.run.trace_steps if self.crew.leads else 0, self.session.runtime.device
+        trace = StepTrace(traced, self.folder / "trace.json.gz", device, self.console.note)
+        with self.reporter.steps(self.progress.step), trace:
             while True:
                 p = self.progress
                 if self._evaluation_due():
@@ -240,9 +240,9 @@ class Run:
                     return "early"
                 if p.epoch_step == self.epoch_steps[p.epoch]:
                     p.epoch, p.epoch_step = p.epoch + 1, 0
-                self._epoch(profile)
+                self._epoch(trace)
 
-    def _epoch(self, profile: Profile) -> None:
+    def _epoch(self, trace: StepTrace) -> None:
         """Steps until an evaluation is due or the epoch ends."""
         p, settings = self.progress, self.config.train
         compiles = self.session.runtime.device.type == "cuda" and not self.reporter.host_seconds
@@ -251,7 +251,7 @@ class Run:
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.pipeline.stage):
             began, waited = time.perf_counter(), self.pipeline.waited
             self._one_step(micro_batches)
-            profile.step()
+            trace.step()
             self.reporter.profiled(self.profiling.sent(p.step, len(micro_batches)), p.step)
             for done in self.pipeline.finished():
                 self._take(done)
