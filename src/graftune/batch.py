@@ -23,6 +23,7 @@ class Example:
     group: int = -1
     # What the data says of it for a loss to read, by name: one number, or one per token.
     numbers: Mapping[str, float | list[float]] = field(default_factory=dict)
+    shortened: bool = False  # to fit max_seq_len: something of its prompt is not in it
 
     @property
     def response_tokens(self) -> int:

@@ -238,6 +238,9 @@ def test_a_preview_is_small(run: Path, tiny_folder: Any, tmp_path: Path, monkeyp
     lines = [json.loads(line) for line in written.splitlines()]
     assert len(written) <= 1500 and 1 < len(lines) < 50 and lines[0]["truncated"] and len(lines[0]["tokens"]) == 7
     assert lines[0]["weights"] == [0.5] * 7 and worker_process.LONGEST_SEARCH > 0
+    brief = [Example(ids[:3], [True] * 3, shortened=shortened) for shortened in (False, True)]
+    shown = [preview_module.shown_example(0, each, Pieces(tokenizer)) for each in brief]
+    assert [each["truncated"] for each in shown] == [False, True], "shortened to fit max_seq_len"
     said = []
     writer = preview_module.PreviewWriter(tmp_path / "no" / "folder", [example], tokenizer, said.append)
     writer.start()

@@ -59,11 +59,11 @@ def test_the_list_and_what_differs(tmp_path: Path) -> None:
 
 
 def test_one_run_in_full(tmp_path: Path) -> None:
-    sample = {"event": "sample", "answers": ["<b>x</b>", "y"], "prompts": ["p", "q"]}
+    sample = {"event": "sample", "answers": ["<b>x</b>", "y", "scored"], "prompts": ["p", "q", "r"], "shown": 2}
     events = [
         start(2, command="graftune train m.gguf 'a b.jsonl'"), {"event": "memory", "step": 1, "planned": 5},
         step(1), step(2), {"event": "warning", "step": 2, "text": "\u001b[2J<script>"}, {**sample, "step": 0},
-        {**sample, "step": 2, "answers": ["z", "w"]}, evaluated(2, 1.0), end(2),
+        {**sample, "step": 2, "answers": ["z", "w", "scored"]}, evaluated(2, 1.0), end(2),
     ]  # fmt: skip
     run = write_run(tmp_path / "r", *events)
     (run / "plan.json").write_text('{"peak": 7}')

@@ -45,6 +45,7 @@ def test_early_turns_go_first_and_are_trained_on_their_own(tmp_path: Path) -> No
     for i in range(len(data.examples)):
         assert text_of(data, i).startswith("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nquestion")
     assert data.summary.truncated == {fit.TURNS: len(data.examples) - 1}
+    assert [example.shortened for example in data.examples] == [False] + [True] * (len(data.examples) - 1)
     assert data.summary.notes == {"conversations divided into several examples": 1}
 
 
@@ -58,6 +59,7 @@ def test_then_the_question_from_its_left(tmp_path: Path) -> None:
     assert 95 <= len(data.examples[1].tokens) <= 100
     assert data.prompts[1] + "Right.<|im_end|>" == last and data.references[1] == "Right."
     assert data.summary.truncated == {fit.QUESTION: 1} and data.summary.dropped == {}
+    assert [example.shortened for example in data.examples] == [False, True]
 
 
 def test_a_system_turn_merged_into_a_question_stays(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.progress import Progress
 from graftune.observe.speed import Amounts, Meter
-from graftune.observe.trackers import Tracking, metrics_of
+from graftune.observe.trackers import Tracking, epochs_done, metrics_of
 from graftune.spans import Turn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
@@ -51,7 +51,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     said: list[tuple[Any, ...]] = []
     module: Any = ModuleType("wandb")
     module.__spec__ = object()
-    module.init = lambda **given: (said.append(("init", given)), print("view your run"))
+
+    def init(**given: Any) -> Any:
+        said.append(("init", given))
+        print("view your run")
+        return SimpleNamespace(id=given.get("id", "made up"), name=given["name"])
+
+    module.init = init
     module.log = lambda metrics, step: said.append(("log", metrics, step))
     module.finish = lambda: said.append(("finish",))
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -82,8 +88,11 @@ def test_a_run_with_profiled_steps_live_speed_and_a_tracker(
     assert "view your run" in said.err and not said.out, "stdout is for what the command was asked for"
     assert wandb[0][0] == "init" and wandb[-1] == ("finish",)
     assert wandb[0][1]["project"] == "graftune" and wandb[0][1]["config"]["profile_every"] == 4
+    assert json.loads((out / "tracker.json").read_text()) == {"wandb": "made up"}
     logged = {step: metrics for _, metrics, step in wandb[1:-1] if "train/loss" in metrics}
     assert sorted(logged) == list(range(1, 15))
+    epochs = [logged[step]["train/epoch"] for step in sorted(logged)]
+    assert 0 < epochs[0] < epochs[1] < epochs[-1] and any(event["epoch"] + 1 in epochs for event in steps)
     assert logged[3]["train/learning_rate"] == steps[2]["lr"] and logged[3]["train/grad_norm"] == steps[2]["grad_norm"]
     assert [step for _, metrics, step in wandb[1:-1] if "eval/loss" in metrics] == [
         event["step"] for event in events if event["event"] == "eval"
@@ -226,7 +235,7 @@ def test_a_tracker_that_is_not_installed_is_one_sentence(
 
 def test_a_tracker_that_fails_is_said_once_and_left(tmp_path: Path, wandb) -> None:
     said: list[str] = []
-    tracking = Tracking("wandb", tmp_path / "mine", {}, said.append)
+    tracking = Tracking("wandb", tmp_path, {}, said.append)
     tracking({"event": "run_start"})
 
     def gone(metrics: dict[str, float], step: int) -> None:
@@ -237,6 +246,51 @@ def test_a_tracker_that_fails_is_said_once_and_left(tmp_path: Path, wandb) -> No
         tracking({"event": "step", "step": step, "loss": 1.0})
     tracking.close()
     assert said == ["wandb is not told of this run any more: ConnectionError: the network is gone"]
+
+
+@pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name"), ("mlflow", "run_id")])
+def test_a_resumed_run_goes_on_in_its_trackers_run(
+    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def began(**given: Any) -> Any:
+        calls.append(given)
+        made = given.get(key, "made-up") if key != "name" else f"{given['name']}-2" * ("resume" not in given)
+        return SimpleNamespace(**{key: made}, info=SimpleNamespace(run_id=made))
+
+    module: Any = SimpleNamespace(init=began, start_run=began, set_experiment=print, log_params=calls.append)
+    monkeypatch.setitem(sys.modules, name, module)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for first in ({"event": "run_start"}, {"event": "resume", "step": 7}):
+        tracking = Tracking(name, folder, {"rank": 8}, lambda text: pytest.fail(text))
+        tracking(first)
+    known = {"name": "mine-2"}.get(key, "made-up")
+    if name == "mlflow":
+        assert calls == [{"run_name": "mine"}, {"rank": "8"}, {"run_id": known}]
+    else:
+        (fresh, again) = calls
+        assert "resume" not in fresh and "id" not in fresh and fresh["name"] == "mine"
+        assert again[key] == known and again["resume"] == "allow"
+    (folder / "tracker.json").write_text("[")
+    Tracking(name, folder, {}, lambda text: pytest.fail(text))({"event": "resume", "step": 7})
+    assert "resume" not in calls[-1] and "run_id" not in calls[-1], "nobody knows which: a new one"
+
+
+def test_tensorboard_hides_steps_that_were_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    purged: list[Any] = []
+    module: Any = SimpleNamespace(
+        SummaryWriter=lambda place, purge_step: purged.append(purge_step) or SimpleNamespace(add_text=print)
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    for first in ({"event": "run_start"}, {"event": "resume", "step": 7}):
+        Tracking("tensorboard", tmp_path, {}, lambda text: pytest.fail(text))(first)
+    assert purged == [None, 8] and not (tmp_path / "tracker.json").exists()
+
+
+def test_epochs_are_counted_with_their_parts() -> None:
+    assert [epochs_done(step, epoch, [4, 2]) for step, epoch in ((1, 0), (4, 0), (5, 1), (6, 1))] == [0.25, 1, 1.5, 2]
 
 
 def test_what_is_sent_has_the_names_that_others_know() -> None:

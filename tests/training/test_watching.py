@@ -10,9 +10,11 @@ import pytest
 
 from graftune.api import train
 from graftune.config import Config
+from graftune.data.sample import ScoreReport
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.training import reporter
+from graftune.observe.report import document
+from graftune.training import answers, reporter
 from graftune.training.answers import SCORED, scored_records
 from tests.training.runs import adapter_bytes, write_data
 
@@ -39,14 +41,18 @@ def test_adapters_train_at_once_and_the_base_is_asked_at_the_end(
     assert "validating: 0/3 examples" in said.err and "asking the base about unseen prompts: 0/2 answers" in said.err
 
 
-def test_answers_on_the_way_change_nothing(tiny_folder, tmp_path: Path) -> None:
+def test_answers_on_the_way_change_nothing(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the two that are shown are asked only for the score."""
+    monkeypatch.setattr(answers, "is_sample_hash", lambda sha256: True)
+    monkeypatch.setattr(answers, "score_all", lambda pairs: ScoreReport(0, 0, len(list(pairs)), {}))
     base, more = tiny_folder("llama"), {"max_steps": 3, "dropout": 0.1}
     run_of(base, tmp_path / "plain", **more)
     run_of(base, tmp_path / "asked", sample_every=1, **more)
     assert adapter_bytes(tmp_path / "asked") == adapter_bytes(tmp_path / "plain")
     events = read_events(tmp_path / "asked" / "metrics.jsonl")
     samples = [e for e in events if e["event"] == "sample"]
-    assert [e["step"] for e in samples] == [0, 1, 2, 3] and len(samples[0]["prompts"]) == 2
+    assert [(e["step"], len(e["answers"]), e["shown"]) for e in samples] == [(0, 3, 2), (1, 2, 2), (2, 2, 2), (3, 3, 2)]
+    assert len(document(tmp_path / "asked")["samples"]) == 2
     assert [e["phase"] for e in events if e["event"] == "phase"] == [
         "evaluating",
         "training",

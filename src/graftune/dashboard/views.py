@@ -12,7 +12,7 @@ from graftune.dashboard.bounded import cut
 from graftune.dashboard.log import Log, step_of
 from graftune.dashboard.reading import read_bytes, read_json, stamp
 from graftune.dashboard.runs import CONFIG, Document, Run
-from graftune.observe.events import Event
+from graftune.observe.events import Event, shown_answers
 
 PROFILE = "profile.json"
 MOST_SAMPLES, MOST_WARNINGS = 4000, 500
@@ -69,9 +69,10 @@ def samples(log: Log) -> list[Document]:
     base: list[Any] = []
     by_step: dict[int, list[Any]] = {}
     for event in log.of("sample"):
-        step, answers = step_of(event), event.get("answers")
-        if step is None or not isinstance(answers, list):
+        step = step_of(event)
+        if step is None or not isinstance(event.get("answers"), list):
             continue
+        answers = shown_answers(event)
         if isinstance(event.get("prompts"), list):
             prompts = event["prompts"]
         if step == 0 or event.get("who") == "base":

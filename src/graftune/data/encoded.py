@@ -45,8 +45,8 @@ INDEX = {
 }  # fmt: skip
 # Columns that only some data has. PER_TOKEN and a name: where an example's numbers of that name begin (float32, one per
 # token; -1: it has none). NUMBER and a name: its one number of that name (NaN: it has none). WEIGHT_SUM: the weights of
-# its response tokens added up. GROUP: the number of its group (-1: it is alone).
-PER_TOKEN, NUMBER, WEIGHT_SUM, GROUP = "per token: ", "number: ", "weight_sum", "group"
+# its response tokens added up. GROUP: the number of its group (-1: it is alone). SHORTENED: 1 where it is (else -1).
+PER_TOKEN, NUMBER, WEIGHT_SUM, GROUP, SHORTENED = "per token: ", "number: ", "weight_sum", "group", "shortened"
 WEIGHTS = "weights"  # the numbers per token that every loss knows
 DIGEST = 16  # bytes that stand for an example's tokens and mask
 
@@ -208,7 +208,8 @@ class Examples(Sequence[Example]):
         if max(tokens, default=0) >= self.store.vocabulary:
             raise damaged()
         group = int(self.store.index[GROUP][i]) if GROUP in self.store.index else -1
-        return Example(tokens, supervised, row, own, group, self.store.numbers(i))
+        shortened = SHORTENED in self.store.index and bool(self.store.index[SHORTENED][i] > 0)
+        return Example(tokens, supervised, row, own, group, self.store.numbers(i), shortened)
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))

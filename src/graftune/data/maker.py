@@ -207,7 +207,7 @@ class Maker:
         assert self.fitter is not None
         made = []
         for passage, (tokens, offsets) in zip(record.passages, encoded, strict=True):
-            made += self.fitter.finish(passage, tokens, offsets, row)
+            made += map(_marked, self.fitter.finish(passage, tokens, offsets, row))
         if len(made) > 1:
             self._note("conversations divided into several examples")
         return made
@@ -285,6 +285,13 @@ def check_group(kind: DataKind, made: list[list[Built]]) -> None:
 
 def _with(example: Example | None, group: int, numbers: dict[str, float]) -> Example | None:
     return None if example is None else dataclasses.replace(example, group=group, numbers=numbers)
+
+
+def _marked(built: Built) -> Built:
+    """With its example saying that it was shortened, if it was."""
+    if not built.truncated or built.example is None:
+        return built
+    return built._replace(example=dataclasses.replace(built.example, shortened=True))
 
 
 def _notes(record: Record) -> Iterator[str]:

@@ -18,6 +18,7 @@ from graftune.data.encoded import (
     MAGIC,
     NUMBER,
     PER_TOKEN,
+    SHORTENED,
     TRAILER,
     WEIGHT_SUM,
     WEIGHTS,
@@ -127,7 +128,7 @@ class Writer:
 
     def _own(self, example: Example) -> dict[str, float]:
         """Of an example's numbers what the index has: single ones, and where those of its tokens are."""
-        found: dict[str, float] = {}
+        found: dict[str, float] = {SHORTENED: 1} if example.shortened else {}
         if example.weights is not None:
             weights = _per_token(example, WEIGHTS)
             found[PER_TOKEN + WEIGHTS] = self._write(weights.tobytes())
@@ -167,8 +168,8 @@ class Writer:
         self.file.flush()
 
     def _column(self, name: str, found: dict[int, float]) -> np.ndarray:
-        """Of every example: -1 where it has no place or group, NaN where it has no number; the sum of weights of one
-        without any is the number of its response tokens."""
+        """Of every example: -1 where it has no place or group or is whole, NaN where it has no number; the sum of
+        weights of one without any is the number of its response tokens."""
         count = len(self.index["at"])
         if name == WEIGHT_SUM:
             column = np.frombuffer(self.index["responses"], "<u4").astype(dtype_of(name))

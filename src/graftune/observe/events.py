@@ -11,7 +11,8 @@ Events, each with `event` and `time` (unix seconds):
   profile {step, step_ms, plain_ms, owned, bottleneck; of profile_every},
   memory {step, planned, measured (bytes), owners; after the first step},
   phase {phase: what the run does from here on},
-  eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, sample, warning,
+  eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, warning,
+  sample {step (0: of the base), answers, prompts, shown (how many of them people see; the rest is for the score)},
   (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss)
   run_end {step, stopped, host_ms (median host time of a step), captures, on CUDA peak_device_memory, ...}.
 """
@@ -110,6 +111,12 @@ def standing(events: list[Event]) -> list[Event]:
             kept = [e for e in kept if e["event"] != "run_end" and not _is_behind(e, event["step"])]
         kept.append(event)
     return kept
+
+
+def shown_answers(event: Event) -> list[Any]:
+    """Of a `sample` event with answers: those that are for people to see; others were asked for the score."""
+    shown, answers = event.get("shown"), event["answers"]
+    return list(answers[:shown] if type(shown) is int and shown >= 0 else answers)
 
 
 def worked_seconds(events: list[Event]) -> float | None:

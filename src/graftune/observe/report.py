@@ -19,7 +19,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.files import write_file
 from graftune.json_file import NotJson, read_json
-from graftune.observe.events import Event, evals, read_events, standing, steps, worked_seconds
+from graftune.observe.events import Event, evals, read_events, shown_answers, standing, steps, worked_seconds
 from graftune.observe.page_files import asset, joined_script, joined_style
 
 NAME = "report.html"
@@ -110,7 +110,7 @@ def _samples(events: list[Event]) -> list[dict[str, str]]:
     found = [e for e in events if e["event"] == "sample" and isinstance(e.get("answers"), list)]
     last: dict[str, list[Any]] = {"prompt": [], "base": [], "tuned": []}
     for event in found:
-        last["base" if event.get("step") == 0 else "tuned"] = event["answers"]
+        last["base" if event.get("step") == 0 else "tuned"] = shown_answers(event)
         if isinstance(event.get("prompts"), list):
             last["prompt"] = event["prompts"]
     at = range(max(len(last["base"]), len(last["tuned"])))

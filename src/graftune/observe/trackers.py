@@ -4,6 +4,8 @@
     wandb, trackio  one adapter: both have wandb's calls (init, log, finish)
     mlflow          parameters and metrics of a run in the experiment `graftune`
 
+A resumed run goes on in the run that its tracker has of it: the tracker's own key of it is in the run folder.
+
 A tracker is a callback like any other. It is no part of training: one that fails later on, as when the network goes, is
 said once and left, and the run goes on. One that is not installed is refused before anything is loaded.
 """
@@ -12,16 +14,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from graftune.errors import GraftuneError
+from graftune.files import write_file
 from graftune.observe.events import Event
 
 PROJECT = "graftune"
+KEYS = "tracker.json"  # in the run folder: each tracker's key of the run
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # package of each
 # Of an event, by the name that others know. What an event lacks is not sent.
 STEP = {
@@ -38,17 +43,29 @@ EVAL = {"loss": "eval/loss", "perplexity": "eval/perplexity"}
 NAMES = {"step": STEP, "eval": EVAL}
 
 
+class Resumed(NamedTuple):
+    """A run that goes on: after which step, and what its tracker called it; empty if that is not known."""
+
+    step: int
+    key: str
+
+
 class Tracker(Protocol):
+    key: str  # what the tracker knows the run by; empty: it needs nothing to go on
+
     def log(self, metrics: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resumed: bool):
+    key = ""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(folder / "tensorboard"))
-        if not resumed:
+        # Of a resumed run, steps that were taken back are hidden.
+        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed.step + 1 if resumed else None)
+        if resumed is None:
             self.writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -60,13 +77,15 @@ class TensorBoard:
 
 
 class WandbLike:
-    """wandb, and trackio, which has its calls."""
+    """wandb, and trackio, which has its calls. A run is taken up by its id, in trackio by its name. wandb keeps what it
+    first got of a step; what a resumed run sends again is the same."""
 
-    def __init__(self, module: str, folder: Path, settings: Mapping[str, Any], resumed: bool):
+    def __init__(self, module: str, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
         self.module = importlib.import_module(module)
-        more = {"resume": "allow"} if resumed else {}
+        by, key = "id" if module == "wandb" else "name", resumed.key if resumed else ""
+        more: dict[str, Any] = {"name": folder.name} | ({by: key, "resume": "allow"} if key else {})
         more |= {"dir": str(folder)} if module == "wandb" else {}  # or its files go to where the command was typed
-        self.module.init(project=PROJECT, name=folder.name, config=dict(settings), **more)
+        self.key = str(getattr(self.module.init(project=PROJECT, config=dict(settings), **more), by))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.module.log(metrics, step=step)
@@ -76,11 +95,13 @@ class WandbLike:
 
 
 class MlFlow:
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resumed: bool):
+    def __init__(self, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
         self.module = importlib.import_module("mlflow")
         self.module.set_experiment(PROJECT)
-        self.module.start_run(run_name=folder.name)
-        self.module.log_params({name: str(value)[:500] for name, value in settings.items()})
+        key = resumed.key if resumed else ""
+        self.key = str(self.module.start_run(**({"run_id": key} if key else {"run_name": folder.name})).info.run_id)
+        if not key:  # parameters of a run cannot be changed
+            self.module.log_params({name: str(value)[:500] for name, value in settings.items()})
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.module.log_metrics(metrics, step=step)
@@ -98,7 +119,7 @@ def check_installed(name: str) -> None:
         )
 
 
-def open_tracker(name: str, folder: Path, settings: Mapping[str, Any], resumed: bool) -> Tracker:
+def open_tracker(name: str, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None) -> Tracker:
     if name == "tensorboard":
         return TensorBoard(folder, settings, resumed)
     if name == "mlflow":
@@ -109,8 +130,17 @@ def open_tracker(name: str, folder: Path, settings: Mapping[str, Any], resumed: 
 class Tracking:
     """The callback: opens its tracker with the first event, and closes it with the run."""
 
-    def __init__(self, name: str, folder: Path, settings: Mapping[str, Any], warn: Callable[[str], None]):
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        settings: Mapping[str, Any],
+        warn: Callable[[str], None],
+        epoch_steps: Sequence[int] = (),
+    ):
+        """`epoch_steps`: steps of each epoch."""
         self.name, self.folder, self.settings, self.warn = name, folder, settings, warn
+        self.epoch_steps = epoch_steps
         self.tracker: Tracker | None = None
         self.failed = name == "none"
 
@@ -125,12 +155,22 @@ class Tracking:
             self.warn(f"{self.name} is not told of this run any more: {type(error).__name__}: {error}")
 
     def _take(self, event: Event) -> None:
-        kind = event["event"]
         if self.tracker is None:
-            self.tracker = open_tracker(self.name, self.folder, self.settings, resumed=kind == "resume")
+            self.tracker = self._opened(event)
         found = metrics_of(event)
+        if "train/epoch" in found:
+            found["train/epoch"] = epochs_done(event["step"], event["epoch"], self.epoch_steps)
         if found:
             self.tracker.log(found, int(event.get("step", 0)))
+
+    def _opened(self, first: Event) -> Tracker:
+        """At the run's first event in this process."""
+        keys = _keys(self.folder / KEYS)
+        resumed = Resumed(int(first["step"]), keys.get(self.name, "")) if first["event"] == "resume" else None
+        tracker = open_tracker(self.name, self.folder, self.settings, resumed)
+        if tracker.key and tracker.key != keys.get(self.name):
+            write_file(self.folder / KEYS, json.dumps(keys | {self.name: tracker.key}) + "\n")
+        return tracker
 
     def close(self) -> None:
         tracker, self.tracker = self.tracker, None
@@ -141,6 +181,22 @@ class Tracking:
                 tracker.close()
         except Exception as error:
             self.warn(f"{self.name} could not be closed: {type(error).__name__}: {error}")
+
+
+def epochs_done(step: int, epoch: int, epoch_steps: Sequence[int]) -> float:
+    """Of the data, with the part of the epoch that is under way, as Hugging Face counts."""
+    if epoch >= len(epoch_steps):
+        return float(epoch)
+    return epoch + (step - sum(epoch_steps[:epoch])) / epoch_steps[epoch]
+
+
+def _keys(path: Path) -> dict[str, str]:
+    """By tracker; none where there is no such file, or another one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {str(name): key for name, key in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 
 
 def metrics_of(event: Event) -> dict[str, float]:

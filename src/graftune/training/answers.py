@@ -62,9 +62,10 @@ class Answers:
         """Of the prompts and of how long an answer may be: what was answered to others is no answer to these."""
         return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
 
-    def ask(self, session: Session, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
-        """Greedily, as many questions at once as fit the cache. `between` gets the count of those answered."""
-        prompts, how = [question.prompt for question in self.questions], Sampling(max_new_tokens=self.length)
+    def ask(self, session: Session, count: int, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
+        """The first `count` questions, greedily, as many at once as fit the cache. `between` gets the count of those
+        answered."""
+        prompts, how = [question.prompt for question in self.questions[:count]], Sampling(max_new_tokens=self.length)
         answers = session.continued(prompts, how, self.stops, adapted=adapted, on_progress=between)
         return [session.tokenizer.decode(answer, skip_special=True) for answer in answers]
 

@@ -68,19 +68,20 @@ def _trained(run: Run) -> str:
 
 
 def ask_base(run: Run) -> None:
-    run.base_answers = _ask(run, "the base", adapted=False)
+    run.base_answers = _ask(run, "the base", len(run.answers.questions), adapted=False)
     asked = [question.asked for question in run.answers.questions]
-    run.log.emit("sample", step=0, answers=run.base_answers, questions=run.answers.digest, prompts=asked)
+    facts = {"questions": run.answers.digest, "prompts": asked, "shown": run.answers.shown}
+    run.log.emit("sample", step=0, answers=run.base_answers, **facts)
 
 
 def answer_samples(run: Run) -> None:
-    """For `sample_every`: the answers at this step. The base is asked with the first of them, so that they can be
-    compared before the run ends."""
+    """For `sample_every`: the answers at this step, to the prompts that are shown. The base is asked with the first of
+    them, so that they can be compared before the run ends; and all that is scored then, since it is asked once."""
     together = run.session.placement.ranks > 0
     if not run.crew.leads and not together:
         return
     with run.crew.busy("answering sample prompts"):
-        _ask_both(run, together)
+        _ask_both(run, run.answers.shown, together)
 
 
 def _take_best(run: Run) -> None:
@@ -100,26 +101,27 @@ def _take_best(run: Run) -> None:
 
 def _compare(run: Run, together: bool) -> dict[str, Any]:
     """Base and tuned answers side by side, and their scores."""
-    tuned = _ask_both(run, together)
+    tuned = _ask_both(run, len(run.answers.questions), together)
     if not run.base_answers:  # from scratch there is none, and where every weight trains it is gone by now
         run.console.note("there is no base to ask: the answers are the trained model's alone")
     return run.answers.show(run.console, run.base_answers, tuned)
 
 
-def _ask_both(run: Run, together: bool) -> list[str]:
-    """The tuned model's answers, and before them the base's, if nobody has asked it and it can be asked."""
+def _ask_both(run: Run, count: int, together: bool) -> list[str]:
+    """The tuned model's answers to the first `count` questions, and before them the base's to all, if nobody has asked
+    it and it can be asked."""
     missing = not run.base_answers and run.config.train.method == "lora"
     if run.crew.from_lead(lambda: missing) if together else missing:
         ask_base(run)
-    tuned = _ask(run, "the tuned model", adapted=True)
+    tuned = _ask(run, "the tuned model", count, adapted=True)
     more = {} if run.base_answers else {"prompts": [question.asked for question in run.answers.questions]}
-    run.log.emit("sample", step=run.progress.step, answers=tuned, **more)
+    run.log.emit("sample", step=run.progress.step, answers=tuned, shown=run.answers.shown, **more)
     return tuned
 
 
-def _ask(run: Run, whom: str, *, adapted: bool) -> list[str]:
-    """Answers to the run's questions, by the base or by what was trained."""
-    label, count = f"asking {whom} about unseen prompts", len(run.answers.questions)
+def _ask(run: Run, whom: str, count: int, *, adapted: bool) -> list[str]:
+    """Answers to the first `count` of the run's questions, by the base or by what was trained."""
+    label = f"asking {whom} about unseen prompts"
     counted = run.reporter.counted(label, count, "answers", run.between_answers)
     with marked("samples"), counted as between, may_give_up(run):
-        return run.answers.ask(run.session, adapted=adapted, between=between)
+        return run.answers.ask(run.session, count, adapted=adapted, between=between)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def profiled_steps(run: Run) -> ProfiledSteps:
     return ProfiledSteps(every, run.folder, run.pipeline, session, run.shape)
 
 
-def tracking_of(config: Config, prepared: Prepared, console: Console) -> Tracking | None:
+def tracking_of(config: Config, prepared: Prepared, console: Console, epoch_steps: Sequence[int]) -> Tracking | None:
     if config.run.track == "none" or not prepared.crew.leads:
         return None
-    return Tracking(config.run.track, Path(prepared.folder), config.flat(), console.warn)
+    return Tracking(config.run.track, Path(prepared.folder), config.flat(), console.warn, epoch_steps)

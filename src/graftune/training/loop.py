@@ -77,8 +77,6 @@ class Run:
         self.plan, self.answers = prepared.plan, prepared.answers
         session = prepared.session
         self.config = config = session.config
-        self.tracking = tracking_of(config, prepared, console)
-        self.callbacks: Sequence[Callback] = [*callbacks, *([self.tracking] if self.tracking else [])]
         self.progress = Progress()
         self.loader = session.loader(self.training.examples)
         self.shape = session.fix_shape(self.loader, config.train.epochs)
@@ -87,6 +85,8 @@ class Run:
         length = run_length(self.loader, config.train)
         self.before = run_length(self.loader, prepared.before.train) if prepared.before else length
         self.total, self.epoch_steps = length.total, max(length.epoch_steps, self.before.epoch_steps, key=len)
+        self.tracking = tracking_of(config, prepared, console, self.epoch_steps)
+        self.callbacks: Sequence[Callback] = [*callbacks, *([self.tracking] if self.tracking else [])]
         self.saved_at = _minutes()
         self.base_answers: list[str] = []
         self.checkpoints = self.folder / "checkpoints"
@@ -342,7 +342,7 @@ class Run:
     def _samples_due(self) -> bool:
         """At the end the prompts are answered in any case."""
         every, step = self.config.run.sample_every, self.progress.step
-        return bool(every and self.answers.questions) and step % every == 0 and step < self.total
+        return bool(every and self.answers.shown) and step % every == 0 and step < self.total
 
     def _evaluate(self) -> None:
         p = self.progress

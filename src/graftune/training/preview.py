@@ -23,12 +23,13 @@ EXAMPLES, TOKENS, LARGEST = 200, 4096, 4 << 20
 
 
 def shown_example(index: int, example: Example, pieces: Pieces) -> dict[str, Any]:
-    """An example as the page shows it. `truncated`: it goes on, and only its beginning is here."""
+    """An example as the page shows it. `truncated`: it was shortened to fit max_seq_len, or it goes on behind what is
+    here."""
     shown: dict[str, Any] = {
         "index": index,
         "tokens": pieces.of(example.tokens[:TOKENS]),
         "trained": [int(on) for on in example.supervised[:TOKENS]],
-        "truncated": len(example.tokens) > TOKENS,
+        "truncated": example.shortened or len(example.tokens) > TOKENS,
     }
     return shown if example.weights is None else {**shown, "weights": example.weights[:TOKENS]}
 
