@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import graftune
 from graftune.api import train
@@ -24,6 +26,7 @@ from graftune.errors import GraftuneError
 from graftune.ledger import HOST, Claim, Ledger, Memory
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
+from graftune.plan import card_here
 from graftune.training import reserve
 from graftune.training.prepare import job_of
 from tests.training.runs import write_data
@@ -115,6 +118,27 @@ def test_a_run_that_fails_gives_its_memory_back(ledger, tiny_folder, tmp_path) -
     with pytest.raises(RuntimeError, match="a callback's mistake"):
         train(settings(tiny_folder, tmp_path / "run"), console=Console(), callbacks=[fails])
     assert ledger.entries() == []
+
+
+def test_a_gpu_as_the_ledger_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is the same in every process; where it shares the CPU's memory, less of it may be reserved."""
+    about = SimpleNamespace(uuid="1-2", is_integrated=0, name="a card", major=9, minor=0)
+    about.multi_processor_count, about.L2_cache_size = 132, 1 << 20
+    answers = {"get_device_properties": about, "mem_get_info": (30, 100), "memory_reserved": 9, "memory_allocated": 4}
+    answers |= {"current_device": 0, "get_device_name": "a card"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    shared = reserve.Shared.of(torch.device("cuda"), Config())
+    assert (shared.name, shared.share, str(shared)) == ("GPU-1-2", 0.85, "a card")
+    assert shared.memory == Memory(100, 35) and shared.measure() == 9
+    assert card_here(torch.device("cuda"), shared.within(20)).free == 20, "what a job takes for its limit"
+    assert shared.within(20, limit=70) == 70
+    about.is_integrated = 1
+    assert reserve.Shared.of(torch.device("cuda"), Config()).share == 0.6
+    assert reserve.Shared.of(torch.device("cuda"), Config.of({"memory_share": 0.9})).share == 0.9
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7, MIG-8")
+    assert reserve.Shared.of(torch.device("cuda", 1), Config()).name == "MIG-8"
 
 
 def test_a_signal_ends_the_wait_and_the_place_in_the_queue(ledger, other, tiny_folder, tmp_path) -> None:
