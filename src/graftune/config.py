@@ -221,7 +221,7 @@ class RunConfig:
     stop_within: float = opt(
         5.0,
         "seconds after Ctrl-C, SIGTERM or SIGHUP in which the micro-batch, evaluation or answers under way may finish; "
-        "then they are given up (on a CPU) and the last whole step is saved; 0: they always finish",
+        "then (on a CPU) they are given up and the last whole step is saved; 0: no limit",
         min=0,
     )
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = opt(
