@@ -76,9 +76,10 @@ def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
         drawn.append(threading.current_thread().name)
         assert busy.wait(10)
 
-    picture = LivePlot(draw, clock=lambda: now[0])
+    first = list[float]()
+    picture = LivePlot(draw, clock=lambda: now[0], first=lambda: first.append(now[0]))
     picture.update()
-    assert not drawn, "a short run is drawn once, at its end"
+    assert not drawn and not first, "a short run is drawn once, at its end, without a process of its own"
     busy.clear()
     now[0] = EVERY
     picture.update()  # returns while it is being drawn
@@ -86,7 +87,7 @@ def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
     picture.update()
     busy.set()
     assert picture.finish() == ""
-    assert drawn == ["graftune-picture", threading.current_thread().name]
+    assert drawn == ["graftune-picture", threading.current_thread().name] and first == [EVERY]
 
 
 def test_what_keeps_it_from_being_drawn_stops_nothing() -> None:

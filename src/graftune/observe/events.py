@@ -24,7 +24,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -78,13 +78,13 @@ class EventLog:
         self.close()
 
 
-def read_events(path: str | Path) -> list[Event]:
-    """All events of a file. A last line that the writer did not finish is left out; any other bad line is an error."""
+def read_events(path: str | Path, keys: Sequence[str] = ()) -> list[Event]:
+    """All events of a file. A last line that the writer did not finish is left out; any other bad line is an error.
+    `keys`: those to keep of each event, where a long log should take little memory; none: all."""
     lines = Path(path).read_bytes().split(b"\n")
     torn = lines.pop()  # what stands after the last newline: nothing, or a line still being written
-    if (last := parsed(torn)) is not None:
-        return [*_whole(lines, path), last]
-    return _whole(lines, path)
+    last = _whole([torn], path, keys)
+    return _whole(lines, path, keys) + last
 
 
 def latest(events: list[Event], kind: str) -> list[Event]:
@@ -145,12 +145,12 @@ def evals(events: list[Event]) -> list[Event]:
     return latest(events, "eval")
 
 
-def _whole(lines: list[bytes], path: str | Path) -> list[Event]:
+def _whole(lines: list[bytes], path: str | Path, keys: Sequence[str]) -> list[Event]:
     events = []
     for number, line in enumerate(lines, 1):
         event = parsed(line)
         if event is not None:
-            events.append(event)
+            events.append({key: event[key] for key in keys if key in event} if keys else event)
         elif number < len(lines):  # a crash may also leave a finished line of zeros at the very end
             raise GraftuneError(
                 "is not an event", where=f"{path}, line {number}", mend="remove the line, or restore the file"

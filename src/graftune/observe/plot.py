@@ -12,8 +12,8 @@ interpreter from the run for as long, and at the end of a short run everybody wo
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -37,7 +37,7 @@ def loss_plot(events_path: Path, png: Path, title: str) -> None:
 
 
 def _plot(events_path: Path, png: Path, title: str) -> None:
-    events = read_events(events_path)
+    events = read_events(events_path, ("event", "step", "loss", "lr"))
     figure = _figure(steps(events), evals(events), title)
     with new_file(png, unique=True) as aside:
         figure.savefig(aside, format="png", dpi=150)
@@ -100,8 +100,15 @@ def serve(asked: IO[str], answers: IO[str]) -> None:
 class LivePlot:
     """The plot of a run that is still training. `plot` writes it; a failure to write it does not stop the run."""
 
-    def __init__(self, plot: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._plot, self._clock = plot, clock
+    def __init__(
+        self,
+        plot: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`first` is called ahead of every plot of a run that goes on: a long log read in this process, and a font
+        opened by each thread, would stay with it."""
+        self._plot, self._clock, self._first = plot, clock, first
         self._last, self._took = clock(), 0.0
         self._thread: threading.Thread | None = None
 
@@ -111,6 +118,7 @@ class LivePlot:
         if self._clock() - self._last < max(EVERY, 100 * self._took) or (self._thread and self._thread.is_alive()):
             return
         self._last = self._clock()
+        self._first()
         self._thread = threading.Thread(target=self._try, name="graftune-picture", daemon=True)
         self._thread.start()
 
@@ -133,12 +141,9 @@ class LivePlot:
 
 def running_mean(values: list[float], window: int) -> list[float]:
     """Mean over a centred window that shrinks at both ends, so that the line neither lags nor begins late."""
-    half = window // 2
-    return [
-        math.fsum(part) / len(part)
-        for i in range(len(values))
-        for part in [values[max(0, i - min(half, len(values) - 1 - i)) : i + min(half, i) + 1]]
-    ]
+    half, sums, last = window // 2, [0.0, *itertools.accumulate(values)], len(values) - 1
+    ends = [(max(0, i - min(half, last - i)), min(last, i + min(half, i)) + 1) for i in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
 
 
 def _figure(step_events: list[Event], eval_events: list[Event], title: str) -> Any:
