@@ -96,7 +96,7 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     page = Page(open_runs(str(tmp_path)), host="127.0.0.1", port=0)
     assert page.address == f"http://127.0.0.1:{page.port}/"
     assert main(["watch", str(tmp_path), "--port", str(page.port)]) == 2
-    assert capsys.readouterr().err.endswith(f"port {page.port} is taken; give another one with port, or 0 for any\n")
+    assert capsys.readouterr().err.endswith(f"port {page.port} is taken; give another one with --port, or 0 for any\n")
     assert main(["watch", str(tmp_path / "none")]) == main(["watch", str(tmp_path), "--port", "70000"]) == 2
     page.close()
 
