@@ -38,7 +38,7 @@ def parse_json(content: bytes | str) -> Any:
     except NotJson:
         raise
     except UnicodeDecodeError:
-        raise NotJson("is not UTF-8 text") from None
+        raise NotJson("is not valid JSON (not UTF-8 text)") from None
     except json.JSONDecodeError as error:
         raise NotJson(f"is not valid JSON (line {error.lineno}, column {error.colno})") from None
     except RecursionError:
@@ -51,7 +51,7 @@ def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:
     """Likewise, of a file that holds keys and values."""
     value = read_json(path, largest)
     if not isinstance(value, dict):
-        raise NotJson("is not a JSON object with keys and values")
+        raise NotJson("is not valid JSON (not an object with keys and values)")
     return value
 
 

@@ -195,6 +195,8 @@ def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
 def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
     try:
         with safe_open(str(path / checkpoint.TENSORS), framework="pt") as held:
+            if len(held.get_slice("weights").get_shape()) != 1:
+                raise KeyError("weights")
             weights = held.get_tensor("weights").to(torch.float32)
     except (KeyError, SafetensorError) as error:
         raise GraftuneError(f"this checkpoint is damaged ({error})", where=str(path), mend="take another") from None

@@ -92,9 +92,11 @@ def draw_of(seed: int, name: str, number: int) -> random.Random:
 def work(args: argparse.Namespace) -> None:
     """One worker: from the input behind the one on the board to the last."""
     _limit()
+    from graftune.tokenizer import guard
     from tests.fuzz import formats
     from tests.fuzz.judge import judged
 
+    guard.check = formats.examined_here
     home = Path(args.home)
     place = Path(tempfile.mkdtemp(dir=home, prefix=f"worker{args.worker}-"))
     known = _chosen(formats.all_formats(place / "seeds"), args.only)
@@ -300,11 +302,14 @@ def keep(args: argparse.Namespace, faults: list[dict[str, Any]], known: list[Any
 
 def one_input(args: argparse.Namespace) -> int:
     _limit()
+    from graftune.tokenizer import guard
     from tests.fuzz import formats
     from tests.fuzz.judge import judged
 
+    if not args.alone:
+        guard.check = formats.examined_here
     with tempfile.TemporaryDirectory() as place:
-        known = _chosen(formats.all_formats(Path(place) / "seeds", alone=args.alone), args.only)
+        known = _chosen(formats.all_formats(Path(place) / "seeds"), args.only)
         one = known[max(0, args.place)]
         folder = Path(args.keep or f"{place}/input")
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from graftune.errors import GraftuneError
 from graftune.session.parts import Parts
-from graftune.weights import checkpoint
+from graftune.weights import checkpoint, safetensors_io
 from graftune.weights.checkpoint import Progress
 
 RESOLVED = ("recompute", "tokens_per_micro_batch", "tokens_per_step", "seed")  # settings that decide the batches
@@ -43,7 +42,11 @@ def load(parts: Parts, folder: Path) -> tuple[Progress, DataPosition, dict[str, 
     progress = checkpoint.load(folder, parts.arena, {"base": parts.base.sha256})
     stored = identity.get("resolved")
     resolved = {name: stored[name] for name in RESOLVED if name in stored} if isinstance(stored, dict) else {}
-    scale = {name: tensor for name, tensor in load_file(folder / checkpoint.TENSORS).items() if name == "loss_scale"}
+    scale = {
+        name: tensor
+        for name, tensor in safetensors_io.load(folder / checkpoint.TENSORS).items()
+        if name == "loss_scale"
+    }
     return (
         progress,
         DataPosition(progress.epoch, progress.epoch_step, str(identity.get("examples", ""))),

@@ -19,8 +19,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from graftune.config import TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
@@ -194,12 +192,7 @@ def load_adapter(folder: Path) -> Adapter:
         _refuse_unknown(values, path)
     if not (folder / TENSORS).exists():
         raise GraftuneError(f"holds no {TENSORS}", where=str(folder), mend="copy the adapter again")
-    try:
-        raw = load_file(folder / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise GraftuneError(
-            f"is damaged or cut short ({error})", where=str(folder / TENSORS), mend="copy the adapter again"
-        ) from None
+    raw = safetensors_io.load(folder / TENSORS)
     ours = values.get("graftune") or {}
     tensors = {names.from_peft(name): tensor.float() for name, tensor in raw.items()}
     odd = [name for name in tensors if name.count(".") < 1 or not name.endswith(".weight")]

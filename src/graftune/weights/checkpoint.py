@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from graftune.errors import GraftuneError
 from graftune.files import OLD, PART, new_folder, remove, remove_at_once
@@ -228,7 +227,7 @@ def load(
         check_identity(identity or {}, stored, path.parent.parent)
         if not checked:
             _check_tensors(path)
-        tensors = load_file(path / TENSORS)
+        tensors = _tensors(path)
         buffers = [(tensors[name], buffer) for name, buffer in _buffers(arena).items()]
     except GraftuneError:
         raise
@@ -278,6 +277,13 @@ def read_weights(path: Path, arena: Arena) -> None:
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise _damaged(path, error) from None
     arena.publish()
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return safetensors_io.load(path / TENSORS)
+    except GraftuneError as error:
+        raise _damaged(path, error.what) from None
 
 
 def _buffers(arena: Arena) -> dict[str, torch.Tensor]:

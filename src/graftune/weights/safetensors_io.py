@@ -19,6 +19,7 @@ from graftune.errors import GraftuneError
 from graftune.files import new_file
 from graftune.json_file import NotJson, read_object
 
+MOST_DIMENSIONS = 8
 READABLE = ("BF16", "F16", "F32")
 _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "F64": 8}
 
@@ -92,7 +93,9 @@ def weight_map(index: Path) -> dict[str, str]:
     try:
         where = read_object(index).get("weight_map")
     except NotJson as error:
-        raise GraftuneError(str(error), where=str(index), mend="download the model again") from None
+        raise GraftuneError(
+            f"is not a shard index: it {error}", where=str(index), mend="download the model again"
+        ) from None
     if not isinstance(where, dict) or not all(_is_shard(file) for file in where.values()):
         raise GraftuneError("is not a shard index", where=str(index), mend="download the model again")
     return where
@@ -116,11 +119,24 @@ def open_shard(file: Path) -> Any:
     if not file.exists():
         raise GraftuneError("this shard is missing", where=str(file), mend="download the model again")
     try:
-        return safe_open(str(file), framework="pt")
+        shard = safe_open(str(file), framework="pt")
+        shapes = {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise GraftuneError(
             f"is damaged or cut short ({error})", where=str(file), mend="download or copy the file again"
         ) from None
+    for name, shape in shapes.items():
+        if len(shape) > MOST_DIMENSIONS:  # torch has an error of its own at 64
+            raise GraftuneError(
+                f"tensor {name} has {len(shape)} dimensions", where=str(file), mend="download or copy the file again"
+            )
+    return shard
+
+
+def load(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file."""
+    shard = open_shard(file)
+    return {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no mapping)
 
 
 def write(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
