@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from graftune import __version__
-from graftune.config import Config
 from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
@@ -43,7 +42,7 @@ from graftune.training.live import live_speed, profiled_steps, tracking_of
 from graftune.training.prepare import Prepared, report_start
 from graftune.training.preview import PreviewWriter
 from graftune.training.reporter import Reporter
-from graftune.training.resume import KEPT_ON_RESUME, check_longer, extension, identity, run_length
+from graftune.training.resume import check_longer, identity, keep_changes, run_length
 from graftune.training.signals import HANGUP
 from graftune.training.stop import Interrupted, lost, may_give_up, stop, stopping
 from graftune.training.typed import typed_command
@@ -153,20 +152,7 @@ class Run:
         report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
-        self._keep_changes()
-
-    def _keep_changes(self) -> None:
-        """What was changed with this resume and holds from now on: said, logged and stored."""
-        p, before, now = self.progress, Config.of_run(self.folder), self.config.flat()
-        kept = {name: now[name] for name in KEPT_ON_RESUME if name in now and before.flat()[name] != now[name]}
-        if self.total != self.before.total:
-            self.console.note(extension(p.step, self.before.total, self.total, self.config.optim))
-            self.log.emit("extend", step=p.step, steps=self.total, steps_before=self.before.total, **kept)
-            if p.stale and self.total > self.before.total:  # or an early stop would come again at once
-                p.stale = 0
-                self.save()
-        if kept:
-            before.replace(**kept).save(self.folder / "config.yaml")
+        keep_changes(self)
 
     def _open_log(self) -> None:
         path = self.folder / "metrics.jsonl" if self.crew.leads else os.devnull

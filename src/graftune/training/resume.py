@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graftune.config import Config, OptimConfig, TrainConfig
 from graftune.data.loader import Loader
@@ -23,6 +23,9 @@ from graftune.mixture import absolute
 from graftune.observe.events import Event, read_events
 from graftune.step.schedule import learning_rate
 from graftune.weights.base import Base
+
+if TYPE_CHECKING:
+    from graftune.training.loop import Run
 
 # How long a run is and how often it looks at itself. A change is stored in config.yaml.
 KEPT_ON_RESUME = (
@@ -120,6 +123,20 @@ def extension(step: int, before: int, now: int, optim: OptimConfig) -> str:
         f"{now} steps, so the learning rate goes on at {lr:.2e} (it was {had:.2e}) and ends at "
         f"{learning_rate(now - 1, now, optim):.2e}"
     )
+
+
+def keep_changes(run: Run) -> None:
+    """What was changed with this resume and holds from now on: said, logged and stored."""
+    p, before, now = run.progress, Config.of_run(run.folder), run.config.flat()
+    kept = {name: now[name] for name in KEPT_ON_RESUME if name in now and before.flat()[name] != now[name]}
+    if run.total != run.before.total:
+        run.console.note(extension(p.step, run.before.total, run.total, run.config.optim))
+        run.log.emit("extend", step=p.step, steps=run.total, steps_before=run.before.total, **kept)
+        if p.stale and run.total > run.before.total:  # or an early stop would come again at once
+            p.stale = 0
+            run.save()
+    if kept:
+        before.replace(**kept).save(run.folder / "config.yaml")
 
 
 def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> None:
