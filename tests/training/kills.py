@@ -45,7 +45,8 @@ class Fresh:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *line: str, log: Path, environment: dict[str, str] | None = None) -> int:
-        everything = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", **(environment or {})}
+        paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+        everything = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", **(environment or {})}
         with log.open("wb") as said:
             command = [sys.executable, "-m", "graftune", *line]
             self.process = subprocess.Popen(command, stdout=said, stderr=said, env=everything)
