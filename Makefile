@@ -43,6 +43,7 @@ soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak_long.py
 	$(BIN)/python tests/soak/soak_ledger.py
 	$(BIN)/python tests/soak/soak_page.py
+	$(BIN)/python tests/soak/soak_fuzz.py --count 100000 --seconds 600
 
 # On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
 gpu-test: $(VENV)/test.stamp
