@@ -371,6 +371,33 @@ def test_numbers_that_no_run_has(numbers: dict[str, Any], summed: bool, finished
     assert "header" not in str(caught.value).lower()
 
 
+def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path) -> None:
+    run = stopped_copy(finished, tmp_path / "run")
+    log = run / "metrics.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    here = events[0]["device"], events[0]["torch"]
+    events[0] |= {"torch": "2.11.0", "device": "x86_64 CPU, 64 threads, products in fp32"}
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    again(run)
+    said = [event["text"] for event in read_events(log) if event["event"] == "warning"]
+    assert len(said) == 1 and f"torch was 2.11.0 and is {here[1]}" in said[0] and "the run goes on" in said[0]
+    assert f"device was x86_64 CPU, 64 threads, products in fp32 and is {here[0]}" in said[0]
+    assert adapter_bytes(run) == adapter_bytes(finished)
+    assert resume.changed_since({"torch": "2.13.0"}, [{"event": "run_start"}]) == "", "an older version did not note it"
+    since = [{"event": "run_start", "torch": "2"}, {"event": "resume", "torch": "3"}]
+    assert resume.changed_since({"torch": "3"}, since) == ""
+
+
+def test_another_gpu_is_the_same_kind_of_device(finished: Path, tmp_path: Path) -> None:
+    run = stopped_copy(finished, tmp_path / "run")
+    config = Config.load(run / "config.yaml").replace(device="cuda:1")
+    config.save(run / "config.yaml")
+    assert resume.stored_config(run, {"device": "cuda:0"}).base.device == "cuda:0"
+    with pytest.raises(GraftuneError, match="device was 'cuda:1' in this run and is 'cpu' now"):
+        resume.stored_config(run, {"device": "cpu"})
+    checkpoint.check_identity({"settings": {"device": "cuda"}}, {"settings": {"device": "cuda:1"}}, run)
+
+
 def test_odd_names_beside_checkpoints(finished: Path, tmp_path: Path) -> None:
     run = stopped_copy(finished, tmp_path / "run")
     root = run / "checkpoints"

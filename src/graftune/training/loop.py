@@ -24,9 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from graftune import __version__
 from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.observe.console import Console
@@ -42,7 +39,7 @@ from graftune.training.live import live_speed, profiled_steps, tracking_of
 from graftune.training.prepare import Prepared, report_start
 from graftune.training.preview import PreviewWriter
 from graftune.training.reporter import Reporter
-from graftune.training.resume import check_longer, identity, keep_changes, run_length
+from graftune.training.resume import changed_since, check_longer, computed_by, identity, keep_changes, run_length
 from graftune.training.signals import HANGUP
 from graftune.training.stop import Interrupted, lost, may_give_up, stop, stopping
 from graftune.training.typed import typed_command
@@ -111,9 +108,8 @@ class Run:
 
     def _write_start(self) -> None:
         session = self.session
-        facts: dict[str, Any] = {"graftune": __version__, "torch": torch.__version__, "command": typed_command()}
+        facts: dict[str, Any] = {"command": typed_command(), **computed_by(session)}
         facts |= {"examples": len(self.training), "encoded": self.training.examples.store.header.get("key", "")}
-        facts |= {"device": session.runtime.describe(), "attention": session.attention.backend}
         self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(session.arena.weights))
         if self.plan is not None:
             write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
@@ -148,10 +144,14 @@ class Run:
         for event in events:
             if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
                 self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
-        self.log.emit("resume", step=self.progress.step)
+        now = computed_by(self.session)
+        changes = changed_since(now, events)
+        self.log.emit("resume", step=self.progress.step, **now)
         report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
         where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
         self.console.note(f"resuming {self.folder} at {where}")
+        if changes:
+            self.reporter.warn(changes, self.progress.step)
         keep_changes(self)
 
     def _open_log(self) -> None:

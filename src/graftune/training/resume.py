@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from graftune import __version__
 from graftune.config import Config, OptimConfig, TrainConfig
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.mixture import absolute
-from graftune.observe.events import Event, read_events
+from graftune.observe.events import BEGINNINGS, Event, read_events
+from graftune.session import Session
 from graftune.step.schedule import learning_rate
 from graftune.weights.base import Base
 
@@ -76,7 +80,7 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     config = Config.of_run(folder)
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
     for name in overrides:
-        if asked[name] != stored[name] and name not in FREE_ON_RESUME:
+        if asked[name] != stored[name] and name not in FREE_ON_RESUME and not _same_kind(name, asked, stored):
             raise GraftuneError(
                 f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
                 where=str(folder),
@@ -85,6 +89,11 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     if asked["epochs"] != stored["epochs"] and "max_steps" not in overrides:
         asked["max_steps"] = 0  # of the two, the one that is given decides
     return Config.of(asked)
+
+
+def _same_kind(name: str, asked: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Another GPU of the same machine or of another one."""
+    return name == "device" and str(asked[name]).partition(":")[0] == str(stored[name]).partition(":")[0]
 
 
 def with_full_paths(config: Config) -> Config:
@@ -139,6 +148,28 @@ def keep_changes(run: Run) -> None:
         before.replace(**kept).save(run.folder / "config.yaml")
 
 
+def computed_by(session: Session) -> dict[str, str]:
+    """What else decides the last bits of what a run computes; in its log at every start."""
+    runtime = session.runtime
+    on_cpu = {"cpu": torch.backends.cpu.get_cpu_capability()} if runtime.device.type == "cpu" else {}
+    versions = {"graftune": __version__, "torch": str(torch.__version__)}
+    return versions | {"device": runtime.describe(), "attention": session.attention.backend} | on_cpu
+
+
+def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
+    """What computes the run now and did not when it was last at work, in one line; empty if nothing changed."""
+    before: Event = {}
+    for event in events:
+        if event["event"] in BEGINNINGS:
+            before = {**before, **event}
+    changes = [
+        f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+    ]
+    if not changes:
+        return ""
+    return f"{'; '.join(changes)}: the run goes on, and from here on its figures may differ in their last bits"
+
+
 def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> None:
     if total < step:
         asked = f"max_steps {settings.max_steps}" if settings.max_steps else f"epochs {settings.epochs:g}"
@@ -152,6 +183,7 @@ def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> 
 def identity(config: Config, base: Base, data: str, examples: str) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: digests, and the settings by name."""
     settings = {name: v for name, v in config.flat().items() if name not in (*FREE_ON_RESUME, *_BY_CONTENT)}
+    settings["device"] = str(settings["device"]).partition(":")[0]  # which of several GPUs it is decides nothing
     spec = json.dumps(beyond_defaults(base.spec), sort_keys=True)
     return {
         "data": data,

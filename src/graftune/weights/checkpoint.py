@@ -261,7 +261,8 @@ def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
 
 def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
     for name in now.keys() & stored.keys():
-        if json.loads(json.dumps(now[name])) != stored[name]:
+        had = stored[name].partition(":")[0] if name == "device" and isinstance(stored[name], str) else stored[name]
+        if json.loads(json.dumps(now[name])) != had:
             raise GraftuneError(
                 f"{name} was {stored[name]!r} when the run started, and config.yaml now has {now[name]!r}",
                 where=str(folder),
