@@ -73,6 +73,28 @@ def test_what_takes_too_long_after_a_signal_is_given_up(
     assert adapter_bytes(result.folder) == adapter_bytes(straight)
 
 
+def test_a_signal_that_is_sent_twice_does_not_end_the_checkpoint(
+    tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, save = HostLoop.step, checkpoint.save
+
+    def step(self: HostLoop, *args: Any, **named: Any) -> None:
+        real(self, *args, **named)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def saving(*args: Any, **named: Any) -> Path:
+        os.kill(os.getpid(), signal.SIGINT)
+        return save(*args, **named)
+
+    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", val_split=0.0, samples=0, save_every=0)
+    monkeypatch.setattr(HostLoop, "step", step)
+    monkeypatch.setattr(checkpoint, "save", saving)
+    monkeypatch.setattr(Stopping, "SAME", 60.0)
+    result = train(config, console=QUIET)
+    assert (result.stopped, result.steps) == ("interrupted", 1)
+    assert list(checkpoint.steps(result.folder / "checkpoints")) == [1]
+
+
 def test_an_update_and_a_checkpoint_are_finished() -> None:
     class Busy:
         pipeline, may_give_up = HostLoop.__new__(HostLoop), False

@@ -170,23 +170,12 @@ class Run:
     # The run itself
 
     def go(self) -> TrainResult:
-        stopped = "finished"
         preview = PreviewWriter(self.folder, self.training.examples, self.session.tokenizer, self.reporter.warn)
         if self.crew.leads:
             preview.start()
         try:
-            with stopping(self):
-                if self._train() == "early":
-                    stopped = "early stop"
-                preview.finish()  # before the log's last word: a run that has it lacks nothing
-                summary = self._finish(stopped)
-        except (Interrupted, OSError) as error:
-            if isinstance(error, OSError) and not self.signal:
-                self.console.note(lost(self))  # the log or a checkpoint could not be written
-                raise
-            # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
-            stop(self)
-            stopped, summary = "interrupted", {}
+            with stopping(self):  # until the last checkpoint is written: a signal is often sent twice
+                stopped, summary = self._to_the_end(preview)
         except Halted:
             raise halted(self) from None
         finally:
@@ -196,6 +185,20 @@ class Run:
                 self.tracking.close()
         p = self.progress
         return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
+
+    def _to_the_end(self, preview: PreviewWriter) -> tuple[str, dict[str, Any]]:
+        """How the run ended, and its summary."""
+        try:
+            stopped = "early stop" if self._train() == "early" else "finished"
+            preview.finish()  # before the log's last word: a run that has it lacks nothing
+            return stopped, self._finish(stopped)
+        except (Interrupted, OSError) as error:
+            if isinstance(error, OSError) and not self.signal:
+                self.console.note(lost(self))  # the log or a checkpoint could not be written
+                raise
+            # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
+            stop(self)
+            return "interrupted", {}
 
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
