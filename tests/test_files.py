@@ -171,6 +171,7 @@ WRITERS = {
     "data/cached.py": "new_file",
     "data/memory.py": "a temporary file of this process",
     "exporting/gguf_file.py": "new_file of its caller",
+    "ledger/store.py": "two copies in turn, each with its checksum, under a lock",
     "observe/console.py": "the null device",
     "observe/memory.py": "a switch of the kernel",
     "weights/adapter.py": "new_folder",

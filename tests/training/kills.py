@@ -27,7 +27,7 @@ from graftune.weights import checkpoint
 from tests.training.runs import ROOT
 
 FIGURES = ("step", "epoch", "loss", "grad_norm", "lr", "response_tokens")
-MOST_IN_A_ROW = 4  # kills of one run before it may finish
+MOST_IN_A_ROW = 8  # kills of one run before it may finish
 EXPORTS = (("merged", "merged"), ("gguf-lora", "adapter.gguf"))
 
 
@@ -160,7 +160,8 @@ class Lives:
         to, name = EXPORTS[number % len(EXPORTS)]
         place, line = home / "out" / name, self._export_line(run, to, home / "out" / name)
         seconds, want = self.exported[name]
-        if self.tally.kills < most and self._killed(seconds, *line):
+        enough = 2 * self.tally.resumes >= self.tally.kills  # half of all kills are those of a resume
+        if self.tally.kills < most and enough and self._killed(seconds, *line):
             self.tally.kills += 1
             begun = (home / "out").exists() and any(path.name.endswith(".part") for path in (home / "out").iterdir())
             self.tally.phases["export: " + ("writing" if begun else "written" if place.exists() else "opening")] += 1

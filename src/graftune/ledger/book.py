@@ -150,7 +150,7 @@ class Claim:
             while not self._over.wait(BEAT):
                 try:
                     self.beat(max(0, measure() - began) if measure else 0)
-                except GraftuneError as error:
+                except (GraftuneError, OSError) as error:  # the second: no handle left to measure with
                     if not said:
                         self.ledger.tell(f"{error} (this run goes on)")
                     said = True

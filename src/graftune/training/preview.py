@@ -54,6 +54,9 @@ class PreviewWriter:
         if self._thread.ident is not None:
             self._thread.join()
         if self._failed and sys.exc_info()[0] is None:
+            self._failed = ""
+            self._write()  # the disk may have room by now
+        if self._failed and sys.exc_info()[0] is None:
             self._warn(f"{PREVIEW} was not written: {self._failed}")
             self._failed = ""
 
