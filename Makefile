@@ -38,7 +38,7 @@ test-templates: $(VENV)/test.stamp
 # Then one process for 10^5 steps, a quarter of an hour: nothing may grow (on a GPU: soak_long.py --device cuda, 10^4 steps).
 # The page's server under attack, four minutes.
 # And processes that race for memory of one device, queue for it and are killed while they write the ledger: half an hour.
-# Then 500 kills at random moments and disks that are full at every write, a quarter of an hour each.
+# Then 500 kills at random moments and disks that are full at every write, half an hour each.
 soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak/soak_ranks.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak_long.py
