@@ -30,7 +30,7 @@ from tests.dashboard.folders import lines as lines_of
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A server with room for 8 connections, 4 of them from here, in which everything happens soon."""
     patched = pytest.MonkeyPatch()
-    for name, seconds in (("RECEIVE_S", 0.4), ("STALLED_S", 0.3), ("LINGER_S", 0.2)):
+    for name, seconds in (("RECEIVE_S", 0.8), ("STALLED_S", 0.3), ("LINGER_S", 0.2)):
         patched.setattr(connections, name, seconds)
     patched.setattr(connections, "MOST", 16)
     root = tmp_path_factory.mktemp("root")
@@ -65,14 +65,16 @@ def answer(stream: socket.socket) -> bytes:
 POST = "POST /api/chat HTTP/1.1\r\nHOST\r\nContent-Type: application/json\r\n"
 
 
-@pytest.mark.parametrize(
-    "sent",
-    ["", "GET / HT", "GET / HTTP/1.1\r\nHOST\r\nX: ", POST + "Content-Length: 9\r\n\r\n{",
-     POST + "Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"],
-    ids=["nothing", "no line", "no header", "no body", "no end"],
-)  # fmt: skip
-def test_a_request_that_does_not_arrive_ends(port: int, sent: str) -> None:
-    assert b"HTTP/1.1 200" not in answer(connect(port, sent))
+def test_a_request_that_does_not_arrive_ends(port: int) -> None:
+    sent = {
+        "nothing": "",
+        "no line": "GET / HT",
+        "no header": "GET / HTTP/1.1\r\nHOST\r\nX: ",
+        "no body": POST + "Content-Length: 9\r\n\r\n{",
+        "no end": POST + "Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+    }
+    opened = {name: connect(port, text) for name, text in sent.items()}
+    assert {name: answer(stream) for name, stream in opened.items()} == dict.fromkeys(sent, b"")
 
 
 def test_a_second_request_that_does_not_arrive_ends(port: int) -> None:
