@@ -93,8 +93,8 @@ def test_the_straight_run_takes_every_path(bench: Bench) -> None:
 def test_kill_nine_at_random_moments(bench: Bench) -> None:
     """The short form of tests/soak/soak_kills.py: half of the kills hit a resume, some an export."""
     lives = Lives(bench.processes, bench.line, bench.straight, bench.root / "lives", bench.seconds, seed=20240917)
-    tally = lives.until(12)
-    assert tally.resumes >= 4 and len(tally.phases) > 2, tally
+    tally = lives.until(10)
+    assert tally.resumes >= 3 and len(tally.phases) > 2, tally
 
 
 PLACES = {
