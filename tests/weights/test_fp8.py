@@ -140,7 +140,7 @@ def test_an_fp8_base_refuses_codes_that_are_no_numbers(wide_folder: Path, tmp_pa
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[7, 5] = 0xFF
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(GraftuneError, match="a weight holds NaN or infinity"):
+    with pytest.raises(GraftuneError, match="holds numbers that are not finite"):
         oracle.ours(tmp_path / "m", base_dtype="fp8")
 
 
