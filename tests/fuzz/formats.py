@@ -7,9 +7,11 @@ fail only then.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,12 @@ class Format:
     share: int  # of all inputs, beside the others' shares
     make: Callable[[Random], Files]
     read: Callable[[Path], object]
+
+    def made(self, draw: Random) -> Files:
+        """An input. Where a number was drawn that its field cannot hold, another one is drawn."""
+        while True:
+            with contextlib.suppress(struct.error):
+                return self.make(draw)
 
 
 def all_formats(place: Path) -> list[Format]:

@@ -41,7 +41,7 @@ def test_damaged_inputs(known: dict[str, formats.Format], tmp_path: Path, monkey
     (tmp_path / "input").mkdir()
     for name, one in known.items():
         for number in range(INPUTS):
-            size = formats.write(tmp_path / "input", one.make(random.Random(f"3/{name}/{number}")))
+            size = formats.write(tmp_path / "input", one.made(random.Random(f"3/{name}/{number}")))
             verdict = judged(lambda: one.read(tmp_path / "input"), size, one.factor)  # noqa: B023 (called at once)
             assert verdict.fault in ("", "slow"), f"{name} {number}: {verdict.fault}\n{verdict.detail}"
             refused[name] += not verdict.accepted

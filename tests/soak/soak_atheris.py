@@ -26,10 +26,10 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="atheris-"))
     one = {known.name: known for known in formats.all_formats(place / "seeds")}[sys.argv.pop(1)]
     (place / "input").mkdir()
-    ((name, _),) = one.make(random.Random(0)).items()
+    ((name, _),) = one.made(random.Random(0)).items()
     for number in range(50):  # to begin with
         (place / "corpus").mkdir(exist_ok=True)
-        (place / "corpus" / str(number)).write_bytes(one.make(random.Random(number))[name] or b"")
+        (place / "corpus" / str(number)).write_bytes(one.made(random.Random(number))[name] or b"")
 
     def look(content: bytes) -> None:
         size = formats.write(place / "input", {name: content})

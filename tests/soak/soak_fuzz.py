@@ -116,7 +116,7 @@ def work(args: argparse.Namespace) -> None:
         board.go(at, number)
         one = known[at]
         signal.setitimer(signal.ITIMER_PROF, STUCK)
-        files = one.make(draw_of(args.seed, one.name, number))
+        files = one.made(draw_of(args.seed, one.name, number))
         size = formats.write(scratch, files)
         verdict = judged(lambda: one.read(scratch), size, one.factor)  # noqa: B023 (called at once)
         failed = bool(verdict.fault)
@@ -155,7 +155,7 @@ def _warm(known: list[Any], scratch: Path, seed: int) -> None:
 
     for one in known:
         for number in range(12):
-            size = formats.write(scratch, one.make(draw_of(seed + 1, one.name, number)))
+            size = formats.write(scratch, one.made(draw_of(seed + 1, one.name, number)))
             judged(lambda: one.read(scratch), size, one.factor)  # noqa: B023 (called at once)
 
 
@@ -297,7 +297,7 @@ def keep(args: argparse.Namespace, faults: list[dict[str, Any]], known: list[Any
 
             place = Path(args.keep) / f"{name.replace(' ', '-')}-{fault['number']}"
             place.mkdir(parents=True, exist_ok=True)
-            formats.write(place, by_name[name].make(draw_of(args.seed, name, fault["number"])))
+            formats.write(place, by_name[name].made(draw_of(args.seed, name, fault["number"])))
 
 
 def one_input(args: argparse.Namespace) -> int:
@@ -313,7 +313,7 @@ def one_input(args: argparse.Namespace) -> int:
         one = known[max(0, args.place)]
         folder = Path(args.keep or f"{place}/input")
         folder.mkdir(parents=True, exist_ok=True)
-        size = formats.write(folder, one.make(draw_of(args.seed, one.name, args.number)))
+        size = formats.write(folder, one.made(draw_of(args.seed, one.name, args.number)))
         signal.setitimer(signal.ITIMER_PROF, STUCK)
         verdict = judged(lambda: one.read(folder), size, one.factor)
         print(verdict)

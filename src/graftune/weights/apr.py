@@ -84,7 +84,7 @@ def load_apr(path: Path) -> Adapter:
         raise GraftuneError("was written by a newer schema", where=str(path), mend=f"write it as {SCHEMA}")
     for key in ("lora_rank", "lora_alpha"):
         value = get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31 or value != value:
+        if not _is_sensible(value):
             raise GraftuneError(f"its {key} is {value!r}", where=str(path), mend="nobody can guess it: export again")
     found = get("graftune")
     ours: dict[str, Any] = found if isinstance(found, dict) else {}
@@ -115,6 +115,11 @@ def _ours(stored: str, convolutions: object, path: Path) -> str:
     raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")
 
 
+def _is_sensible(value: Any) -> bool:
+    """Whether it can be a rank or an alpha; NaN cannot."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31
+
+
 def _settings(
     metadata: Mapping[str, Any], ours: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], path: Path
 ) -> LoraConfig:
@@ -128,7 +133,8 @@ def _settings(
     adapted = {match[2] for name in tensors if (match := _OURS.fullmatch(name))}
     new_tokens = ours.get("new_tokens") or []
     dropout = ours.get("dropout") or 0.0
-    sound = isinstance(stabilised, int | float | None) and isinstance(dropout, int | float) and 0 <= dropout < 1
+    sound = stabilised is None or _is_sensible(stabilised)
+    sound = sound and isinstance(dropout, int | float) and 0 <= dropout < 1
     if not adapted or not sound or not isinstance(new_tokens, list) or not all(isinstance(t, str) for t in new_tokens):
         raise GraftuneError("its settings make no sense", where=str(path), mend="export the adapter again")
     return LoraConfig(
