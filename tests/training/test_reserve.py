@@ -87,7 +87,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_holders_names(ledger, other
             train(settings(tiny_folder, tmp_path / "run", memory_share=share, wait_gpu=wait), console=Console())
         said = str(caught.value)
         assert when in said and f"process {os.getpid()} of " in said and "(train on another's data, " in said
-        assert "with --wait-gpu SECONDS" in said
+        assert "by setting wait_gpu to seconds" in said
     assert [entry.id for entry in ledger.entries()] == [other.entry.id] and not (tmp_path / "run").exists()
 
 

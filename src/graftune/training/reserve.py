@@ -215,7 +215,7 @@ class Reserver:
         return GraftuneError(
             f"training needs {human_bytes(size)} of {shared} and {human_bytes(room.left)} are left{waited}: "
             f"{_said(room)}",
-            mend=f"wait {longer}with --wait-gpu SECONDS, or let runs reserve more together with memory_share",
+            mend=f"wait {longer}by setting wait_gpu to seconds, or let runs reserve more together with memory_share",
         )
 
 
