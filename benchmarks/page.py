@@ -71,6 +71,11 @@ def resident_mib(pid: int) -> float:
     return int(found[1]) / 1024
 
 
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def opening(browser: Browser, folder: Path, steps: int) -> dict[str, Any]:
     RunFolder(folder / "long", steps=steps).start().train(steps, every=steps // 100).ended()
     with server(folder) as (address, _):
@@ -186,20 +191,28 @@ def training(browser: Browser | None, folder: Path, given: argparse.Namespace) -
     folder.mkdir()
     base = given.base or str(make_folder("llama", folder / "base"))
     speeds: dict[str, list[float]] = {"alone": [], "watched": []}
+    taken: list[float] = []  # of a core, by the server
     for number in range(PAIRS):
         for kind in ("alone", "watched") if number % 2 == 0 else ("watched", "alone"):
             with ExitStack() as stack:
                 out = folder / "runs" / f"{kind}-{number}"
                 out.parent.mkdir(exist_ok=True)
                 if kind == "watched":
-                    address, _ = stack.enter_context(server(out.parent))
+                    address, pid = stack.enter_context(server(out.parent))
                     watching = functools.partial(watch, stack, browser, address, out.name)
+                began = time.monotonic()
                 speeds[kind].append(trained(base, out, given, watching if kind == "watched" else lambda: None))
+                if kind == "watched":
+                    taken.append(cpu_seconds(pid) / (time.monotonic() - began))
             print(f"{kind} {number}: {speeds[kind][-1]:.1f} tokens/s", file=sys.stderr)
     medians = {kind: statistics.median(each) for kind, each in speeds.items()}
     where = "streams, as for a browser elsewhere" if browser is None else "a browser on the same cores"
     ratio = medians["watched"] / medians["alone"]
-    return {"training": ratio, "training_on": given.device, "watched_by": where, "speeds": speeds}
+    # A machine whose speed changes from minute to minute: what is watched against what ran right before or after it.
+    pairs = statistics.median(b / a for a, b in zip(speeds["alone"], speeds["watched"], strict=True))
+    found = {"training": ratio, "training_pairs": pairs, "training_on": given.device}
+    found |= {"server_cores": statistics.median(taken)}
+    return found | {"watched_by": where, "speeds": speeds}
 
 
 def watch(stack: ExitStack, browser: Browser | None, address: str, name: str) -> None:
