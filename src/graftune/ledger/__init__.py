@@ -13,8 +13,8 @@ Nothing here needs torch: how much memory a device has, and how much of it is fr
 
 from __future__ import annotations
 
-from graftune.ledger.book import BEAT, Claim, Ledger, Memory, Room, shared_ledger
+from graftune.ledger.book import BEAT, SHARE, Claim, Ledger, Memory, Room, shared_ledger
 from graftune.ledger.entry import HOST, LEASE, Entry
 from graftune.ledger.store import VARIABLE
 
-__all__ = ["BEAT", "HOST", "LEASE", "VARIABLE", "Claim", "Entry", "Ledger", "Memory", "Room", "shared_ledger"]
+__all__ = ["BEAT", "HOST", "LEASE", "SHARE", "VARIABLE", "Claim", "Entry", "Ledger", "Memory", "Room", "shared_ledger"]

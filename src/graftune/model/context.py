@@ -54,6 +54,14 @@ class Sequences(Protocol):
         ...
 
 
+MICRO_BATCHES = 4096  # of a step at most, as far as dropout's seeds go
+
+
+def dropout_seed(step: int, micro_batch: int) -> int:
+    """Of a micro-batch of the step behind `step` others: another one for each of a run."""
+    return step * MICRO_BATCHES + micro_batch
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Counter-based: the mask is a function of (seed, mask_id), so the backward computes it again instead of saving it,

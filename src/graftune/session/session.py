@@ -27,6 +27,7 @@ from graftune.data.summary import counted
 from graftune.errors import GraftuneError
 from graftune.kernels.adamw import Hyper
 from graftune.losses import Loss
+from graftune.model.context import dropout_seed
 from graftune.observe.speed import Meter
 from graftune.session import arguments, state, text
 from graftune.session.data_verbs import DataVerbs
@@ -35,7 +36,6 @@ from graftune.session.state import DataPosition
 from graftune.session.stepping import Batch, StepStats
 from graftune.step.evaluate import EvalResult
 
-MICRO_BATCHES = 4096  # of a step at most, as far as dropout's seeds go
 VERBS = (  # in the order in which a reader wants them
     *("prepare", "batches", "steps_per_epoch", "schedule", "forward_backward", "optim_step", "evaluate", "logprobs"),
     *("sample", "stream", "generate", "chat", "prompt_tokens", "describe"),
@@ -196,7 +196,7 @@ class Session(DataVerbs):
 
     def _next_dropout_seed(self) -> int:
         self._micro += 1
-        return self.steps * MICRO_BATCHES + self._micro - 1
+        return dropout_seed(self.steps, self._micro - 1)
 
     # Evaluation and text
 

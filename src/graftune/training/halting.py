@@ -17,6 +17,7 @@ from graftune.data.pack import pack, pack_nothing
 from graftune.errors import GraftuneError
 from graftune.files import remove_at_once
 from graftune.mixture import label
+from graftune.model.context import dropout_seed
 from graftune.step.not_finite import first_not_finite
 from graftune.step.tail import bit_sum
 from graftune.weights import checkpoint
@@ -66,7 +67,7 @@ def _too_many_skipped(run: Run, found: str) -> list[str]:
         f"{found}; "
         + ("there is no checkpoint from before them" if kept is None else f"step {kept}, from before them, is saved"),
         str(run.folder),
-        f"start anew with a lower lr or without these rows, or go on from there with {again} (with --max-skipped 0 it "
+        f"start anew with a lower lr or without these rows, or go on from there with {again} (with max_skipped 0 it "
         "never stops for this)",
     ]
 
@@ -109,7 +110,7 @@ def _not_finite(run: Run) -> str:
         examples = take(run.loader.examples, indices)
         layout = run.loader.layout
         batch = pack(examples, layout=layout) if indices else pack_nothing(layout)
-        found = first_not_finite(run.step, batch.to(run.session.runtime.device), place.step * 4096 + number)
+        found = first_not_finite(run.step, batch.to(run.session.runtime.device), dropout_seed(place.step, number))
         if found is not None and not said:
             chosen = examples if found.documents is None else [examples[i] for i in found.documents if i < len(indices)]
             said = f"{found.what} is the first, {_rows(run, [example.row for example in chosen])}"

@@ -26,6 +26,7 @@ from typing import Any
 
 from graftune.files import write_file
 from graftune.kernels.adamw import Hyper
+from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog, read_events
 from graftune.observe.marks import StepTrace, marked
@@ -266,7 +267,7 @@ class Run:
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
         hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
-        dropout_seeds = [p.step * 4096 + number for number in self.loader.bins(p.epoch, p.epoch_step)]
+        dropout_seeds = [dropout_seed(p.step, number) for number in self.loader.bins(p.epoch, p.epoch_step)]
         between = self._between
         if self.crew.world is not None:  # a step that others have begun is not left: all stop after the same one
             hyper["stop"], between = float(self.signal > 0), _go_on

@@ -19,6 +19,7 @@ import torch
 
 from graftune.config import Config
 from graftune.kernels.adamw import Hyper
+from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile
 from graftune.step.profile import profiled
@@ -78,7 +79,7 @@ class Sender:
         loader, optim = self.loader, self.config.optim
         hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
         hyper["divisor"] = loader.divisor(epoch, place)
-        seeds = [self.sent * 4096 + number for number in loader.bins(epoch, place)]
+        seeds = [dropout_seed(self.sent, number) for number in loader.bins(epoch, place)]
         self.session.pipeline.step(micro_batches, hyper, seeds)
         self.session.pipeline.finished()
         self.sent += 1

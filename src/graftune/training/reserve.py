@@ -20,7 +20,7 @@ import torch
 
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.ledger import HOST, VARIABLE, Claim, Entry, Ledger, Memory, Room, shared_ledger
+from graftune.ledger import HOST, SHARE, VARIABLE, Claim, Entry, Ledger, Memory, Room, shared_ledger
 from graftune.observe.console import Console
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, own_bytes, total_bytes
 from graftune.plan import Job, Plan, best, refusal, resolve_auto
@@ -30,7 +30,7 @@ from graftune.session import Session
 from graftune.training.ranks import Alone
 
 RESOLVED = ("recompute", "tokens_per_micro_batch", "base_dtype", "base_on", "shard_base")  # the same on every rank
-SHARE, UNIFIED_SHARE = 0.85, 0.6
+UNIFIED_SHARE = 0.6  # where CPU and GPU share one memory; of other devices it is SHARE
 TRIES = 5  # plans that others may be faster than
 PINNED = 1 << 28  # bytes of host memory beside a GPU that are claimed, too
 SETTLING = 0.2  # seconds between two looks at a ledger whose entries were lost
