@@ -149,7 +149,7 @@ def _some_tensor(draw: Random, made: Gguf) -> None:
         made.tensors.insert(draw.randrange(len(made.tensors) + 1), made.tensors[at])  # a name twice
     elif how == 1:
         del made.tensors[at]
-    elif how == 2:
+    elif how == 2 and shape:
         place = draw.randrange(len(shape))
         shape = (*shape[:place], extreme(draw), *shape[place + 1 :])
     elif how == 3:

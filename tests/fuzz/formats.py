@@ -55,10 +55,12 @@ class Format:
     read: Callable[[Path], object]
 
     def made(self, draw: Random) -> Files:
-        """An input. Where a number was drawn that its field cannot hold, another one is drawn."""
-        while True:
-            with contextlib.suppress(struct.error):
+        """An input. Where values were drawn that no file can be made of (a number that its field cannot hold), others
+        are drawn; a hundred times in a row is a mistake of the maker's."""
+        for _ in range(99):
+            with contextlib.suppress(struct.error, ValueError, OverflowError):
                 return self.make(draw)
+        return self.make(draw)
 
 
 def all_formats(place: Path) -> list[Format]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from graftune.errors import GraftuneError
 
-SECONDS, PER_BYTE = 1.0, 2e-6  # of CPU time: two seconds more per megabyte, which several readers read
+SECONDS = 1.0  # of CPU time
 BYTES = 64 << 20
 LONGEST = 2000  # characters of a message: three parts of 600, and what joins them
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -93,7 +93,7 @@ def _once(read: Callable[[], object], size: int, factor: float) -> Verdict:
     except BaseException as error:  # panics of compiled libraries are no Exception
         fault, detail = f"{type(error).__name__}: {str(error)[:200]}", traceback.format_exc()[-3000:]
     seconds, grown = time.process_time() - began, max(0, peak() - before)
-    if not fault and seconds > SECONDS + PER_BYTE * size:
+    if not fault and seconds > SECONDS:
         fault, detail = "slow", f"{seconds:.2f} s"
     if not fault and grown > BYTES + factor * size:
         fault, detail = "memory", f"{grown >> 20} MiB for {size} bytes"

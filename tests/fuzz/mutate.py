@@ -185,7 +185,8 @@ def _changed(draw: Random, value: Any, tree: Any, places: list[Path]) -> Any:
             )
         )
     if isinstance(value, float):
-        return draw.choice((value * 1e9, -value, value / 1e300, round(value % 1e9) if value < 1e300 else 0, str(value)))
+        whole = round(value % 1e9) if abs(value) < 1e300 else 0
+        return draw.choice((value * 1e9, -value, value / 1e300, whole, str(value)))
     if isinstance(value, str):
         return some_text(draw, value)
     return any_value(draw)

@@ -266,7 +266,6 @@ def report(args: argparse.Namespace, workers: list[Worker], home: Path, seconds:
         shown = [row[key] for key in ("inputs", "refused", "accepted", "slowest_s", "peak_mib", "failures")]
         print(f"{row['format']:14}" + "".join(f"{value:9}" for value in shown))
     print(f"{total} inputs in {seconds:.0f} s by {args.jobs} workers, {len(faults)} failures listed, seed {args.seed}")
-    keep(args, faults, known)
     if args.out:
         Path(args.out).write_text(
             json.dumps(
@@ -281,6 +280,7 @@ def report(args: argparse.Namespace, workers: list[Worker], home: Path, seconds:
                 indent=1,
             )
         )
+    keep(args, faults, known)
     return 1 if faults else 0
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ON_CUDA = [
     *("--device", "cuda", "--compute-dtype", "bf16", "--rank", "8", "--dropout", "0.1", "--lr", "0.01"),
-    *("--epochs", "40", "--tokens-per-step", "256", "--tokens-per-micro-batch", "128", "--eval-every", "30"),
+    *("--epochs", "300", "--tokens-per-step", "256", "--tokens-per-micro-batch", "128", "--eval-every", "30"),
     *("--save-every", "20", "--schedule", "constant", "--patience", "0", "--samples", "2", "--sample-tokens", "3"),
 ]
 

@@ -2,9 +2,10 @@
 
 A life is one run: begun, killed, resumed, killed again, finished, exported. The moment of a kill is uniform over the
 time that the process would have taken, so imports aside (a forked child has them) every phase is hit as often as it is
-long. After each kill what has its final name must be whole; at the end of a life the adapter, the export and the log's
-figures must be those of the undisturbed run, and nothing else may lie about. tests/two_ways/test_resume.py lives a few
-lives, tests/soak/soak_kills.py hundreds.
+long. A process of its own starts for longer than it trains: most of its kills wait for a step that is drawn. After
+each kill what has its final name must be whole; at the end of a life the adapter, the export and the log's figures
+must be those of the undisturbed run, and nothing else may lie about. tests/two_ways/test_resume.py lives a few lives,
+tests/soak/soak_kills.py hundreds.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from graftune.observe.events import evals, parsed, read_events, steps
+from graftune.observe.events import BEGINNINGS, evals, parsed, read_events, steps
 from graftune.weights import checkpoint
 from tests.training.runs import ROOT
 
 FIGURES = ("step", "epoch", "loss", "grad_norm", "lr", "response_tokens")
 MOST_IN_A_ROW = 8  # kills of one run before it may finish
+IN_STEPS = 0.8  # of the kills of processes that start slowly: those that wait for a step
+AFTER_A_STEP = 0.3  # seconds, at most
 EXPORTS = (("merged", "merged"), ("gguf-lora", "adapter.gguf"))
 
 
 class Starts(Protocol):
     """Something that starts `graftune ...`, one process at a time: tests.training.runs.Processes, or Fresh."""
+
+    slow: bool  # whether starting takes longer than training
 
     def start(self, *line: str, log: Path, environment: dict[str, str] | None = None) -> int: ...
     def wait(self) -> int: ...
@@ -40,6 +45,8 @@ class Starts(Protocol):
 
 class Fresh:
     """A process of its own for each command line, imports and all: on a GPU nothing can be forked."""
+
+    slow = True
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -96,11 +103,17 @@ class Lives:
         self.starts.start(*line, log=self.log, environment=self.environment)
         return self.starts.wait()
 
-    def _killed(self, seconds: float, *line: str) -> bool:
-        """Whether the process was there to be killed at a moment of so many seconds."""
-        began = time.monotonic()
+    def _killed(self, seconds: float, *line: str, run: Path | None = None) -> bool:
+        """Whether the process was there to be killed at a moment of so many seconds, or at a step of `run`."""
+        began, before = time.monotonic(), _begun(run) if run else 0
         pid = self.starts.start(*line, log=self.log, environment=self.environment)
-        time.sleep(max(0.0, self.draw.uniform(0, seconds) - (time.monotonic() - began)))
+        if run and self.starts.slow and self.draw.random() < IN_STEPS:
+            wanted = self.draw.randint(0, len(self.want[0]) - _done(run))
+            while not _came_to(run, wanted, before) and time.monotonic() - began < 4 * self.seconds:
+                time.sleep(0.01)
+            time.sleep(self.draw.uniform(0, AFTER_A_STEP))
+        else:
+            time.sleep(max(0.0, self.draw.uniform(0, seconds) - (time.monotonic() - began)))
         with suppress(ProcessLookupError):  # it was done already
             os.kill(pid, signal.SIGKILL)
         code = self.starts.wait()
@@ -126,7 +139,7 @@ class Lives:
                 break
             left = 1 - 0.7 * _done(run) / len(self.want[0])
             before = _resumed(run)
-            if not self._killed(self.seconds * left, *self._next(run)):
+            if not self._killed(self.seconds * left, *self._next(run), run=run):
                 break
             self._count(run, resumes, before)
             in_a_row += 1
@@ -222,13 +235,26 @@ def _events(run: Path) -> list[dict[str, object]]:
     """Of the process that was last; read as a kill left it."""
     lines = (run / "metrics.jsonl").read_bytes().split(b"\n") if (run / "metrics.jsonl").exists() else []
     found = [event for line in lines if (event := parsed(line)) is not None]
-    starts = [at for at, event in enumerate(found) if event["event"] in ("run_start", "resume")]
+    starts = [at for at, event in enumerate(found) if event["event"] in BEGINNINGS]
     return found[starts[-1] :] if starts else []
 
 
-def _resumed(run: Path) -> int:
+def _came_to(run: Path, steps: int, before: int) -> bool:
+    """Whether the process that begins after `before` others has logged so many steps, or its end."""
+    if _begun(run) == before:
+        return False
+    said = [event["event"] for event in _events(run)]
+    return said.count("step") >= steps or "run_end" in said
+
+
+def _begun(run: Path, kinds: tuple[str, ...] = BEGINNINGS) -> int:
     log = run / "metrics.jsonl"
-    return log.read_bytes().count(b'"event": "resume"') if log.exists() else 0
+    said = log.read_bytes() if log.exists() else b""
+    return sum(said.count(f'"event": "{kind}"'.encode()) for kind in kinds)
+
+
+def _resumed(run: Path) -> int:
+    return _begun(run, ("resume",))
 
 
 def _done(run: Path) -> int:

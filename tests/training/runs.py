@@ -57,6 +57,8 @@ class Processes:
     """Children that run `graftune ...`, one at a time. `die_at=(place, n)`: SIGKILL itself at the n-th call there.
     `draws`: loss.png too, which takes as long as all the rest."""
 
+    slow = False
+
     def __init__(self, draws: bool = False) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
         self.server = subprocess.Popen(

@@ -194,7 +194,7 @@ def _check_numbers(path: Path, place: Progress) -> None:
     """What no run can have, whatever its length."""
     for name, value in asdict(place).items():
         if name.endswith("_loss"):
-            fits = value is None or (type(value) in (int, float) and not math.isinf(value))
+            fits = value is None or (type(value) is float and not math.isinf(value))
         else:
             fits = type(value) is int and value >= (-1 if name in ("last_eval", "best_step") else 0)
         if not fits:
