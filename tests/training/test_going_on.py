@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from graftune.api import train
 from graftune.cli import main
@@ -369,6 +371,23 @@ def test_numbers_that_no_run_has(numbers: dict[str, Any], summed: bool, finished
         place, _ = checkpoint.read_state(path)
         checkpoint.check_place(path, place, [5, 5, 5])
     assert "header" not in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(("name", "value"), [("weights", math.nan), ("m", math.inf), ("v", math.nan), ("v", -1.0)])
+def test_tensors_that_no_run_can_go_on_from(name: str, value: float, finished: Path, tmp_path: Path) -> None:
+    """With digests that fit: whoever changed them put them right, or an earlier version wrote them."""
+    run = stopped_copy(finished, tmp_path / "run")
+    path = checkpoint.latest(run / "checkpoints")
+    assert path is not None
+    checkpoint.check_whole(path)
+    held = load_file(path / checkpoint.TENSORS)
+    held[name][3] = value
+    save_file(held, path / checkpoint.TENSORS)
+    state = json.loads((path / checkpoint.STATE).read_text())
+    state["tensors"] = checkpoint._digest(path / checkpoint.TENSORS)
+    (path / checkpoint.STATE).write_text(json.dumps(state | {"sha256": checkpoint._checksum(state)}))
+    with pytest.raises(checkpoint.Damaged, match=rf"damaged \({name}"):
+        checkpoint.check_whole(path)
 
 
 def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path) -> None:

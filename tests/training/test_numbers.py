@@ -127,12 +127,16 @@ def test_a_weight_that_is_not_finite_is_named_and_not_saved(
         return report
 
     monkeypatch.setattr(Step, "update_step", overflowing)
-    asked = settings(tiny_folder("llama-shallow"), tmp_path / "run", save_every=2, eval_every=0)
+    asked = settings(tiny_folder("llama-shallow"), tmp_path / "run", save_every=1, keep_last=1, eval_every=0)
     asked.save(tmp_path / "run.yaml")
     assert main(["train", "-c", str(tmp_path / "run.yaml"), "--max-skipped", "2", "--epochs", "9"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"the weight {name} is the first" in last and "step 2, from before them, is saved" in last
-    assert max(checkpoint.steps(tmp_path / "run" / "checkpoints")) == 2
+    assert list(checkpoint.steps(tmp_path / "run" / "checkpoints")) == [2], "the one that step 3 would replace"
+    ends = asked.replace(out=str(tmp_path / "ends"), max_steps=3, val_split=0.0)
+    with pytest.raises(GraftuneError, match=r"at the end, after step 3, .* not finite; the last checkpoint is step 2"):
+        train(ends, console=QUIET)
+    assert not (tmp_path / "ends" / "adapter").exists()
 
 
 # What is noticed
@@ -146,9 +150,9 @@ def kinds(run: Path) -> list[str]:
 class Noted:
     """A guard that is told of made-up steps."""
 
-    def __init__(self, **more: Any):
+    def __init__(self, stop_on_warning: bool = False):
         self.said = list[tuple[int, str]]()
-        self.guard = Guard(lambda text, step, kind: self.said.append((step, kind)), 3, False, **more)
+        self.guard = Guard(lambda text, step, kind: self.said.append((step, kind)), 3, stop_on_warning)
         self.at = 0
 
     def step(self, loss: float = 2.0, norm: float = 1.0, skipped: bool = False, tokens: int = 90, scale: float = 0.0):
@@ -181,6 +185,19 @@ def test_a_gradient_of_zero_is_said_when_it_stays() -> None:
     for norm in (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0):
         noted.step(norm=norm)
     assert noted.said == [(6, guard.NO_GRADIENT)]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_each_warning_stops_a_run_that_asks_for_it(stops: bool) -> None:
+    for kind in (guard.SPIKE, guard.NO_GRADIENT, guard.TOKENS, guard.NOT_MOVED, guard.WORSE):
+        noted = Noted(stops)
+        for step in range(40):
+            noted.step(9.0 if (kind, step) == (guard.SPIKE, 39) else 2.0, norm=float(kind != guard.NO_GRADIENT))
+        noted.step(tokens=89 if kind == guard.TOKENS else 90)
+        for updates in (3, 4):
+            noted.guard.weights(updates, updates, 7 if kind == guard.NOT_MOVED else updates)
+        noted.guard.evaluation(4, 3.0 if kind == guard.WORSE else 1.0, 2.0)
+        assert [said for _, said in noted.said] == [kind] and noted.guard.stops == stops
 
 
 def test_skips_count_in_a_row_and_not_while_the_loss_scale_falls() -> None:

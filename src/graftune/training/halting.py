@@ -2,8 +2,8 @@
 
 Skipped updates leave weights and moments untouched, so the state from before the first of them is still there: it is
 written as the checkpoint of that step, and checkpoints of the steps since, which hold the same weights, are removed. A
-resume then begins where all was well. Where a weight itself is not finite (in fp16, beyond 65504) it is not written,
-and the last checkpoint from before is what a resume finds.
+resume then begins where all was well. Where the update before the skipped ones has made a weight that is not finite (in
+fp16, one beyond 65504), nothing is written any more, and the last checkpoint from before is what a resume finds.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def look_at_weights(run: Run) -> None:
     run.guard.weights(run.progress.step, int(run.step.count), int(bit_sum(run.session.arena.weights)))
 
 
+def look_at_end(run: Run) -> None:
+    """Whether there is something to hand over: the last weights, or better ones from before. On all ranks alike."""
+    if run.progress.best_step < 0 and not checkpoint.is_sound(run.session.arena):
+        run.guard.spoilt = True
+        raise Halted
+
+
 def halted(run: Run) -> GraftuneError:
     """Leaves the run so that it can be resumed; returns what to say. All ranks call it together."""
     run.step.discard()
@@ -45,6 +52,8 @@ def halted(run: Run) -> GraftuneError:
         if run.guard.too_many:
             found = _first_of_ranks(run, _not_finite(run))
             what, where, mend = run.crew.from_lead(lambda: _too_many_skipped(run, found))
+        elif run.guard.spoilt:
+            what, where, mend = run.crew.from_lead(lambda: _spoilt(run))
         else:
             what, where, mend = run.crew.from_lead(lambda: _stopped_by_warning(run))
     return GraftuneError(what, where=where, mend=mend)
@@ -53,31 +62,45 @@ def halted(run: Run) -> GraftuneError:
 def _too_many_skipped(run: Run, found: str) -> list[str]:
     guard, place, before = run.guard, run.guard.first_skipped, _before(run)
     count, last = guard.skipped, place["step"] + guard.skipped - 1
-    if bool(run.session.arena.compute.isfinite().all()):
+    if checkpoint.is_sound(run.session.arena):
         checkpoint.save(run.checkpoints, run.session.arena, before, run.identity(), run.step.scaler)
     for step, path in checkpoint.steps(run.checkpoints).items():
         if step > before.step:
             remove_at_once(path)
     checkpoint.prune(run.checkpoints, run.config.train.keep_last, before.best_step)
-    kept = max(checkpoint.steps(run.checkpoints), default=None)
     _end(run, NOT_FINITE)
-    again = f"graftune train --resume {shlex.quote(str(run.folder))}"
-    return [
-        f"{count} updates in a row (steps {place['step']} to {last}) were skipped because numbers were not finite: "
-        f"{found}; "
-        + ("there is no checkpoint from before them" if kept is None else f"step {kept}, from before them, is saved"),
-        str(run.folder),
-        f"start anew with a lower lr or without these rows, or go on from there with {again} (with max_skipped 0 it "
-        "never stops for this)",
-    ]
+    kept = _newest(run)
+    what = f"{count} updates in a row (steps {place['step']} to {last}) were skipped because numbers were not finite: "
+    none = "there is no checkpoint from before them"
+    what += f"{found}; " + (none if kept is None else f"step {kept}, from before them, is saved")
+    mend = "start anew with a lower lr or without these rows"
+    mend += "" if kept is None else f", or go on from there with {_again(run)}"
+    return [what, str(run.folder), f"{mend} (with max_skipped 0 it never stops for this)"]
+
+
+def _spoilt(run: Run) -> list[str]:
+    _end(run, NOT_FINITE)
+    kept = _newest(run)
+    what = f"at the end, after step {run.progress.step}, the trained weights are not finite; "
+    what += "there is no checkpoint" if kept is None else f"the last checkpoint is step {kept}"
+    return [what, str(run.folder), "start anew with a lower lr"]
 
 
 def _stopped_by_warning(run: Run) -> list[str]:
     run.save()
     _end(run, WARNING)
-    again = f"graftune train --resume {shlex.quote(str(run.folder))}"
-    what = f"stopped at step {run.progress.step}, as stop_on_warning asks: {run.guard.warning}"
-    return [what, str(run.folder), f"a checkpoint was saved; go on with {again}"]
+    what, kept = f"stopped at step {run.progress.step}, as stop_on_warning asks: {run.guard.warning}", _newest(run)
+    saved = f"the last checkpoint is step {kept}; go on with {_again(run)}"
+    return [what, str(run.folder), "start anew: there is no checkpoint" if kept is None else saved]
+
+
+def _newest(run: Run) -> int | None:
+    """The step of the newest checkpoint."""
+    return max(checkpoint.steps(run.checkpoints), default=None)
+
+
+def _again(run: Run) -> str:
+    return f"graftune train --resume {shlex.quote(str(run.folder))}"
 
 
 def _end(run: Run, stopped: str) -> None:

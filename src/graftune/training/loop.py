@@ -35,7 +35,7 @@ from graftune.step.schedule import learning_rate
 from graftune.training.ending import answer_samples, ask_base, finish
 from graftune.training.every import ProfiledSteps
 from graftune.training.guard import Guard
-from graftune.training.halting import Halted, halted, look_at_weights
+from graftune.training.halting import Halted, halted, look_at_end, look_at_weights
 from graftune.training.live import live_speed, profiled_steps, tracking_of
 from graftune.training.prepare import Prepared, report_start
 from graftune.training.preview import PreviewWriter
@@ -91,6 +91,7 @@ class Run:
         self.signal = 0
         self.last: int | None = None  # the step after which all ranks stop, once some rank wants to
         self.saved = -1  # the step of the last checkpoint
+        self.unsound = False  # whether it was said that something is not finite and is not saved
         self.may_give_up = False  # an evaluation or answers, which change no weight
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
@@ -225,6 +226,7 @@ class Run:
                     self.finish_steps()
                     look_at_weights(self)
                     self._halt_if_asked()
+                    look_at_end(self)
                     return "done"
                 if self.config.train.patience and p.stale >= self.config.train.patience:
                     return "early"
@@ -362,10 +364,16 @@ class Run:
         return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
 
     def save(self) -> None:
-        """After `finish_steps`: what the checkpoint holds is in the log."""
+        """After `finish_steps`: what the checkpoint holds is in the log. Weights that are not finite are not saved, so
+        that no checkpoint from before is deleted for them."""
         p = self.progress
         p.updates = int(self.step.count)
         if not self.crew.leads:
+            return
+        if not checkpoint.is_sound(self.session.arena):
+            if not self.unsound:
+                self.reporter.warn(f"what is trained is not finite at step {p.step}: it is not saved", p.step)
+            self.unsound = True
             return
         busy = self.crew.busy("writing a checkpoint")
         with marked("checkpoint"), busy, self.profiling.beside("checkpoint"):

@@ -4,7 +4,8 @@ and renamed.
 A folder `step-N` is therefore whole or absent, at whatever moment the process dies. The place is (step, epoch, step in
 epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
 Its numbers are checked, against their own checksum and against the run, before a tensor is read, and the tensors'
-file against the digest that lies beside them: a disk may lose what it said was written. A resume takes the newest
+file against the digest that lies beside them: a disk may lose what it said was written. Numbers that are not finite
+are neither written (`is_sound`) nor read. A resume takes the newest
 checkpoint that is whole (`newest_whole`) and sets damaged ones aside. Others may read a run while it goes on: `opened`
 takes a checkpoint that is there and holds it open, whatever is deleted meanwhile.
 """
@@ -30,8 +31,10 @@ from graftune.files import OLD, PART, new_folder, remove, remove_at_once
 from graftune.json_file import read_object
 from graftune.model.lora import Arena
 from graftune.weights import safetensors_io
+from graftune.weights.finite import is_finite
 
 STATE, TENSORS = "state.json", "state.safetensors"
+BUFFERS = {"weights", "m", "v"}  # of the arena
 DAMAGED = ".damaged"  # what follows the name of one that is set aside
 _PIECE = 1 << 26  # bytes of which a digest is taken at once, by one thread
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
@@ -64,6 +67,11 @@ class Progress:
     best_loss: float | None = None
     best_step: int = -1
     stale: int = 0  # evaluations since the best one
+
+
+def is_sound(arena: Arena) -> bool:
+    """Whether a run can go on from here: one number that is not finite spoils every later step, and all it trains."""
+    return all(is_finite(buffer) for buffer in (*_buffers(arena).values(), arena.compute))
 
 
 def save(root: Path, arena: Arena, progress: Progress, identity: Identity, scaler: Scale | None = None) -> Path:
@@ -163,7 +171,7 @@ def check_whole(path: Path, identity: Identity | None = None, epoch_steps: Seque
 
 
 def _check_tensors(path: Path) -> None:
-    """Against the digest in the state, which checkpoints of earlier versions lack."""
+    """Against the digest in the state, which checkpoints of earlier versions lack; and whether training can go on."""
     wanted = read_object(path / STATE).get("tensors", "")
     try:
         found = _digest(path / TENSORS) if wanted else ""
@@ -171,6 +179,22 @@ def _check_tensors(path: Path) -> None:
         raise _damaged(path, f"{TENSORS} is gone") from None
     if found != wanted:
         raise _damaged(path, "its tensors are not those that were written")
+    try:
+        with safe_open(str(path / TENSORS), framework="pt") as held:
+            for name in BUFFERS & set(held.keys()):
+                _check_finite(path, name, held.get_slice(name))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise _damaged(path, error) from None
+
+
+def _check_finite(path: Path, name: str, held: Any) -> None:
+    """A tensor of a file, some of it at a time."""
+    for start in range(0, held.get_shape()[0] if len(held.get_shape()) == 1 else 0, _PIECE):
+        values = held[start : start + _PIECE]
+        if values.is_floating_point() and not is_finite(values):
+            raise _damaged(path, f"{name} holds numbers that are not finite")
+        if name == "v" and bool((values < 0).any()):
+            raise _damaged(path, "v, a mean of squares, holds numbers below zero")
 
 
 def read_state(path: Path) -> tuple[Progress, Identity]:
