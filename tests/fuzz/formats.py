@@ -464,11 +464,11 @@ def _programs(model: Path) -> Iterator[Format]:
         for conversation in messages:
             made.render(conversation, tools=seeds.ROWS[3]["tools"], add_generation_prompt=True)
 
-    yield Format("record", TREE, 6, lambda draw: {"row.json": mutate.some_json(draw, draw.choice(seeds.ROWS))}, record)
+    yield Format("record", TREE, 7, lambda draw: {"row.json": mutate.some_json(draw, draw.choice(seeds.ROWS))}, record)
     yield Format(
         "template",
         TREE,
-        5,
+        6,
         lambda draw: {"t.jinja": text.some_template(draw).encode("utf-8", "surrogatepass")},
         template,
     )

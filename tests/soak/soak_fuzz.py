@@ -1,4 +1,4 @@
-"""Damaged files by the million: `python tests/soak/soak_fuzz.py --count 1100000 --jobs 14 --seconds 400`.
+"""Damaged files by the million: `python tests/soak/soak_fuzz.py --count 1130000 --jobs 14 --seconds 400`.
 
 Every input is a function of (seed, format, number): `--only FORMAT --number N` makes and reads a single one again. Each
 worker is a process that reads its inputs one after another in itself, under limits: of time by a timer of its own CPU
