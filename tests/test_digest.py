@@ -81,10 +81,26 @@ def test_what_changed_just_now_is_not_remembered(
     for _ in range(2):
         assert digest.sha256([large]) == truth(large)
     assert len(reads) == 2 and not remembered.cache_folder().exists()
+    assert digest.settled_state([large]) is None
     monkeypatch.setattr(digest.time, "time", lambda now=time.time: now() + 100)
     for _ in range(2):
         assert digest.sha256([large]) == truth(large)
     assert len(reads) == 3
+
+
+def test_what_changes_while_it_is_read_is_not_remembered(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = digest._computed
+
+    def then_changed(files: list[Path]) -> str:
+        found = computed(files)
+        large.write_bytes(b"changed" * 1000)
+        return found
+
+    before = truth(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(digest, "_computed", then_changed)
+        assert digest.sha256([large]) == before
+    assert not remembered.cache_folder().exists()
 
 
 def test_small_files_are_not_worth_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:

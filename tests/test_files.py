@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,78 @@ class Deaths:
             if done:
                 return
         raise AssertionError("more calls than expected")
+
+
+class Disk:
+    """What reaches the disk below a folder, in order: `flush NAME`, `rename` and `remove`."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch):
+        self.root, self.calls = root, list[str]()
+        for owner, name in ((os, "rename"), (os, "replace"), (files, "_exchange"), (shutil, "rmtree")):
+            word = "remove" if name == "rmtree" else "rename"
+            monkeypatch.setattr(owner, name, self._noted(word, getattr(owner, name)))
+        monkeypatch.setattr(os, "fsync", self._flushed)
+
+    def _noted(self, word: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            self.calls.append(word)
+            return real(*args, **named)
+
+        return call
+
+    def _flushed(self, handle: int) -> None:
+        paths = (self.root, *self.root.rglob("*"))
+        self.calls.append(f"flush {next(p.name for p in paths if p.stat().st_ino == os.fstat(handle).st_ino)}")
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path, monkeypatch)
+    write_file(tmp_path / "x", "new")
+    assert disk.calls == ["flush x.part", "rename", f"flush {tmp_path.name}"]
+
+
+@pytest.mark.parametrize(("there_is_one", "can_exchange"), [(False, True), (True, True), (True, False)])
+def test_a_folder_is_on_the_disk_before_it_takes_its_place(
+    there_is_one: bool, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that is in it; and the old one goes only when its successor's name is on the disk, too."""
+    if not can_exchange:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    if there_is_one:
+        (tmp_path / "x").mkdir()
+    disk = Disk(tmp_path, monkeypatch)
+    with new_folder(tmp_path / "x") as aside:
+        (aside / "deep").mkdir()
+        for name in ("a", "deep/b"):
+            (aside / name).touch()
+    before = disk.calls.index("rename")
+    assert set(disk.calls[:before]) == {"flush a", "flush b", "flush deep", "flush x.part"}
+    assert disk.calls.index("flush x.part") == before - 1
+    after = [call for call in disk.calls[before:] if call != "rename"]
+    assert after == [f"flush {tmp_path.name}", *(["remove"] if there_is_one else [])]
+    assert disk.calls[-len(after) :] == after
+
+
+def test_what_a_kill_left_under_its_old_name_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays until a new one is there, and without one it gets its own name back."""
+    place, old = tmp_path / "adapter", tmp_path / "adapter.old"
+
+    def leave() -> None:
+        files.remove(place)
+        old.mkdir(exist_ok=True)
+        (old / "x").write_text("old")
+
+    def put() -> None:
+        with new_folder(place) as aside:
+            (aside / "x").write_text("new")
+
+    leave()
+    for done in Deaths(monkeypatch).each(put):
+        assert (whole(place) / "x").read_text() in (("new",) if done else ("old", "new"))
+        leave()
+    (tmp_path / "adapter.part").mkdir()
+    files.settle_folder(place)
+    assert (place / "x").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 def test_a_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

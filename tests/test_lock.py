@@ -24,13 +24,15 @@ def test_a_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
         "lock = FolderLock(sys.argv[1]).acquire(); print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(GraftuneError, match=f"process {other.pid} is training in this folder; wait until"):
-            FolderLock(tmp_path).acquire()
-        holder = Holder.read((tmp_path / ".lock").read_bytes())
-        assert holder is not None and (holder.pid, holder.is_here, holder.lives) == (other.pid, True, True)
-        assert not replace(holder, began="1").lives, "another process of the same number"
-        other.kill()
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "held\n"
+            with pytest.raises(GraftuneError, match=f"process {other.pid} is training in this folder; wait until"):
+                FolderLock(tmp_path).acquire()
+            holder = Holder.read((tmp_path / ".lock").read_bytes())
+            assert holder is not None and (holder.pid, holder.is_here, holder.lives) == (other.pid, True, True)
+            assert not replace(holder, began="1").lives, "another process of the same number"
+        finally:
+            other.kill()
         other.wait()
         assert not holder.lives
     with FolderLock(tmp_path) as lock, pytest.raises(GraftuneError, match=f"process {os.getpid()} "):
@@ -75,3 +77,12 @@ def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(lock_module.fcntl, "flock", none)
     with FolderLock(tmp_path) as lock:
         assert "locks" in lock.unsupported.lower()
+
+
+def test_a_disk_that_fails_is_not_one_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", fails)
+    with pytest.raises(OSError, match="input/output"):
+        FolderLock(tmp_path).acquire()

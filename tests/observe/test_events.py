@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
-from graftune.observe.events import EventLog, evals, read_events, steps, to_json
+from graftune.observe.events import EventLog, evals, read_events, standing, steps, to_json
 
 
 def test_lines_are_whole_json_with_event_and_time(tmp_path: Path) -> None:
@@ -36,21 +39,50 @@ def test_what_json_cannot_hold_is_an_error_and_writes_nothing(tmp_path: Path) ->
     assert len(read_events(tmp_path / "m.jsonl")) == 1
 
 
-@given(cut=st.integers(0, 200))
-def test_a_log_cut_anywhere_reads_and_goes_on(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
-    path = tmp_path_factory.mktemp("cut") / "m.jsonl"
+def test_a_log_cut_anywhere_reads_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
     with EventLog(path) as log:
-        for step in range(1, 4):
+        for step in range(1, 3):
             log.emit("step", step=step, loss=1.5)
     whole = path.read_bytes()
-    path.write_bytes(whole[:cut])
-    before = read_events(path)
-    assert before == read_events(path) and [e["step"] for e in before] == list(range(1, len(before) + 1))
+    for cut in range(len(whole) + 1):  # also right behind a whole event, without its newline
+        path.write_bytes(whole[:cut])
+        before = read_events(path)
+        assert [e["step"] for e in before] == list(range(1, len(before) + 1))
+        with EventLog(path) as log:
+            log.emit("resume", step=len(before))
+        after = read_events(path)
+        assert after[:-1] == before and after[-1]["event"] == "resume"
+        assert all(json.loads(line) for line in path.read_bytes().splitlines())
+
+
+def test_a_line_is_written_whole_or_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes ten bytes at a time, and is then full amid a line."""
+
+    class Disk(io.FileIO):
+        room = 1000
+
+        def write(self, line: bytes) -> int:  # type: ignore[override]
+            if self.room <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.room -= 10
+            return super().write(line[:10])
+
+    path, flushed = tmp_path / "m.jsonl", list[int]()
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
     with EventLog(path) as log:
-        log.emit("resume", step=len(before))
-    after = read_events(path)
-    assert after[:-1] == before and after[-1]["event"] == "resume"
-    assert all(json.loads(line) for line in path.read_bytes().splitlines())
+        log._file.close()
+        log._file = disk = Disk(path, "ab")
+        log.emit("step", step=1)
+        log.sync()
+        assert flushed == [path.stat().st_ino]
+        whole, disk.room = path.read_bytes(), 20
+        with pytest.raises(OSError, match=r"No space left on device: .*m\.jsonl"):
+            log.emit("step", step=2)
+        assert path.read_bytes() == whole and [e["step"] for e in read_events(path)] == [1]
+        disk.room = 1000
+        log.emit("step", step=2)
+    assert [e["step"] for e in read_events(path)] == [1, 2]
 
 
 def test_a_tail_of_zeros_is_cut_off(tmp_path: Path) -> None:
@@ -85,6 +117,8 @@ def test_a_resumed_step_replaces_the_first(tmp_path: Path) -> None:
     events = read_events(path)
     assert [(e["step"], e["loss"]) for e in steps(events)] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
     assert [e["step"] for e in evals(events)] == [0]
+    ended = [{"event": kind, "step": step} for kind, step in (("step", 3), ("run_end", 3), ("resume", 3), ("step", 4))]
+    assert [e["event"] for e in standing(ended)] == ["step", "resume", "step"], "a run that goes on has not ended"
 
 
 def test_without_resume_events_the_latest_of_each_step_counts() -> None:
