@@ -98,6 +98,10 @@ def test_memory_of_programs_that_reserve_nothing_counts(ledger: Ledger) -> None:
 def test_ranks_of_a_run_are_not_in_each_others_way(ledger: Ledger) -> None:
     assert claim(ledger, 50, group="run").granted and claim(ledger, 50, group="run").granted
     assert not claim(ledger, 1, group="run").granted
+    other = Memory(1000, 1000)  # beside a stranger all that the run has counts
+    for size, group in ((300, "a stranger"), (400, "run")):
+        assert claim(ledger, size, other, group=group).granted
+    assert not claim(ledger, 151, other, group="run").granted and claim(ledger, 50, other, group="run").granted
 
 
 def test_a_dead_process_holds_nothing(ledger: Ledger, helper: subprocess.Popen[str]) -> None:
@@ -119,8 +123,32 @@ def test_a_dead_process_holds_nothing(ledger: Ledger, helper: subprocess.Popen[s
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended and nobody has asked how
     assert json.loads(ledger.store.path.read_text())["entries"][-1]["task"] == "child"
+    assert ledger.room(GPU, ALL).left == 25, "for a plan, too"
     assert claim(ledger, 25).granted
     os.waitpid(child, 0)
+
+
+def test_a_process_that_is_hidden_holds_as_long_as_it_renews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc does not show the processes of others."""
+    theirs = replace(entry.new_entry(GPU, 60, "test", ""), granted=True)
+    monkeypatch.setattr(entry, "process_start", lambda pid: "")
+    assert theirs.lives(theirs.expires - 1) and not theirs.lives(theirs.expires + 1)
+
+
+def test_a_forked_child_gives_nothing_back(ledger: Ledger) -> None:
+    """A worker process has a copy of the claim, and of what is done at the end."""
+    held = claim(ledger, 60)
+    child = os.fork()
+    if not child:
+        try:
+            held.release()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert [e.id for e in ledger.entries()] == [held.entry.id]
+    held.release()
+    held.beat(0)  # of a thread that was about to
+    assert ledger.entries() == []
 
 
 def test_a_process_of_another_container_holds_as_long_as_it_renews(
@@ -131,8 +159,12 @@ def test_a_process_of_another_container_holds_as_long_as_it_renews(
     elsewhere.take(ALL)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # a date that is set back, or on, ends and prolongs no lease
     assert not claim(ledger, 60).granted
-    later = entry.clock() + LEASE + 1
+    later = entry.clock() + LEASE - 1
     monkeypatch.setattr(book, "clock", lambda: later)
+    elsewhere.beat(0)
+    later += LEASE - 1
+    assert not claim(ledger, 60).granted, "it has been renewed"
+    later += 2
     assert elsewhere.entry.started > 0 and claim(ledger, 60).granted
     assert not replace(elsewhere.entry, expires=later + 1e9).lives(later), "no lease is that long"
 
@@ -185,6 +217,25 @@ def test_claims_of_one_run_have_one_place_in_the_queue(ledger: Ledger) -> None:
     assert claim(ledger, 50, group="run").granted and not other.granted and first.granted
 
 
+def test_who_waited_before_the_ledger_was_lost_is_still_ahead(ledger: Ledger) -> None:
+    claim(ledger, 80)
+    waits = ledger.claim(GPU, 90, task="waits")
+    waits.take(ALL, queue=True)
+    for path in (ledger.store.path, ledger.store.path.with_name(ledger.store.name + ".copy")):
+        path.unlink()  # as programs do that clear /tmp
+    time.sleep(0.002)
+    comes = ledger.claim(GPU, 1, task="comes later")
+    assert comes.take(ALL, queue=True).settling and not comes.granted, "nobody knows who holds what"
+    waits.take(ALL, queue=True)
+    assert [e.task for e in comes.take(ALL, queue=True).ahead] == ["waits"]
+
+
+def test_nothing_settles_for_ever(ledger: Ledger) -> None:
+    with ledger.store.locked() as state:
+        state.settles = entry.clock() + LEASE + 60
+    assert claim(ledger, 60).granted
+
+
 def test_a_heartbeat_keeps_a_claim_and_enters_what_was_lost(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "BEAT", 0.01)
     with claim(ledger, 60) as held:
@@ -219,12 +270,16 @@ def test_a_damaged_ledger_is_put_aside(content: bytes, ledger: Ledger, monkeypat
 
 
 def test_a_writer_that_was_killed_loses_nothing(ledger: Ledger) -> None:
-    """Of the two copies one is whole, wherever it was killed."""
+    """Of the two copies one is whole, wherever it was killed. One that can be read need not be."""
     claim(ledger, 60)
     path = ledger.store.path
     whole = path.read_bytes()
-    for torn in (path, path.with_name(path.name + ".copy")):
-        torn.write_bytes(whole[: len(whole) // 2] + b"}")
+    mixed = whole.replace(b'"planned": 60', b'"planned": 10')
+    assert json.loads(mixed)["entries"][0]["planned"] == 10
+    for torn, content in itertools.product(
+        (path, path.with_name(path.name + ".copy")), (whole[: len(whole) // 2] + b"}", mixed)
+    ):
+        torn.write_bytes(content)
         assert [e.planned for e in ledger.entries()] == [60] and not claim(ledger, 60).granted
         torn.write_bytes(whole)
     assert not ledger.said  # type: ignore[attr-defined]
@@ -244,6 +299,9 @@ def test_hostile_ledgers_are_refused() -> None:
         assert getattr(found, name) == value and store.parsed(store.written(store.State([found]))).entries == [found]
         found.lives(0.0)
     assert 20 < taken < 100
+    for name, value in (("planned", -60), ("measured", -1), ("measured", 2**61), ("ticket", -1), ("pid", 0)):
+        with pytest.raises(ValueError, match="out of range"):
+            entry.read_entry({**good.document(), name: value})
     for wrong in ([], {}, None, good.document() | {"more": 1}):
         with pytest.raises(ValueError, match="other fields"):
             entry.read_entry(wrong)
@@ -345,6 +403,30 @@ def test_a_forked_child_does_not_keep_the_lock(ledger: Ledger, monkeypatch: pyte
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_lock_that_is_cleared_away_is_made_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it: a lock on no file would keep nobody out."""
+    real, waited = store._wait_for, list[int]()
+
+    def then_gone(handle: int, limit: float) -> None:
+        real(handle, limit)
+        if not waited:
+            ledger.store.path.with_name(ledger.store.name + ".lock").unlink()
+        waited.append(handle)
+
+    monkeypatch.setattr(store, "_wait_for", then_gone)
+    monkeypatch.setattr(store, "PATIENCE", 0.05)
+    with ledger.store.locked(), pytest.raises(GraftuneError, match="another process has kept it locked"):
+        Ledger(ledger.store.folder).check()
+
+
+def test_a_full_ledger_takes_no_more_and_stays_whole(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MOST_ENTRIES", 2)
+    claim(ledger, 1), claim(ledger, 1)
+    with pytest.raises(GraftuneError, match="File too large"):
+        claim(ledger, 1)
+    assert len(ledger.entries()) == 2 and not ledger.said  # type: ignore[attr-defined]
 
 
 def test_ledgers_of_other_boots_go(ledger: Ledger) -> None:
