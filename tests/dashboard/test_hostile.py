@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -16,10 +17,11 @@ import pytest
 from graftune.dashboard import connections, lines, log
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard.bounded import CUT, cut
-from graftune.dashboard.connections import Connections, most_connections
+from graftune.dashboard.connections import AtMost, Connections, most_connections
 from graftune.dashboard.glance import Glance
 from graftune.dashboard.lines import appended
 from graftune.dashboard.log import Log
+from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.serving import Page
 from tests.dashboard.folders import client, start, step, write_run
@@ -74,6 +76,10 @@ def test_a_request_that_does_not_arrive_ends(port: int) -> None:
         "no end": POST + "Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
     }
     opened = {name: connect(port, text) for name, text in sent.items()}
+    with connect(port, "GET / HTTP/1.1\r\nHOST\r\nX: ") as drips, pytest.raises(ConnectionError):
+        for _ in range(40):  # a byte at a time does not put off the end
+            drips.sendall(b"x")
+            time.sleep(0.05)
     assert {name: answer(stream) for name, stream in opened.items()} == dict.fromkeys(sent, b"")
 
 
@@ -139,6 +145,28 @@ def test_room_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most_connections() == 128
 
 
+def test_so_many_answers_at_once() -> None:
+    now = most = streams = 0
+
+    async def answers(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal now, most, streams
+        if scope["path"].endswith("/events"):
+            streams += 1
+            return await asyncio.sleep(0.02)
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001)
+        now -= 1
+
+    async def ask() -> None:
+        limited = AtMost(answers, 3)
+        paths = ["/api/runs/r", "/api/runs/r/events"] * 9
+        await asyncio.gather(*(limited({"type": "http", "path": path}, None, None) for path in paths))
+
+    asyncio.run(asyncio.wait_for(ask(), 10))
+    assert most == 3 and streams == 9
+
+
 def strict(text: str | bytes) -> Any:
     """As a browser reads JSON."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -199,6 +227,12 @@ def test_what_is_kept_of_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         slow.advance()
         looks += 1
     assert looks > 10 and slow.evals == glance.evals and slow.step == glance.step
+
+
+def test_a_document_that_is_too_long_is_none(tmp_path: Path) -> None:
+    """Not its beginning, which would be another document."""
+    (tmp_path / "x").write_bytes(b"[1, 2]")
+    assert read_bytes(tmp_path / "x", 6) == b"[1, 2]" and read_bytes(tmp_path / "x", 5) is None
 
 
 def test_cut() -> None:

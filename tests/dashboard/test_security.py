@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from graftune.cli import main
 from graftune.dashboard import runs as runs_module
-from graftune.dashboard import security
+from graftune.dashboard import security, streams
 from graftune.dashboard.runs import open_runs
-from graftune.dashboard.security import TOKEN, Budget
+from graftune.dashboard.security import TOKEN, Budget, Guard
 from graftune.dashboard.serving import Page, token_for
 from graftune.errors import GraftuneError
 from tests.dashboard.folders import client, start, step, write_run
@@ -46,11 +48,12 @@ def test_other_pages_and_other_names_are_refused(tmp_path: Path) -> None:
 
 def test_no_script_of_others(tmp_path: Path) -> None:
     page = client(tmp_path)
-    for path in ("/", "/api/runs", "/nothing"):
-        headers = page.get(path).headers
+    for path, name in (*((path, "localhost") for path in ("/", "/api/runs", "/nothing")), ("/", "evil.example")):
+        headers = page.get(path, headers={"host": name}).headers
         policy = headers["content-security-policy"]
         assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+    assert page.get("/api/runs").headers["cache-control"] == "no-store"
     html = page.get("/").text
     assert "<style" not in html and " onclick" not in html and "<script>" not in html
 
@@ -63,9 +66,12 @@ def test_outside_of_loopback_there_is_a_token(tmp_path: Path) -> None:
     for path in ("/", "/api/runs", "/static/index.html", "/api/runs/x/events"):
         assert status(page, path) == 401
     assert status(page, authorization=f"Bearer {SECRET}") == 200
-    assert status(page, authorization=f"Bearer {SECRET}x") == status(page, cookie="graftune_token=no") == 401
+    for wrong in (f"{SECRET}x", SECRET[:-1], SECRET.upper(), f"{SECRET[:-1]}é"):
+        assert status(page, authorization=f"Bearer {wrong}".encode("latin-1")) == 401, wrong  # type: ignore[arg-type]
+    assert status(page, cookie="graftune_token=no") == 401
     assert status(page, f"/api/runs?token={SECRET}") == 401, "only the page itself takes it from the address"
-    answer = page.get(f"/?token={SECRET}", follow_redirects=False)
+    stale = {"cookie": "graftune_token=of-the-server-before"}
+    answer = page.get(f"/?token={SECRET}", headers=stale, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     assert answer.headers["set-cookie"] == f"graftune_token={SECRET}; Path=/; HttpOnly; SameSite=Strict"
     assert status(page) == 200, "the cookie is enough from here on"
@@ -141,6 +147,19 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.post("/api/chat", **large).status_code == 413
     parts = (b"x" * 65536 for _ in range(20))  # without a length
     assert page.post("/api/chat", content=parts, headers=large["headers"]).status_code in (400, 413)
+    write_run(tmp_path / "r", start(1), step(1))
+    for number in ("9" * 16, "9" * 5000, "-1", "1e3", "²"):
+        assert status(page, f"/api/runs/r/series?points={number}") == 400, number[:20]
+    server = page.app.state.server
+    server.readers = streams.MOST_READERS
+    with pytest.raises(HTTPException, match="pages are open already; close one of them"):
+        server._stream(server.watch.events())
+    monkeypatch.setattr(security, "BURST", 3.0)
+    monkeypatch.setattr(security, "PER_SECOND", 0.0)
+    busy = client(tmp_path)
+    assert [status(busy, "/nothing") for _ in range(5)] == [404, 404, 404, 429, 429]
+    networks = [security._network(one) for one in ("2001:db8::1", "2001:db8::f:1", "2001:db8:0:1::1", "10.0.0.1", "x")]
+    assert networks[0] == networks[1] != networks[2] and networks[3:] == ["10.0.0.1", "x"]
     now = [0.0]
     monkeypatch.setattr(security.time, "monotonic", lambda: now[0])
     budget = Budget(3, 1.0)
@@ -150,3 +169,23 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(2 * security.ADDRESSES):
         budget.take(str(number))
     assert len(budget._left) == security.ADDRESSES
+
+
+def test_no_more_of_a_body_is_taken_than_the_limit() -> None:
+    """Whatever its header said, and although the application reads on."""
+    taken: list[int] = []
+
+    async def reads_on(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request":
+            taken.append(len(message["body"]))
+
+    async def endless() -> dict[str, Any]:
+        assert len(taken) < 100, "it is still read"
+        return {"type": "http.request", "body": b"x" * 65536, "more_body": True}
+
+    async def send(message: Any) -> None:
+        pytest.fail("it was refused")
+
+    scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Guard(reads_on)(scope, endless, send))
+    assert sum(taken) == security.LARGEST_BODY
