@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from graftune.config import PROJECTIONS, Config, Leaf, expand_targets, flatten, leaves
 from graftune.errors import GraftuneError
+from graftune.yaml_file import parse_yaml
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -136,14 +137,22 @@ def _bomb(levels: int) -> str:
         ("date: 2026-13-45", "cannot be read"),
         ("out: " + "x" * (1 << 20), "too large"),
         ("rank: " + "9" * 4000, "at most 4096"),
+        ("out: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("out: !!python/name:os.getcwd", "not valid YAML"),
     ],
-    ids=["bomb", "itself", "digits", "deep", "levels", "twice", "date", "large", "long"],
+    ids=["bomb", "itself", "digits", "deep", "levels", "twice", "date", "large", "long", "call", "name"],
 )
 def test_hostile_files_are_one_sentence(tmp_path: Path, text: str, part: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(GraftuneError, match=part) as caught:
         Config.load(path)
     assert str(path) in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_too_many_values_end_the_reading() -> None:
+    """Not only what is made of them: PyYAML takes seconds for a megabyte."""
+    with pytest.raises(GraftuneError, match="holds too many values; keep to settings"):
+        parse_yaml("a: [" + "1, " * 200 + "1]", "x.yaml", most=100)
 
 
 @pytest.mark.parametrize(

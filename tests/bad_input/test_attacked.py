@@ -30,7 +30,7 @@ from graftune.data.find import files_of
 from graftune.errors import GraftuneError
 from graftune.json_file import NotJson, read_object
 from graftune.mixture import Source
-from graftune.tokenizer import examine, from_folder
+from graftune.tokenizer import examine, from_folder, guard
 from graftune.weights import checkpoint
 from tests.fuzz import seeds
 
@@ -47,12 +47,68 @@ def test_a_tokenizer_is_examined_once(tmp_path: Path, monkeypatch: pytest.Monkey
         (place / "tokenizer.json").write_text(json.dumps(tokenizer))
         assert from_folder(place).encode("ab")
     assert len(asked) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.tokenizers, "__version__", "of next year")
+        from_folder(tmp_path / "b")
+        assert len(asked) == 2, "another version of the library may fail on it"
+    asked.pop()
     tokenizer["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
     (tmp_path / "b" / "tokenizer.json").write_text(json.dumps(tokenizer))
     for _ in range(2):  # a refusal is not remembered
         with pytest.raises(GraftuneError, match="chunk size must be non-zero"):
             from_folder(tmp_path / "b")
     assert len(asked) == 3
+
+
+def test_a_panic_is_a_sentence_and_a_signal_is_none() -> None:
+    """A panic of the library's Rust code is no Exception; what else is none is not the library's."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Stopped(BaseException):
+        pass
+
+    said = r"a\.json: the tokenizer cannot be loaded \(index out of bounds\)"
+    with pytest.raises(GraftuneError, match=said), guard.guarded("be loaded", "a.json"):
+        raise PanicException("index out of bounds")
+    for other in (Stopped, KeyboardInterrupt, MemoryError):
+        with pytest.raises(other), guard.guarded("be loaded"):
+            raise other
+
+
+def test_who_examines_a_tokenizer_has_limits_and_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library in place of the real one says which limits, from inside of the child, or aborts it."""
+    (tmp_path / "tokenizers.py").write_text(
+        "import os, resource as r\n"
+        "class Tokenizer:\n"
+        "    def from_str(text):\n"
+        "        text or os.abort()\n"
+        "        raise Exception([r.getrlimit(kind)[0] for kind in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_CORE)])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert examine.fault_of("{}").endswith(str([examine.BYTES + 2 * examine.PER_BYTE, examine.SECONDS, 0]))
+    assert examine.fault_of("") == "the tokenizers library ends the process that loads it (signal 6)"
+
+
+def test_an_id_beyond_all_vocabularies_is_a_fault() -> None:
+    """The library makes an array of that length."""
+    tokenizer = seeds.tokenizer_json()
+    assert examine.examined(json.dumps(tokenizer)) == ""
+    tokenizer["model"]["vocab"]["a"] = examine.LARGEST_ID + 1
+    assert examine.examined(json.dumps(tokenizer)) == f"a token has the id {examine.LARGEST_ID + 1}"
+
+
+def test_padding_and_truncation_of_a_file_are_not_ours(tmp_path: Path) -> None:
+    """Some repositories ship those of their last training run: tokens would be lost, or made up, in silence."""
+    tokenizer, found = seeds.tokenizer_json(), []
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    padding |= {"pad_type_id": 0, "pad_token": "a"}
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    for more in ({}, {"padding": padding, "truncation": truncation}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer | more))
+        found.append(from_folder(tmp_path).encode("ab" * 9))
+    assert found[0] == found[1] and len(found[0]) > 2
 
 
 def test_odd_names_among_checkpoints(tmp_path: Path) -> None:

@@ -235,3 +235,12 @@ def test_it_costs_little(path: Path) -> None:
         theirs.render(messages=talk, bos_token="", eos_token="")
     with Calls(most=3 * plainly.count):
         ours.render(talk)
+
+
+def test_what_is_safe_for_one_type_is_not_for_another() -> None:
+    """Answers are remembered by type and name: a namespace may have any name, and a list is not to be changed."""
+    talk = list(TALK)
+    template = ChatTemplate("{% set n = namespace(append=1) %}{{ n.append }}{{ messages.append(1) }}", name="my.jinja")
+    with pytest.raises(GraftuneError, match=r"my\.jinja: "):
+        template.render(talk)
+    assert talk == TALK
