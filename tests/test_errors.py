@@ -38,13 +38,21 @@ def test_ordinary_text_stays_as_it_is() -> None:
     assert one_line("a" * LONGEST) == "a" * LONGEST and printable("a\tb\n") == "a\tb\n"
 
 
+def test_what_moves_the_cursor_or_turns_a_line_is_shown() -> None:
+    """In answers and rows of data, too, which are longer than a line: a lone carriage return writes over its line."""
+    assert printable("a\rb\r\nc\x7f\x08") == "a\u240db\nc\u2421\u2408"
+    for turns in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029, 0x85, 0x9B):
+        assert printable(f"a{chr(turns)}b") == "a\ufffdb", hex(turns)
+
+
 KEY, PASSWORD = "wk-0123456789abcdef", "pass/word-of-mine"
 
 
 @pytest.fixture
 def secrets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
-        for name, value in {"WANDB_API_KEY": KEY, "MLFLOW_TRACKING_PASSWORD": PASSWORD, "OWN_TOKEN": "short"}.items():
+        own = {"A_TOKEN": KEY[:12], "WANDB_API_KEY": KEY, "mlflow_tracking_password": PASSWORD, "OWN_TOKEN": "short"}
+        for name, value in own.items():
             patched.setenv(name, value)
         errors._secrets.cache_clear()
         yield
@@ -56,9 +64,13 @@ def test_no_secret_gets_into_a_message_or_a_run_folder(
 ) -> None:
     """A tracker's own error may quote its key, and an address its login."""
     said = f"refused: {KEY}, {PASSWORD} (short) at https://me:{KEY[:5]}@host/x?a=b@c and http://host/@a"
-    clean = "refused: [WANDB_API_KEY], [MLFLOW_TRACKING_PASSWORD] (short) at https://[login]@host/x?a=b@c"
+    clean = "refused: [WANDB_API_KEY], [mlflow_tracking_password] (short) at https://[login]@host/x?a=b@c"
     clean += " and http://host/@a"
     assert str(GraftuneError(said)) == clean
+    assert (
+        str(GraftuneError("at http://me:a@b@host/x and ftp://b@c/d"))
+        == "at http://[login]@host/x and ftp://[login]@c/d"
+    )
     with EventLog(tmp_path / "metrics.jsonl") as log:
         log.emit("warning", text=said, nested=[{"text": said}])
     Console().warn(said)

@@ -28,7 +28,7 @@ _CONTROLS = {
 LONGEST = 600  # characters of each part of a message
 _SECRET = ("TOKEN", "API_KEY", "PASSWORD", "SECRET", "SECRET_KEY", "ACCESS_KEY")  # how names of variables end
 _SHORTEST = 8  # characters of a secret: a shorter one would be found in every other word
-_LOGIN = re.compile(r"(?<=://)[^\s/@]+(?=@)")
+_LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)")
 
 
 def printable(text: str) -> str:
