@@ -42,8 +42,9 @@ class Runtime:
     def compute_name(self) -> str:
         return next(name for name, dtype in DTYPES.items() if dtype == self.compute)
 
-    def describe(self) -> str:
-        return f"{device_name(self.device)}, products in {self.compute_name} ({self.why})"
+    def describe(self, *, why: bool = True) -> str:
+        found = f"{device_name(self.device)}, products in {self.compute_name}"
+        return f"{found} ({self.why})" if why else found
 
 
 def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, deterministic: bool = False) -> Runtime:

@@ -405,6 +405,22 @@ def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path)
     assert resume.changed_since({"torch": "2.13.0"}, [{"event": "run_start"}]) == "", "an older version did not note it"
     since = [{"event": "run_start", "torch": "2"}, {"event": "resume", "torch": "3"}]
     assert resume.changed_since({"torch": "3"}, since) == ""
+    forged = resume.changed_since({"torch": "3"}, [{"event": "run_start", "torch": "2\nall is well"}])
+    assert "torch was 2 all is well and is 3" in forged, "a line of somebody's log forges none of ours"
+
+
+def test_the_same_device_is_no_change_however_it_was_chosen(finished: Path, tmp_path: Path) -> None:
+    """At first `auto` chose the dtype of products; a resume asks for what it chose."""
+    run = stopped_copy(finished, tmp_path / "run")
+    log = run / "metrics.jsonl"
+    again(run)
+    assert not [event for event in read_events(log) if event["event"] == "warning"]
+    here = next(event["device"] for event in read_events(log) if event["event"] == "resume")
+    assert here.endswith(", products in fp32"), "without the reason"
+    older = [{"event": "run_start", "device": f"{here} (no bf16 units here)"}]
+    assert resume.changed_since({"device": here}, older) == ""
+    other = [{"event": "run_start", "device": f"{here} (asked for)".replace("fp32", "bf16")}]
+    assert "products in bf16 (asked for) and is" in resume.changed_since({"device": here}, other)
 
 
 def test_another_gpu_is_the_same_kind_of_device(finished: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from graftune import __version__
 from graftune.config import Config, OptimConfig, TrainConfig
 from graftune.data.loader import Loader
-from graftune.errors import GraftuneError
+from graftune.errors import GraftuneError, one_line
 from graftune.mixture import absolute
 from graftune.observe.events import BEGINNINGS, Event, read_events
 from graftune.session import Session
@@ -153,7 +153,7 @@ def computed_by(session: Session) -> dict[str, str]:
     runtime = session.runtime
     on_cpu = {"cpu": torch.backends.cpu.get_cpu_capability()} if runtime.device.type == "cpu" else {}
     versions = {"graftune": __version__, "torch": str(torch.__version__)}
-    return versions | {"device": runtime.describe(), "attention": session.attention.backend} | on_cpu
+    return versions | {"device": runtime.describe(why=False), "attention": session.attention.backend} | on_cpu
 
 
 def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
@@ -162,8 +162,12 @@ def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
     for event in events:
         if event["event"] in BEGINNINGS:
             before = {**before, **event}
+    was = {name: str(before[name]) for name in now if name in before}
+    # Earlier versions also noted why a device was chosen, in brackets behind it, and that changes no bit.
     changes = [
-        f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+        f"{name} was {one_line(text, 200)} and is {now[name]}"
+        for name, text in was.items()
+        if text != now[name] and not text.startswith(f"{now[name]} (")
     ]
     if not changes:
         return ""
