@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from graftune.errors import GraftuneError
+from graftune import errors
+from graftune.errors import GraftuneError, one_line
 from graftune.ledger import LEASE, Claim, Ledger, Memory, book, entry, store
+from graftune.training.reserve import described
 
 GPU, ALL = "GPU-0", Memory(100, 100)
 
@@ -269,6 +272,31 @@ def test_a_damaged_ledger_is_put_aside(content: bytes, ledger: Ledger, monkeypat
     assert not room.settling and not mine.granted and [e.id for e in room.holders] == [held.entry.id]
 
 
+@pytest.mark.parametrize("lost", ["damaged", "removed", "never there"])
+def test_a_lost_ledger_settles_for_those_who_only_look(
+    lost: str, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run looks at the room before it claims any: nobody enters anything, and it must end all the same."""
+    claim(ledger, 60).release()
+    for path in (ledger.store.path, ledger.store.path.with_name(ledger.store.name + ".copy")):
+        path.write_bytes(b"garbage") if lost == "damaged" else path.unlink()
+    if lost == "never there":
+        os.truncate(ledger.store.path.with_name(ledger.store.name + ".lock"), 0)
+    real, passed = entry.clock, 0.0
+    for module in (book, store):
+        monkeypatch.setattr(module, "clock", lambda: real() + passed)
+    waits = 0
+    while ledger.room(GPU, ALL).settling and waits < 20:
+        waits, passed = waits + 1, passed + 1.0
+    said = ledger.said  # type: ignore[attr-defined]
+    if lost == "never there":
+        assert (waits, said) == (0, [])
+    else:
+        assert waits in (6, 7) and len(said) == 1, "the time goes on, and it is said once"
+        assert f"was {lost}" in said[0] and "enter it again within 6 s" in said[0]
+    assert claim(ledger, 60).granted
+
+
 def test_a_writer_that_was_killed_loses_nothing(ledger: Ledger) -> None:
     """Of the two copies one is whole, wherever it was killed. One that can be read need not be."""
     claim(ledger, 60)
@@ -296,8 +324,10 @@ def test_hostile_ledgers_are_refused() -> None:
         except ValueError:
             continue
         taken += 1
-        assert getattr(found, name) == value and store.parsed(store.written(store.State([found]))).entries == [found]
+        assert getattr(found, name) == (one_line(value) if name in ("task", "user", "host") else value)
+        assert store.parsed(store.written(store.State([found]))).entries == [found]
         found.lives(0.0)
+        assert described(found).isprintable()
     assert 20 < taken < 100
     for name, value in (("planned", -60), ("measured", -1), ("measured", 2**61), ("ticket", -1), ("pid", 0)):
         with pytest.raises(ValueError, match="out of range"):
@@ -308,9 +338,34 @@ def test_hostile_ledgers_are_refused() -> None:
     for wrong in ("settles", "next_ticket", "entries", "version"):
         body = json.loads(store.written(store.State([good])))
         del body["crc32"]
-        body[wrong] = "1"
-        with pytest.raises(ValueError, match="no ledger"):
-            store.parsed(json.dumps({"crc32": store._checksum(body), **body}).encode())
+        for value in ("1", 10**400, -1, None, math.inf):
+            with pytest.raises(ValueError, match="no ledger"):
+                store.parsed(signed(body | {wrong: value}).replace(b"Infinity", b"1e999"))
+
+
+def signed(body: dict[str, Any]) -> bytes:
+    return json.dumps({"crc32": store._checksum(body), **body}).encode()
+
+
+def test_what_an_entry_shows_is_one_line_of_what_it_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that one process takes out of a text makes the ledger one that others refuse."""
+    good = entry.new_entry(GPU, 60, "test", "").document()
+    assert entry.read_entry({**good, "task": "a\nwarning: b\x1b[2J\u202e"}).task == "a warning: b\u241b[2J\ufffd"
+    monkeypatch.setattr(errors, "_secrets", lambda: [("A_LONG_NAME_OF_A_" + "T" * 100, "secret78")])
+    found = entry.read_entry({**good, "task": "secret78" * 25})
+    assert len(found.task) <= entry.LONGEST_TEXT and entry.read_entry(found.document()) == found
+    for name in ("id", "group", "device", "began", "namespace"):
+        with pytest.raises(ValueError, match="not printable"):
+            entry.read_entry({**good, name: "a\nb"})
+
+
+def test_the_last_ticket_damages_nothing(ledger: Ledger) -> None:
+    """Somebody wrote the highest number there may be: the next one would make a ledger that nobody reads."""
+    with ledger.store.locked() as state:
+        state.next_ticket = entry.MOST_NUMBER
+    first, second = claim(ledger, 60), ledger.claim(GPU, 60, task="waits")
+    second.take(ALL, queue=True)
+    assert first.granted and [e.granted for e in ledger.entries()] == [True, False] and not ledger.said  # type: ignore[attr-defined]
 
 
 def test_a_place_that_users_share(tmp_path: Path, ledger: Ledger) -> None:
@@ -366,6 +421,7 @@ def as_user(number: int, work: Callable[[], bool]) -> bool:
 def test_what_is_no_plain_file_is_refused(kind: str, tmp_path: Path, ledger: Ledger) -> None:
     folder, path, victim = ledger.store.folder, ledger.store.path, tmp_path / "victim"
     victim.write_text("precious")
+    victim.chmod(0o600)
     if kind == "linked folder":
         (tmp_path / "real").mkdir()
         folder.symlink_to(tmp_path / "real")
@@ -381,7 +437,7 @@ def test_what_is_no_plain_file_is_refused(kind: str, tmp_path: Path, ledger: Led
         path.mkdir()
     with pytest.raises(GraftuneError, match=r"cannot be used .*; set GRAFTUNE_LEDGER to a folder that everybody"):
         ledger.check()
-    assert victim.read_text() == "precious"
+    assert victim.read_text() == "precious" and stat.S_IMODE(victim.stat().st_mode) == 0o600
 
 
 def test_a_lock_that_is_kept_stops_nobody_for_ever(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from graftune.api import train
 from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.ledger import HOST, Claim, Ledger, Memory
+from graftune.ledger import book as ledger_book
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
 from graftune.plan import card_here
@@ -166,6 +167,26 @@ def test_a_session_that_trains_nothing_enters_what_it_has_taken(ledger, tiny_fol
     session.close()
     del session
     gc.collect()
+    assert ledger.entries() == []
+
+
+def test_a_damaged_ledger_delays_a_run_and_stops_none(ledger, tiny_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ledger_book, "BEAT", 0.1)
+    ledger.check()
+    for name in (ledger.store.name, ledger.store.name + ".copy"):
+        (ledger.store.folder / name).write_text("garbage")
+    monkeypatch.setattr(reserve, "SETTLING", 0.05)
+    looks, real = [0], Ledger.room
+
+    def room(self: Ledger, *given: Any, **named: Any) -> Any:
+        looks[0] += 1
+        assert looks[0] < 100, "it never settles"
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(Ledger, "room", room)
+    said = io.StringIO()
+    train(settings(tiny_folder, tmp_path / "run"), console=Console(stderr=said))
+    assert said.getvalue().count("was damaged and is put aside") == 1 and (tmp_path / "run" / "adapter").is_dir()
     assert ledger.entries() == []
 
 

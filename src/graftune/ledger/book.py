@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from graftune.errors import GraftuneError
-from graftune.ledger.entry import LEASE, Entry, clock, new_entry
+from graftune.ledger.entry import LEASE, MOST_NUMBER, Entry, clock, new_entry
 from graftune.ledger.store import State, Store, place
 
 BEAT = 3.0  # seconds between two heartbeats of a claim
@@ -110,7 +110,7 @@ class Claim:
             room = _room(state, self.entry, memory, self.share)
             granted = room.takes(self.entry.planned)
             if granted or queue:
-                state.next_ticket = max(state.next_ticket, self.entry.ticket + 1)
+                state.next_ticket = min(max(state.next_ticket, self.entry.ticket + 1), MOST_NUMBER)
                 self._put(state, mine, replace(self.entry, granted=granted))
             else:
                 self.entry = replace(self.entry, ticket=0)

@@ -9,7 +9,6 @@ counts from the machine's start: setting the date changes nothing. Whoever waits
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pwd
 import socket
@@ -23,6 +22,9 @@ from graftune.lock import process_start
 HOST = "host"  # the device of runs on a CPU: the machine's memory
 LEASE = 60.0  # seconds for which an entry of a process that cannot be seen holds without a heartbeat
 LONGEST_TEXT, MOST_BYTES, MOST_NUMBER = 200, 1 << 60, 1 << 62
+LATEST = 1 << 35  # Unix seconds, in the year 3058: no calendar knows what a float can hold
+_MOST = {"planned": MOST_BYTES, "measured": MOST_BYTES, "pid": (1 << 31) - 1, "started": LATEST}
+_SHOWN = ("task", "user", "host")  # texts for people; the others are compared
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,19 @@ def read_entry(found: Any) -> Entry:
             found = {**found, name: float(value)}
         elif type(value).__name__ != kind:
             raise ValueError(f"{name} is not of type {kind}")
-        if kind == "str" and len(value) > LONGEST_TEXT:
-            raise ValueError(f"{name} is too long")
-        if kind == "int" and not 0 <= value <= (MOST_BYTES if name in ("planned", "measured") else MOST_NUMBER):
+        if kind == "str":
+            if len(value) > LONGEST_TEXT or not (name in _SHOWN or value.isprintable()):
+                raise ValueError(f"{name} is too long or not printable")
+            if name in _SHOWN:
+                found = {**found, name: _shown(value)}
+        elif not (1 if name == "pid" else 0) <= value <= _MOST.get(name, MOST_NUMBER):  # which NaN is not
             raise ValueError(f"{name} is out of range")
-        if kind == "float" and not math.isfinite(value):
-            raise ValueError(f"{name} is not finite")
-    if not 0 < found["pid"] < 1 << 31:
-        raise ValueError("pid is out of range")
     return Entry(**found)
+
+
+def _shown(text: str) -> str:
+    """On one line, without escapes, and no longer than an entry may hold, whatever is put in for a secret."""
+    return one_line(text, LONGEST_TEXT - 3)
 
 
 def new_entry(device: str, planned: int, task: str, group: str) -> Entry:
@@ -101,8 +107,8 @@ def new_entry(device: str, planned: int, task: str, group: str) -> Entry:
         planned=planned,
         measured=0,
         task=one_line(task, LONGEST_TEXT // 2),
-        user=_user(),
-        host=socket.gethostname()[:LONGEST_TEXT],
+        user=_shown(_user()),
+        host=_shown(socket.gethostname()),
         pid=pid,
         began=process_start(pid) or "",
         namespace=namespace(),
@@ -128,6 +134,6 @@ def namespace() -> str:
 
 def _user() -> str:
     try:
-        return pwd.getpwuid(os.getuid()).pw_name[:LONGEST_TEXT]
+        return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # containers often have no name for it
         return str(os.getuid())

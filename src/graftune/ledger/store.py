@@ -66,12 +66,14 @@ class Store:
         """The state as it is; what the body makes of it is written at the end. GraftuneError where that cannot be."""
         try:
             with self._opened_folder() as folder, self._lock(folder) as lock:
-                before = self._read(folder, lost=os.fstat(lock).st_size > 0)
+                before = self._read(folder, known=os.fstat(lock).st_size > 0)
+                if before is None:
+                    before = State(settles=clock() + self.settling)
+                    self._write(folder, lock, before)  # whatever the body does, or everybody would settle for ever
                 state = replace(before, entries=list(before.entries))
                 yield state
                 if state != before:
-                    self._write(folder, state)
-                    os.pwrite(lock, b"1", 0)  # there is a ledger: one that is missing later was lost
+                    self._write(folder, lock, state)
         except OSError as error:
             raise GraftuneError(
                 f"the ledger of reserved memory cannot be used ({error.strerror or error})",
@@ -132,39 +134,37 @@ class Store:
                     fcntl.flock(handle, fcntl.LOCK_UN)
                 os.close(handle)
 
-    def _read(self, folder: int, *, lost: bool) -> State:
-        """`lost`: there has been a ledger."""
+    def _read(self, folder: int, *, known: bool) -> State | None:
+        """None, and that is said, if it was lost. `known`: there has been a ledger."""
         found = {name: _content(folder, name) for name in (self.name, self.name + ".copy")}
         for content in found.values():
             if content:
                 with suppress(ValueError, RecursionError):
                     return parsed(content)
         content = next((content for content in found.values() if content), b"")
-        if not lost and not content:
+        if not known and not content:
             self._clear(folder)
             return State()
-        if content:
-            self._put_aside(folder, content)
-        return State(settles=clock() + self.settling)
+        what = f"was damaged and {self._put_aside(folder, content)}" if content else "was removed"
+        self.tell(f"{self.path} {what}; runs that hold memory enter it again within {self.settling:g} s")
+        return None
 
-    def _put_aside(self, folder: int, content: bytes) -> None:
-        """One a user: whoever damages a ledger again and again fills no disk."""
+    def _put_aside(self, folder: int, content: bytes) -> str:
+        """Says where. One a user: whoever damages a ledger again and again fills no disk."""
         name = f"{self.name}.damaged-{os.getuid()}"
-        where = f"is put aside as {self.folder / name}"
         try:
             _write_over(folder, name, content)
         except OSError as error:
-            where = f"could not be put aside ({error.strerror})"
-        self.tell(
-            f"{self.path} was damaged and {where}; runs that hold memory enter it again within {self.settling:g} s"
-        )
+            return f"could not be put aside ({error.strerror})"
+        return f"is put aside as {self.folder / name}"
 
-    def _write(self, folder: int, state: State) -> None:
+    def _write(self, folder: int, lock: int, state: State) -> None:
         content = written(state)
         if len(content) > LARGEST or len(state.entries) > MOST_ENTRIES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         for name in (self.name + ".copy", self.name):
             _write_over(folder, name, content)
+        os.pwrite(lock, b"1", 0)  # there is a ledger: one that is missing later was lost
 
     def _clear(self, folder: int) -> None:
         """The ledgers of other boots that nobody has written to for a day."""
@@ -203,7 +203,9 @@ def parsed(content: bytes) -> State:
     entries, ticket, settles = found.get("entries"), found.get("next_ticket"), found.get("settles")
     if found.get("version") != 1 or not isinstance(entries, list) or len(entries) > MOST_ENTRIES:
         raise ValueError("no ledger")
-    if type(ticket) is not int or not 0 < ticket <= MOST_NUMBER or not isinstance(settles, int | float):
+    if type(ticket) is not int or not 0 < ticket <= MOST_NUMBER:
+        raise ValueError("no ledger")
+    if type(settles) not in (int, float) or not 0 <= settles < MOST_NUMBER:  # which NaN and infinity are not
         raise ValueError("no ledger")
     return State([read_entry(entry) for entry in entries], ticket, float(settles))
 
@@ -239,9 +241,9 @@ def _open(folder: int, name: str, *, make: bool = True) -> int:
             except FileExistsError:
                 continue
         found = os.fstat(handle)
-        if make and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o666:
-            os.fchmod(handle, 0o666)  # whatever the umask
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            if make and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o666:
+                os.fchmod(handle, 0o666)  # whatever the umask
             return handle
         os.close(handle)
         if found.st_nlink:
