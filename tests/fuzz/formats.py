@@ -38,7 +38,7 @@ from graftune.weights import checkpoint, safetensors_io
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import open_base
 from graftune.weights.gguf_io import read_model
-from tests.fuzz import binary, mutate, seeds, text
+from tests.fuzz import binary, ledger, mutate, seeds, text
 from tests.fuzz.judge import bad_message
 
 Files = dict[str, bytes | None]  # by name below the input's folder; None: a folder
@@ -273,6 +273,7 @@ def _folders(place: Path, model: Path) -> Iterator[Format]:
     yield Format("checkpoint", TREE, 8, checkpoints, load)
     yield Format("run folder", TREE, 10, _run_folder, _read_run)
     yield Format("tokenizer", TREE, 8, _tokenizer, lambda f: _encoded(from_folder(f)))
+    yield Format("ledger", TREE, 2, lambda draw: {ledger.FILE: ledger.some_ledger(draw)}, ledger.read_ledger)
     whole = seeds.cache_bytes()
     yield Format("token cache", BINARY, 8, lambda draw: {"data/k.tokens": binary.some_cache(draw, whole)}, _read_cache)
 

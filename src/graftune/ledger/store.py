@@ -7,8 +7,8 @@ checksums say. Nothing is flushed to the disk: after a crash of the machine nobo
 the number of this boot.
 
 What others can write is not trusted: links, pipes and files with a second name are refused, sizes and fields checked.
-A ledger that is damaged is put aside, and everybody is given time to enter again before anything is granted: whoever
-holds memory renews its entry, and finds that it is gone.
+A ledger that is damaged is put aside, an empty one is written at once, and everybody is given time to enter again
+before anything is granted: whoever holds memory renews its entry, and finds that it is gone.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def parsed(content: bytes) -> State:
         raise ValueError("no ledger")
     if type(ticket) is not int or not 0 < ticket <= MOST_NUMBER:
         raise ValueError("no ledger")
-    if type(settles) not in (int, float) or not 0 <= settles < MOST_NUMBER:  # which NaN and infinity are not
+    if not isinstance(settles, int | float) or not 0 <= settles < MOST_NUMBER:  # which NaN and infinity are not
         raise ValueError("no ledger")
     return State([read_entry(entry) for entry in entries], ticket, float(settles))
 
