@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graftune import remembered
+from graftune.files import open_plain
 
 SMALLEST = 1 << 24  # bytes, of all files together
 SETTLED = 2.0  # seconds since the last change
@@ -56,7 +57,7 @@ def is_noted(kind: str, key: str) -> bool:
 def _computed(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as handle:
+        with open_plain(file) as handle:
             while piece := handle.read(1 << 22):
                 digest.update(piece)
     return digest.hexdigest()

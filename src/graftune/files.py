@@ -1,4 +1,4 @@
-"""The one way to write a file or a folder.
+"""The one way to write a file or a folder, and the way to open one that a stranger made.
 
 Whatever is written goes into a neighbour first, is flushed to the disk, renamed over its place, and the rename is
 flushed too: at whatever moment the process or the machine dies, a reader finds the old content or the new, never half
@@ -6,25 +6,123 @@ of it and never nothing. A file is renamed over the old one. A folder cannot be 
 exchange names in one system call where there is one (Linux's renameat2, macOS' renamex_np); elsewhere the old one
 steps aside for a moment under a name that `whole` finds. Rejected: writing in place with a journal, which every reader
 would have to understand; lock files with a process number in them, which a kill leaves behind.
+
+Under the name of a file there may be a pipe, which keeps its reader waiting for ever, a device that never ends, or a
+link to somebody's private file. Files are therefore opened by `open_plain`, those that a run writes to by `open_own`,
+and `check_inside` comes before what is copied onward.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
+import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from graftune.errors import GraftuneError
+
 PART, OLD = ".part", ".old"  # what follows a name: still being written; stepping away
 _ABANDONED = 86400.0  # seconds without a write after which a half-written file is nobody's
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 # The file system or the kernel has no exchange.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
+
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def special(path: str | Path) -> str:
+    """What lies there if it is neither a file nor a folder: "a pipe", "a device"; empty if it is one, or nothing."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return ""
+    return _KINDS.get(stat.S_IFMT(mode), "")
+
+
+def open_plain(path: str | Path) -> io.BufferedReader:
+    """A file to read, through links too. GraftuneError where there is a pipe or a device; OSError as `open` has it."""
+    return os.fdopen(_opened(path, os.O_RDONLY), "rb")
+
+
+def check_plain(path: str | Path) -> None:
+    """Likewise for a library that opens a file by its name."""
+    os.close(_opened(path, os.O_RDONLY))
+
+
+def open_own(path: str | Path, flags: int = 0) -> int:
+    """The handle of a file that is ours, to read and to write; made if there is none. A link is refused: it would write
+    to another place. An existing file is opened without O_CREAT, which Linux refuses for files of others in a folder
+    like /tmp (fs.protected_regular)."""
+    flags |= os.O_RDWR | os.O_NOFOLLOW
+    while True:
+        try:
+            return _opened(path, flags)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _opened(path: str | Path, flags: int) -> int:
+    follow = not flags & os.O_NOFOLLOW
+    _check_mode(path, os.stat(path, follow_symlinks=follow).st_mode)  # to open a device may be to start it
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_mode(path, os.fstat(handle).st_mode)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_mode(path: str | Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if stat.S_ISLNK(mode):
+        raise _is_link(path)
+    if not stat.S_ISREG(mode):
+        what = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise GraftuneError(f"is {what}, not a file", where=str(path), mend="put a plain file in its place")
+
+
+_SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]+)/snapshots/[^/]+")
+
+
+def check_inside(path: Path) -> None:
+    """Refuse a link out of the file's own folder: its text is copied onward, and might be somebody's private file. A
+    snapshot in the Hub's cache consists of links to the blobs beside it."""
+    if not path.is_symlink():
+        return
+    folder, target = path.parent.resolve(), path.resolve()
+    snapshot = _SNAPSHOT.match(f"{folder}/")
+    if folder not in target.parents and not (snapshot and Path(snapshot[1], "blobs") == target.parent):
+        raise GraftuneError(
+            "is a link that leads out of its folder", where=str(path), mend="put a copy of the file in its place"
+        )
+
+
+def check_own_folder(path: Path) -> None:
+    """Refuse a link in the place of a folder that a run writes into."""
+    if path.is_symlink():
+        raise _is_link(path)
+
+
+def _is_link(path: str | Path) -> GraftuneError:
+    what = "is a link, and a run writes into its own folder only"
+    return GraftuneError(what, where=str(path), mend="remove it, or put a copy of what it leads to in its place")
 
 
 def flush(path: Path) -> None:
@@ -59,6 +157,8 @@ def new_file(path: str | Path, *, unique: bool = False) -> Iterator[Path]:
     path = Path(path)
     aside = path.with_name(f"{path.name}.{os.getpid()}{PART}" if unique else path.name + PART)
     try:
+        if aside.is_symlink():  # of somebody who wants it written through
+            aside.unlink()
         yield aside
         flush(aside)
         os.replace(aside, path)

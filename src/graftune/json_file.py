@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import one_line
+from graftune.files import open_plain
 
 LARGEST = 64 << 20  # bytes: a model's own settings have kilobytes, a large vocabulary thirty megabytes
 _SHOWN = 80  # characters of a key in a message
@@ -22,8 +23,8 @@ class NotJson(ValueError):
 
 
 def read_json(path: Path, largest: int = LARGEST) -> Any:
-    """The value in a file; NotJson, or OSError where there is none that can be read."""
-    with path.open("rb") as file:
+    """The value in a file; NotJson, or OSError where there is none that can be read (GraftuneError of a pipe)."""
+    with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
         raise NotJson(f"is larger than {largest >> 20} MiB")

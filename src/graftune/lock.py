@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from graftune.errors import GraftuneError
+from graftune.files import open_own
 
 LOCK = ".lock"
 BEAT = 5.0  # seconds between two heartbeats
@@ -99,7 +100,7 @@ class FolderLock:
 
     def acquire(self) -> FolderLock:
         while self._handle < 0:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            handle = open_own(self.path)
             try:
                 self._lock(handle)
                 same = self._is(handle)  # not if its last owner has just taken it away with the folder
@@ -146,7 +147,7 @@ class FolderLock:
 
     def _is(self, handle: int) -> bool:
         try:
-            there = os.stat(self.path)
+            there = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
         mine = os.fstat(handle)

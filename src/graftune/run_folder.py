@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from graftune.config import Config, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
-from graftune.files import whole
+from graftune.files import check_plain, whole
 from graftune.model.lora import Arena, build_arena, targets_of
 from graftune.session import Session, open_session, with_template
 from graftune.weights import checkpoint
@@ -194,6 +194,7 @@ def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
 
 def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
     try:
+        check_plain(path / checkpoint.TENSORS)
         with safe_open(str(path / checkpoint.TENSORS), framework="pt") as held:
             if len(held.get_slice("weights").get_shape()) != 1:
                 raise KeyError("weights")

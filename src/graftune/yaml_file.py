@@ -8,14 +8,17 @@ and the tree is measured, with what stands behind aliases, before values are mad
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 
 LARGEST = 1 << 18  # bytes; a file of settings has a few thousand
 MOST = 10_000  # values, with those behind aliases counted as often as they are named
 DEEPEST = 30
+_INHERITED = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")  # -c <(command): a pipe, and it is meant
 HEADER = """\
 # yaml-language-server: $schema=graftune.schema.json
 # (For completion and checks in an editor, make that file: graftune schema > graftune.schema.json)
@@ -45,7 +48,7 @@ def parse_yaml(text: str, where: str, most: int = MOST) -> dict[str, Any]:
 
 def _text(path: str | Path) -> str:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb") if _INHERITED.fullmatch(str(path)) else open_plain(path) as file:
             raw = file.read(LARGEST + 1)
     except OSError as error:
         raise GraftuneError(

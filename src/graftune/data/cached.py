@@ -48,8 +48,8 @@ def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, kin
     as."""
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _APART}
     if config.template not in ("auto", "none"):
-        with suppress(OSError):  # said better by whoever opens it
-            settings["template"] = hashlib.sha256(Path(config.template).read_bytes()).hexdigest()
+        with suppress(OSError, GraftuneError), files.open_plain(config.template) as file:  # said better by its reader
+            settings["template"] = hashlib.file_digest(file, "sha256").hexdigest()
     made = [list(sources), tokenizer.fingerprint, settings, kind.key, _code()]
     return hashlib.sha256(json.dumps(made, sort_keys=True, default=repr).encode()).hexdigest()[:40]
 

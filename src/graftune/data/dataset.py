@@ -34,6 +34,7 @@ from graftune.data.source import Row, SourceFile, digest_of, rows, rows_of_lines
 from graftune.data.summary import Summary, nothing_usable
 from graftune.data.writer import Entry, Writer
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 from graftune.mixture import DataValue, label
 from graftune.observe.console import Console
 from graftune.tokenizer import Tokenizer
@@ -270,7 +271,7 @@ def _rows_of(files: Sequence[SourceFile]) -> int:
         return 0
     count = 0
     for one in files:
-        with one.path.open("rb") as file:
+        with open_plain(one.path) as file:
             while piece := file.read(1 << 20):
                 count += piece.count(b"\n")
     return count

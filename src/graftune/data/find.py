@@ -16,6 +16,7 @@ from pathlib import Path
 from graftune.data.row import SourceFile
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 from graftune.mixture import GLOB, Source
 
 Note = Callable[[str], None]
@@ -71,7 +72,7 @@ def check_file(path: str | Path) -> Path:
         shown = path.suffix or "no extension"
         raise GraftuneError(f"unknown kind of data file ({shown})", where=where, mend=f"use one of {_KNOWN}")
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             head = file.read(1)
     except OSError as error:
         raise GraftuneError(

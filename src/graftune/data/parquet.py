@@ -13,6 +13,7 @@ from graftune.data.columns import KNOWN, normal
 from graftune.data.row import Refusal, SourceFile, plain, quoted
 from graftune.data.streams import too_large
 from graftune.errors import GraftuneError
+from graftune.files import check_plain
 
 BATCH = 1024  # rows
 
@@ -27,6 +28,7 @@ def read_parquet(
         raise GraftuneError(
             "reading .parquet needs pyarrow", where=file.shown, mend="pip install graftune[parquet]"
         ) from None
+    check_plain(file.path)
     try:
         with pyarrow.parquet.ParquetFile(file.path, buffer_size=1 << 20) as table:
             names, unused = _columns(table.schema_arrow, pyarrow.types, file.shown)

@@ -22,6 +22,7 @@ from graftune.data.readers import parsed, read
 from graftune.data.row import Refusal, Row, SourceFile, quoted, type_name
 from graftune.data.streams import MAX_UNPACKED
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 from graftune.mixture import DataValue, entries
 
 __all__ = [
@@ -82,7 +83,7 @@ def rows_of_lines(
 
 
 def sha256_of(path: str | Path) -> str:
-    with Path(path).open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 
 TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT_FORMATS, ".parquet")
@@ -77,7 +78,7 @@ def format_of(path: str | Path) -> str | None:
 def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> Opened:
     """Compression and encoding of a text file; GraftuneError where neither can be read."""
     with reading(shown):
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             head = file.read(64)
         packed = next((ending for ending, magic in COMPRESSED.items() if head.startswith(magic)), "")
         with _unpacked(path, packed, shown, max_unpacked) as stream:
@@ -158,14 +159,14 @@ def reading(shown: str) -> Iterator[None]:
 @contextmanager
 def _unpacked(path: Path, packed: str, shown: str, max_unpacked: float) -> Iterator[BinaryIO]:
     if not packed:
-        with path.open("rb") as stream:
+        with open_plain(path) as stream:
             yield stream
     elif packed == ".zst":
-        with path.open("rb") as file, _zstandard(shown, file) as stream:
+        with open_plain(path) as file, _zstandard(shown, file) as stream:
             yield io.BufferedReader(_Counted(stream, shown, max_unpacked), CHUNK)
     else:
         opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[packed]
-        with opener(path, "rb") as stream:
+        with open_plain(path) as file, opener(file, "rb") as stream:
             yield io.BufferedReader(_Counted(stream, shown, max_unpacked), CHUNK)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from graftune.config import DataConfig
 from graftune.data.format import ChatFormat, PlainTemplate, special_pattern, special_tokens, stop_ids
 from graftune.data.probe import probe
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 from graftune.tokenizer import ChatTemplate, Tokenizer
 
 __all__ = [
@@ -75,7 +77,8 @@ def plain_format(tokenizer: Tokenizer) -> ChatFormat:
 
 def template_from_file(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     try:
-        source = Path(name).expanduser().read_text(encoding="utf-8-sig")
+        with open_plain(Path(name).expanduser()) as file:
+            source = io.TextIOWrapper(file, encoding="utf-8-sig").read()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise GraftuneError(

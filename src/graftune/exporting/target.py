@@ -12,7 +12,7 @@ from graftune.config import Config, DataConfig
 from graftune.data.template import ChatFormat, chat_format
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Weighted
-from graftune.observe.events import read_events
+from graftune.observe.events import number, read_events
 from graftune.run_folder import (
     State,
     adapter_folder,
@@ -140,8 +140,10 @@ def run_facts(run: Path | None) -> dict[str, Any]:
     events = read_events(run / "metrics.jsonl")
     starts = [e for e in events if e["event"] == "run_start"]
     evals = [e for e in events if e["event"] == "eval" and e.get("step")]
-    best = min((e for e in evals if isinstance(e.get("loss"), float)), key=lambda e: float(e["loss"]), default={})
-    facts = {"epoch": best.get("epoch"), "val_loss": best.get("loss")}
+    losses = [(loss, e.get("epoch")) for e in evals if (loss := number(e.get("loss"))) is not None]
+    loss, epoch = min(losses, key=lambda each: each[0], default=(None, None))
+    facts: dict[str, Any] = {"epoch": epoch if type(epoch) is int else None, "val_loss": loss}
     if starts:
-        facts |= {"data_hash": starts[0].get("data"), "started_at": starts[0].get("time")}
+        data = starts[0].get("data")
+        facts |= {"data_hash": data if isinstance(data, str) else None, "started_at": number(starts[0].get("time"))}
     return {key: value for key, value in facts.items() if value is not None}

@@ -23,6 +23,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
 from graftune.weights.base import Base, with_new_tokens
+from graftune.weights.finite import refusal_of
 from graftune.weights.model import hf_config, is_model, write_model
 from graftune.weights.streamed import DTYPES, NAMES
 
@@ -71,9 +72,19 @@ def export(
     _check_place(place, to, source, force)
     writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
     with _folder_of(place):
-        done: Exported = writers[to](source, place, kind, console)
+        done: Exported = _written(writers[to], source, place, kind, console)
     done.facts = {"to": to, "path": str(place), "bytes": _size(place)} | done.facts
     return done
+
+
+def _written(write: Callable[..., Exported], source: Source, *how: Any) -> Exported:
+    """Who rounds and quantises refuses what is not finite, but does not know whose it is: an adapter was looked at when
+    it was loaded, the base was not."""
+    try:
+        return write(source, *how)
+    except GraftuneError as error:
+        fault = refusal_of(source.base) if error.where is None else None
+        raise fault or error from None
 
 
 def _checked_kind(kind: str, to: str) -> str:

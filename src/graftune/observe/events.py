@@ -23,17 +23,22 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from graftune.errors import GraftuneError, without_secrets
+from graftune.files import open_own, open_plain
 
 Event = dict[str, Any]
 BEGINNINGS = ("run_start", "resume")
+LARGEST, LONGEST = 4 << 30, 64 << 20  # bytes of a log (ten million steps have fewer), and of one line
+_NUMBERS = ("loss", "lr", "grad_norm", "tok_s")  # of steps and evaluations, where whoever reads them computes
 
 
 class EventLog:
@@ -42,13 +47,20 @@ class EventLog:
     def __init__(self, path: str | Path, listener: Callable[[Event], None] | None = None):
         """`listener` is called with each event once it is written."""
         self.path, self._listener = Path(path), listener
-        _close_off_torn_line(self.path)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - held for the whole run; close() ends it
+        nowhere = self.path == Path(os.devnull)  # of a rank that only computes
+        handle = os.open(self.path, os.O_WRONLY) if nowhere else open_own(self.path, os.O_APPEND)
+        self._file = FileIO(handle, "wb" if nowhere else "rb+")  # held for the whole run; close() ends it
+        if not nowhere:
+            try:
+                _close_off_torn_line(self._file, self.path)
+            except BaseException:
+                self._file.close()
+                raise
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one line. nan and inf become null; secrets, which a message of a tracker or the command
         line may hold, are taken out; what JSON cannot hold at all is a TypeError."""
-        written = _plain({"event": event, "time": round(time.time(), 3), **fields}, without_secrets)
+        written = plain({"event": event, "time": round(time.time(), 3), **fields}, without_secrets)
         self._append(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         if self._listener is not None:
             self._listener(written)
@@ -81,10 +93,21 @@ class EventLog:
 def read_events(path: str | Path, keys: Sequence[str] = ()) -> list[Event]:
     """All events of a file. A last line that the writer did not finish is left out; any other bad line is an error.
     `keys`: those to keep of each event, where a long log should take little memory; none: all."""
-    lines = Path(path).read_bytes().split(b"\n")
-    torn = lines.pop()  # what stands after the last newline: nothing, or a line still being written
-    last = _whole([torn], path, keys)
-    return _whole(lines, path, keys) + last
+    events: list[Event] = []
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise GraftuneError(f"is larger than {LARGEST >> 30} GiB", where=str(path), mend="restore the file")
+        odd = 0  # the line that is no event: a crash may leave a finished one of zeros at the very end
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+            if (odd and line.endswith(b"\n")) or len(line) > LONGEST:
+                where = f"{path}, line {odd or number}"
+                raise GraftuneError("is not an event", where=where, mend="remove the line, or restore the file")
+            event = parsed(line)
+            if event is None:
+                odd = odd or number
+            else:
+                events.append({key: event[key] for key in keys if key in event} if keys else event)
+    return events
 
 
 def latest(events: list[Event], kind: str) -> list[Event]:
@@ -96,9 +119,22 @@ def latest(events: list[Event], kind: str) -> list[Event]:
     by_step = {
         e["step"]: e
         for e in standing([e for e in events if e["event"] in (kind, *BEGINNINGS)])
-        if e["event"] == kind and type(e.get("step")) is int
+        if e["event"] == kind and type(e.get("step")) is int and 0 <= e["step"] < 1 << 53
     }  # what else a file may hold is no step
-    return [by_step[step] for step in sorted(by_step)]
+    return [_with_numbers(by_step[step]) for step in sorted(by_step)]
+
+
+def _with_numbers(event: Event) -> Event:
+    """The event with null for every figure that is none."""
+    odd = [name for name in _NUMBERS if name in event and event[name] is not None and number(event[name]) is None]
+    return {**event, **dict.fromkeys(odd)} if odd else event
+
+
+def number(value: object) -> float | None:
+    """A number of a file; None of anything else, of nan and inf, and of what no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 def standing(events: list[Event]) -> list[Event]:
@@ -123,8 +159,8 @@ def worked_seconds(events: list[Event]) -> float | None:
     """Seconds from each beginning to the last event before the next one: what passed before a resume is no work."""
     worked, began, last = 0.0, None, 0.0
     for event in events:
-        time = event.get("time")
-        if not isinstance(time, int | float):
+        time = number(event.get("time"))
+        if time is None:
             continue
         if event["event"] in BEGINNINGS:
             worked = 0.0 if began is None or event["event"] == "run_start" else worked + max(0.0, last - began)
@@ -145,19 +181,6 @@ def evals(events: list[Event]) -> list[Event]:
     return latest(events, "eval")
 
 
-def _whole(lines: list[bytes], path: str | Path, keys: Sequence[str]) -> list[Event]:
-    events = []
-    for number, line in enumerate(lines, 1):
-        event = parsed(line)
-        if event is not None:
-            events.append({key: event[key] for key in keys if key in event} if keys else event)
-        elif number < len(lines):  # a crash may also leave a finished line of zeros at the very end
-            raise GraftuneError(
-                "is not an event", where=f"{path}, line {number}", mend="remove the line, or restore the file"
-            )
-    return events
-
-
 def parsed(line: bytes) -> Event | None:
     """The event on a line, if there is one."""
     try:
@@ -167,25 +190,32 @@ def parsed(line: bytes) -> Event | None:
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
-def _close_off_torn_line(path: Path) -> None:
+def _close_off_torn_line(file: FileIO, path: Path) -> None:
     """End the file with a whole line: an unfinished one is cut off, a finished one gets the newline it lacks."""
-    if not path.exists() or not path.stat().st_size:
+    size, reach = file.seek(0, os.SEEK_END), 1 << 16
+    if not size:
         return
-    with open(path, "rb+") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        if end == len(content):
-            previous = content.rfind(b"\n", 0, end - 1) + 1
-            if parsed(content[previous:end]) is None:
-                file.truncate(previous)
-        elif parsed(content[end:]) is not None:
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
-        else:
-            file.truncate(end)
+    while True:  # until the last two lines are in sight
+        start = max(0, size - reach)
+        file.seek(start)
+        tail = file.read(size - start)
+        end = tail.rfind(b"\n") + 1
+        previous = tail.rfind(b"\n", 0, max(0, end - 1)) + 1
+        if previous or not start:
+            break
+        if reach > 2 * LONGEST:
+            raise GraftuneError("does not end in an event", where=str(path), mend="restore the file")
+        reach *= 16
+    if end == len(tail):
+        if parsed(tail[previous:end]) is None:
+            file.truncate(start + previous)
+    elif parsed(tail[end:]) is not None:
+        file.write(b"\n")
+    else:
+        file.truncate(start + end)
 
 
-def _plain(value: Any, text: Callable[[str], str] = str) -> Any:
+def plain(value: Any, text: Callable[[str], str] = str) -> Any:
     """`value` in types JSON knows, each text through `text`. Scalars of numpy and torch are read with `.item()`."""
     if value is None or isinstance(value, bool):
         return value
@@ -196,16 +226,16 @@ def _plain(value: Any, text: Callable[[str], str] = str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(inner, text) for key, inner in value.items()}
+        return {str(key): plain(inner, text) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner, text) for inner in value]
+        return [plain(inner, text) for inner in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, text)
+        return plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, text)
     if hasattr(value, "item"):
-        return _plain(value.item(), text)
+        return plain(value.item(), text)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def to_json(document: Any) -> str:
     """One line of strict JSON, in ASCII, so that no terminal's or pipe's encoding can break it."""
-    return json.dumps(_plain(document), allow_nan=False)
+    return json.dumps(plain(document), allow_nan=False)

@@ -16,10 +16,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-from graftune.errors import GraftuneError
-from graftune.files import write_file
+from graftune.errors import GraftuneError, printable
+from graftune.files import open_plain, write_file
 from graftune.json_file import NotJson, read_json
-from graftune.observe.events import Event, evals, read_events, shown_answers, standing, steps, worked_seconds
+from graftune.observe.events import (
+    Event,
+    evals,
+    number,
+    plain,
+    read_events,
+    shown_answers,
+    standing,
+    steps,
+    worked_seconds,
+)
 from graftune.observe.page_files import asset, joined_script, joined_style
 
 NAME = "report.html"
@@ -40,7 +50,7 @@ def report(folder: Path) -> str:
         f"default-src 'none'; script-src {_hash(charts)} {_hash(script)}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = json.dumps(document(folder), allow_nan=False, separators=(",", ":"))  # in ASCII
+    data = json.dumps(plain(document(folder)), allow_nan=False, separators=(",", ":"))  # in ASCII
     for character in "<>&":  # so that no text in it can end the element
         data = data.replace(character, f"\\u{ord(character):04x}")
     return (
@@ -48,7 +58,7 @@ def report(folder: Path) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{html.escape(_text(folder.resolve().name))}</title>\n<style>{style}</style>\n</head>\n"
+        f"<title>{html.escape(printable(_text(folder.resolve().name)))}</title>\n<style>{style}</style>\n</head>\n"
         '<body>\n<main id="view"></main>\n<noscript>The charts need JavaScript.</noscript>\n'
         f'<script type="application/json" id="run">{data}</script>\n'
         f"<script>{charts}</script>\n<script>{script}</script>\n</body>\n</html>\n"
@@ -91,10 +101,11 @@ def _curves(done: list[Event]) -> dict[str, Any]:
 
     from graftune.observe.thin import numbers, thinned
 
-    def number(value: object) -> float:
-        return float(value) if isinstance(value, int | float) else float("nan")
+    def figure(value: object) -> float:
+        found = float(value) if isinstance(value, bool) else number(value)
+        return float("nan") if found is None else found
 
-    columns = {name: np.array([number(e.get(name)) for e in done]) for name in FIGURES if any(name in e for e in done)}
+    columns = {name: np.array([figure(e.get(name)) for e in done]) for name in FIGURES if any(name in e for e in done)}
     at, values = thinned(np.array([e["step"] for e in done], np.int64), columns, POINTS)
     shown = {name: [_short(value) for value in numbers(column)] for name, column in values.items()}
     return {"steps": at.tolist(), "values": shown, "thinned": len(done) > POINTS}
@@ -124,12 +135,16 @@ def _last(events: list[Event], kind: str) -> Event | None:
 def _plan(folder: Path) -> object:
     try:
         return read_json(folder / "plan.json")
-    except (OSError, NotJson):
+    except (OSError, NotJson, GraftuneError):
         return None  # a foreign file; the report says that there was no plan
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    """Of the settings, a few thousand characters."""
+    if not path.is_file():
+        return ""
+    with open_plain(path) as file:
+        return file.read(LONGEST).decode("utf-8", errors="replace")
 
 
 def _text(value: object) -> str:

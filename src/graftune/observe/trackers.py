@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from graftune.errors import GraftuneError
 from graftune.files import write_file
+from graftune.json_file import read_json
 from graftune.observe.events import Event
 
 PROJECT = "graftune"
@@ -193,8 +194,8 @@ def epochs_done(step: int, epoch: int, epoch_steps: Sequence[int]) -> float:
 def _keys(path: Path) -> dict[str, str]:
     """By tracker; none where there is no such file, or another one."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = read_json(path)
+    except (OSError, ValueError):  # of JSON, and of a pipe in its place
         return {}
     return {str(name): key for name, key in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 

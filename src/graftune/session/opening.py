@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from graftune.data.template import template_from_file
 from graftune.dist.shard import shards_of
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
+from graftune.files import check_inside
 from graftune.kernels import attention
 from graftune.losses import choose
 from graftune.model.bundles import Home, HostMemory
@@ -168,7 +170,8 @@ def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
     travels with the tokenizer into the next adapter that is saved. Where it prints a date, that is the run's."""
     file, date = config.data.template, config.data.date
     saved = adapter.folder / "chat_template.jinja" if adapter else None
-    if file == "auto" and saved is not None and saved.is_file():
+    if file == "auto" and saved is not None and os.path.lexists(saved):
+        check_inside(saved)
         file = str(saved)
     if file in ("auto", "none") and not date:
         return base

@@ -9,6 +9,8 @@ live in Python classes of other projects; such folders are refused with the comm
 
 from __future__ import annotations
 
+import io
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from graftune.errors import GraftuneError
+from graftune.files import check_inside, open_plain
 from graftune.json_file import NotJson, read_object
 from graftune.tokenizer.core import Tokenizer, check_text, find_stop_ids
 from graftune.tokenizer.guard import guarded, loaded
@@ -67,7 +70,7 @@ def from_folder(folder: Path) -> Tokenizer:
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not _is_there(path):
         if not folder.is_dir():
             raise GraftuneError("there is no such folder", where=str(folder))
         others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
@@ -166,7 +169,7 @@ def _around(
 def _template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
     """The template's text and where it was found; a file of its own goes before an entry in a JSON file."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if _is_there(path):
         return _text(path), str(path)
     for name in ("chat_template.json", "tokenizer_config.json"):
         path = folder / name
@@ -196,8 +199,17 @@ def _default_of(entry: object, path: Path) -> str:
     return chosen
 
 
+def _is_there(path: Path) -> bool:
+    """Whether there is something of that name. What is no file, or a link out of the folder, is refused and not taken
+    for absent: a tokenizer without its settings or its template would be another one."""
+    if not os.path.lexists(path):
+        return False
+    check_inside(path)
+    return True
+
+
 def _json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not _is_there(path):
         return {}
     try:
         return read_object(path)
@@ -210,7 +222,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 def _text(path: Path) -> str:
     try:
         # newline="": the line ends of a template are part of it.
-        with open(path, encoding="utf-8", newline="") as file:
+        with open_plain(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             text = file.read(LONGEST + 1)
     except UnicodeDecodeError as error:
         raise GraftuneError("the file is not UTF-8 text", where=str(path)) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -68,6 +68,13 @@ class Answers:
         prompts, how = [question.prompt for question in self.questions[:count]], Sampling(max_new_tokens=self.length)
         answers = session.continued(prompts, how, self.stops, adapted=adapted, on_progress=between)
         return [session.tokenizer.decode(answer, skip_special=True) for answer in answers]
+
+    def known(self, event: Mapping[str, Any]) -> list[str]:
+        """The answers in a log's event to just these questions; none if it holds others."""
+        found, asked = event.get("answers"), event.get("questions")
+        if asked != self.digest or not isinstance(found, list) or len(found) != len(self.questions):
+            return []
+        return found if all(isinstance(answer, str) for answer in found) else []
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
         """Base and tuned answers side by side, and their scores; the scores are returned. `before` may be empty."""

@@ -17,6 +17,7 @@ from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.lock import FolderLock
 from graftune.observe.console import Console
+from graftune.observe.events import number
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.training.leftovers import complete, sweep
@@ -129,12 +130,13 @@ def _resumed(
         if crew.leads:
             complete(folder, console)
         more = math.floor(now.train.epochs) + 3
+        step = end["step"] if type(end.get("step")) is int else 0
         console.note(
-            f"this run is finished ({end['stopped']} at step {end.get('step')}); to train it further, say how long it "
+            f"this run is finished ({end['stopped']} at step {step}); to train it further, say how long it "
             f"should be in all, as in: graftune train --resume {shlex.quote(str(folder))} --epochs {more}"
         )
         losses = found if isinstance(found := end.get("validation_loss"), dict) else {}
-        return TrainResult(folder, end.get("step", 0), end["stopped"], losses.get("start"), losses.get("best"))
+        return TrainResult(folder, step, end["stopped"], number(losses.get("start")), number(losses.get("best")))
     if crew.leads:
         lock = held.enter_context(FolderLock(folder))
         if lock.unsupported:

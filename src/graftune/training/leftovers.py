@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from graftune.errors import GraftuneError
-from graftune.files import PART, remove, settle_folder
+from graftune.files import PART, check_own_folder, remove, settle_folder
 from graftune.lock import LOCK, FolderLock
 from graftune.observe.console import Console
 from graftune.training.reporter import live_plot_of, write_pictures
@@ -23,6 +23,7 @@ _FILES = (
     "profile-trace.json", "tracker.json",
 )  # fmt: skip
 _FOLDERS = ("adapter", "model")
+_FILLED = ("checkpoints", "tensorboard", "wandb")  # folders that are written into as they are, not replaced
 _HALF = re.compile(rf"({'|'.join(map(re.escape, (*_FILES, *_FOLDERS)))})(\.[0-9]+)?{re.escape(PART)}")
 # All that a run has before it can be resumed.
 _BEFORE_START = (LOCK, "metrics.jsonl", "plan.json", f"plan.json{PART}", f"config.yaml{PART}")
@@ -31,7 +32,10 @@ _ABANDONED = 600.0  # seconds after which a folder that is not locked was not ma
 
 
 def sweep(folder: Path) -> None:
-    """Remove what is half-written; a folder that a kill left under its old name gets its own back."""
+    """Remove what is half-written; a folder that a kill left under its old name gets its own back. Before that, links
+    that would lead the run to write elsewhere are refused."""
+    for name in _FILLED:
+        check_own_folder(folder / name)
     for path in folder.iterdir():
         if _HALF.fullmatch(path.name):
             remove(path)

@@ -145,7 +145,7 @@ class Run:
         self.guard.said = {str(event["kind"]) for event in events if event["event"] == "warning" and "kind" in event}
         for event in events:
             if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
-                self.base_answers = event.get("answers", []) if event.get("questions") == self.answers.digest else []
+                self.base_answers = self.answers.known(event)
         now = computed_by(self.session)
         changes = changed_since(now, events)
         self.log.emit("resume", step=self.progress.step, **now)
@@ -347,7 +347,7 @@ class Run:
         better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
         p.last_eval = p.step
         if p.step == 0:
-            p.first_loss = result.loss
+            p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
         elif better:
             p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
         else:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,7 @@ from graftune.data.pack import Capacities, largest
 from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
+from graftune.files import open_own
 from graftune.kernels.rehearsal import Launched
 from graftune.kernels.warm import Warming
 from graftune.lock import LOCK, FolderLock
@@ -401,7 +403,7 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
             held.enter_context(FolderLock(folder))
         made.extend(folder / name for name in new)
         sweep(folder)  # of a run that was killed before its first step
-        (folder / "metrics.jsonl").touch()
+        os.close(open_own(folder / "metrics.jsonl"))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):  # of this process or machine: no other folder helps
             raise

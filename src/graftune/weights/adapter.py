@@ -22,7 +22,7 @@ import torch
 
 from graftune.config import TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
-from graftune.files import new_folder
+from graftune.files import check_inside, new_folder
 from graftune.json_file import NotJson, read_object
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena, targets_of
@@ -178,6 +178,7 @@ def load_adapter(folder: Path) -> Adapter:
 
         return _finite(load_apr(folder), folder)
     path = folder / CONFIG
+    check_inside(path)
     try:
         values = read_object(path)
     except FileNotFoundError:

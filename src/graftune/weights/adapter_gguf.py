@@ -16,6 +16,7 @@ import torch
 
 from graftune.config import PROJECTIONS, TARGETS, LoraConfig
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 from graftune.weights import experts, names, rows
 from graftune.weights.adapter import Adapter
 from graftune.weights.gguf_io import MAGIC, _Cursor, read_gguf
@@ -29,7 +30,7 @@ BASE, BASE_SHA256, REVISION, TEMPLATE, APPEND_EOS = (
 def holds_adapter(path: Path) -> bool:
     """Whether a GGUF file says that it is an adapter. Whatever is wrong with the file is said by who reads it whole."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_plain(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, path)
             if cursor.take(4) != MAGIC or cursor.unpack("<I") not in (2, 3):
                 return False

@@ -26,7 +26,7 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
-from graftune.files import new_file
+from graftune.files import new_file, open_plain
 from graftune.kernels import gguf_dequant
 
 MAGIC, VERSION = b"APR\0", (2, 0)
@@ -138,10 +138,12 @@ def _header_checksum(header: bytes) -> int:
 def read(path: Path) -> AprFile:
     """Checked to the last byte; the tensors are views of the file's map."""
     try:
-        with path.open("rb") as handle:
+        with open_plain(path) as handle:
             data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError:
         raise GraftuneError("no such file", where=str(path), mend="check the path") from None
+    except GraftuneError:
+        raise
     except (OSError, ValueError) as error:
         raise GraftuneError(f"cannot be read ({error})", where=str(path), mend="check the file") from None
     return _Reader(data, path).file()

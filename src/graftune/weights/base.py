@@ -20,6 +20,7 @@ import torch
 from graftune import digest
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
+from graftune.files import check_inside
 from graftune.json_file import NotJson, read_object
 from graftune.model.frozen import BlockSource, RowSource
 from graftune.model.gguf_metadata import from_gguf
@@ -237,7 +238,7 @@ def _open(name: str, revision: str, weights: bool) -> Base:
     if path.is_file():
         return _open_gguf(name or path.stem, path)
     if path.is_dir():
-        return _open_folder(name, path) if weights else _open_config(name, path / "config.json")
+        return _open_folder(name, path) if weights else _open_config(name, _config_in(path))
     if not hub.is_name(name):
         raise GraftuneError(
             "no such file or folder", where=name, mend="give a .gguf file, a model folder or a Hub name"
@@ -246,7 +247,7 @@ def _open(name: str, revision: str, weights: bool) -> Base:
     if found.is_file():
         base = _open_gguf(name, found)
     else:
-        base = _open_folder(name, found) if weights else _open_config(name, found / "config.json")
+        base = _open_folder(name, found) if weights else _open_config(name, _config_in(found))
     return dataclasses.replace(base, from_hub=True)
 
 
@@ -307,7 +308,7 @@ def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, An
 
 
 def _open_folder(name: str, folder: Path) -> Base:
-    described = _open_config(name, folder / "config.json")
+    described = _open_config(name, _config_in(folder))
     fp8, others = fp8_io.assembled(safetensors_io.open_folder(folder), folder)
     found: dict[str, RowSource] = {**fp8, **bnb_io.assembled(others, folder)}
     tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
@@ -315,6 +316,11 @@ def _open_folder(name: str, folder: Path) -> Base:
     if described.spec.experts:
         tensors = experts.from_folder(tensors, described.spec)
     return dataclasses.replace(described, path=folder, kind="safetensors", tensors=tensors)
+
+
+def _config_in(folder: Path) -> Path:
+    check_inside(folder / "config.json")
+    return folder / "config.json"
 
 
 def _open_config(name: str, config: Path) -> Base:

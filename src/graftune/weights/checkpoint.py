@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from graftune.errors import GraftuneError
-from graftune.files import OLD, PART, new_folder, remove, remove_at_once
+from graftune.files import OLD, PART, check_plain, new_folder, remove, remove_at_once
 from graftune.json_file import read_object
 from graftune.model.lora import Arena
 from graftune.weights import safetensors_io
@@ -117,11 +117,11 @@ def latest(root: Path) -> Path | None:
 
 def steps(root: Path) -> dict[int, Path]:
     """Whole checkpoints by step. One that a kill left between two renames counts under its old name. What else is in
-    the folder is not ours."""
+    the folder is not ours, links among it."""
     found: dict[int, Path] = {}
     for path in sorted(root.glob("step-*"), key=lambda p: p.suffix != OLD):  # a fresh one wins over an old one
         number = re.fullmatch(r"step-([0-9]{1,15})(\.old)?", path.name)
-        if number and (path / STATE).exists():
+        if number and not path.is_symlink() and (path / STATE).exists():
             found[int(number[1])] = path
     return found
 
@@ -297,9 +297,10 @@ def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
 def read_weights(path: Path, arena: Arena) -> None:
     """Only the trained weights, for the best checkpoint at the end of a run."""
     try:
+        check_plain(path / TENSORS)
         with safe_open(str(path / TENSORS), framework="pt") as held:
             arena.weights.copy_(held.get_tensor("weights").to(torch.float32))
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, RuntimeError, SafetensorError, GraftuneError) as error:
         raise _damaged(path, error) from None
     arena.publish()
 

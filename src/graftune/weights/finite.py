@@ -103,6 +103,13 @@ class FiniteCheck:
         return GraftuneError(what, where=_file(self.base, name), mend="download the model again")
 
 
+def refusal_of(base: Base) -> GraftuneError | None:
+    """The sentence about the first tensor of a base that is not finite, of all that its files hold; None if all are."""
+    check = FiniteCheck(base, "")
+    bad = next((name for name in base.tensors if not check._is_sound(name)), None)
+    return None if bad is None else check._refused(bad)
+
+
 def _members(weight: Any) -> list[Any]:
     """What a frozen weight is made of: one for each tensor, or one for all."""
     if isinstance(weight, Unpacked):

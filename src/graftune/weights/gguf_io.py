@@ -22,6 +22,7 @@ from gguf.quants import dequantize
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
+from graftune.files import open_plain
 from graftune.kernels import gguf_dequant
 from graftune.private import find
 
@@ -154,10 +155,12 @@ def read_gguf(path: str | Path) -> GgufFile:
     """One file, whatever it holds."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise GraftuneError("no such file", where=str(path), mend="check the path") from None
+    except GraftuneError:
+        raise
     except (OSError, ValueError) as error:
         raise GraftuneError(f"cannot be read ({error})", where=str(path), mend="check the file") from None
     cursor = _Cursor(data, path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.files import new_folder
+from graftune.files import check_inside, new_folder
 from graftune.json_file import read_object
 from graftune.model.families import FAMILIES, MODEL_TYPES
 from graftune.model.frozen import RowSource
@@ -264,6 +264,7 @@ def _llama3_of(spec: ModelSpec, base: Base) -> RopeScaling:
 def _generation(base: Base) -> dict[str, Any]:
     file = base.folder / "generation_config.json"
     if base.config_file is not None and file.is_file():
+        check_inside(file)
         return read_object(file)
     tokenizer = base.tokenizer
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.stop_ids) or tokenizer.eos_id}

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError
-from graftune.files import new_file
+from graftune.files import check_plain, new_file
 from graftune.json_file import NotJson, read_object
 
 MOST_DIMENSIONS = 8
@@ -96,6 +96,8 @@ def weight_map(index: Path) -> dict[str, str]:
         raise GraftuneError(
             f"is not a shard index: it {error}", where=str(index), mend="download the model again"
         ) from None
+    except OSError as error:
+        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(index), mend="check the file") from None
     if not isinstance(where, dict) or not all(_is_shard(file) for file in where.values()):
         raise GraftuneError("is not a shard index", where=str(index), mend="download the model again")
     return where
@@ -119,6 +121,7 @@ def open_shard(file: Path) -> Any:
     if not file.exists():
         raise GraftuneError("this shard is missing", where=str(file), mend="download the model again")
     try:
+        check_plain(file)
         shard = safe_open(str(file), framework="pt")
         shapes = {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
