@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from graftune import files
 from graftune.api import export, train
@@ -264,3 +266,18 @@ def test_gguf_of_a_base_keeps_its_chat_template_and_stops(run: Path, tmp_path: P
     assert metadata["general.architecture"] == "llama" and metadata["general.name"] == "mine"
     back = opened(path).tokenizer
     assert set(tokenizer.stop_ids) <= set(back.stop_ids) and back.eos_id == tokenizer.eos_id
+
+
+@pytest.mark.parametrize("to", ["merged", "gguf"])
+def test_a_base_that_is_not_finite_is_named(to: str, run: Path, tmp_path: Path) -> None:
+    """And not the training, which had no part in it."""
+    base = Path(shutil.copytree(Config.of_run(run).base.base, tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    tensors[name].view(-1)[-1] = float("nan")
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        GraftuneError, match=r"base/model.safetensors: tensor layers.0.mlp.down_proj.weight holds numbers"
+    ):
+        export(base, to, out=tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()

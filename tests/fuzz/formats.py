@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -18,9 +19,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import matplotlib.patheffects
+import matplotlib.ticker  # noqa: F401 - here, so that no input is charged for it
 import torch
 from safetensors.torch import save
 
+from graftune.cli.closing import closing
 from graftune.config import Config, DataConfig
 from graftune.dashboard.runs import Run
 from graftune.dashboard.series import series
@@ -30,10 +34,11 @@ from graftune.data.encoded import Examples
 from graftune.data.maker import Maker
 from graftune.data.row import Refusal, Row
 from graftune.errors import GraftuneError, one_line
+from graftune.exporting.target import run_facts
 from graftune.mixture import Source
-from graftune.observe import events
+from graftune.observe import events, plot, report
 from graftune.tokenizer import ChatTemplate, examine, from_folder
-from graftune.training import resume
+from graftune.training import launch, resume
 from graftune.weights import checkpoint, safetensors_io
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import open_base
@@ -323,7 +328,7 @@ def _read_run(folder: Path) -> None:
     with run.log() as log:
         json.dumps(series(log, [], 100, None, None), allow_nan=False)
     refused = None
-    for look in (_finished, _appended):
+    for look in (_finished, _shown, _appended):
         try:
             look(folder)
         except GraftuneError as error:
@@ -336,8 +341,36 @@ def _finished(folder: Path) -> None:
     read = events.read_events(folder / "metrics.jsonl")
     for kind in ("step", "eval"):
         events.latest(read, kind)
-    resume.finished(folder, Config(), Config())
+    end = resume.finished(folder, Config(), Config())
+    if end is not None:
+        assert not bad_message(one_line(closing(launch.result_of(folder, end)))), end
+    run_facts(folder)
     Config.of_run(folder)
+
+
+class _Axes:
+    """In the place of matplotlib's, which take half a second: whatever is plotted has to be numbers."""
+
+    def plot(self, xs: Any, ys: Any, *style: Any, **named: Any) -> None:
+        for value in (*xs, *ys):
+            assert math.isfinite(value + 0.5), value
+
+    def get_ylim(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self
+
+
+def _shown(folder: Path) -> None:
+    read = events.read_events(folder / "metrics.jsonl", ("event", "step", "loss", "lr"))
+    done, measured = events.steps(read), events.evals(read)
+    plot._losses(_Axes(), done, measured)
+    plot._learning_rate(_Axes(), done)
+    json.dumps(events.plain(report.document(folder)), allow_nan=False)
 
 
 def _appended(folder: Path) -> None:

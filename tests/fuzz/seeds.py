@@ -96,7 +96,15 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "warning", "time": 2.7, "text": "slow"},
     {"event": "resume", "time": 3.0, "step": 1},
     {"event": "extend", "time": 3.0, "steps": 12},
-    {"event": "run_end", "time": 4.0, "step": 2, "stopped": "interrupted", "signal": 15, "host_ms": 1.0},
+    {
+        "event": "run_end",
+        "time": 4.0,
+        "step": 2,
+        "stopped": "finished",
+        "host_ms": 1.0,
+        "best_step": 2,
+        "validation_loss": {"start": 2.5, "best": 2.0},
+    },
 )
 
 

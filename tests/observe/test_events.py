@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
-from graftune.observe.events import EventLog, evals, read_events, standing, steps, to_json
+from graftune.observe.events import EventLog, evals, number, read_events, standing, steps, to_json, worked_seconds
 
 
 def test_lines_are_whole_json_with_event_and_time(tmp_path: Path) -> None:
@@ -131,3 +131,28 @@ def test_to_json_is_always_strict(value: object) -> None:
     text = to_json({"value": value})
     assert text.isascii() and "\n" not in text
     json.loads(text, parse_constant=lambda name: pytest.fail(name))
+
+
+ODD = ("x", "1", [], {}, True, 10**400, float("nan"), float("inf"), -float("inf"))
+
+
+def test_figures_that_are_no_numbers_are_null() -> None:
+    """Of a log that somebody else wrote: whoever plots or compares them computes with them."""
+    assert [number(value) for value in (*ODD, None)] == [None] * (len(ODD) + 1)
+    assert (number(3), number(-2.5), number(10**300)) == (3.0, -2.5, 1e300)
+    for odd in ODD:
+        found = [{"event": kind, "step": 1, "loss": odd, "lr": 0.5} for kind in ("step", "eval")]
+        assert [(e["loss"], e["lr"]) for e in steps(found) + evals(found)] == [(None, 0.5)] * 2
+    assert steps([{"event": "step", "step": step} for step in (-1, 10**30, True, "1", None)]) == []
+    assert worked_seconds([{"event": "run_start", "time": 1.0}, {"event": "step", "time": 10**400}]) == 0.0
+
+
+def test_a_long_last_line_is_found(tmp_path: Path) -> None:
+    """The end of the log is looked at in growing pieces."""
+    log = tmp_path / "metrics.jsonl"
+    long = json.dumps({"event": "sample", "step": 2, "answers": ["a" * 300_000]})
+    for tail, want in (("\n", 2), ("", 2), ("[\n", 1), ('\n{"event": "st', 2)):
+        log.write_text('{"event": "step", "step": 1}\n' + long + tail)
+        with EventLog(log) as opened:
+            opened.emit("resume", step=1)
+        assert len(read_events(log)) == want + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from graftune.errors import GraftuneError
-from graftune.observe import plot
+from graftune.observe import plot, report
 from graftune.observe.events import EventLog
 from graftune.observe.plot import EVERY, LivePlot, _figure, loss_plot, running_mean
 
@@ -143,3 +144,30 @@ def test_without_that_process_it_is_drawn_here(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(plot, "_helper", ended)
     loss_plot(log_of(tmp_path / "m.jsonl", 3), tmp_path / "loss.png", "a title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG") and not ended.alive
+
+
+def test_figures_of_another_kind_are_left_out(tmp_path: Path) -> None:
+    """A foreign log: the picture and the report are made of what is a number."""
+    log = tmp_path / "metrics.jsonl"
+    odd: tuple[Any, ...] = ("x", {}, [1], True, 10**400, float("nan"), float("inf"))
+    events = [{"event": "run_start", "time": odd[4], "settings": {"clip": float("nan")}}]
+    for step, value in enumerate((2.5, *odd, 2.0), 1):
+        events += [
+            {"event": kind, "step": step, "time": value, "loss": value, "lr": value} for kind in ("step", "eval")
+        ]
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "plan.json").write_text('{"bytes": NaN}')
+    plot._plot(log, tmp_path / "loss.png", "a title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    report.write_report(tmp_path)
+    curves = report.document(tmp_path)["curves"]
+    assert [value for value in curves["values"]["loss"] if value is not None] == [2.5, 2.0]
+
+
+def test_the_name_of_a_run_is_text_in_its_report(tmp_path: Path) -> None:
+    folder = tmp_path / "r\x1b[2J\u202e<b>"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    report.write_report(folder)
+    made = (folder / "report.html").read_text()
+    assert "\x1b" not in made and "\u202e" not in made and "<b>" not in made.split("<style>")[0]

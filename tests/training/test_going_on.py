@@ -3,6 +3,7 @@ identity by which a checkpoint is taken back. Kills are in tests/two_ways/test_r
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -28,6 +29,7 @@ from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
 from graftune.training import loop, prepare, reporter, resume
+from graftune.training.answers import Answers, Question
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 from tests.training.runs import adapter_bytes, write_data
@@ -455,3 +457,53 @@ def test_odd_events_in_the_log(finished: Path, tmp_path: Path) -> None:
     assert adapter_bytes(run) == adapter_bytes(finished) and figures(run) == figures(finished)
     log.write_text(log.read_text() + "[" * 100_000)  # a torn line, for all that can be read of it
     assert figures(run) == figures(finished)
+
+
+ODD_ENDS: tuple[dict[str, Any], ...] = (
+    {"validation_loss": {"start": "a", "best": 1}},
+    {"validation_loss": {"start": 10**400, "best": []}},
+    {"validation_loss": 5, "step": "\x1b[2J"},
+    {"best_step": "x", "score": {"base": 1, "tuned": 2}, "trained": {}},
+)
+
+
+@pytest.mark.parametrize("odd", ODD_ENDS)
+def test_odd_figures_at_the_end_of_a_log(odd: dict[str, Any], finished: Path, tmp_path: Path, capsys: Any) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    log = run / "metrics.jsonl"
+    *before, last = log.read_text().splitlines()
+    log.write_text("\n".join([*before, json.dumps(json.loads(last) | odd)]) + "\n")
+    assert main(["train", "--resume", str(run)]) == 0
+    said = capsys.readouterr()
+    assert "is finished" in said.err and "\x1b" not in said.out + said.err
+
+
+def test_answers_of_a_log_that_do_not_fit_are_none() -> None:
+    """They are compared with the tuned model's, one by one."""
+    answers = object.__new__(Answers)
+    answers.questions, answers.length = [Question([1], "a", "b")] * 2, 3
+    event = {"questions": answers.digest, "answers": ["x", "y"]}
+    assert answers.known(event) == ["x", "y"]
+    for odd in (5, None, {}, ["x"], ["x"] * 3, ["x", None]):
+        assert answers.known(event | {"answers": odd}) == []
+    assert answers.known(event | {"questions": "others"}) == []
+
+
+@pytest.mark.parametrize("loss", [float("inf"), float("nan")])
+def test_a_first_evaluation_that_is_not_finite(
+    loss: float, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints are whole, and a resume goes on from them."""
+    real, asked = parts.Parts.evaluated, list[float]()
+
+    def evaluated(self: Any, *given: Any, **named: Any) -> Any:
+        result = real(self, *given, **named)
+        asked.append(result.loss)
+        return dataclasses.replace(result, loss=loss) if len(asked) == 1 else result
+
+    monkeypatch.setattr(parts.Parts, "evaluated", evaluated)
+    run = train(settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=4), console=QUIET).folder
+    found = checkpoint.steps(run / "checkpoints")
+    assert found and all(checkpoint.read_state(path)[0].first_loss is None for path in found.values())
+    result = again(run, max_steps=6)
+    assert result.steps == 6 and result.first_eval is None and not list((run / "checkpoints").glob("*.damaged"))

@@ -17,7 +17,7 @@ from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.lock import FolderLock
 from graftune.observe.console import Console
-from graftune.observe.events import number
+from graftune.observe.events import Event, number
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.training.leftovers import complete, sweep
@@ -109,6 +109,13 @@ def found_again(config: Config, ranks: Ranks, restarted: bool) -> str | None:
     return str(folder)
 
 
+def result_of(folder: Path, end: Event) -> TrainResult:
+    """What a finished run came to, by the last event of its log."""
+    losses = found if isinstance(found := end.get("validation_loss"), dict) else {}
+    step = end["step"] if type(end.get("step")) is int else 0
+    return TrainResult(folder, step, end["stopped"], number(losses.get("start")), number(losses.get("best")))
+
+
 def _resumed(
     folder: Path,
     console: Console,
@@ -130,13 +137,12 @@ def _resumed(
         if crew.leads:
             complete(folder, console)
         more = math.floor(now.train.epochs) + 3
-        step = end["step"] if type(end.get("step")) is int else 0
+        result = result_of(folder, end)
         console.note(
-            f"this run is finished ({end['stopped']} at step {step}); to train it further, say how long it "
+            f"this run is finished ({result.stopped} at step {result.steps}); to train it further, say how long it "
             f"should be in all, as in: graftune train --resume {shlex.quote(str(folder))} --epochs {more}"
         )
-        losses = found if isinstance(found := end.get("validation_loss"), dict) else {}
-        return TrainResult(folder, step, end["stopped"], number(losses.get("start")), number(losses.get("best")))
+        return result
     if crew.leads:
         lock = held.enter_context(FolderLock(folder))
         if lock.unsupported:
