@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import re
 import socket
 import time
@@ -233,6 +234,52 @@ def test_a_document_that_is_too_long_is_none(tmp_path: Path) -> None:
     """Not its beginning, which would be another document."""
     (tmp_path / "x").write_bytes(b"[1, 2]")
     assert read_bytes(tmp_path / "x", 6) == b"[1, 2]" and read_bytes(tmp_path / "x", 5) is None
+
+
+HOSTILE_LOGS = {
+    "resumes over evaluations out of order": lambda i: (
+        f'{{"event":"eval","step":{10**7 - i},"loss":1}}\n{{"event":"eval","step":{i},"loss":1}}\n'
+        f'{{"event":"resume","step":{i}}}\n'
+    ),
+    "another name in every step": lambda i: f'{{"event":"step","step":{i},"n{i}":1}}\n',
+    "blank lines": lambda i: "\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_LOGS)
+def test_a_megabyte_of_a_strangers_lines_takes_no_minute(name: str, tmp_path: Path) -> None:
+    """Each took 8 to 35 s, by the square of the lines or by an exception a line."""
+    path = tmp_path / "metrics.jsonl"
+    size = len(HOSTILE_LOGS[name](10**4))
+    path.write_text("".join(map(HOSTILE_LOGS[name], range((1 << 20) // size))))
+    began = time.process_time()
+    for reader in (Glance(path), Log(path)):
+        reader.advance()
+        assert not reader.behind
+    assert time.process_time() - began < 5
+
+
+def test_evaluations_that_a_resume_took_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition, over logs made up at random; the oldest go where there are too many."""
+    monkeypatch.setattr(log, "MOST_EVENTS", 8)
+    draw = random.Random(5)
+    for case in range(50):
+        path, kept = tmp_path / f"{case}.jsonl", list[tuple[int, int]]()
+        written = []
+        for number in range(draw.randrange(60)):
+            at = draw.randrange(12)
+            if draw.random() < 0.25:
+                written.append({"event": "resume", "step": at})
+                kept = [each for each in kept if each[0] <= at]
+            else:
+                written.append({"event": "eval", "step": at, "loss": number})
+                kept = [*kept, (at, number)][-8:]
+        path.write_text("".join(json.dumps(event) + "\n" for event in written))
+        found, glance = Log(path), Glance(path)
+        found.advance()
+        glance.advance()
+        assert [(event["step"], event["loss"]) for event in found.of("eval")] == kept
+        assert {at: glance.evals[at] for at, _ in kept} == dict(kept)
 
 
 def test_cut() -> None:

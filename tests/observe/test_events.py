@@ -15,7 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
-from graftune.observe.events import EventLog, evals, number, read_events, standing, steps, to_json, worked_seconds
+from graftune.observe.events import (
+    Event,
+    EventLog,
+    evals,
+    latest,
+    number,
+    read_events,
+    standing,
+    steps,
+    to_json,
+    worked_seconds,
+)
 
 
 def test_lines_are_whole_json_with_event_and_time(tmp_path: Path) -> None:
@@ -156,3 +167,43 @@ def test_a_long_last_line_is_found(tmp_path: Path) -> None:
         with EventLog(log) as opened:
             opened.emit("resume", step=1)
         assert len(read_events(log)) == want + 1
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"event": st.sampled_from(("step", "eval", "resume", "run_end", "run_start", "phase"))},
+            optional={"step": st.one_of(st.integers(0, 9), st.none())},
+        ),
+        max_size=30,
+    )
+)
+def test_what_stands_is_what_no_resume_took_back(events: list[Event]) -> None:
+    """Against the definition, read forwards: each resume takes back what is behind it."""
+    kept: list[Event] = []
+    for event in events:
+        step = event.get("step")
+        if event["event"] == "run_start":
+            kept = []
+        elif event["event"] == "resume" and step is not None:
+            kept = [e for e in kept if e["event"] != "run_end" and (e.get("step") is None or e["step"] <= step)]
+        kept.append(event)
+    assert standing(events) == kept
+
+
+def test_a_log_of_resumes_is_read_in_linear_time() -> None:
+    """Each of them against all before it were 1.8 billion looks, many minutes."""
+    events: list[Event] = [{"event": "resume", "step": step} for step in range(60_000)]
+    assert standing(events) == events and latest(events, "step") == []
+
+
+def test_lines_of_other_kinds_are_not_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with EventLog(path) as log:
+        for kind in ("run_start", "step", "run_end"):
+            log.emit(kind, step=1)
+    path.write_bytes(path.read_bytes().replace(b'"step", ', b'"step"; '))
+    found = read_events(path, kinds=("run_start", "run_end"))
+    assert [event["event"] for event in found] == ["run_start", "run_end"]
+    with pytest.raises(GraftuneError, match="is not an event"):
+        read_events(path)

@@ -7,6 +7,7 @@ resume took back is dropped, as observe/events.py `latest` does it.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right, insort
 from pathlib import Path
 
 from graftune.dashboard.lines import Follower, events_of
@@ -37,6 +38,7 @@ class Glance(Follower):
         self.total: int | None = None
         self.step: Event = {}
         self.evals: dict[int, float] = {}
+        self._evaluated: list[int] = []  # their steps, in order
         self.phase = ""
         self.end: Event = {}
         self.resumed: int | None = None  # the step of the last resume, until a step follows it
@@ -77,11 +79,17 @@ class Glance(Follower):
         elif kind == "step" and step is not None:
             self.step, self.end, self.resumed = _short(event), {}, None
         elif kind == "eval" and step is not None and (loss := number(event.get("loss"))) is not None:
+            if step not in self.evals:
+                insort(self._evaluated, step)
             self.evals[step] = loss
             if len(self.evals) > 2 * MOST_EVALS:
                 self.evals = dict(sorted(self.evals.items(), key=lambda each: each[1])[:MOST_EVALS])
+                self._evaluated = sorted(self.evals)
         elif kind == "resume" and step is not None:
-            self.evals = {at: loss for at, loss in self.evals.items() if at <= step}
+            end = bisect_right(self._evaluated, step)
+            for at in self._evaluated[end:]:
+                del self.evals[at]
+            del self._evaluated[end:]
             self.end, self.phase, self.resumed = {}, "", step
             self._worked, self.began = worked, (time, step)
         elif kind == "extend" and (total := whole(event.get("steps"))) is not None:

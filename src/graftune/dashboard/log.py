@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
-from collections import deque
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import lt
@@ -48,11 +48,10 @@ def number(value: Any) -> float | None:
     return None
 
 
-def _columns(events: list[Event]) -> Iterable[tuple[str, Sequence[Any]]]:
-    """What each name stands for in all of them, None where an event does not have it."""
+def _columns(events: list[Event], names: Iterable[str]) -> Iterable[tuple[str, Sequence[Any]]]:
+    """What each of their names stands for in all of them, None where an event does not have it."""
     if len(set(map(tuple, events))) == 1:  # the same names in the same order, as one run writes them
         return zip(events[0], zip(*map(dict.values, events), strict=True), strict=True)
-    names = dict.fromkeys(chain.from_iterable(events))
     return ((name, [event.get(name) for event in events]) for name in names)
 
 
@@ -76,7 +75,9 @@ class Kept:
     """Events of one kind, the latest ones, each cut to size."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[int, Event]] = deque()
+        self._events: OrderedDict[int, tuple[int, Event]] = OrderedDict()  # by the order they came in; with their sizes
+        self._steps: list[tuple[int, int]] = []  # of those that have one, each with its place in that order, sorted
+        self._count = 0
         self.size = 0
 
     def append(self, event: Event) -> None:
@@ -84,17 +85,25 @@ class Kept:
         if not (len(event) <= MOST_NAMES and all(map(_is_small, event.values()))):
             cut = Cut(event)
             kept, size = cut.document, cut.size
-        self._events.append((size, kept))
+        self._count += 1
+        self._events[self._count] = size, kept
         self.size += size
+        if (step := step_of(kept)) is not None:
+            insort(self._steps, (step, self._count))
         while len(self._events) > MOST_EVENTS or (self.size > MOST_BYTES and len(self._events) > 1):
-            self.size -= self._events.popleft()[0]
+            number, (size, oldest) = self._events.popitem(last=False)
+            self.size -= size
+            if (step := step_of(oldest)) is not None:
+                del self._steps[bisect_left(self._steps, (step, number))]
 
     def take_back(self, step: int) -> None:
-        kept = [each for each in self._events if (at := step_of(each[1])) is None or at <= step]
-        self._events, self.size = deque(kept), sum(size for size, _ in kept)
+        end = bisect_left(self._steps, (step + 1, 0))
+        for _, number in self._steps[end:]:
+            self.size -= self._events.pop(number)[0]
+        del self._steps[end:]
 
     def all(self) -> list[Event]:
-        return [event for _, event in self._events]
+        return [event for _, event in self._events.values()]
 
 
 class Log(Follower):
@@ -157,13 +166,14 @@ class Log(Follower):
             return
         numbers = [step for event in events if (step := step_of(event)) is not None]
         last = self.steps[-1] if self.steps else -1
-        if len(numbers) < len(events) or not all(map(lt, [last, *numbers], numbers)):
+        names = dict.fromkeys(chain.from_iterable(events))
+        if len(numbers) < len(events) or len(names) > 4 * MOST_NAMES or not all(map(lt, [last, *numbers], numbers)):
             for event in events:
                 self._step(event)
             return
         before = len(self.steps)
         self.steps.extend(numbers)
-        for name, figures in _columns(events):
+        for name, figures in _columns(events, names):
             if name in ("event", "step"):
                 continue
             column = _column(figures)

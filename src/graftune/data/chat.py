@@ -19,11 +19,13 @@ inference's history will not have, each assistant turn becomes a text of its own
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from graftune.data.format import REASONING_KEYS, ChatFormat
+from graftune.data.places import FEW, Place, Turn, places
 from graftune.data.probe import ANSWERS, borders, shared_header, shared_start
 from graftune.data.record import Message, Record
 from graftune.data.source import Refusal
@@ -44,6 +46,9 @@ NOT_RENDERED = {
     "reasoning": "reasoning that the template does not render",
     "calls": "tool calls that the template does not render as written",
 }
+
+MOST_MISSING = 256  # turns of other roles that may be looked for one by one
+_MARK = re.compile(r"zq([0-9]+)q")
 
 
 class Passage(NamedTuple):
@@ -70,15 +75,6 @@ class Passage(NamedTuple):
         return self.messages[: self.trained[-1]]
 
 
-class _Turn(NamedTuple):
-    """One trained turn as the last of its conversation: its text up to the end token, and where what begins."""
-
-    text: str
-    prompt: int  # the prompt ends here
-    start: int  # training begins here: at the prompt's end, or behind reasoning that is not trained
-    notes: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True)
 class ChatTurns:
     """Builds passages by one template and the settings that concern it."""
@@ -89,29 +85,47 @@ class ChatTurns:
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
         """The texts that train `trained`, one where the template allows it."""
-        messages = messages[: trained[-1] + 1]
-        last = self._turn(messages, tools)
-        turns = [*(self._turn(messages[: i + 1], tools) for i in trained[:-1]), last]
-        if not all(last.text.startswith(turn.text) for turn in turns):
-            pairs = zip(trained, turns, strict=True)
-            return [self._passage([turn], messages[: i + 1], [i], tools) for i, turn in pairs]
-        return [self._passage(turns, messages, trained, tools)]
+        begun: dict[int, Turn] = {}
+        together = self.together(messages, tools, trained, begun)
+        if together is not None:
+            return [together]
+        return [self._alone(messages[: i + 1], tools, begun.get(i)) for i in trained]
+
+    def together(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        trained: Sequence[int],
+        begun: dict[int, Turn] | None = None,
+    ) -> Passage | None:
+        """The one text that trains `trained`; None where the template does not allow it. `begun`: takes the turns that
+        were rendered by themselves."""
+        begun = {} if begun is None else begun
+        found = places(lambda some: self._turn(some, tools), messages, trained, begun)
+        if found is None:
+            return None
+        return self.passage(begun[trained[-1]].text, found, messages[: trained[-1] + 1], trained, tools)
 
     def alone(self, passage: Passage) -> list[Passage]:
         """The passage's turns as texts of their own, for tokenizers that join a turn's end to what follows it."""
-        made = []
-        for i in passage.trained:
-            messages = passage.messages[: i + 1]
-            made.append(self._passage([self._turn(messages, passage.tools)], messages, [i], passage.tools))
-        return made
+        return [self._alone(passage.messages[: i + 1], passage.tools) for i in passage.trained]
 
-    def _passage(
-        self, turns: Sequence[_Turn], messages: list[Message], trained: Sequence[int], tools: list[Any] | None
+    def _alone(self, messages: list[Message], tools: list[Any] | None, turn: Turn | None = None) -> Passage:
+        turn = turn or self._turn(messages, tools)
+        return self.passage(turn.text, [turn.place], messages, [len(messages) - 1], tools)
+
+    def passage(
+        self,
+        text: str,
+        turns: Sequence[Place],
+        messages: list[Message],
+        trained: Sequence[int],
+        tools: list[Any] | None,
     ) -> Passage:
-        text = turns[-1].text
-        spans = tuple([(turn.start, len(turn.text)) for turn in turns])
+        """The passage with this text, whose trained turns lie there."""
+        spans = tuple([(turn.start, turn.end) for turn in turns])
         notes = {note: None for turn in turns for note in turn.notes}
-        answers = {i: turn.text[turn.prompt :] for i, turn in zip(trained, turns, strict=True)}
+        answers = {i: text[turn.prompt : turn.end] for i, turn in zip(trained, turns, strict=True)}
         lost = dict.fromkeys(not_rendered(messages, text, answers))
         if NO_REASONING in notes:
             lost.pop(NOT_RENDERED["reasoning"], None)
@@ -120,7 +134,7 @@ class ChatTurns:
         ends = tuple([turn.prompt for turn in turns])
         return Passage(text, spans, ends, messages, tuple(trained), reference, tools, tuple(notes))
 
-    def _turn(self, messages: list[Message], tools: list[Any] | None) -> _Turn:
+    def _turn(self, messages: list[Message], tools: list[Any] | None) -> Turn:
         """The last message as a trained turn."""
         prompt = self.form.render(messages[:-1], tools, generate=True)
         full = self.form.render(messages, tools)
@@ -147,7 +161,8 @@ class ChatTurns:
             skipped, empty = self.form.reasoning.block(answer, opened=self._opens(prompt))
             if self.train_reasoning == "not_empty" and not empty:
                 skipped = 0
-        return _Turn(prompt + answer, len(prompt), len(prompt) + skipped, tuple(notes))
+        text = prompt + answer
+        return Turn(text, Place(len(prompt), len(prompt) + skipped, len(text), tuple(notes)))
 
     def _opens(self, prompt: str) -> bool:
         tag = self.form.reasoning.open.strip()
@@ -227,7 +242,7 @@ def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
     A turn that says so itself ("train": false, or OpenAI's "weight": 0) is context and not trained."""
     turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
     if train_on == "flagged" and record.kind in ("messages", "conversations"):
-        wrong = [i for i, flag in enumerate(record.flags) if flag and i not in turns]
+        wrong = [i for i, flag in enumerate(record.flags) if flag and record.messages[i]["role"] != "assistant"]
         if wrong:
             raise Refusal("a flag on a turn that is not the assistant's", f"message {wrong[0] + 1}")
         turns = [i for i in turns if record.flags[i]]
@@ -250,34 +265,92 @@ def authored_reasoning(form: ChatFormat, message: Message) -> tuple[str, str]:
 
 def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> None:
     """Refuses what a template would leave out without a word: tool calls, and roles it does not know."""
+    others = []
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
             if not form.renders_calls:
                 raise Refusal("refused by the chat template", "it does not render tool calls")
         elif message["role"] not in ("system", "user", "assistant"):
-            shown = form.render(messages[: i + 1], record.tools)
-            other = {**message, "content": (message["content"] or "") + "?"}
-            if shown == form.render([*messages[:i], other], record.tools):
-                raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
+            others.append(i)
+    if len(others) > FEW:
+        others = _unmarked(form, record, messages, others)
+    for i in others:
+        message = messages[i]
+        shown = form.render(messages[: i + 1], record.tools)
+        if shown == form.render([*messages[:i], _with_mark(message, "?")], record.tools):
+            raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
+
+
+def _unmarked(form: ChatFormat, record: Record, messages: list[Message], others: list[int]) -> list[int]:
+    """Those of the messages `others` that do not show in the whole conversation where each of them ends in a mark of
+    its own: two renderings in place of two a message."""
+    marked = list(messages)
+    for i in others:
+        marked[i] = _with_mark(messages[i], f"zq{i}q")
+    try:
+        shown = form.render(marked, record.tools)
+    except Refusal:
+        shown = ""
+    marks = set(_MARK.findall(shown)) - set(_MARK.findall(form.render(messages, record.tools)))
+    missing = [i for i in others if str(i) not in marks]
+    if len(missing) > MOST_MISSING:
+        role = messages[missing[0]]["role"]
+        raise Refusal("refused by the chat template", f"it does not render {len(missing)} turns of the role {role!r}")
+    return missing
+
+
+def _with_mark(message: Message, mark: str) -> Message:
+    return {**message, "content": (message["content"] or "") + mark}
 
 
 def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -> Iterator[str]:
-    """What was written in the conversation and does not stand in its text, by kind. `answers`: of the trained turns."""
+    """What was written in the conversation and does not stand in its text, by kind, each kind once. `answers`: of the
+    trained turns."""
+    searched, said = _Searched(whole), set[str]()
     for i, message in enumerate(messages):
-        content, text = message["content"], answers.get(i, whole)
-        if content and content.strip() not in text:
-            kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
-            why, rest = _without_think(content) if kind == "assistant" else ("", content)
-            if rest.strip() not in text:
+        text: Container[str] = answers.get(i, searched)
+        for kind in _lost(message, text, said):
+            if kind not in said:
+                said.add(kind)
                 yield NOT_RENDERED[kind]
-            elif why not in text:
-                yield NOT_RENDERED["reasoning"]
+
+
+def _lost(message: Message, text: Container[str], said: Container[str]) -> Iterator[str]:
+    """The kinds of what a message lacks in `text`. Of those that were `said` already some are left out: a search that
+    finds nothing goes through all of the text."""
+    content = message["content"]
+    kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
+    if content and (kind not in said or ("reasoning" not in said and "</think>" in content)):
+        why, rest = _without_think(content) if kind == "assistant" else ("", content)
+        if rest.strip() not in text:
+            yield kind
+        elif why not in text:
+            yield "reasoning"
+    if "reasoning" not in said:
         for key in REASONING_KEYS:
             if isinstance(message.get(key), str) and message[key].strip() not in text:
-                yield NOT_RENDERED["reasoning"]
+                yield "reasoning"
+    if "calls" not in said:
         for call in message.get("tool_calls") or ():
             if not all(part in text or json.dumps(part)[1:-1] in text for part in _words(call.get("function", call))):
-                yield NOT_RENDERED["calls"]
+                yield "calls"
+
+
+class _Searched:
+    """A text that is asked for one part after another, mostly in the order in which it has them: the search goes on
+    from the last part found, and begins anew only where that finds nothing."""
+
+    def __init__(self, text: str):
+        self.text, self.reached = text, 0
+
+    def __contains__(self, part: object) -> bool:
+        assert isinstance(part, str)
+        place = self.text.find(part, self.reached)
+        if place < 0:
+            place = self.text.find(part, 0, self.reached + len(part))
+        if place >= 0:
+            self.reached = place
+        return place >= 0
 
 
 def _without_think(content: str) -> tuple[str, str]:

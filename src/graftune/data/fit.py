@@ -9,6 +9,7 @@ An example whose response alone does not fit is dropped.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from graftune.data.turns import loss_weight
 from graftune.tokenizer import Tokenizer
 
 MANY_TURNS, MOST_TURNS = 64, 256  # trained in one conversation that is rendered as a whole, and in one example
+# Answers to one question that become examples of their own, each with all that is before it: as beginnings of one text,
+# and where the template writes what is before anew for each.
+MOST_ALONE, MOST_RENDERED = 512, 256
 LONGEST_TAIL = 64  # characters: longer ones are hardly met twice
 TURNS, QUESTION, PROMPT = "early turns left out", "question cut from the left", "prompt cut from the left behind BOS"
 TOO_LONG = "response longer than max_seq_len"
@@ -41,6 +45,17 @@ class Built(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+class _Piece(NamedTuple):
+    """A part of a conversation: an example, or several turns (example: None) that are too long each, whose tokens are
+    beginnings of `tokens`, with `ranges` to be trained."""
+
+    passage: Passage
+    example: Example | None
+    tokens: list[int] = []  # noqa: RUF012 - a named tuple's default, which nothing changes
+    ranges: Sequence[tuple[int, int]] = ()
+    cut: bool = False  # whether turns before it are left out
+
+
 class Fitter:
     """Builds the examples of one conversation. Holds what does not change from row to row."""
 
@@ -49,6 +64,7 @@ class Fitter:
         self.turns = ChatTurns(form, config.prompt_form, config.train_reasoning)
         self.special = special_tokens(tokenizer)
         self.tails: dict[str, list[int]] = {}  # what stands between a prompt's last control token and its end
+        self.question: tuple[str, list[tuple[int, int]]] = ("", [])  # asked last, and where its tokens lie
         self.ends = self._end_ids()
 
     def _end_ids(self) -> frozenset[int]:
@@ -59,28 +75,28 @@ class Fitter:
         return frozenset({*self.tokenizer.stop_ids, self.form.end_id, *calls})
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
-        """The texts of one conversation, not yet tokenised: many of them are encoded at once (`finish`). Each trained
-        turn takes a rendering of all before it, so a very long conversation is divided first."""
+        """The texts of one conversation, not yet tokenised: many of them are encoded at once (`finish`). A very long
+        conversation is divided first, so that what is rendered and encoded at a time is about what fits."""
         if len(trained) <= MANY_TURNS:
             return self.turns.passages(messages, tools, trained)
-        pieces = self._pieces(messages, tools, trained, 0, too_long=False)
-        return [piece._replace(shortened=cut) for piece, _, cut in pieces]
+        return [piece.passage._replace(shortened=piece.cut) for piece in self._pieces(messages, tools, trained, 0)]
 
     def finish(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
     ) -> Iterator[Built]:
         """The examples of a passage whose text was encoded as `tokens`; what does not fit is shortened one by one."""
-        found = self._masked(passage, tokens, offsets, row)
+        found = self._ranges(passage, tokens, offsets)
         if found is None:
             for alone in self.turns.alone(passage):
                 yield from self.finish(alone, *self._encoded(alone.text), row)
             return
-        example, notes = found
-        if len(example.tokens) <= self.limit:
+        tokens, ranges, notes = found
+        example = self._example(passage, tokens, ranges, row)
+        if len(tokens) <= self.limit:
             reason = TURNS if passage.shortened else ""
             yield Built(example, passage.prompt, passage.reference, passage.asked, reason, notes=notes)
         else:
-            yield from self._without_early_turns(passage, row)
+            yield from self._without_early_turns(passage, tokens, ranges, row)
 
     def _encoded(self, text: str) -> tuple[list[int], Any]:
         """Ids, and the characters of those that are asked for: all of a long text's would take longer than encoding."""
@@ -92,11 +108,16 @@ class Fitter:
         for passage in self.passages(messages, tools, trained):
             yield from self.finish(passage, *self._encoded(passage.text), row)
 
-    def _masked(
-        self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
-    ) -> tuple[Example, tuple[str, ...]] | None:
-        """The example, and what there is to say of it. None: a token lies across the border of one of several turns,
-        so that they have to be examples of their own."""
+    def _example(self, passage: Passage, tokens: list[int], ranges: Sequence[tuple[int, int]], row: int) -> Example:
+        mask.check(tokens, ranges, self.ends)
+        weights = mask.spread(len(tokens), ranges, [loss_weight(passage.messages[i]) for i in passage.trained])
+        return Example(tokens, mask.flags(len(tokens), ranges), row, weights)
+
+    def _ranges(
+        self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]], tuple[str, ...]] | None:
+        """The tokens, which of them each trained turn is, and what there is to say of it. None: a token lies across the
+        border of one of several turns, so that they have to be examples of their own."""
         ranges, notes = [], passage.notes
         for prompt, (start, end) in zip(passage.prompts, passage.spans, strict=True):
             first, whole = mask.border(offsets, prompt)
@@ -113,9 +134,7 @@ class Fitter:
             elif start > prompt:  # reasoning that is not trained: a token with a letter of the answer in it is
                 first = max(first, mask.border(offsets, start)[0])
             ranges.append((first, last))
-        mask.check(tokens, ranges, self.ends)
-        weights = mask.spread(len(tokens), ranges, [loss_weight(passage.messages[i]) for i in passage.trained])
-        return Example(tokens, mask.flags(len(tokens), ranges), row, weights), notes
+        return tokens, ranges, notes
 
     def _as_inference(self, text: str, place: int, tokens: list[int], first: int) -> bool:
         """Whether the prompt `text[:place]` has the tokens that it gets by itself: some vocabularies divide blanks by
@@ -170,48 +189,104 @@ class Fitter:
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
     ) -> tuple[Passage, Example] | None:
         """The passage and example of turns that the template is known to keep in one text; None if it does not."""
-        built = self.turns.passages(messages, tools, trained)
-        if len(built) > 1:
+        built = self.turns.together(messages, tools, trained)
+        if built is None:
             return None
-        found = self._masked(built[0], *self._encoded(built[0].text), row)
-        return (built[0], found[0]) if found else None
+        found = self._ranges(built, *self._encoded(built.text))
+        return (built, self._example(built, *found[:2], row)) if found else None
 
-    def _without_early_turns(self, passage: Passage, row: int) -> Iterator[Built]:
-        for piece, example, cut in self._pieces(passage.messages, passage.tools, passage.trained, row, too_long=True):
-            if len(example.tokens) > self.limit:
-                yield self._cut_question(piece, example, piece.tools, row)
+    def _without_early_turns(
+        self, passage: Passage, tokens: list[int], ranges: list[tuple[int, int]], row: int
+    ) -> Iterator[Built]:
+        messages, trained, pieces = passage.messages, passage.trained, list[_Piece]()
+        if not _starts(messages, _users(messages)) and (piece := self._too_long(passage, tokens, ranges)):
+            pieces, trained = [piece], trained[: -len(piece.ranges)]
+        pieces = [*self._pieces(messages, passage.tools, trained, row, too_long=not pieces), *pieces]
+        for piece in pieces:
+            found, example, reason = piece.passage, piece.example, TURNS if piece.cut else ""
+            if example is None:
+                yield from self._cut_each(found, piece.tokens, piece.ranges, row)
+            elif len(example.tokens) > self.limit:
+                yield self._cut_question(found, example)
             else:
-                reason = TURNS if cut else ""
-                yield Built(example, piece.prompt, piece.reference, piece.asked, reason, notes=piece.notes)
+                yield Built(example, found.prompt, found.reference, found.asked, reason, notes=found.notes)
 
     def _pieces(
-        self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int, *, too_long: bool
-    ) -> Iterator[tuple[Passage, Example, bool]]:
-        """A conversation as examples, in order, each with whether turns before it are left out: from its end, each has
-        as many turns as fit, and what is trained before those is for the next. One whose last question alone is too
-        long comes as it is. `too_long`: whether all of it is known not to fit."""
-        made: list[tuple[Passage, Example, bool]] = []
-        left = list(trained)
+        self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int, too_long: bool = False
+    ) -> list[_Piece]:
+        """A conversation as examples, in order: from its end, each has as many turns as fit, and what is trained before
+        those is for the next. Answers that do not fit even with nothing before their question come as they are.
+        `too_long`: whether all of it is known not to fit."""
+        users = _users(messages)
+        made: list[_Piece] = []
+        left = len(trained)  # turns that are in no piece yet
         while left:
-            start, alone = self._longest_end(messages[: left[-1] + 1], tools, row, whole=not (too_long and not made))
-            head = 1 if start and messages[0]["role"] == "system" else 0
-            ends, kept = [*messages[:head], *messages[start:]], [i for i in left if i > start][-MOST_TURNS:]
-            fits = len(alone[1].tokens) <= self.limit
-            several = self._one(ends, tools, [i - start + head for i in kept], row) if fits and len(kept) > 1 else None
-            if several is None or len(several[1].tokens) > self.limit:
-                several, kept = alone, left[-1:]
-            made.append((*several, start > head))
-            left = left[: -len(kept)]
-        yield from reversed(made)
+            last = trained[left - 1]
+            start, one = self._longest_end(messages[: last + 1], tools, row, users, whole=bool(made) or not too_long)
+            head, fits = _head(messages) if start else 0, len(one[1].tokens) <= self.limit
+            first = bisect_right(trained, start, max(0, left - (MOST_TURNS if fits else MOST_ALONE + 1)), left)
+            piece = None
+            if left - first > 1:
+                kept = [i - start + head for i in trained[first:left]]
+                ends = [*messages[:head], *messages[start : last + 1]]
+                piece = (self._fitting if fits else self._not_fitting)(ends, tools, kept, row)
+            alone, most = len(piece.ranges) if piece else 0, MOST_ALONE
+            if piece is None:
+                question = users[bisect_left(users, last) - 1] if users and users[0] < last else -1
+                piece, alone, most = _Piece(*one), left - bisect_right(trained, question, 0, left), MOST_RENDERED
+            if alone > most:
+                raise Refusal(
+                    "too many answers to one question",
+                    f"over {most}, of which each would be an example with all the others before it",
+                )
+            made.append(piece._replace(cut=start > head))
+            left -= len(piece.passage.trained)
+        return made[::-1]
+
+    def _fitting(
+        self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
+    ) -> _Piece | None:
+        """Several turns as one example; None if they are none."""
+        several = self._one(messages, tools, trained, row)
+        return _Piece(*several) if several and len(several[1].tokens) <= self.limit else None
+
+    def _not_fitting(
+        self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
+    ) -> _Piece | None:
+        """Those of several answers to one question that are too long by what is before them; None if they have to be
+        rendered one by one."""
+        passage = self.turns.together(messages, tools, trained)
+        found = self._ranges(passage, *self._encoded(passage.text)) if passage else None
+        return self._too_long(passage, *found[:2]) if passage and found else None
+
+    def _too_long(self, passage: Passage, tokens: list[int], ranges: list[tuple[int, int]]) -> _Piece | None:
+        """Those turns of a passage that are too long by what is before them, as its last one is. Their tokens are
+        beginnings of the last one's: control tokens part a text, so each has to end with one. None if they do not."""
+        if len(ranges) < 2 or any(tokens[last - 1] not in self.special for _, last in ranges):
+            return None
+        fit = sum(last <= self.limit for _, last in ranges[:-1])
+        shown = passage._replace(
+            spans=passage.spans[fit:], prompts=passage.prompts[fit:], trained=passage.trained[fit:]
+        )
+        return _Piece(shown, None, tokens, ranges[fit:])
+
+    def _cut_each(
+        self, passage: Passage, tokens: list[int], ranges: Sequence[tuple[int, int]], row: int
+    ) -> Iterator[Built]:
+        """An example for each trained turn of a passage, too long each; `ranges` are their tokens."""
+        for i, span, prompt, place in zip(passage.trained, passage.spans, passage.prompts, ranges, strict=True):
+            messages, text = passage.messages[: i + 1], passage.text[: span[1]]
+            reference = (messages[-1]["content"] or "").strip()
+            one = Passage(text, (span,), (prompt,), messages, (i,), reference, passage.tools, passage.notes)
+            yield self._cut_question(one, self._example(one, tokens[: place[1]], [place], row))
 
     def _longest_end(
-        self, messages: list[Message], tools: list[Any] | None, row: int, *, whole: bool
+        self, messages: list[Message], tools: list[Any] | None, row: int, users: list[int], *, whole: bool
     ) -> tuple[int, tuple[Passage, Example]]:
         """Where a conversation begins anew, at a user turn, so that as much of it fits as can; with the example of its
         last turn. Looked for from the end in steps that double, so what it costs is bounded by what fits, however long
-        the conversation is. `whole`: whether it may also begin where it does."""
-        head = 1 if messages[0]["role"] == "system" else 0
-        starts = [i for i in range(head + 1, len(messages) - 1) if messages[i]["role"] == "user"]
+        the conversation is. `users`: where user turns are. `whole`: whether it may also begin where it does."""
+        head, starts = _head(messages), _starts(messages, users)
         starts = [0, *starts] if whole or not starts else starts
 
         def last_turn(start: int) -> tuple[Passage, Example]:
@@ -233,15 +308,21 @@ class Fitter:
                 worst = place
         return starts[fits], best
 
-    def _cut_question(self, passage: Passage, example: Example, tools: list[Any] | None, row: int) -> Built:
+    def _offsets(self, question: str) -> list[tuple[int, int]]:
+        """Where its tokens lie in a question: the last one's are kept, since hundreds of answers may follow it."""
+        if question != self.question[0]:
+            self.question = question, self.tokenizer.encode_with_offsets(question)[1]
+        return self.question[1]
+
+    def _cut_question(self, passage: Passage, example: Example) -> Built:
         """Shortens the last question until the example fits; `passage` trains one turn."""
         response = sum(example.supervised)
         if response >= self.limit:
-            return Built(None, passage.prompt, passage.reference, passage.asked, dropped=TOO_LONG)
+            return Built(None, "", passage.reference, [], dropped=TOO_LONG)
         messages, turn = passage.messages, passage.trained[-1]
         asked = max(i for i in range(turn) if messages[i]["role"] == "user")
         content = messages[asked]["content"]
-        _, offsets = self.tokenizer.encode_with_offsets(content)
+        offsets = self._offsets(content)
         excess = len(example.tokens) - self.limit
         while excess < len(offsets):
             kept = content[offsets[excess][0] :]
@@ -249,7 +330,7 @@ class Fitter:
                 break
             shorter = [*messages[:asked], {**messages[asked], "content": kept}, *messages[asked + 1 :]]
             try:
-                found = self._one(shorter, tools, (turn,), row)
+                found = self._one(shorter, passage.tools, (turn,), example.row)
             except Refusal:  # a template that reads the question; the tokens are cut below instead
                 break
             assert found is not None
@@ -264,7 +345,7 @@ class Fitter:
         bos = 1 if example.tokens[0] == self.tokenizer.bos_id and not example.supervised[0] else 0
         keep = self.limit - bos
         if sum(example.supervised) > keep or (bos == 0 and all(example.supervised[-keep:])):
-            return Built(None, passage.prompt, passage.reference, passage.asked, dropped=TOO_LONG)
+            return Built(None, "", passage.reference, [], dropped=TOO_LONG)
         cut = Example(
             example.tokens[:bos] + example.tokens[-keep:],
             example.supervised[:bos] + example.supervised[-keep:],
@@ -275,3 +356,17 @@ class Fitter:
             [t for t, trained in zip(cut.tokens, cut.supervised, strict=True) if not trained]
         )
         return Built(cut, prompt, passage.reference, passage.asked, PROMPT, notes=passage.notes)
+
+
+def _head(messages: list[Message]) -> int:
+    """How many turns stay where a conversation begins anew: the system turn."""
+    return 1 if messages[0]["role"] == "system" else 0
+
+
+def _users(messages: list[Message]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "user"]
+
+
+def _starts(messages: list[Message], users: list[int]) -> list[int]:
+    """The user turns at which a conversation may begin anew."""
+    return users[bisect_left(users, _head(messages) + 1) : bisect_left(users, len(messages) - 1)]

@@ -9,10 +9,8 @@ processes, which would each need the tokenizer and pay to send rows and tokens b
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +27,7 @@ from graftune.data.text import windows
 from graftune.data.turns import as_unicode
 from graftune.data.writer import Entry
 from graftune.errors import GraftuneError
+from graftune.json_file import no_collections
 from graftune.tokenizer import Tokenizer
 
 CHUNK_ROWS = 1024
@@ -298,15 +297,3 @@ def _notes(record: Record) -> Iterator[str]:
     for name in record.ignored:
         yield f"column not used: {name}"
     yield from record.notes
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Without Python's search for cycles, of which rows have none: it takes a tenth of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -23,6 +23,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError, without_secrets
 from graftune.files import open_own, open_plain
+from graftune.json_file import no_collections
 
 Event = dict[str, Any]
 BEGINNINGS = ("run_start", "resume")
@@ -90,15 +92,19 @@ class EventLog:
         self.close()
 
 
-def read_events(path: str | Path, keys: Sequence[str] = ()) -> list[Event]:
+def read_events(path: str | Path, keys: Sequence[str] = (), kinds: Sequence[str] = ()) -> list[Event]:
     """All events of a file. A last line that the writer did not finish is left out; any other bad line is an error.
-    `keys`: those to keep of each event, where a long log should take little memory; none: all."""
+    `keys`: those to keep of each event, where a long log should take little memory; none: all. `kinds`: those that are
+    looked for, where a long log should take little time: lines that name none of them are not decoded; none: all."""
+    named = re.compile(b"|".join(b'"%b"' % re.escape(kind.encode()) for kind in kinds))
     events: list[Event] = []
-    with open_plain(path) as file:
+    with no_collections(), open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise GraftuneError(f"is larger than {LARGEST >> 30} GiB", where=str(path), mend="restore the file")
         odd = 0  # the line that is no event: a crash may leave a finished one of zeros at the very end
         for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+            if not named.search(line):
+                continue
             if (odd and line.endswith(b"\n")) or len(line) > LONGEST:
                 where = f"{path}, line {odd or number}"
                 raise GraftuneError("is not an event", where=where, mend="remove the line, or restore the file")
@@ -140,13 +146,15 @@ def number(value: object) -> float | None:
 def standing(events: list[Event]) -> list[Event]:
     """All events but those that a resume took back, with the end that came before it."""
     kept: list[Event] = []
-    for event in events:
+    lowest: int | None = None  # step of the resumes after an event; read from the end, each event is looked at once
+    for event in reversed(events):
+        if lowest is None or not (event["event"] == "run_end" or _is_behind(event, lowest)):
+            kept.append(event)
         if event["event"] == "run_start":
-            kept.clear()
-        elif event["event"] == "resume" and type(event.get("step")) is int:
-            kept = [e for e in kept if e["event"] != "run_end" and not _is_behind(e, event["step"])]
-        kept.append(event)
-    return kept
+            break
+        if event["event"] == "resume" and type(event.get("step")) is int:
+            lowest = event["step"] if lowest is None else min(lowest, event["step"])
+    return kept[::-1]
 
 
 def shown_answers(event: Event) -> list[Any]:
@@ -183,6 +191,8 @@ def evals(events: list[Event]) -> list[Event]:
 
 def parsed(line: bytes) -> Event | None:
     """The event on a line, if there is one."""
+    if b"{" not in line:
+        return None
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

@@ -78,6 +78,8 @@ class ByteOffsets(Offsets):
         self._length, self._count = len(text), len(ids)
         self._whole: list[Pair] | None = None
         self._ends: list[int] | None = None
+        self._size = 0  # of the text, in bytes, once the ends are known
+        self._asked = 0, 0  # a character and where its bytes begin
 
     def whole(self) -> list[Pair]:
         if self._whole is None:
@@ -85,12 +87,20 @@ class ByteOffsets(Offsets):
         return self._whole
 
     def border(self, char: int) -> int | None:
-        text, ends = self._text, self._ends
+        ends = self._ends
         if ends is None:
             ends = self._ends = list(accumulate(map(self._sizes.__getitem__, self._ids), initial=0))
-        ascii = text.isascii()
-        if ends[-1] != (self._length if ascii else len(text.encode())):
+            self._size = len(self._text.encode())
+        if ends[-1] != self._size:
             return None  # bytes that the vocabulary has no token for
-        byte = char if ascii else len(text[:char].encode())
+        byte = self._byte(char)
         token = bisect_left(ends, byte)
         return token if token < len(ends) and ends[token] == byte else None
+
+    def _byte(self, char: int) -> int:
+        """Where a character's bytes begin, counted from the place that was asked for last: they come in order."""
+        if self._text.isascii():
+            return char
+        before, byte = self._asked if self._asked[0] <= char else (0, 0)
+        self._asked = char, byte + len(self._text[before:char].encode())
+        return self._asked[1]

@@ -116,7 +116,8 @@ def finished(folder: Path, before: Config, now: Config) -> Event | None:
     log = folder / "metrics.jsonl"
     if changed or not product.is_dir() or not log.exists():
         return None
-    lives = [e for e in read_events(log) if e["event"] in ("run_start", "resume", "run_end")]
+    kinds = ("run_start", "resume", "run_end")
+    lives = [e for e in read_events(log, kinds=kinds) if e["event"] in kinds]
     ended = bool(lives) and lives[-1]["event"] == "run_end" and lives[-1].get("stopped") in ("finished", "early stop")
     return lives[-1] if ended else None
 

@@ -1,0 +1,185 @@
+"""Conversations of many turns: the same examples as by rendering every beginning, in time that grows with the turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from graftune.config import DataConfig
+from graftune.data import chat, places
+from graftune.data.fit import MOST_ALONE, MOST_RENDERED, Built, Fitter
+from graftune.data.format import ChatFormat
+from graftune.data.maker import Maker
+from graftune.data.row import Refusal
+from graftune.data.source import Row
+from tests.data.generated import Spec
+from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, with_template
+
+Messages = list[dict[str, Any]]
+ODD = {
+    "numbered": CHATML.replace("m.content +", "loop.index ~ ' ' ~ m.content +"),
+    "another header far on": CHATML.replace("m.role +", "m.role + ('!' if loop.index0 > 9 else '') +"),
+    # A window would say that the prompt of a late turn ends behind "assistant", too.
+    "a shorter prompt far on": CHATML.replace(
+        "'<|im_start|>assistant\n'", "'<|im_start|>' + ('assistant\n' if messages | length < 10 else '')"
+    ),
+    "drops what is old": CHATML.replace(
+        "m.content +", "(m.content if loop.index0 > messages | length - 7 else m.content.split('</think>')[-1]) +"
+    ),
+    "says what it repeats": CHATML.replace(
+        "m.content +",
+        "m.content + ('[again]' if loop.index0 > 6 and messages[loop.index0 - 6].content == m.content else '') +",
+    ),
+    "calls": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + (c.function.arguments | tojson) }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+}
+
+
+def built(row: dict[str, Any], source: Any, **config: Any) -> list[Built]:
+    maker = Maker(source, DataConfig(append_eos=True, **config), "data")
+    pending = maker._rendered(Row(1, row))
+    if pending.refusal is not None:
+        raise pending.refusal
+    return maker._built(pending, maker.tokenizer.encode_batch(pending.texts))
+
+
+def shown(made: list[Built]) -> tuple[Any, set[str]]:
+    """All of it; the notes once for the row, as they are counted."""
+    kept = [one._replace(example=one.example and dataclasses.astuple(one.example), notes=()) for one in made]
+    return kept, {note for one in made for note in one.notes}
+
+
+def conversation(draw: random.Random, *, calls: bool) -> Messages:
+    def text(words: int = 6) -> str:
+        said = " ".join(draw.choice(("one", "two", "three", "é", "<|im_end|>", "ok")) for _ in range(words))
+        return draw.choice((said, said, said, f" {said}\n", f"<think>\nhm {said}\n</think>\n\n{said}", "ok"))
+
+    messages: Messages = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.5 else []
+    messages.append({"role": "user", "content": text(draw.choice((3, 60)))})
+    way = draw.choice(("by turns", "by turns", "one question", "both"))
+    for place in range(draw.randrange(4, 16)):
+        if calls and draw.random() < 0.5:
+            call = {"type": "function", "function": {"name": "look", "arguments": {"at": place}}}
+            messages += [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": text()},
+            ]
+            continue
+        messages.append({"role": "assistant", "content": text()})
+        if way == "by turns" or (way == "both" and draw.random() < 0.5):
+            messages.append({"role": "user", "content": text()})
+    return [*messages, {"role": "assistant", "content": text(), **draw.choice(({}, {}, {"weight": 0.5}))}]
+
+
+def compared(seed: int, source: Any, monkeypatch: pytest.MonkeyPatch, *, calls: bool = False) -> bool:
+    """Whether there is an example; the same ones, or the same refusal, whichever way they are found."""
+    monkeypatch.undo()
+    draw = random.Random(seed)
+    row = {"messages": conversation(draw, calls=calls)}
+    settings = {"max_seq_len": draw.choice((8192, 200, 90)), "train_reasoning": draw.choice(("all", "none"))}
+    found: list[Any] = []
+    for few in (3, 10**6):
+        for module in (places, chat):
+            monkeypatch.setattr(module, "FEW", few)
+        if few > 3:  # and each turn that is too long is rendered and encoded by itself
+            monkeypatch.setattr(Fitter, "_too_long", lambda *_: None)
+        try:
+            found.append(shown(built(row, source, **settings)))
+        except Refusal as refusal:
+            found.append(refusal.text)
+    same = found[0] == found[1]  # apart from the assertion, which would show two lists of thousands of tokens
+    assert same, (seed, settings)
+    return not isinstance(found[0], str)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_windows_find_what_whole_renderings_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [compared(seed, shipped(name), monkeypatch) for seed in range(6)]
+    assert any(made) or name in NO_END
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_templates_that_windows_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = with_template(ODD[name])
+    made = [compared(seed, source, monkeypatch, calls=name == "calls") for seed in range(10)]
+    assert any(made)
+
+
+def test_generated_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(16):
+        spec = Spec.random(random.Random(seed))
+        try:
+            compared(seed, with_template(spec.source()), monkeypatch, calls=spec.tools == "object")
+        except AssertionError as error:
+            raise AssertionError(f"case {seed}: {spec}") from error
+
+
+def long(way: str, turns: int) -> Messages:
+    messages: Messages = [{"role": "user", "content": "the question"}]
+    for place in range(turns):
+        messages.append({"role": "assistant", "content": f"answer {place}"})
+        if way == "by turns":
+            messages.append({"role": "user", "content": f"question {place}"})
+        elif way == "calls":
+            call = {"type": "function", "function": {"name": "look", "arguments": {"at": place}}}
+            messages[-1] = {"role": "assistant", "content": "", "tool_calls": [call]}
+            messages.append({"role": "tool", "content": f"result {place}"})
+    return [*messages, {"role": "assistant", "content": "the end"}]
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many messages each rendering had."""
+    counts: list[int] = []
+    render = ChatFormat.render
+
+    def counted(form: ChatFormat, messages: Messages, *args: Any, **named: Any) -> str:
+        counts.append(len(messages))
+        return render(form, messages, *args, **named)
+
+    monkeypatch.setattr(ChatFormat, "render", counted)
+    yield counts
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 512, 64])
+@pytest.mark.parametrize("way", ["by turns", "one question", "calls"])
+def test_what_is_rendered_grows_with_the_turns(way: str, limit: int, rendered: list[int]) -> None:
+    source, work = with_template(ODD["calls"]), []
+    for turns in (100, 400):
+        rendered.clear()
+        assert built({"messages": long(way, turns)}, source, max_seq_len=limit)
+        work.append(sum(rendered))
+    assert work[1] < 7 * work[0] and work[1] < 60 * len(long(way, 400))  # the square of the turns: 16, and 800
+
+
+def test_a_template_that_writes_old_turns_anew_is_found_out_at_once(rendered: list[int]) -> None:
+    """Each turn is an example of its own; that they are not one text is seen in a few renderings, not in one a turn."""
+    messages = long("by turns", 200)
+    for message in messages[1::2]:
+        message["content"] = f"<think>\nhm\n</think>\n\n{message['content']}"
+    source = with_template(ODD["drops what is old"].replace("length - 7", "length - 2"))
+    made = built({"messages": messages}, source, max_seq_len=256)
+    assert len(made) == 201 and sum(rendered) < 400 * len(messages)
+
+
+def test_too_many_answers_to_one_question() -> None:
+    source = with_template(CHATML)
+    assert len(built({"messages": long("one question", MOST_ALONE)}, source, max_seq_len=64)) > MOST_ALONE - 9
+    with pytest.raises(Refusal, match=f"over {MOST_ALONE}"):
+        built({"messages": long("one question", 2 * MOST_ALONE)}, source, max_seq_len=64)
+    rewriting = with_template(ODD["numbered"].replace("loop.index", "messages | length"))
+    assert len(built({"messages": long("one question", 99)}, rewriting, max_seq_len=64)) > 80
+    with pytest.raises(Refusal, match=f"over {MOST_RENDERED}"):
+        built({"messages": long("one question", 2 * MOST_RENDERED)}, rewriting, max_seq_len=64)
+
+
+def test_many_turns_of_a_role_that_is_not_rendered() -> None:
+    left_out = ODD["calls"].replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+    for turns in (5, 40, 400):
+        with pytest.raises(Refusal, match="does not render"):
+            built({"messages": long("calls", turns)}, with_template(left_out))
