@@ -255,7 +255,8 @@ def test_a_megabyte_of_a_strangers_lines_takes_no_minute(name: str, tmp_path: Pa
     began = time.process_time()
     for reader in (Glance(path), Log(path)):
         reader.advance()
-        assert not reader.behind
+        while reader.behind:  # a look ends after half a second, which a busy machine may take
+            reader.advance()
     assert time.process_time() - began < 5
 
 
