@@ -381,6 +381,15 @@ def test_a_place_that_users_share(tmp_path: Path, ledger: Ledger) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o666}
 
 
+def test_of_two_who_make_the_folder_one_is_faster(ledger: Ledger) -> None:
+    """An empty folder can be renamed over: whoever had opened the first one would have been left with none."""
+    ledger.store._make_folder()
+    first = ledger.store.folder.stat().st_ino
+    ledger.store._make_folder()
+    assert ledger.store.folder.stat().st_ino == first
+    assert [path.name for path in ledger.store.folder.parent.iterdir()] == ["ledger"]
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be several users")
 def test_several_users_share_it(helper: subprocess.Popen[str]) -> None:
     """The second one writes to files of the first, in a folder where nobody may rename over those of another."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.files import PART
+from graftune.files import PART, remove
 from graftune.ledger.entry import MOST_NUMBER, Entry, clock, read_entry
 
 VARIABLE = "GRAFTUNE_LEDGER"
@@ -109,15 +109,21 @@ class Store:
             os.close(handle)
 
     def _make_folder(self) -> None:
-        """As /tmp is: everybody may make files in it, and only their owner takes them away."""
+        """As /tmp is: everybody may make files in it, and only their owner takes them away. It has its lock from the
+        beginning: over an empty folder another could be renamed, under whoever has just opened it."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         aside = self.folder.with_name(f"{self.folder.name}.{os.getpid()}{PART}")
         aside.mkdir(exist_ok=True)
         try:
+            lock = aside / f"{self.name}.lock"
+            lock.touch()
+            lock.chmod(0o666)
             aside.chmod(0o1777)
             os.rename(aside, self.folder)
-        except OSError:  # somebody was faster; if not, opening it says what is wrong
-            aside.rmdir()
+        except OSError as error:
+            remove(aside)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # these: somebody was faster
+                raise
 
     @contextmanager
     def _lock(self, folder: int) -> Iterator[int]:
