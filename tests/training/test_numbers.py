@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from graftune.model.frozen import Dense
 from graftune.observe.console import Console
 from graftune.observe.events import read_events, steps
 from graftune.session import parts
-from graftune.step.not_finite import NotFinite, first_not_finite
+from graftune.step.not_finite import NotFinite, _Looking, first_not_finite
 from graftune.step.pipeline import Figures, HostLoop
 from graftune.step.step import Step
-from graftune.training import guard
+from graftune.training import guard, halting
 from graftune.training.guard import Guard
 from graftune.training.loop import Run
 from graftune.weights import checkpoint
@@ -70,6 +71,13 @@ def test_the_first_layer_that_is_not_finite_is_found(made, monkeypatch: pytest.M
     view[0, 0] = math.inf
     assert first_not_finite(step, good, 3) == NotFinite(f"the weight {name}")
     view[0, 0] = kept
+
+    head = ours.decoder.head.frozen
+    assert isinstance(head, Dense)
+    kept = head.weight[0, 0].clone()
+    head.weight[0, 0] = math.nan
+    assert first_not_finite(step, good, 3) == NotFinite("the loss, behind the head")
+    head.weight[0, 0] = kept
 
     spoil = step.grad_of_loss
     monkeypatch.setattr(step, "grad_of_loss", lambda *args: spoil(*args).mul_(math.inf))
@@ -139,6 +147,43 @@ def test_a_weight_that_is_not_finite_is_named_and_not_saved(
     assert not (tmp_path / "ends" / "adapter").exists()
 
 
+def test_the_rows_that_are_named_are_those_of_the_bad_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a micro-batch with three of them; all of them where the number is no document's own."""
+    held = SimpleNamespace(plan=lambda epoch: [[[4, 7, 9]]], bins=lambda *_: [0], examples=None, layout=None)
+    device = SimpleNamespace(runtime=SimpleNamespace(device="cpu"))
+    run: Any = SimpleNamespace(loader=held, step=None, session=device, config=Config.of({"data": "d.jsonl"}))
+    monkeypatch.setattr(halting, "_before", lambda run: checkpoint.Progress())
+    monkeypatch.setattr(halting, "take", lambda _, indices: [SimpleNamespace(row=10 * index) for index in indices])
+    monkeypatch.setattr(halting, "pack", lambda examples, layout: torch.zeros(1))
+    for documents, rows in (([1], "row 70"), ([0, 2], "rows 40, 90"), (None, "rows 40, 70, 90")):
+        monkeypatch.setattr(halting, "first_not_finite", lambda *_, at=documents: NotFinite("the loss", at))
+        assert halting._not_finite(run) == f"the loss is the first, in {rows} of d.jsonl"
+
+
+def test_a_row_of_the_last_layer_is_its_own_documents() -> None:
+    """That layer computes only the rows that are learnt from: their numbers are not those of the tokens."""
+    batch = injected.batches(0, fixed=False)[0]
+    assert batch.rows is not None and len(batch.rows) < len(batch.tokens)
+    starts = batch.cu_seqlens.tolist()[:-1]
+    for number, token in enumerate(batch.rows.tolist()):
+        stream = torch.zeros(len(batch.rows), 2)
+        stream[number, 1] = math.nan
+        looking = _Looking(batch, None)  # type: ignore[arg-type]
+        looking.at(stream, "it", batch.rows)
+        assert looking.found == [NotFinite("the output of it", [max(d for d, at in enumerate(starts) if at <= token)])]
+
+
+def test_the_place_before_the_first_skipped_step_is_one_that_a_resume_takes() -> None:
+    """What was evaluated since then, and may have been the best, were the weights of that place."""
+    now = checkpoint.Progress(8, 1, 2, 8, last_eval=7, first_loss=3.0, best_loss=2.0, best_step=7, stale=1)
+    first = SimpleNamespace(first_skipped={"step": 5, "epoch": 0})
+    run: Any = SimpleNamespace(progress=now, guard=first, epoch_steps=(6, 6), step=SimpleNamespace(count=4))
+    before = halting._before(run)
+    assert before == checkpoint.Progress(4, 0, 4, 4, last_eval=4, first_loss=3.0, best_loss=2.0, best_step=4, stale=1)
+    checkpoint._check_numbers(Path(), before)
+    checkpoint.check_place(Path(), before, (6, 6))
+
+
 # What is noticed
 
 
@@ -155,9 +200,12 @@ class Noted:
         self.guard = Guard(lambda text, step, kind: self.said.append((step, kind)), 3, stop_on_warning)
         self.at = 0
 
-    def step(self, loss: float = 2.0, norm: float = 1.0, skipped: bool = False, tokens: int = 90, scale: float = 0.0):
+    def step(
+        self, loss: float = 2.0, norm: float = 1.0, skipped: bool = False, tokens: int = 90, scale: float = 0.0,
+        planned: int = 90,
+    ):  # fmt: skip
         self.at += 1
-        tag = {"step": self.at, "epoch": 0, "response_tokens": 90}
+        tag = {"step": self.at, "epoch": 0, "response_tokens": planned}
         self.guard.step(Figures(tag, loss, norm, skipped, float(tokens), scale, {}))
         return self.guard
 
@@ -185,6 +233,22 @@ def test_a_gradient_of_zero_is_said_when_it_stays() -> None:
     for norm in (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0):
         noted.step(norm=norm)
     assert noted.said == [(6, guard.NO_GRADIENT)]
+    empty = Noted()
+    for _ in range(9):
+        empty.step(norm=0.0, planned=0, tokens=0)
+    assert empty.said == [], "without a token that is learnt from there is none"
+
+
+def test_one_token_too_few_is_noticed_and_a_sum_that_rounds_is_not() -> None:
+    for planned, counted, wrong in (
+        (5000, 4999, True),
+        (5000, 5001, True),
+        (0, 1, True),
+        (1 << 25, (1 << 25) + 2, False),
+    ):
+        noted = Noted()
+        noted.step(planned=planned, tokens=counted)
+        assert noted.said == [(1, guard.TOKENS)] * wrong, (planned, counted)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -200,6 +264,15 @@ def test_each_warning_stops_a_run_that_asks_for_it(stops: bool) -> None:
         assert [said for _, said in noted.said] == [kind] and noted.guard.stops == stops
 
 
+def test_a_validation_loss_above_the_first_is_worse_and_so_is_none_at_all() -> None:
+    for loss, said in ((1.005, []), (1.02, [(3, guard.WORSE)]), (math.nan, [(3, guard.WORSE)]), (0.5, [])):
+        noted = Noted()
+        noted.guard.evaluation(0, 9.0, 1.0)
+        noted.guard.evaluation(2, loss, None)
+        noted.guard.evaluation(3, loss, 1.0)
+        assert noted.said == said, loss
+
+
 def test_skips_count_in_a_row_and_not_while_the_loss_scale_falls() -> None:
     noted, scale = Noted(), 65536.0
     while scale > 1:
@@ -210,6 +283,9 @@ def test_skips_count_in_a_row_and_not_while_the_loss_scale_falls() -> None:
     assert not any(noted.step(math.nan, math.inf, True, scale=1.0).stops for _ in range(2))
     assert noted.step(math.nan, math.inf, True, scale=1.0).too_many and noted.guard.first_skipped["step"] == 18
     assert noted.said == []
+    never = Noted()
+    never.guard.max_skipped = 0
+    assert not any(never.step(math.nan, math.nan, skipped).stops for skipped in [False, *[True] * 20])
 
 
 def test_an_ordinary_run_warns_of_nothing_and_one_that_goes_wrong_does(

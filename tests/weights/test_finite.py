@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels.gguf_dequant import KINDS
 from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
+from graftune.model.frozen import FloatRows, GgufRows, Scratch, Table, Unpacked
 from graftune.weights import finite
 from graftune.weights.base import open_base
 from tests import oracle, quantised
@@ -48,6 +50,53 @@ def test_a_tensor_that_is_not_finite_is_named(held: str, name: str, tiny_folder,
         oracle.place(open_base(str(bad)), LORA, held)
     file = bad / "odd.safetensors"
     assert str(said.value) == f"{file}: tensor {name} holds numbers that are not finite; download the model again"
+
+
+LORA_AND_NORMS = LoraConfig(rank=2, alpha=4.0, train_norms=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "lora"),
+    [
+        ("llama-untied", "model.embed_tokens.weight", LORA),
+        ("llama-untied", "lm_head.weight", LORA),
+        ("llama-shallow", "model.norm.weight", LORA_AND_NORMS),  # trains
+        ("lfm2-short", "model.layers.0.conv.conv.weight", LORA),
+        ("qwen2", "model.layers.0.self_attn.k_proj.bias", LORA),
+    ],
+)
+def test_no_kind_of_tensor_is_left_out(family: str, name: str, lora: LoraConfig, tiny_folder, tmp_path: Path) -> None:
+    bad = spoilt(tiny_folder(family), tmp_path / "bad", name, float("inf"))
+    with pytest.raises(GraftuneError, match=r"tensor \S+ holds numbers that are not finite"):
+        oracle.place(open_base(str(bad)), lora)
+
+
+def test_every_piece_of_a_file_is_looked_at(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "pieces", lambda rows, width: [(row, min(row + 5, rows)) for row in range(0, rows, 5)])
+    bad = spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", "model.layers.0.mlp.up_proj.weight", float("nan"))
+    with pytest.raises(GraftuneError, match=r"tensor layers\.0\.mlp\.up_proj\.weight holds"):
+        oracle.place(open_base(str(bad)), LORA, "keep")
+
+
+def test_what_a_gpu_holds_is_looked_at_before_it_is_remembered(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and floats that products unpack, and sums that nobody has waited for yet."""
+    blocks = quantised.random_blocks("Q4_K", 4, KINDS["Q4_K"].values, 1.0, 3)
+    good, bad = GgufRows(blocks, "Q4_K", KINDS["Q4_K"].values), GgufRows(blocks.clone(), "Q4_K", KINDS["Q4_K"].values)
+    bad.blocks[2, :2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
+    scratch = Scratch(1 << 14, torch.device("cpu"), torch.float32)
+    check = finite.FiniteCheck(open_base(str(tiny_folder("llama-shallow"))), "keep bf16")
+    monkeypatch.setattr(check, "key", "these files")
+    names = ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"]
+    check.note(names, Unpacked([good, good], scratch))
+    for spoilt_one in (Unpacked([good, bad], scratch), Table(bad, scratch), FloatRows(torch.full((2, 2), math.nan))):
+        with pytest.raises(GraftuneError, match=r"mlp\.(gate|up)_proj\.weight holds numbers"):
+            check.note(names, spoilt_one)
+        check.open.clear()
+    values = torch.full((2, 2), math.nan)
+    check.open.append((names[:1], values, values.sum()))  # as on a device
+    with pytest.raises(GraftuneError, match="holds numbers"):
+        check.passed()
+    assert not digest.is_noted("finite", "these files")
 
 
 def test_numbers_beyond_a_dtype_are_no_fault_of_the_file(tiny_folder, tmp_path: Path) -> None:
