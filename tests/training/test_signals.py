@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,24 @@ def test_an_update_and_a_checkpoint_are_finished() -> None:
     stop._overdue(run)
     with stop.may_give_up(run), pytest.raises(stop.Interrupted):
         stop._overdue(run)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_run_that_is_told_to_stop_saves_unless_it_holds_the_best_steps_weights(closing: bool) -> None:
+    """While a run finishes, its weights may be those of its best step: saved as the last one's, a resume would go on
+    from them."""
+    done = list[str]()
+
+    def noted(name: str) -> Any:
+        return lambda *_, **__: done.append(name) or {}
+
+    step, log = SimpleNamespace(discard=noted("discard")), SimpleNamespace(emit=noted("emit"))
+    run: Any = SimpleNamespace(
+        signal=signal.SIGTERM, closing=closing, step=step, log=log, progress=checkpoint.Progress(step=7),
+        finish_steps=noted("finish steps"), save=noted("save"), cost=dict, crew=SimpleNamespace(leads=False),
+    )  # fmt: skip
+    stop.stop(run)
+    assert done == ["discard", "finish steps", *([] if closing else ["save"]), "emit"]
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost() -> None:
