@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from graftune.tokenizer import template
 from graftune.training import loop, prepare, reporter, resume
 from graftune.training.answers import Answers, Question
 from graftune.weights import checkpoint
+from graftune.weights.base import open_base
 from graftune.weights.checkpoint import Progress
 from tests.training.runs import adapter_bytes, write_data
 from tests.training.test_loop import figures, settings, stopped_copy
@@ -433,6 +434,29 @@ def test_another_gpu_is_the_same_kind_of_device(finished: Path, tmp_path: Path) 
     with pytest.raises(GraftuneError, match="device was 'cuda:1' in this run and is 'cpu' now"):
         resume.stored_config(run, {"device": "cpu"})
     checkpoint.check_identity({"settings": {"device": "cuda"}}, {"settings": {"device": "cuda:1"}}, run)
+
+
+DECIDES: dict[str, Any] = {
+    "lr": 0.3, "min_lr": 0.01, "warmup": 0.4, "beta1": 0.5, "beta2": 0.5, "eps": 1e-3, "weight_decay": 0.7, "clip": 9.0,
+    "rank": 9, "alpha": 3.5, "dropout": 0.33, "seed": 99, "tokens_per_step": 96, "max_seq_len": 24, "val_split": 0.33,
+    "deterministic": True, "rslora": True, "train_norms": True,
+}  # fmt: skip
+
+
+def test_what_decides_the_numbers_may_not_change_with_a_resume(finished: Path) -> None:
+    """Neither by the command line nor in config.yaml; nor may what the model's own settings say of its structure."""
+    config = Config.load(finished / "config.yaml")
+    base = open_base(config.base.base)
+    before = resume.identity(config, base, "data", "examples")
+    for name, value in DECIDES.items():
+        with pytest.raises(GraftuneError, match=f"{name} was .* in this run and is"):
+            resume.stored_config(finished, {name: value})
+        with pytest.raises(GraftuneError, match=f"{name} was .* when the run started"):
+            now = resume.identity(config.replace(**{name: value}), base, "data", "examples")
+            checkpoint.check_identity(now, before, finished)
+    other = replace(base, spec=replace(base.spec, norm_eps=2 * base.spec.norm_eps))
+    with pytest.raises(GraftuneError, match="the base has changed"):
+        checkpoint.check_identity(resume.identity(config, other, "data", "examples"), before, finished)
 
 
 def test_odd_names_beside_checkpoints(finished: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ import graftune
 from graftune.api import train
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.ledger import HOST, Claim, Ledger, Memory
+from graftune.ledger import HOST, Claim, Ledger, Memory, Room
 from graftune.ledger import book as ledger_book
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
@@ -140,6 +141,42 @@ def test_a_gpu_as_the_ledger_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reserve.Shared.of(torch.device("cuda"), Config.of({"memory_share": 0.9})).share == 0.9
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7, MIG-8")
     assert reserve.Shared.of(torch.device("cuda", 1), Config()).name == "MIG-8"
+
+
+def reserver(**parts: Any) -> Any:
+    """A run's claims on a GPU that is not there."""
+    made = reserve.Reserver.__new__(reserve.Reserver)
+    vars(made).update(ledger=Ledger, group="g", on_gpu=True, device="the card", host="the machine", _claimed=set())
+    vars(made).update(parts)
+    return made
+
+
+def test_host_memory_beside_a_gpu_is_planned_and_claimed_too() -> None:
+    asked: list[Any] = []
+    others = Room(left=30, holders=("somebody",), ahead=())  # type: ignore[arg-type]
+    beside = reserver(_wait=lambda ledger, shared, size: asked.append((shared, size)), _room=lambda shared: others)
+    assert beside._host_left(100) == 30 and beside._host_left(20) == 20
+    assert reserver(_room=lambda shared: Room(30, (), ()))._host_left(100) == 100, "alone: all that is free"
+    for pinned in (reserve.PINNED, reserve.PINNED + 1):
+        beside._claim(SimpleNamespace(needed=7, bytes=SimpleNamespace(host=pinned)))
+    assert asked == [("the card", 7), ("the card", 7), ("the machine", reserve.PINNED + 1)], "in this order"
+
+
+def test_nothing_is_planned_on_a_ledger_that_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserve, "SETTLING", 0.001)
+    rooms = [Room(9, (), (), settling=True), Room(9, (), (), settling=True), Room(1, (), ())]
+    waits = reserver(ledger=SimpleNamespace(room=lambda *_, **__: rooms.pop(0)))
+    assert waits._room(SimpleNamespace(name=HOST, memory=None, share=0.85)).left == 1 and not rooms
+
+
+def test_what_is_granted_is_renewed_and_given_back() -> None:
+    kept: list[Any] = []
+    claim = SimpleNamespace(granted=True, keep=kept.append, release=lambda: kept.append("released"))
+    shared = reserve.Shared(torch.device("cpu"), HOST, 0.85)
+    with ExitStack() as held:
+        assert reserver(held=held)._granted(shared, claim)
+        assert kept == [shared.measure]
+    assert kept == [shared.measure, "released"]
 
 
 def test_a_signal_ends_the_wait_and_the_place_in_the_queue(ledger, other, tiny_folder, tmp_path) -> None:

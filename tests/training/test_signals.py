@@ -26,7 +26,7 @@ from graftune.ranks import Ranks
 from graftune.session.parts import Parts
 from graftune.step.pipeline import HostLoop
 from graftune.training import stop
-from graftune.training.signals import Stopping
+from graftune.training.signals import Stopping, noted_signals
 from graftune.weights import checkpoint, safetensors_io
 from tests.training.runs import ROOT, adapter_bytes
 from tests.training.test_loop import settings
@@ -141,6 +141,23 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost() -> None:
     assert done.stdout.split("\n")[:6] == [
         "noted 2", "after INT", "after INT", "after HUP", "after TERM", "after HUP"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_of_several_ranks_none_acts_on_a_second_signal(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher passes signals on to processes that may have had them already."""
+    ended, first = list[int](), list[int]()
+    monkeypatch.setattr(Stopping, "_end", lambda self, number: ended.append(number))
+    monkeypatch.setattr(Stopping, "SAME", 0.0)
+    with Stopping(first.append, once=once):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+    assert first == [signal.SIGINT] and ended == ([] if once else [signal.SIGINT])
+    with noted_signals(first.append, once=once):  # before the first step
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is (signal.SIG_IGN if once else signal.SIG_DFL)
+    assert first == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_what_is_lost() -> None:
