@@ -38,7 +38,8 @@ def parse_json(content: bytes | str) -> Any:
     """The value of a text in UTF-8."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        return json.loads(text, object_pairs_hook=_object)
+        with no_collections():
+            return json.loads(text, object_pairs_hook=_object)
     except NotJson:
         raise
     except UnicodeDecodeError:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from graftune.json_file import no_collections
+
 LARGEST = 64 << 20  # bytes of a document that is read whole
 
 
@@ -55,7 +57,8 @@ def read_json(path: Path, most: int = LARGEST) -> Any:
     if content is None:
         return None
     try:
-        return json.loads(content)
+        with no_collections():
+            return json.loads(content)
     except (ValueError, RecursionError):
         return None
 
