@@ -10,8 +10,10 @@ import math
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +133,28 @@ def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.Monkey
     made.clear()
     train(config.replace(out=str(tmp_path / "off"), save_minutes=0), console=QUIET)
     assert made == [total]
+
+
+def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a checkpoint could hold steps that the log has lost, or the last good one go for one that fails."""
+    done: list[Any] = []
+    monkeypatch.setattr(checkpoint, "is_sound", lambda arena: True)
+    monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("save"))
+    monkeypatch.setattr(checkpoint, "prune", lambda root, keep_last, best: done.append((keep_last, best)))
+    run: Any = SimpleNamespace(
+        progress=Progress(step=7, best_step=4),
+        step=SimpleNamespace(count=6, scaler=None),
+        session=SimpleNamespace(arena=1),
+        crew=SimpleNamespace(leads=True, busy=lambda what: nullcontext()),
+        checkpoints=Path("checkpoints"),
+        profiling=SimpleNamespace(beside=lambda what: nullcontext()),
+        log=SimpleNamespace(sync=lambda: done.append("log")),
+        identity=dict,
+        config=Config.of({"keep_last": 3}),
+        reporter=SimpleNamespace(live_plot=SimpleNamespace(update=int)),
+    )
+    loop.Run.save(run)
+    assert done == ["log", "save", (3, 4)] and (run.saved, run.progress.updates) == (7, 6)
 
 
 # Signals

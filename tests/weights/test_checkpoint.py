@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from graftune import run_folder
 from graftune.errors import GraftuneError
 from graftune.model.lora import Arena, Slot
 from graftune.weights import checkpoint
@@ -113,6 +115,23 @@ def test_the_last_few_and_the_best_are_kept(root: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["step-1", "step-4", "step-5"]
     checkpoint.prune(root, 1, best_step=-1)
     assert [path.name for path in root.iterdir()] == ["step-5"]
+
+
+def test_the_state_that_is_named_is_the_one_that_is_opened(root: Path) -> None:
+    found = checkpoint.steps(root)
+    chosen = {which: run_folder._choose(root.parent, which, found) for which in ("best", "", "last", "step-2")}
+    assert {which: step for which, (step, _) in chosen.items()} == {"best": 3, "": 3, "last": 5, "step-2": 2}
+    assert chosen["best"][1] == "step 3, the best on validation so far"
+    with pytest.raises(FileNotFoundError):  # deleted since it was listed
+        run_folder._choose(root.parent, "best", {5: found[5]})
+
+
+def test_weights_of_another_size_are_refused(root: Path) -> None:
+    """One number would fill all of them."""
+    state: Any = SimpleNamespace(run=root.parent, step=5, base_sha256="", weights=torch.zeros(1))
+    base: Any = SimpleNamespace(sha256="x", path="x")
+    with pytest.raises(GraftuneError, match="holds other weights than the run's settings say"):
+        run_folder._check(state, base, arena(1.0, 1.0, 1.0), any_base=True)
 
 
 def test_the_fresh_one_of_two_counts(root: Path) -> None:
