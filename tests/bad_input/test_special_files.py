@@ -157,6 +157,8 @@ def test_a_pipe_in_a_folder_of_data(tmp_path: Path, pipe: Any) -> None:
     pipe(tmp_path / "b.jsonl")
     with pytest.raises(GraftuneError, match=r"b.jsonl: is a pipe"):
         rows(tmp_path)
+    with pytest.raises(GraftuneError, match=r"b.jsonl: is a pipe"):
+        rows(tmp_path / "*.jsonl")
 
 
 def test_pipes_in_a_checkpoint(run: Path, model: Path, tmp_path: Path, pipe: Any) -> None:

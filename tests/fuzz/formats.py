@@ -328,7 +328,8 @@ def _read_run(folder: Path) -> None:
     with run.log() as log:
         json.dumps(series(log, [], 100, None, None), allow_nan=False)
     refused = None
-    for look in (_finished, _shown, _appended):
+    small = (folder / "metrics.jsonl").stat().st_size < SMALL  # each look parses the whole log once more
+    for look in (_finished, _shown, _appended) if small else (_finished, _appended):
         try:
             look(folder)
         except GraftuneError as error:
@@ -344,7 +345,6 @@ def _finished(folder: Path) -> None:
     end = resume.finished(folder, Config(), Config())
     if end is not None:
         assert not bad_message(one_line(closing(launch.result_of(folder, end)))), end
-    run_facts(folder)
     Config.of_run(folder)
 
 
@@ -371,6 +371,7 @@ def _shown(folder: Path) -> None:
     plot._losses(_Axes(), done, measured)
     plot._learning_rate(_Axes(), done)
     json.dumps(events.plain(report.document(folder)), allow_nan=False)
+    json.dumps(run_facts(folder), allow_nan=False)
 
 
 def _appended(folder: Path) -> None:

@@ -85,7 +85,7 @@ def check_file(path: str | Path) -> Path:
 
 def _matching(pattern: str, shown: str) -> list[Path]:
     found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
-    data = [path for path in found if path.is_file() and is_data(path.name)]
+    data = [path for path in found if is_data(path.name) and not path.is_dir()]
     if not data:
         what = f"matches {len(found)} files but no data file" if found else "matches no file"
         raise GraftuneError(what, where=shown, mend=f"data files are {_KNOWN}")
