@@ -19,9 +19,10 @@ from graftune.api import export, train
 from graftune.cli import main
 from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.exporting import gguf_file, gguf_mix, write
+from graftune.exporting import gguf_file, gguf_keys, gguf_mix, write
 from graftune.observe.console import Console
 from graftune.weights import streamed
+from graftune.weights.base import open_base
 from graftune.weights.gguf_io import read_gguf
 from tests.exporting import models
 from tests.exporting.judges import gap, in_transformers, opened, ours
@@ -281,3 +282,34 @@ def test_a_base_that_is_not_finite_is_named(to: str, run: Path, tmp_path: Path) 
     ):
         export(base, to, out=tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("to", ["merged", "gguf"])
+def test_a_template_that_leaves_the_sandbox_is_not_carried_on(to: str, tmp_path: Path, capsys: Capture) -> None:
+    base = models.make_folder("llama", tmp_path / "base")
+    path = base / "chat_template.jinja"
+    path.write_text(path.read_text() + "{{ ''.__class__.__base__.__subclasses__() }}")
+    assert main(["export", str(base), "--to", to, "--out", str(tmp_path / "out")]) == 2
+    assert "the template reaches for Python's own objects" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_says_so_before_it_begins(tmp_path: Path) -> None:
+    """Even where the template is not used: it would be saved with the adapter."""
+    base = models.make_folder("llama", tmp_path / "base")
+    path = base / "chat_template.jinja"
+    path.write_text(path.read_text() + "{% if messages | length > 99 %}{{ ''.__class__ }}{% endif %}")
+    with pytest.raises(GraftuneError, match=r"names __class__\), so it is not carried on"):
+        trained(base, tmp_path / "mine", template="none")
+
+
+def test_named_templates_of_a_gguf_are_not_carried_on(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has looked at them."""
+    made = export(str(run), "gguf", kind="BF16", out=str(tmp_path / "a.gguf")).path
+    found = gguf_file.header_of(made)
+    named = {"tokenizer.chat_template.tool_use": gguf_file.text("{{ ''.__class__ }}")}
+    monkeypatch.setattr(gguf_file, "header_of", lambda path: found | named)
+    kept = gguf_keys.model_keys(open_base(str(made)), "x", 0, None)
+    assert kept["tokenizer.chat_template"] == found["tokenizer.chat_template"] and not named.keys() & kept.keys()

@@ -110,3 +110,40 @@ def test_messages_are_left_alone() -> None:
     talk = [dict(message) for message in TALK]
     ChatTemplate("{% for m in messages %}{% set m = dict(m, content='x') %}{{ m.content }}{% endfor %}").render(talk)
     assert talk == TALK
+
+
+@pytest.mark.parametrize(
+    "addition",
+    [
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ ''.__class__ }}",
+        "{% if messages | length > 7 %}{{ ''.__class__.__mro__ }}{% endif %}",
+        "{{ messages['__class__'] }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages | attr('__class__') }}",
+        "{% if not add_generation_prompt %}{{ messages.append(1) }}{% endif %}",
+        "{{ raise_exception('no') if messages[0].role == 'system' else messages.clear() }}",
+        "{{ 'a' * 999999999 }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_is_not_carried_on(addition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftune.tokenizer.sandbox.SECONDS", 0.1)
+    template = ChatTemplate(SOURCES["blocks"] + addition, name="my.jinja")
+    with pytest.raises(GraftuneError, match=r"my\.jinja: the template (reaches|makes|takes)") as error:
+        template.checked_source()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "addition",
+    [
+        "{{ raise_exception('no system turn') if messages[0].role == 'system' }}",
+        "{{ raise_exception('tools, please') if not tools }}",
+        "{{ messages[9].content + 'x' }}",
+        "{{ message._private }}__init__ in the text{{ '<__image__>' }}",
+    ],
+)
+def test_a_template_that_only_refuses_is_carried_on(addition: str) -> None:
+    source = SOURCES["blocks"] + addition
+    assert ChatTemplate(source).checked_source() == source

@@ -27,8 +27,8 @@ ARCHITECTURES |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2"}
 ARCHITECTURES |= {family: family for family in ("gemma2", "gemma3", "phi3", "granite", "smollm3", "olmo2", "lfm2")}
 WINDOWED = ("gemma2", "gemma3", "olmo3")  # families whose windows llama.cpp has (of phi3 it reads them and says no)
 Values = dict[str, int | float | str | list[bool] | list[int]]
-# True of the file that was read, not of what is written now.
-_DROPPED = ("split.", "quantize.imatrix.", "general.alignment")
+# True of the file that was read, not of what is written now; and templates, of which one is checked and written.
+_DROPPED = ("split.", "quantize.imatrix.", "general.alignment", "tokenizer.chat_template")
 
 
 def architecture(base: Base) -> str:
@@ -49,7 +49,7 @@ def model_keys(base: Base, name: str, file_type: int, end_of_turn: int | None) -
     keys["general.quantization_version"] = gguf_file.number(2)
     template = base.tokenizer.template
     if template is not None:
-        keys["tokenizer.chat_template"] = gguf_file.text(template.source)
+        keys["tokenizer.chat_template"] = gguf_file.text(template.checked_source())
     return keys
 
 

@@ -38,6 +38,10 @@ class Source:
     home: Path  # where they go if nobody says
     run: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.base.tokenizer.template is not None:
+            self.base.tokenizer.template.checked_source()  # refused before the weights are written
+
     def form(self, base: Base) -> tuple[ChatFormat | None, str]:
         """The chat format, with the tokenizer that is exported, or why there is none."""
         try:

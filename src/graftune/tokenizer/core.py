@@ -287,13 +287,13 @@ class Tokenizer:
         }
         settings = {key: value for key, value in settings.items() if value is not None}
         if self.template is not None:
-            settings["chat_template"] = self.template.source
+            settings["chat_template"] = self.template.checked_source()
         files = {
             "tokenizer.json": self.backend.to_str(),
             "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2) + "\n",
         }
         if self.template is not None:
-            files["chat_template.jinja"] = self.template.source
+            files["chat_template.jinja"] = self.template.checked_source()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():

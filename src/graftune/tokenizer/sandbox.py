@@ -1,20 +1,20 @@
 """Where chat templates run: Jinja's sandbox, with an end to the time and the memory that one may take.
 
 A template is a program out of somebody's file. The sandbox keeps it from everything but its own variables, and bounds a
-single range, not two of them nested. So every turn of a loop and every call looks at the clock here, and whatever makes
-large things out of small ones (products, powers, joining, padding) says how large before it does. Loops are found in
-the parsed template, not in its text: each is given its values one by one. Rejected: an alarm signal, which
-only the main thread has, and a thread or process a rendering, which costs more than the rendering.
+single range, not two of them nested. So loops, calls, filters and comparisons look at the clock here, and whatever
+makes large things out of small ones asks bounds.py before it does. Both limits grow with the conversation, which is
+weighed only where a rendering goes beyond what any may have. Loops are found in the parsed template, not in its text:
+each is given its values one by one. Rejected: an alarm signal, which only the main thread has, and a thread or process
+a rendering, which costs more than the rendering.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -23,32 +23,46 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from graftune.private import find
+from graftune.tokenizer.bounds import (
+    EACH,
+    FLOOR,
+    FREE,
+    LARGEST,
+    MOST_BITS,
+    SMALL,
+    Endless,
+    EscapeFormatter,
+    Formatter,
+    check_given,
+    is_slow,
+    made,
+    most_made,
+    operation_made,
+    too_large,
+    weight,
+)
 
-SECONDS = 5.0  # a rendering; real ones take milliseconds
+SECONDS = 1.0  # of a rendering; real ones take milliseconds
+MORE_SECONDS = 4  # at most, one for every `A_SECOND` characters of the conversation
+A_SECOND = 1 << 16
 EVERY = 32  # looks at the clock for one that reads it: a thread's own time takes longer to read than a short loop
-LARGEST = 1 << 24  # characters of a text, or values of a list
-IN_ALL = 1 << 28  # characters of all texts and lists that one rendering makes: it may keep them
+WORK = 256  # characters or values that count as a look more
+KEPT = 12 << 20  # bytes of all texts and lists that a rendering may hold at a time, beside four of the largest
+KEPT_FROM = 1 << 10  # characters: smaller ones are not counted
 LONGEST_CONVERSATION = LARGEST >> 2  # characters of a conversation that is rendered at all
 LONGEST_SOURCE = 1 << 17  # characters; real ones have a quarter of that
-EACH = 64  # characters that any value counts as
 TERMS = 8  # of a sum between two looks at its size
-MOST_BITS = 1 << 20  # of a whole number
 MOST_NAMES = 4096  # of attributes that are remembered as safe or not
-# Filters, and methods of texts, that make much of little.
-_GROWING = {
-    "center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join", "format", "format_map", "translate", "indent",
-    "batch", "slice", "wordwrap", "round", "tojson",
-}  # fmt: skip
+# Methods that make bytes, whose own methods nobody bounds, or tables of a million letters.
+_UNSAFE = {"encode", "maketrans", "to_bytes"}
+# These hand on one value after the other and keep none.
+_LAZY = {"map", "reject", "rejectattr", "select", "selectattr"}
 # Compiled templates by their source: a process opens a tokenizer several times, and compiling takes much of that.
 # What is compiled asks the environment it runs in for filters and globals, and all environments here are alike.
 _CODES: dict[str, CodeType] = {}
 MOST_CODES = 64
 
 _NodeTransformer: Any = find("jinja2.visitor.NodeTransformer")
-
-
-class Endless(Exception):
-    """A template takes more time or memory than any has reason to."""
 
 
 class _Turns:
@@ -102,6 +116,19 @@ class _Watched(_NodeTransformer):
             node.nodes = [self._through("sized", jinja2.nodes.Concat(part, **own)) for part in parts]
         return self._through("sized", node)
 
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Node:
+        """Slices are copies; other items Jinja looks up by itself."""
+        self.generic_visit(node)
+        return self._through("sliced", node) if isinstance(node.arg, jinja2.nodes.Slice) else node
+
+    def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:
+        """Comparing with a word of the template takes no time; searching, or comparing two values, may."""
+        found = [operand.op in ("in", "notin") for operand in node.ops]
+        words = [isinstance(side, jinja2.nodes.Const) for side in (node.expr, *(one.expr for one in node.ops))]
+        self.generic_visit(node)
+        quick = len(node.ops) == 1 and (words[1] or (words[0] and not found[0]))
+        return node if quick else self._through("compared", node)
+
     def _made(self, node: jinja2.nodes.Node) -> jinja2.nodes.Node:
         self.generic_visit(node)
         return self._through("sized", node)
@@ -113,23 +140,37 @@ class _Watched(_NodeTransformer):
         return jinja2.nodes.Filter(node, f"graftune.{name}", [], [], None, None, **own)
 
 
+class _Clock(threading.local):
+    """Of the rendering that a thread is in."""
+
+    looks: int | None = None  # None where nothing is rendered
+    began = 0.0
+    more: float = 0  # seconds that the conversation is worth
+    given: dict[str, Any] | None = None  # the variables, until they are weighed
+    largest = FLOOR
+    bytes_made = 0
+    kept: dict[int, Any]
+
+
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("*", "**", "%"))
+    intercepted_binops = frozenset(("*", "**", "%", "//"))
 
     def __init__(self, **settings: Any):
         # The optimiser's time grows with a power of an expression's depth.
         super().__init__(**settings, optimized=False)
-        self._clock = threading.local()
+        self._clock, self._source = _Clock(), 0
         self._safe: dict[tuple[type, str], bool] = {}
         self.globals.pop("lipsum")  # paragraphs by the number, and in no template
         self.filters = {name: self._bounded(name, filter) for name, filter in self.filters.items()}
         self.filters |= {"graftune.turns": self._turns, "graftune.sized": self._sized}
+        self.filters |= {"graftune.sliced": self._sliced, "graftune.compared": self._compared}
         self.tests = {name: self._watched(test) for name, test in self.tests.items()}
-        self.concat = _joined  # type: ignore[method-assign]
+        self.concat = self.joined  # type: ignore[method-assign]
 
     def compiled(self, source: str) -> jinja2.Template:
         if len(source) > LONGEST_SOURCE:
             raise jinja2.TemplateSyntaxError(f"{len(source)} characters are more than any template has", 1)
+        self._source = len(source)
         code = _CODES.get(source)
         if code is None:
             code = self.compile(_Watched(self).visit(self.parse(source)))
@@ -141,11 +182,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def rendered(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """One rendering, bounded in this thread."""
         clock = self._clock
-        clock.end, clock.made, clock.looks = None, 0, 0
+        clock.began, clock.more, clock.given, clock.largest = time.thread_time(), 0, variables, FLOOR
+        clock.looks, clock.bytes_made, clock.kept = 0, 0, {}
         try:
-            return _joined(template.root_render_func(template.new_context(variables)))
+            return self.joined(template.root_render_func(template.new_context(variables)))
         finally:
-            clock.looks = None
+            clock.looks, clock.given, clock.kept = None, None, {}
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Jinja's own answer, which depends on the object's type and the name alone and takes as long as all else that
@@ -154,39 +196,86 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         known = self._safe.get(key)
         if known is None:
             known = super().is_safe_attribute(obj, attr, value)
+            known = known and not (attr in _UNSAFE and isinstance(obj, str | int))
             if len(self._safe) < MOST_NAMES:
                 self._safe[key] = known
         return known
 
-    def look(self) -> None:
+    def look(self, work: int = 0) -> None:
+        """At the clock, now and then; `work` is the size of what is about to be done."""
         clock = self._clock
-        looks = getattr(clock, "looks", None)
-        if looks is None:  # nothing is rendered
+        if clock.looks is None:
             return
-        clock.looks = looks + 1
-        if clock.looks % EVERY == 0:
-            now = time.thread_time()
-            clock.end = clock.end or now + SECONDS
-            if now > clock.end:
-                raise Endless(f"takes longer than {SECONDS:g} seconds")
+        clock.looks += 1 + work // WORK
+        if clock.looks >= EVERY:
+            clock.looks = 0
+            taken = time.thread_time() - clock.began
+            if taken > SECONDS:
+                self._weigh_conversation()
+                if taken > SECONDS + clock.more:
+                    raise Endless(f"takes longer than {SECONDS + clock.more:g} seconds")
+
+    def _weigh_conversation(self) -> None:
+        clock = self._clock
+        if clock.given is not None:
+            given = weight(clock.given, LARGEST)
+            clock.given, clock.more = None, min(MORE_SECONDS, given // A_SECOND)
+            clock.largest = most_made(self._source, given)
+
+    def _most(self) -> int:
+        """The characters that a text or a list may have."""
+        self._weigh_conversation()
+        return self._clock.largest
+
+    def _allow(self, size: int) -> None:
+        if size > FLOOR and size > self._most():
+            raise too_large(self._clock.largest)
 
     def _turns(self, values: Any) -> _Turns:
         return _Turns(values, self.look)
 
+    def _compared(self, answer: Any) -> Any:
+        self.look(EVERY * WORK // 2)
+        return answer
+
+    def _sliced(self, values: Any) -> Any:
+        """A list's values are not new ones."""
+        self.look(len(values) if isinstance(values, _HELD) else 0)
+        if isinstance(values, str):
+            return self._sized(values)
+        if isinstance(values, list | tuple):
+            self._keep(values)
+        return values
+
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **named: Any) -> Any:
-        __self.look()
-        if getattr(__obj, "__name__", "") in _GROWING:
-            # The sandbox puts a function of its own around a text's format.
-            owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-            if isinstance(owner, str):
-                args = _checked(__obj.__name__, (owner, *args), named)[1:]
+        name = getattr(__obj, "__name__", "")
+        # The sandbox puts a function of its own around a text's format.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            if name in ("format", "format_map"):
+                return __self._sized(__self._formatted(owner, name, args, named))
+            args = __self._checked(name, (owner, *args), named)[1:]
+        elif isinstance(owner, type):  # dict.fromkeys, int.from_bytes
+            check_given(name, args, named)
+        else:
+            __self.look(len(owner) if isinstance(owner, list | tuple | dict) else 0)
         return __self._sized(super().call(__context, __obj, *args, **named))
 
+    def _formatted(self, text: str, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> str:
+        self.look(len(text))
+        if len(text) > SMALL:
+            raise too_large(SMALL)
+        if name == "format_map":
+            if len(args) != 1 or named:
+                raise TypeError("format_map takes one table")
+            named, args = args[0], ()
+        escape = getattr(text, "escape", None)  # of a text that was marked as safe
+        formatter = EscapeFormatter(self, self._allow, escape=escape) if escape else Formatter(self, self._allow)
+        return type(text)(formatter.vformat(text, args, named))
+
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%" and isinstance(left, str):
-            _checked("format", (left, right), {})
-        elif operator != "%":
-            _check_product(operator, left, right)
+        self.look()
+        self._allow(operation_made(operator, left, right))
         return self._sized(super().call_binop(context, operator, left, right))
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
@@ -195,124 +284,93 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)  # with Jinja's marks of what the filter is handed
         def checked(*args: Any, **named: Any) -> Any:
-            self.look()
-            if name in _GROWING:
-                handed = args[:1] if isinstance(args[0], _HANDED) else ()
-                args = (*handed, *_checked(name, args[len(handed) :], named))
-            return self._sized(function(*args, **named))
+            handed = args[:1] if isinstance(args[0], _HANDED) else ()
+            args = self._checked(name, args[len(handed) :], named)
+            return self._sized(function(*handed, *args, **named))
 
         return checked
+
+    def _checked(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """What a filter or a method of texts is given, if it may have that. Iterators are counted as they go."""
+        first = args[0] if args else None
+        self.look(len(first) if isinstance(first, _COUNTED) else 0)
+        if name not in FREE:
+            if name not in _LAZY and any(isinstance(value, Iterator) for value in args):
+                args = tuple(self._counted(value) if isinstance(value, Iterator) else value for value in args)
+                if name == "join" or is_slow(name):  # by how many they are
+                    args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+            check_given(name, args, named)
+        self._allow(made(name, args, named))
+        return args
+
+    def _counted(self, values: Iterator[Any]) -> Iterator[Any]:
+        total = 0
+        for value in values:
+            self.look()
+            total += weight(value, LARGEST)
+            self._allow(total)
+            yield value
 
     def _watched(self, test: Any) -> Callable[..., Any]:
         @functools.wraps(test)
         def checked(*args: Any, **named: Any) -> Any:
-            self.look()
+            self.look(sum(len(value) for value in args if isinstance(value, _COUNTED)))
             return test(*args, **named)
 
         return checked
 
     def _sized(self, value: Any) -> Any:
-        """The value, if what it comes to as text is not too large; the same list may stand in another many times."""
-        size = 0
+        """The value, if what it comes to as text is not too large."""
         if type(value) is str:
             size = len(value)
-            if size > LARGEST:
-                raise _too_large()
         elif isinstance(value, _HELD):
-            size = LARGEST - _weigh(value, LARGEST)
-        self._clock.made = made = getattr(self._clock, "made", 0) + size
-        if made > IN_ALL:
-            raise Endless(f"makes texts and lists of more than {IN_ALL} characters in all")
+            size = weight(value, LARGEST)
+        else:
+            if isinstance(value, int) and value.bit_length() > MOST_BITS:
+                raise Endless("computes with numbers that are too large")
+            return value
+        if size >= KEPT_FROM:
+            self._allow(size)
+            self._keep(value)
         return value
+
+    def _keep(self, value: Any) -> None:
+        """Counts what the template may still hold. Once that is twice what it may, whatever nobody but this holds any
+        more is let go of."""
+        clock = self._clock
+        if clock.looks is None:
+            return
+        pieces = value if isinstance(value, list | tuple) else ()
+        for one in (value, *(piece for piece in pieces if isinstance(piece, str) and len(piece) >= KEPT_FROM)):
+            if id(one) not in clock.kept:
+                clock.kept[id(one)] = one
+                clock.bytes_made += _bytes(one)
+        if clock.bytes_made > 2 * KEPT:
+            most = KEPT + 4 * self._most()
+            if clock.bytes_made > 2 * most:
+                clock.kept = {key: clock.kept[key] for key in clock.kept if sys.getrefcount(clock.kept[key]) > 2}
+                clock.bytes_made = sum(map(_bytes, clock.kept.values()))
+                if clock.bytes_made > most:
+                    raise Endless(f"keeps texts and lists of more than {most} bytes")
+
+    def joined(self, pieces: Iterable[str]) -> str:
+        kept, total = [], 0
+        for piece in pieces:
+            total += len(piece)
+            if total > FLOOR:
+                self._allow(total)
+            kept.append(piece)
+        text = "".join(kept)
+        if total >= KEPT_FROM:
+            self._keep(text)
+        return text
 
 
 _HELD = (str, list, tuple, dict)
+_COUNTED = (*_HELD, range)
 _HANDED = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
 
 
-def _too_large() -> Endless:
-    return Endless(f"makes a text or a list of more than {LARGEST} characters")
-
-
-def _joined(pieces: Iterable[str]) -> str:
-    kept, total = [], 0
-    for piece in pieces:
-        total += len(piece)
-        if total > LARGEST:
-            raise _too_large()
-        kept.append(piece)
-    return "".join(kept)
-
-
-def _weigh(value: Any, budget: int) -> int:
-    """What is left of `budget` characters after a value's text."""
-    if isinstance(value, str):
-        budget -= len(value)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            budget = _weigh(inner, budget)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            budget = _weigh(inner, _weigh(key, budget))
-    if budget < EACH:
-        raise _too_large()
-    return budget - EACH
-
-
-def _check_product(operator: str, left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * abs(right)
-        if bits > MOST_BITS:
-            raise Endless("computes with numbers that are too large")
-    for values, times in ((left, right), (right, left)):
-        if isinstance(values, str | list | tuple) and isinstance(times, int) and len(values) * times > LARGEST:
-            raise _too_large()
-
-
-def _checked(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a filter or a method of texts is given, if its result will not be too large. An iterator comes back as a
-    list: its values can be counted once only."""
-    first, more = args[0] if args else "", [*args[1:], *named.values()]
-    if name == "join":
-        place = 1 if isinstance(first, str) and len(args) > 1 and not isinstance(args[1], str) else 0
-        values = args[place] if args else ""
-        values = list(itertools.islice(values, LARGEST // EACH)) if isinstance(values, Iterator) else values
-        _weigh(values, LARGEST)
-        args = (*args[:place], values, *args[place + 1 :])
-    if _growth(name, first, args, more) > LARGEST:
-        raise _too_large()
-    return args
-
-
-def _growth(name: str, first: Any, args: tuple[Any, ...], more: list[Any]) -> int:
-    """About the size of what a filter or method makes, where that is not the size of what it is given."""
-    numbers = [abs(value) for value in more if isinstance(value, int)]
-    texts = [value for value in more if isinstance(value, str)]
-    largest, longest = max(numbers, default=0), max(map(len, texts), default=0)
-    if name in ("center", "ljust", "rjust", "zfill", "batch", "slice"):
-        return largest
-    if name == "round":
-        return largest << 16  # digits: a thousand will do
-    if name == "tojson":
-        return (LARGEST - _weigh(first, LARGEST)) * largest
-    if name == "join":
-        return max((len(values) for values in args if isinstance(values, Sized)), default=0) * max(
-            longest, len(first) if isinstance(first, str) and len(args) > 1 else 0
-        )
-    if not isinstance(first, str):
-        return 0
-    if name in ("indent", "expandtabs"):
-        return (first.count("\n" if name == "indent" else "\t") + 1) * max(largest, longest)
-    if name == "wordwrap":
-        return len(first) * longest
-    if name == "replace" and len(texts) == 2:
-        return first.count(texts[0]) * len(texts[1])
-    if name == "translate" and len(args) > 1 and isinstance(args[1], Mapping):
-        return len(first) * max((len(text) for text in args[1].values() if isinstance(text, str)), default=1)
-    if name in ("format", "format_map"):
-        widths = [int(width[:10]) for width in re.findall(r"[%:.][-+ #0<>=^]*([0-9]+)", first)]
-        if "*" in first or re.search(r"\{[^}]*\{", first):  # a width may be one of the values
-            inner = [v for value in more if isinstance(value, tuple) for v in value if isinstance(v, int)]
-            widths += [largest, *map(abs, inner)]
-        return max(widths, default=0)
-    return 0
+def _bytes(value: Any) -> int:
+    """A list's texts count beside it."""
+    return value.__sizeof__() if isinstance(value, str) else EACH * len(value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -23,9 +24,20 @@ import jinja2.parser
 
 from graftune.errors import GraftuneError
 from graftune.private import find
-from graftune.tokenizer.sandbox import Endless, Sandbox
+from graftune.tokenizer.bounds import Endless
+from graftune.tokenizer.sandbox import Sandbox
 
+LONGEST_REASON = 10_000  # characters of an error's text that are looked at
+LONGEST_DATE = 1000  # characters of a date's format, each of which may become 256
 _JinjaNamespace: Any = find("jinja2.utils.Namespace")
+
+
+_PRIVATE = re.compile(r"(?:^|[.\[])(__[a-z_]+__)(?:$|[].:!}[])")  # by itself, or in the fields of a format
+_PROBE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+]
 
 
 class Unbounded(GraftuneError):
@@ -75,18 +87,21 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _to_json(
+    sandbox: Sandbox,
     value: object,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML; a prompt is not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # Indented, its length depends on how deep it is nested: then it is counted piece by piece.
+    return encoder.encode(value) if indent is None else sandbox.joined(encoder.iterencode(value))
 
 
 def _one_line(text: object) -> str:
-    return " ".join(str(text).split()).rstrip(".") or "no reason given"
+    return " ".join(str(text)[:LONGEST_REASON].split()).rstrip(".") or "no reason given"
 
 
 def today() -> datetime.date:
@@ -113,9 +128,9 @@ class ChatTemplate:
         environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
-        environment.add_filter("tojson", _to_json)
+        environment.add_filter("tojson", functools.partial(_to_json, environment))
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: self.now.strftime(form)
+        environment.globals["strftime_now"] = self._date
         environment.globals["namespace"] = _Namespace
         try:
             self._sandbox, self._compiled = environment, environment.compiled(source)
@@ -129,10 +144,43 @@ class ChatTemplate:
             # The last three come from Python's own compiler, for sources nested too deep or with odd literals.
             raise GraftuneError(f"the template does not compile: {_one_line(error)}", where=name) from error
 
+    def _date(self, form: str) -> str:
+        if len(form) > LONGEST_DATE:
+            raise Endless(f"writes a date by a format of more than {LONGEST_DATE} characters")
+        return self.now.strftime(form)
+
+    def checked_source(self) -> str:
+        """Its text to write into files for other programs, whose sandbox may be none: refused where the template asks
+        for what ours forbids or has no end, in a branch that two small conversations take or by a name in any branch.
+        What else fails (roles it refuses, tools it wants) is no fault of its own."""
+        names = {node.attr for node in self._parsed.find_all(jinja2.nodes.Getattr)}
+        names |= {str(node.value) for node in self._parsed.find_all(jinja2.nodes.Const)}
+        forbidden = next((f"names {found[1]}" for found in map(_PRIVATE.search, sorted(names)) if found), "")
+        for messages in (_PROBE, _PROBE[1:]):
+            for generate in (False, True):
+                try:
+                    self.render(messages[: -1 if generate else None], add_generation_prompt=generate)
+                except Unbounded:
+                    raise
+                except GraftuneError as error:
+                    if isinstance(error.__cause__, jinja2.exceptions.SecurityError):
+                        forbidden = _one_line(error.__cause__)
+        if forbidden:
+            raise GraftuneError(
+                f"the template reaches for Python's own objects ({forbidden}), so it is not carried on",
+                where=self.name,
+                mend="use another template",
+            )
+        return self.source
+
+    @functools.cached_property
+    def _parsed(self) -> jinja2.nodes.Template:
+        return self._sandbox.parse(self.source)
+
     @functools.cached_property
     def variables(self) -> frozenset[str]:
         """The names it reads from outside: messages, tools and its own."""
-        return frozenset(jinja2.meta.find_undeclared_variables(self._sandbox.parse(self.source)))
+        return frozenset(jinja2.meta.find_undeclared_variables(self._parsed))
 
     def render(
         self,

@@ -219,6 +219,8 @@ class Read(NamedTuple):
 def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, console: Console) -> Read:
     new_tokens = config.lora.new_tokens
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
+    if reader.template is not None:
+        reader.template.checked_source()  # refused now, not where the first adapter is saved with it
     console.note(f"reading {label(path)}")
     loss = choose(config.train)
     whole = prepare(path, reader, config.data, console, loss.data)
