@@ -24,11 +24,15 @@ def test_every_name_is_there(name: str) -> None:
 
 
 def test_a_missing_name_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("torch._was_here_once", "torch._gone.function", "no_such_project.thing"):
+    own = ("torch.ops.aten._gone", "torch.UntypedStorage._gone")  # of what is no module
+    for name in ("torch._was_here_once", "torch._gone.function", "no_such_project.thing", *own):
         monkeypatch.setitem(private.NAMES, name, "some versions")
     with pytest.raises(GraftuneError, match=r"torch \S+ has no _was_here_once, .*install .* some versions") as error:
         private.find("torch._was_here_once")
     assert torch.__version__ in str(error.value)
+    for name in own:
+        with pytest.raises(GraftuneError, match=rf"torch \S+ has no {name.removeprefix('torch.')}, a private name"):
+            private.find(name)
     with pytest.raises(GraftuneError, match=r"has no _gone\.function"):
         private.find("torch._gone.function")
     with pytest.raises(GraftuneError, match=r"no_such_project \(not installed\) has no thing"):
