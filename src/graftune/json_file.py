@@ -1,8 +1,9 @@
 """JSON out of somebody's file: of bounded size, and whatever is wrong with it is one kind of error.
 
-Python's reader takes what it can: the last of two equal keys, NaN for a number; and it raises RecursionError where a
-file is nested deeply, which is no ValueError. Here a key that stands twice is refused, since two programs would
-read two different files, and every fault is a `NotJson`, a ValueError whose text completes a sentence about the file.
+Python's reader takes what it can: the last of two equal keys, NaN for a number; and where a file is nested deeply it
+raises RecursionError, which is no ValueError (or, from 3.12 on, makes a value that nobody can walk through). Here a
+key that stands twice is refused, since two programs would read two different files, so is what is nested deeper than
+any file of ours, and every fault is a `NotJson`, a ValueError whose text completes a sentence about the file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from graftune.errors import one_line
 from graftune.files import open_plain
 
 LARGEST = 64 << 20  # bytes: a model's own settings have kilobytes, a large vocabulary thirty megabytes
+DEEPEST = 100  # lists and objects inside each other
 _SHOWN = 80  # characters of a key in a message
 
 
@@ -39,7 +41,10 @@ def parse_json(content: bytes | str) -> Any:
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         with no_collections():
-            return json.loads(text, object_pairs_hook=_object)
+            value = json.loads(text, object_pairs_hook=_object)
+        if text.count("[") + text.count("{") > DEEPEST and is_deep(value):
+            raise RecursionError
+        return value
     except NotJson:
         raise
     except UnicodeDecodeError:
@@ -50,6 +55,17 @@ def parse_json(content: bytes | str) -> Any:
         raise NotJson("is not valid JSON (nested too deeply)") from None
     except ValueError:  # a whole number of more digits than Python reads
         raise NotJson("is not valid JSON (a number of thousands of digits)") from None
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects lie inside each other deeper than is read."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [inner for values in inside for inner in values if isinstance(inner, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:

@@ -146,6 +146,7 @@ WRONG = {
     "twice": (b'{"a": 1, "a": 2}', "holds the key 'a' twice"),
     "twice inside": (b'{"x": [{"\x1b[2J": 1, "\x1b[2J": 2}]}', "is not valid JSON"),
     "nested": (b'{"a": ' * 3000, "nested too deeply"),
+    "nested, and whole": (b'{"a": ' * 150 + b"0" + b"}" * 150, "nested too deeply"),  # which Python reads
     "digits": (b'{"a": ' + b"9" * 5000 + b"}", "thousands of digits"),
     "a list": (b"[]", "not an object"),
     "bytes": (b"\xff", "not UTF-8"),

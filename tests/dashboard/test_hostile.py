@@ -177,7 +177,7 @@ def test_a_strangers_events_are_shown_as_far_as_they_go(tmp_path: Path, monkeypa
     monkeypatch.setattr(runs_module, "FRESH", 0.0)
     run = write_run(tmp_path / "r", start(9), step(1))
     with open(run / "metrics.jsonl", "ab") as file:
-        for depth in (200, 900, 5000):
+        for depth in (50, 200, 900, 5000):
             file.write(b'{"event": "warning", "text": ' + b"[" * depth + b"]" * depth + b"}\n")
         file.write(b'{"event": "eval", "step": 1, "loss": NaN}\n{"event": "eval", "step": 2, "loss": 1e999}\n')
         file.write(b'{"event": "step", "step": 2, "__proto__": 1, "constructor": NaN}\n{"event": "__proto__"}\n')

@@ -21,6 +21,7 @@ from graftune.observe.events import (
     evals,
     latest,
     number,
+    parsed,
     read_events,
     standing,
     steps,
@@ -207,3 +208,11 @@ def test_lines_of_other_kinds_are_not_decoded(tmp_path: Path) -> None:
     assert [event["event"] for event in found] == ["run_start", "run_end"]
     with pytest.raises(GraftuneError, match="is not an event"):
         read_events(path)
+
+
+def test_an_event_that_is_nested_deeper_than_can_be_walked_is_none() -> None:
+    """Python 3.12 parses thousands of levels, and whoever goes through them ends in a RecursionError."""
+    for levels, whole in ((50, True), (150, False), (900, False)):
+        line = b'{"event": "run_start", "steps": ' + b"[" * levels + b"]" * levels + b"}"
+        assert (parsed(line) is not None) == whole
+    assert parsed(b'{"event": "x", "many": [' + b"[], " * 300 + b"[]]}") is not None, "many, and not deep"

@@ -111,8 +111,8 @@ class Store:
         for name, places in index.items():
             if name.startswith(PER_TOKEN):
                 spans.append((places[places >= 0], 4 * counts[places >= 0]))
-        details = np.array(self.header["details"], np.int64).reshape(-1, 2)
-        spans.append((details[:, 0], details[:, 1]))
+        self.detail_spans = np.array(self.header["details"], np.int64).reshape(-1, 2)
+        spans.append((self.detail_spans[:, 0], self.detail_spans[:, 1]))
         for starts, sizes in spans:
             if len(starts) and not bool(((starts >= len(MAGIC)) & (sizes >= 0) & (starts <= end - sizes)).all()):
                 raise Damaged("an example lies outside of the file")
@@ -180,7 +180,7 @@ class Store:
 
     def details(self) -> Iterator[tuple[int, str]]:
         """(row, why) for every row that was left out or dropped."""
-        for start, length in self.header["details"]:
+        for start, length in self.detail_spans.tolist():
             for line in bytes(self.content[start : start + length]).split(b"\n"):
                 found = stored_json(line.decode("utf-8", "replace")) if line else []
                 if isinstance(found, list) and len(found) == 2:

@@ -35,7 +35,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError, without_secrets
 from graftune.files import open_own, open_plain
-from graftune.json_file import no_collections
+from graftune.json_file import DEEPEST, is_deep, no_collections
 
 Event = dict[str, Any]
 BEGINNINGS = ("run_start", "resume")
@@ -197,7 +197,9 @@ def parsed(line: bytes) -> Event | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    return None if line.count(b"[") + line.count(b"{") > DEEPEST and is_deep(event) else event
 
 
 def _close_off_torn_line(file: FileIO, path: Path) -> None:

@@ -140,11 +140,11 @@ def _plan(folder: Path) -> object:
 
 
 def _read(path: Path) -> str:
-    """Of the settings, a few thousand characters."""
+    """Of the settings, more than is shown: what is left out is counted."""
     if not path.is_file():
         return ""
     with open_plain(path) as file:
-        return file.read(LONGEST).decode("utf-8", errors="replace")
+        return file.read(1 << 20).decode("utf-8", errors="replace")
 
 
 def _text(value: object) -> str:

@@ -22,7 +22,7 @@ _TEXTS = (
     "Hello, world! It's 2026: 1234567 tokens.\n\n\tdef f(x):\r\n    return x  # naïve\n",
     "héllo 中文 日本語 한국어 👩\u200d👩 \u0301\ufb03 \u2581a</s> ##b",
     "a" * 2000,
-    " " * 500,
+    " " * 200,
     "",
 )
 
