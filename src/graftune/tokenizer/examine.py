@@ -14,17 +14,26 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
-SECONDS, BYTES, PER_BYTE = 30, 2 << 30, 60  # that a child may take: CPU time, and memory by the file's size
+SECONDS, BYTES_A_SECOND = 2, 1 << 20  # of CPU time that a child may take, and of a file that give it one more
+BYTES, PER_BYTE = 2 << 30, 60  # of memory, by the file's size
+USED_SECONDS = 0.5  # of CPU time that the texts below may take, which are encoded in milliseconds
+TOKENS_A_BYTE, TOKENS = 8, 100  # that a text may become; one a byte and a few around it are many
 LARGEST_ID = 1 << 22  # sixteen times that of the largest vocabularies
 _TEXTS = (
+    "é中👩",
     "Hello, world! It's 2026: 1234567 tokens.\n\n\tdef f(x):\r\n    return x  # naïve\n",
     "héllo 中文 日本語 한국어 👩\u200d👩 \u0301\ufb03 \u2581a</s> ##b",
     "a" * 2000,
     " " * 200,
     "",
 )
+
+
+class _Unusable(Exception):
+    """Texts become too many tokens, or take too long."""
 
 
 class TooLong(Exception):
@@ -40,7 +49,7 @@ def fault_of(text: str) -> str:
             [sys.executable, "-I", __file__, json.dumps(sys.path)],
             input=text.encode(),
             capture_output=True,
-            timeout=20 * SECONDS,  # of the clock: the machine may be busy
+            timeout=60 + 20 * _seconds(len(text)),  # of the clock: the machine may be busy
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
         )
     except subprocess.TimeoutExpired:
@@ -66,23 +75,41 @@ def examined(text: str) -> str:
     made.no_padding()
     made.no_truncation()
     special = [token.content for token in made.get_added_tokens_decoder().values()][:50]
-    for words in (*_TEXTS, " ".join(special)):
+    try:
+        _try(made, (*_TEXTS, " ".join(special)))
+    except _Unusable as error:
+        return str(error)
+    return "" if tokenizers.Tokenizer.from_str(made.to_str()) is not None else "the file cannot be written again"
+
+
+def _try(made: Any, texts: tuple[str, ...]) -> None:
+    began = time.process_time()
+    for words in texts:
         for plain in (False, True):
             made.encode_special_tokens = plain
             for around in (False, True):
                 _used(made, words, around)
-    return "" if tokenizers.Tokenizer.from_str(made.to_str()) is not None else "the file cannot be written again"
+                if (taken := time.process_time() - began) > USED_SECONDS:
+                    raise _Unusable(f"it takes {taken:.1f} s to encode a few words")
 
 
 def _used(made: Any, words: str, around: bool) -> None:
     try:
         ids = made.encode(words, add_special_tokens=around).ids
+        if len(ids) > TOKENS_A_BYTE * len(words.encode()) + TOKENS:
+            raise _Unusable(f"it makes {len(ids)} tokens of {len(words)} characters")
         made.encode_batch_fast([words, words[:7]], add_special_tokens=around)
         made.decode(ids)
         made.decode(ids, skip_special_tokens=True)
+    except _Unusable:
+        raise
     except Exception as error:
         if "regex" in str(error).lower():  # a search without end, on plain text
             raise
+
+
+def _seconds(size: int) -> int:
+    return SECONDS + size // BYTES_A_SECOND
 
 
 def _child() -> None:
@@ -92,7 +119,7 @@ def _child() -> None:
     text = sys.stdin.buffer.read()
     limit = BYTES + PER_BYTE * len(text)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (_seconds(len(text)),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         fault = examined(text.decode())

@@ -42,7 +42,7 @@ from graftune.tokenizer.bounds import (
     weight,
 )
 
-SECONDS = 1.0  # of a rendering; real ones take milliseconds
+SECONDS = 0.75  # of a rendering; real ones take milliseconds
 MORE_SECONDS = 4  # at most, one for every `A_SECOND` characters of the conversation
 A_SECOND = 1 << 16
 EVERY = 32  # looks at the clock for one that reads it: a thread's own time takes longer to read than a short loop
