@@ -29,6 +29,7 @@ LONGEST = 600  # characters of each part of a message
 _SECRET = ("TOKEN", "API_KEY", "PASSWORD", "SECRET", "SECRET_KEY", "ACCESS_KEY")  # how names of variables end
 _SHORTEST = 8  # characters of a secret: a shorter one would be found in every other word
 _LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)")
+_QUERY = re.compile(r"(://[^\s?]+\?)[^\s'\"]+")  # of an address: tokens and signatures stand there
 
 
 def printable(text: str) -> str:
@@ -37,10 +38,11 @@ def printable(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text` without the keys, tokens and passwords in this process's environment, and without logins in addresses."""
+    """`text` without the keys, tokens and passwords in this process's environment, and without what addresses have of
+    logins and queries."""
     for name, value in _secrets():
         text = text.replace(value, f"[{name}]")
-    return _LOGIN.sub("[login]", text) if "://" in text else text
+    return _QUERY.sub(r"\1[query]", _LOGIN.sub("[login]", text)) if "://" in text else text
 
 
 @functools.cache

@@ -102,15 +102,19 @@ _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]+)/snapshots/[^/]+"
 
 
 def check_inside(path: Path) -> None:
-    """Refuse a link out of the file's own folder: its text is copied onward, and might be somebody's private file. A
-    snapshot in the Hub's cache consists of links to the blobs beside it."""
+    """Refuse a link to a file of another name outside of the file's own folder: its text is copied onward, and might be
+    somebody's private file. A snapshot in the Hub's cache consists of links to the blobs beside it, and people make
+    folders of links to the files of a model."""
     if not path.is_symlink():
         return
     folder, target = path.parent.resolve(), path.resolve()
-    snapshot = _SNAPSHOT.match(f"{folder}/")
-    if folder not in target.parents and not (snapshot and Path(snapshot[1], "blobs") == target.parent):
+    snapshots = [_SNAPSHOT.match(f"{place}/") for place in (folder, path.parent.absolute())]
+    blobs = [Path(found[1]).resolve() / "blobs" for found in snapshots if found]
+    if folder not in target.parents and target.parent not in blobs and target.name != path.name:
         raise GraftuneError(
-            "is a link that leads out of its folder", where=str(path), mend="put a copy of the file in its place"
+            "is a link to a file of another name outside of its folder",
+            where=str(path),
+            mend="put a copy of the file in its place",
         )
 
 

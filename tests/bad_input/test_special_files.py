@@ -314,12 +314,21 @@ def test_a_text_that_lies_elsewhere_is_not_taken(name: str, model: Path, tmp_pat
     (tmp_path / "private").write_bytes(content)
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path / "private")
-    with pytest.raises(GraftuneError, match=f"{name}: is a link that leads out of its folder; put a copy"):
+    with pytest.raises(
+        GraftuneError, match=f"{name}: is a link to a file of another name outside of its folder; put a copy"
+    ):
         open_base(str(folder))
     (folder / name).unlink()
     (folder / "inside").write_bytes(content)
     (folder / name).symlink_to("inside")
     open_base(str(folder))
+
+
+def test_a_folder_of_links_to_a_models_files_is_a_model(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    for path in model.iterdir():
+        (tmp_path / "links" / path.name).symlink_to(path)
+    assert open_base(str(tmp_path / "links")).tensors
 
 
 def test_weights_may_lie_on_another_disk(model: Path, tmp_path: Path) -> None:
@@ -341,6 +350,10 @@ def test_the_hubs_cache_is_made_of_links(model: Path, tmp_path: Path) -> None:
         shutil.copy(path, blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     assert open_base(str(snapshot)).tensors
+    (tmp_path / "disk").mkdir()
+    repository.rename(tmp_path / "disk" / "moved")
+    repository.symlink_to(tmp_path / "disk" / "moved")
+    assert open_base(str(snapshot)).tensors, "moved to a disk with more room"
     # A folder that only looks like it leads nowhere else.
     (tmp_path / "private").write_text(SECRET)
     template = snapshot / "chat_template.jinja"
@@ -348,13 +361,13 @@ def test_the_hubs_cache_is_made_of_links(model: Path, tmp_path: Path) -> None:
     for target in ("../../blobs/x", "../../../../private"):
         template.unlink()
         template.symlink_to(target)
-        with pytest.raises(GraftuneError, match="leads out"):
+        with pytest.raises(GraftuneError, match="outside of its folder"):
             check_inside(template)
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(tmp_path / "elsewhere")
     template.unlink()
     template.symlink_to("../../blobs/0")
-    with pytest.raises(GraftuneError, match="leads out"):
+    with pytest.raises(GraftuneError, match="outside of its folder"):
         check_inside(template)
 
 
@@ -368,5 +381,15 @@ def test_an_export_holds_no_private_file(
     (folder / name).symlink_to(tmp_path / "private")
     out = tmp_path / "out"
     assert main(["export", str(folder), "--to", "peft", "--base", str(model), "--out", str(out)]) == 2
-    assert "is a link that leads out of its folder" in capsys.readouterr().err
+    assert "is a link to a file of another name outside" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_an_export_goes_where_a_link_leads(adapter: Path, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "old").write_text("old")
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    line = ["export", str(adapter), "--to", "peft", "--base", str(model), "--out", str(tmp_path / "out"), "--force"]
+    assert main(line) == 0
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "adapter_config.json").exists()
+    assert not (tmp_path / "disk" / "old").exists()

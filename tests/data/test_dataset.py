@@ -272,3 +272,14 @@ def test_details_of_many_refused_rows_are_counted_in_memory_and_listed_from_the_
     data = load(tmp_path, {"prompt": "a", "response": "b"}, *[{"x": i} for i in range(10)])
     assert len(data.summary.details) == 3 and data.summary.left_out == 10
     assert [row for row, _ in data.details()] == list(range(2, 12))
+
+
+def test_refused_rows_take_no_memory(tmp_path: Path) -> None:
+    """Each was kept, with its frames, until the last row was read: kilobytes for a row of two characters."""
+    tracemalloc.start()
+    try:
+        data = load(tmp_path, {"prompt": "a", "response": "b"}, *[{}] * 12_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert data.summary.left_out == 12_000 and peak < 12 << 20, f"{peak >> 10} KiB"

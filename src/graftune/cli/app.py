@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Stopped as stopped:
         with suppress(OSError):  # the terminal may be what has gone
-            print(f"graftune: {signal.Signals(stopped.number).name}, and nothing was written", file=sys.stderr)
+            print(f"graftune: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
     except BrokenPipeError:
         _discard(sys.stdout)

@@ -122,7 +122,7 @@ class Maker:
                 self._note(note)
             return Pending(row, records=[self._record(record) for record in records], numbers=numbers)
         except Refusal as refusal:
-            return Pending(row, refusal)
+            return Pending(row, _without_frames(refusal))
 
     def _record(self, record: Record) -> Rendered:
         if record.kind == "text":
@@ -161,6 +161,7 @@ class Maker:
                 raise one.refusal
             made = self._built(one, encoded)
         except Refusal as refusal:
+            _without_frames(refusal)
             if self.config.strict:
                 raise GraftuneError(
                     refusal.text,
@@ -297,3 +298,10 @@ def _notes(record: Record) -> Iterator[str]:
     for name in record.ignored:
         yield f"column not used: {name}"
     yield from record.notes
+
+
+def _without_frames(refusal: Refusal) -> Refusal:
+    """So that it does not keep the row and all that was made of it: a frame holds the refusal that holds the frame, and
+    nobody searches for cycles while rows are read."""
+    refusal.__context__ = None
+    return refusal.with_traceback(None)

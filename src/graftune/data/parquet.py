@@ -1,4 +1,4 @@
-"""Parquet files, a thousand rows at a time.
+"""Parquet files, some rows at a time.
 
 Columns that can hold no text (times, decimals, raw bytes such as pictures) are not read at all: a value out of range
 in one of them would otherwise cost the row. What still cannot be converted refuses its row, not the file.
@@ -15,7 +15,7 @@ from graftune.data.streams import too_large
 from graftune.errors import GraftuneError
 from graftune.files import check_plain
 
-BATCH = 1024  # rows
+BATCH = 128  # rows: a long value that stands once in the file may be in each of them
 
 
 def read_parquet(

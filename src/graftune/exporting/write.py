@@ -111,6 +111,7 @@ def _place(source: Source, to: str, kind: str, out: str) -> Path:
     if not out:
         return source.home / name
     place = Path(out).expanduser()
+    place = place.resolve() if place.is_symlink() else place  # or the link is replaced, and what it leads to stays
     suffix = SUFFIX.get(to)
     if suffix and place.suffix != suffix:  # a folder to put it in
         return place / name
