@@ -386,10 +386,10 @@ def test_an_export_holds_no_private_file(
 
 
 def test_an_export_goes_where_a_link_leads(adapter: Path, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "old").write_text("old")
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    line = ["export", str(adapter), "--to", "peft", "--base", str(model), "--out", str(tmp_path / "out"), "--force"]
-    assert main(line) == 0
-    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "adapter_config.json").exists()
-    assert not (tmp_path / "disk" / "old").exists()
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    line = ["export", str(adapter), "--to", "peft", "--base", str(model), "--force", "--out"]
+    assert main([*line, str(disk)]) == 0
+    before = (disk / "adapter_config.json").stat().st_ino
+    out.symlink_to(disk)
+    assert main([*line, str(out)]) == 0
+    assert out.is_symlink() and (disk / "adapter_config.json").stat().st_ino != before
