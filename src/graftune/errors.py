@@ -29,7 +29,8 @@ LONGEST = 600  # characters of each part of a message
 _SECRET = ("TOKEN", "API_KEY", "PASSWORD", "SECRET", "SECRET_KEY", "ACCESS_KEY")  # how names of variables end
 _SHORTEST = 8  # characters of a secret: a shorter one would be found in every other word
 _LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)")
-_QUERY = re.compile(r"(://[^\s?]+\?)[^\s'\"]+")  # of an address: tokens and signatures stand there
+# In the query of an address. Others stay: answers and data are full of addresses, and this reads all that is logged.
+_QUERY = re.compile(r"([?&][\w-]*(?:token|key|secret|signature|sig|password)=)[^\s&'\"]+", re.IGNORECASE)
 
 
 def printable(text: str) -> str:
@@ -38,11 +39,11 @@ def printable(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text` without the keys, tokens and passwords in this process's environment, and without what addresses have of
-    logins and queries."""
+    """`text` without the keys, tokens and passwords in this process's environment, and without those in addresses:
+    logins, and what a query calls a token or key."""
     for name, value in _secrets():
         text = text.replace(value, f"[{name}]")
-    return _QUERY.sub(r"\1[query]", _LOGIN.sub("[login]", text)) if "://" in text else text
+    return _QUERY.sub(r"\1[secret]", _LOGIN.sub("[login]", text)) if "://" in text else text
 
 
 @functools.cache

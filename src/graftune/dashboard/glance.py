@@ -11,8 +11,8 @@ from bisect import bisect_right, insort
 from pathlib import Path
 
 from graftune.dashboard.lines import Follower, events_of
-from graftune.dashboard.log import number, step_of, whole
-from graftune.observe.events import Event
+from graftune.dashboard.log import step_of, whole
+from graftune.observe.events import Event, number
 
 STEP = b'{"event": "step", '  # how EventLog begins a step
 KINDS = re.compile(

@@ -20,7 +20,7 @@ from typing import Any
 
 from graftune.dashboard.bounded import Cut
 from graftune.dashboard.lines import Follower, events_of
-from graftune.observe.events import Event
+from graftune.observe.events import Event, number
 
 KINDS = ("run_start", "resume", "eval", "sample", "warning", "memory", "profile", "run_end")  # that views show
 MOST_EVENTS, MOST_BYTES = 5000, 2 << 20  # events kept of each kind, and about how much they take
@@ -35,17 +35,6 @@ def whole(value: Any) -> int | None:
 
 def step_of(event: Event) -> int | None:
     return whole(event.get("step"))
-
-
-def number(value: Any) -> float | None:
-    """A finite number of an event; None for whatever else stands there."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            found = float(value)
-        except OverflowError:
-            return None
-        return found if math.isfinite(found) else None
-    return None
 
 
 def _columns(events: list[Event], names: Iterable[str]) -> Iterable[tuple[str, Sequence[Any]]]:
@@ -91,15 +80,15 @@ class Kept:
         if (step := step_of(kept)) is not None:
             insort(self._steps, (step, self._count))
         while len(self._events) > MOST_EVENTS or (self.size > MOST_BYTES and len(self._events) > 1):
-            number, (size, oldest) = self._events.popitem(last=False)
+            place, (size, oldest) = self._events.popitem(last=False)
             self.size -= size
             if (step := step_of(oldest)) is not None:
-                del self._steps[bisect_left(self._steps, (step, number))]
+                del self._steps[bisect_left(self._steps, (step, place))]
 
     def take_back(self, step: int) -> None:
         end = bisect_left(self._steps, (step + 1, 0))
-        for _, number in self._steps[end:]:
-            self.size -= self._events.pop(number)[0]
+        for _, place in self._steps[end:]:
+            self.size -= self._events.pop(place)[0]
         del self._steps[end:]
 
     def all(self) -> list[Event]:

@@ -19,11 +19,12 @@ from typing import Any
 
 from graftune.dashboard.bounded import cut
 from graftune.dashboard.glance import Glance
-from graftune.dashboard.log import Log, number
+from graftune.dashboard.log import Log
 from graftune.dashboard.reading import stamp
 from graftune.dashboard.settings_file import settings_of
 from graftune.dashboard.states import CONFIG, RUNNING, Pulse, State, state_of
 from graftune.errors import GraftuneError, one_line
+from graftune.observe.events import number
 
 LOG = "metrics.jsonl"
 DEEPEST = 6  # folders below the watched one

@@ -46,7 +46,9 @@ class Guard:
     skipped: int = 0  # steps in a row whose update was skipped
     first_skipped: dict[str, Any] = field(default_factory=dict)  # facts of the first of them
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    spoilt: bool = False  # the run has come to its end with weights that are not finite, and has none from before
+    ends_not_finite: bool = (
+        False  # the run has come to its end with weights that are not finite, and has none from before
+    )
     zeros: int = 0
     mark: tuple[int, int, int] | None = None  # step, updates and weights when these were last looked at
 

@@ -41,7 +41,7 @@ def look_at_weights(run: Run) -> None:
 def look_at_end(run: Run) -> None:
     """Whether there is something to hand over: the last weights, or better ones from before. On all ranks alike."""
     if run.progress.best_step < 0 and not checkpoint.is_sound(run.session.arena):
-        run.guard.spoilt = True
+        run.guard.ends_not_finite = True
         raise Halted
 
 
@@ -52,8 +52,8 @@ def halted(run: Run) -> GraftuneError:
         if run.guard.too_many:
             found = _first_of_ranks(run, _not_finite(run))
             what, where, mend = run.crew.from_lead(lambda: _too_many_skipped(run, found))
-        elif run.guard.spoilt:
-            what, where, mend = run.crew.from_lead(lambda: _spoilt(run))
+        elif run.guard.ends_not_finite:
+            what, where, mend = run.crew.from_lead(lambda: _ends_not_finite(run))
         else:
             what, where, mend = run.crew.from_lead(lambda: _stopped_by_warning(run))
     return GraftuneError(what, where=where, mend=mend)
@@ -78,7 +78,7 @@ def _too_many_skipped(run: Run, found: str) -> list[str]:
     return [what, str(run.folder), f"{mend} (with max_skipped 0 it never stops for this)"]
 
 
-def _spoilt(run: Run) -> list[str]:
+def _ends_not_finite(run: Run) -> list[str]:
     _end(run, NOT_FINITE)
     kept = _newest(run)
     what = f"at the end, after step {run.progress.step}, the trained weights are not finite; "

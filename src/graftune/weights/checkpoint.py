@@ -5,9 +5,9 @@ A folder `step-N` is therefore whole or absent, at whatever moment the process d
 epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
 Its numbers are checked, against their own checksum and against the run, before a tensor is read, and the tensors'
 file against the digest that lies beside them: a disk may lose what it said was written. Numbers that are not finite
-are neither written (`is_sound`) nor read. A resume takes the newest
-checkpoint that is whole (`newest_whole`) and sets damaged ones aside. Others may read a run while it goes on: `opened`
-takes a checkpoint that is there and holds it open, whatever is deleted meanwhile.
+are neither written (`is_sound`) nor read. A resume takes the newest checkpoint that is whole (`newest_whole`) and sets
+damaged ones aside. Others may read a run while it goes on: `opened` takes a checkpoint that is there and holds it open,
+whatever is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -189,8 +189,9 @@ def _check_tensors(path: Path) -> None:
 
 def _check_finite(path: Path, name: str, held: Any) -> None:
     """A tensor of a file, some of it at a time."""
-    for start in range(0, held.get_shape()[0] if len(held.get_shape()) == 1 else 0, _PIECE):
-        values = held[start : start + _PIECE]
+    count = _PIECE // 4
+    for start in range(0, held.get_shape()[0] if len(held.get_shape()) == 1 else 0, count):
+        values = held[start : start + count]
         if values.is_floating_point() and not is_finite(values):
             raise _damaged(path, f"{name} holds numbers that are not finite")
         if name == "v" and bool((values < 0).any()):
