@@ -30,7 +30,7 @@ screenshots: $(VENV)/page.stamp
 
 # Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 180. Other properties
 # are tried on 40 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py); with 1000 the judges of tests/parity
-# and tests/tokenizer are asked about all their cases, too (tests/thorough.py).
+# and tests/tokenizer are asked about all their cases, too (tests/support/thorough.py).
 test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
 

@@ -27,15 +27,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import HYPER
-from tests.oracle import peft_name, smollm2_in_transformers
-from tests.tiny import make_tokenizer
+from tests.support.oracle import peft_name, smollm2_in_transformers
+from tests.support.tiny import make_tokenizer
 
 from benchmarks import measure
 from graftune.batch import Example
-from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.runtime import has_fast_bf16
 from graftune.session import Session, open_session
+from graftune.settings.config import Config
 
 SHAPE: dict[str, Any] = {  # SmolLM2-135M's
     "vocab_size": 49152,

@@ -45,9 +45,9 @@ RUNS: dict[str, dict[str, Any]] = {
 def curve(name: str, data: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One run: its losses by step, its validation losses and its speed."""
     from graftune.api import train
-    from graftune.config import Config
     from graftune.observe.console import Console
     from graftune.observe.events import read_events
+    from graftune.settings.config import Config
 
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"

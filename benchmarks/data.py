@@ -129,8 +129,8 @@ def reference(path: str, tokenizer: Any) -> dict[str, Any]:
 
 
 def ours(path: str, tokenizer: Any) -> dict[str, Any]:
-    from graftune.config import DataConfig
     from graftune.data.dataset import prepare, split
+    from graftune.settings.config import DataConfig
 
     peak, found = Peak(), dict[str, Any]()
     with measured(found, "ready"):
@@ -142,7 +142,7 @@ def ours(path: str, tokenizer: Any) -> dict[str, Any]:
 
 def worker(what: str, path: str, base: str) -> dict[str, Any]:
     import graftune.data.dataset  # noqa: F401 (an idle process has everything imported)
-    from graftune.config import Config
+    from graftune.settings.config import Config
     from graftune.weights.base import open_base
 
     found: dict[str, Any] = {}

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from graftune.files import write_file
+from graftune.io.files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.page.folders import RunFolder
-from tests.tiny import make_folder
+from tests.support.tiny import make_folder
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

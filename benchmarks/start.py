@@ -59,9 +59,9 @@ def worker(base: str, data: str, folder: Path, device: str, steps: int) -> dict[
 
     ended("import graftune: command line")
     from graftune import api
-    from graftune.config import Config
     from graftune.observe.console import Console
     from graftune.observe.events import read_events
+    from graftune.settings.config import Config
 
     ended("import graftune: engine")
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import tiny
+from tests.support import tiny
 
 # A runner in the background or under nohup ignores these, and so would the processes that tests send them to.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -36,7 +36,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # After the lines above, whose order is part of what they do.
-rehearsed_once = importlib.import_module("tests.rehearsed_once")
+rehearsed_once = importlib.import_module("tests.support.rehearsed_once")
 reporter = importlib.import_module("graftune.training.reporter")
 
 # Half a second at the end of every run, and hundreds end here. `draws` has it back; tests/observe/test_plot.py draws.

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import graftune
-from graftune.config import Config, TrainConfig, leaves
 from graftune.errors import GraftuneError
-from graftune.settings import Settings
+from graftune.settings.config import Config, TrainConfig, leaves
+from graftune.settings.keywords import Settings
 from tests.training.runs import adapter_bytes
 
 README = Path(__file__).resolve().parents[1] / "README.md"

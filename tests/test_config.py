@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftune.config import PROJECTIONS, Config, Leaf, expand_targets, flatten, leaves
 from graftune.errors import GraftuneError
-from graftune.yaml_file import parse_yaml
+from graftune.io.yaml_file import parse_yaml
+from graftune.settings.config import PROJECTIONS, Config, Leaf, expand_targets, flatten, leaves
 
 
 def write(tmp_path: Path, text: str) -> Path:

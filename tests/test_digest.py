@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graftune import digest, remembered
+from graftune.io import digest, user_cache
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_read_once(large: Path, reads: list[int], tmp_path: Path) -> None:
     link = tmp_path / "link.gguf"
     link.symlink_to(large)
     assert digest.sha256([link]) == truth(large) and len(reads) == 3, "the same file by another name"
-    kept = [file.name for file in remembered.cache_folder().iterdir()]
+    kept = [file.name for file in user_cache.cache_folder().iterdir()]
     assert kept == ["digests.json"], "nothing half written stays"
 
 
@@ -80,7 +80,7 @@ def test_what_changed_just_now_is_not_remembered(
     monkeypatch.setattr(digest, "SETTLED", 60.0)
     for _ in range(2):
         assert digest.sha256([large]) == truth(large)
-    assert len(reads) == 2 and not remembered.cache_folder().exists()
+    assert len(reads) == 2 and not user_cache.cache_folder().exists()
     assert digest.settled_state([large]) is None
     monkeypatch.setattr(digest.time, "time", lambda now=time.time: now() + 100)
     for _ in range(2):
@@ -100,18 +100,18 @@ def test_what_changes_while_it_is_read_is_not_remembered(large: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(digest, "_computed", then_changed)
         assert digest.sha256([large]) == before
-    assert not remembered.cache_folder().exists()
+    assert not user_cache.cache_folder().exists()
 
 
 def test_small_files_are_not_worth_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "SMALLEST", 5001)
-    assert digest.sha256([large]) == truth(large) and not remembered.cache_folder().exists()
+    assert digest.sha256([large]) == truth(large) and not user_cache.cache_folder().exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": 3}', b"[" * 100_000, b"folder", b"lie"])
 def test_a_damaged_cache_does_no_harm(damage: bytes, large: Path, reads: list[int]) -> None:
     digest.sha256([large])
-    file = remembered.cache_folder() / "digests.json"
+    file = user_cache.cache_folder() / "digests.json"
     if damage == b"lie":  # no digest at all
         file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), "../../etc")))
     elif damage == b"folder":
@@ -136,13 +136,13 @@ def test_it_stays_small(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         os.utime(large, ns=(number, number))
         digest.sha256([large])
-    assert len(json.loads((remembered.cache_folder() / "digests.json").read_text())) == 3
+    assert len(json.loads((user_cache.cache_folder() / "digests.json").read_text())) == 3
 
 
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("GRAFTUNE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert remembered.cache_folder() == tmp_path / "xdg" / "graftune"
+    assert user_cache.cache_folder() == tmp_path / "xdg" / "graftune"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert remembered.cache_folder() == tmp_path / ".cache" / "graftune"
+    assert user_cache.cache_folder() == tmp_path / ".cache" / "graftune"

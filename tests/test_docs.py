@@ -15,9 +15,9 @@ import yaml
 
 from graftune.cli.app import app
 from graftune.cli.settings import given
-from graftune.config import TARGET_SHORTHANDS, Config, leaves
 from graftune.exporting.gguf_mix import TYPES
-from graftune.other_tools import answer, plain
+from graftune.settings.config import TARGET_SHORTHANDS, Config, leaves
+from graftune.settings.other_tools import answer, plain
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))

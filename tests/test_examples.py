@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 import graftune
-from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.plan import resolve_auto
+from graftune.settings.config import Config
 from graftune.training.prepare import job_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -68,7 +68,7 @@ def ask(helper: subprocess.Popen[str], ledger: Ledger, size: int) -> bool:
 
 def test_racing_processes_are_never_granted_more_than_there_is(tmp_path: Path) -> None:
     """The short form of tests/soak/soak_ledger.py. Half of the winners are killed: what they held is free again."""
-    line = [sys.executable, "-m", "tests.ledger_race", str(tmp_path / "ledger"), "20", "6"]
+    line = [sys.executable, "-m", "tests.support.ledger_race", str(tmp_path / "ledger"), "20", "6"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
     found = json.loads(done.stdout)
     assert found["granted"] == {"1": 20} and found["left"] == 0

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from graftune import lock as lock_module
 from graftune.errors import GraftuneError
-from graftune.lock import FolderLock, Holder
+from graftune.io import lock as lock_module
+from graftune.io.lock import FolderLock, Holder
 
 
 def test_a_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from graftune.lock import FolderLock\n"
+        "import sys, time; from graftune.io.lock import FolderLock\n"
         "lock = FolderLock(sys.argv[1]).acquire(); print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from graftune import recognise
 from graftune.errors import GraftuneError
+from graftune.settings import recognise
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 

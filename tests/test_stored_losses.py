@@ -1,4 +1,4 @@
-"""The first hundred losses of five small runs are those that are stored (tests/stored.py): within 1e-5 everywhere, and
+"""The first hundred losses of five small runs equal the stored ones (support/stored.py): within 1e-5 everywhere, and
 to the bit on the kind of machine that stored them. What was checked is said at the end of the tests.
 
 After a change that is meant to move them: OMP_NUM_THREADS=1 python tools/store_losses.py "why"
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from tools import store_losses
 
-from tests import stored
+from tests.support import stored
 
 
 @pytest.mark.parametrize("name", stored.CASES)

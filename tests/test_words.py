@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from graftune.config import leaves
+from graftune.settings.config import leaves
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
 AVOIDED = re.compile(

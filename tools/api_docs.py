@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from graftune.config import Leaf, leaves
-from graftune.mixture import DataValue
+from graftune.settings.config import Leaf, leaves
+from graftune.settings.sources import DataValue
 
 SETTINGS = Path(__file__).resolve().parents[1] / "src" / "graftune" / "settings.py"
 HEADER = '''"""The settings as keyword arguments, for type checkers and completion.

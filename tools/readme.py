@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import api_docs
 
 from benchmarks import report
-from graftune.config import leaves
+from graftune.settings.config import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 

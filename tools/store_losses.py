@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import stored  # noqa: E402 (found by the line above)
+from tests.support import stored  # noqa: E402 (found by the line above)
 
 SHORTEST = 12  # characters of a reason
 

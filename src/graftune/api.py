@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from graftune.batch import BatchLayout
-from graftune.config import Config, leaves
 from graftune.data.dataset import Dataset
 from graftune.data.encoded import distinct_tokens
 from graftune.data.memory import as_value
@@ -41,7 +40,8 @@ from graftune.plan import Card, Job, any_data, card_here, resolve_auto
 from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
 from graftune.runtime import device_of, set_up
 from graftune.session import Batch, Sample, Session, StepStats, arguments, loader_of, open_session
-from graftune.settings import Settings
+from graftune.settings.config import Config, leaves
+from graftune.settings.keywords import Settings
 from graftune.step.accumulator import Accumulator
 from graftune.step.evaluate import EvalResult
 from graftune.step.scaler import LossScaler
@@ -116,7 +116,7 @@ def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
         base, folder = settings["base"], Path(settings["base"])
     tuned = bool(adapter or base) and (is_run(folder) or is_adapter(folder))
     if adapter and not tuned:
-        raise GraftuneError("is not an adapter or run folder", where=adapter, mend="give one made by train or PEFT")
+        raise GraftuneError("is not an adapter or run folder", where=adapter, fix="give one made by train or PEFT")
     if tuned and is_run(folder):
         # What the run took for data and for its loss is what its evaluation means too; its template travels with the
         # adapter.
@@ -233,7 +233,7 @@ def _config_of(given: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
 
 def _check_callbacks(given: Any) -> None:
     if isinstance(given, str) or not isinstance(given, Sequence) or not all(callable(one) for one in given):
-        raise GraftuneError(f"callbacks is {given!r}", mend="give a list of functions that take an event")
+        raise GraftuneError(f"callbacks is {given!r}", fix="give a list of functions that take an event")
 
 
 def _settings(given: Any) -> dict[str, Any]:

@@ -65,11 +65,11 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 
 
 class GraftuneError(ValueError):
-    """A mistake the user can fix. `where` is a file, line, field or row; `mend` says what to do."""
+    """A mistake the user can fix. `where` is a file, line, field or row; `fix` says what to do."""
 
-    def __init__(self, what: str, *, where: str | None = None, mend: str | None = None):
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
         self.what = one_line(what)
         self.where = None if where is None else one_line(where)
-        self.mend = None if mend is None else one_line(mend)
+        self.fix = None if fix is None else one_line(fix)
         head = f"{self.where}: {self.what}" if where else self.what
-        super().__init__(f"{head}; {self.mend}" if mend else head)
+        super().__init__(f"{head}; {self.fix}" if fix else head)

@@ -71,7 +71,7 @@ def find(name: str) -> Any:
         version = torch.__version__ if project == "torch" else _version(project)
         raise GraftuneError(
             f"{project} {version} has no {name.removeprefix(project + '.')}, a private name that graftune uses",
-            mend=f"install a version that has it: {known}",
+            fix=f"install a version that has it: {known}",
         ) from None
 
 

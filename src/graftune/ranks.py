@@ -56,7 +56,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Ranks | No
         raise GraftuneError(
             f"WORLD_SIZE is {found.get('WORLD_SIZE', 'missing')} and {missing[0]} is not set",
             where="environment",
-            mend="start all ranks with torchrun, or unset WORLD_SIZE and LOCAL_RANK",
+            fix="start all ranks with torchrun, or unset WORLD_SIZE and LOCAL_RANK",
         )
     rank, size, local = (_number(found, name) for name in NAMES[:3])
     local_size = _number(found, "LOCAL_WORLD_SIZE", size)
@@ -64,7 +64,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Ranks | No
         raise GraftuneError(
             f"rank {rank} of {size}, on this machine {local} of {local_size}, cannot be",
             where="environment",
-            mend="start all ranks with torchrun",
+            fix="start all ranks with torchrun",
         )
     return Ranks(
         rank=rank,
@@ -85,6 +85,6 @@ def _number(found: Mapping[str, str], name: str, default: int | None = None) -> 
         return default
     if not text.isdecimal():
         raise GraftuneError(
-            f"{name} is {text!r} and has to be a number", where="environment", mend="start all ranks with torchrun"
+            f"{name} is {text!r} and has to be a number", where="environment", fix="start all ranks with torchrun"
         )
     return int(text)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from graftune.config import Config, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
-from graftune.files import check_plain, whole
+from graftune.io.files import check_plain, whole
 from graftune.model.lora import Arena, build_arena, targets_of
 from graftune.session import Session, open_session, with_template
+from graftune.settings.config import Config, LoraConfig, expand_targets
 from graftune.weights import checkpoint
 from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter
 from graftune.weights.base import Base, default_base, open_base, with_new_tokens
@@ -43,7 +43,7 @@ def trains_all(folder: Path) -> bool:
 def whole_run(folder: Path) -> dict[str, Any]:
     """Settings that open the whole model a run left, for data as the run took it. A template lies with the model."""
     if not is_model(folder / "model"):
-        raise GraftuneError("this run has no model yet", where=str(folder), mend="resume it and let it finish")
+        raise GraftuneError("this run has no model yet", where=str(folder), fix="resume it and let it finish")
     data = Config.of_run(folder).nested()["data"]
     template = "none" if data["template"] == "none" else "auto"
     return data | {"template": template, "base": str(folder / "model")}
@@ -56,7 +56,7 @@ def adapter_folder(folder: Path) -> Path:
         raise GraftuneError(
             "names a checkpoint, and training continues from an adapter",
             where=str(folder),
-            mend="export it to peft and give that folder",
+            fix="export it to peft and give that folder",
         )
     if not is_run(folder):
         return folder
@@ -64,11 +64,11 @@ def adapter_folder(folder: Path) -> Path:
         raise GraftuneError(
             "this run trained the whole model, not an adapter",
             where=str(folder),
-            mend=f"give {folder / 'model'} as the base",
+            fix=f"give {folder / 'model'} as the base",
         )
     place = whole(folder / "adapter")
     if not is_adapter(place):
-        raise GraftuneError("this run has no adapter yet", where=str(folder), mend="resume it and let it finish")
+        raise GraftuneError("this run has no adapter yet", where=str(folder), fix="resume it and let it finish")
     return place
 
 
@@ -82,7 +82,7 @@ def with_adapter(config: Config, adapter: Adapter) -> Config:
         same = expand_targets(asked) == has if name == "targets" else asked == has
         if not same and asked != getattr(default, name):
             raise GraftuneError(
-                f"{name} is {asked!r} and the adapter's is {has!r}", where=str(adapter.folder), mend=f"leave {name} out"
+                f"{name} is {asked!r} and the adapter's is {has!r}", where=str(adapter.folder), fix=f"leave {name} out"
             )
         from_adapter[name] = has
     data = config.data
@@ -109,7 +109,7 @@ def find_base(adapter: Adapter) -> str:
     if fallback is not None and fallback.sha256 == adapter.base_sha256:
         return str(fallback.path)
     raise GraftuneError(
-        f"its base {name or '(none named)'} is not here", where=str(adapter.folder), mend="set base to where it is"
+        f"its base {name or '(none named)'} is not here", where=str(adapter.folder), fix="set base to where it is"
     )
 
 
@@ -154,7 +154,7 @@ def _opened(run: Path, which: str) -> State:
         found = checkpoint.steps(root)
         if not found:
             raise GraftuneError(
-                "this run has no checkpoint yet", where=str(run), mend="wait for its first one, or resume the run"
+                "this run has no checkpoint yet", where=str(run), fix="wait for its first one, or resume the run"
             )
         try:
             step, name = _choose(run, which, found)
@@ -164,7 +164,7 @@ def _opened(run: Path, which: str) -> State:
         return State(
             run, Config.of_run(run), step, name, root / f"step-{step}", weights, str(identity.get("base", ""))[:64]
         )
-    raise GraftuneError("its checkpoints are gone before they can be read", where=str(run), mend="try again")
+    raise GraftuneError("its checkpoints are gone before they can be read", where=str(run), fix="try again")
 
 
 def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
@@ -173,10 +173,10 @@ def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
     exact = re.fullmatch(r"step-([0-9]{1,15})", which)
     if which not in ("", "best", "last") and not exact:
         raise GraftuneError(
-            f"@{which} is not a state of this run", where=str(run), mend=f"use @best, @last or one of {there}"
+            f"@{which} is not a state of this run", where=str(run), fix=f"use @best, @last or one of {there}"
         )
     if exact and int(exact[1]) not in found:
-        raise GraftuneError(f"has no checkpoint of step {int(exact[1])}", where=str(run), mend=f"there are {there}")
+        raise GraftuneError(f"has no checkpoint of step {int(exact[1])}", where=str(run), fix=f"there are {there}")
     if exact:
         return int(exact[1]), f"step {int(exact[1])}"
     last = max(found)
@@ -185,7 +185,7 @@ def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
         return last, f"step {last}, the last so far"
     if best < 0:
         raise GraftuneError(
-            "has no best checkpoint, since nothing has been validated", where=str(run), mend=f"use {run}@last"
+            "has no best checkpoint, since nothing has been validated", where=str(run), fix=f"use {run}@last"
         )
     if best not in found:
         raise FileNotFoundError(best)
@@ -200,7 +200,7 @@ def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
                 raise KeyError("weights")
             weights = held.get_tensor("weights").to(torch.float32)
     except (KeyError, SafetensorError) as error:
-        raise GraftuneError(f"this checkpoint is damaged ({error})", where=str(path), mend="take another") from None
+        raise GraftuneError(f"this checkpoint is damaged ({error})", where=str(path), fix="take another") from None
     return weights, checkpoint.read_state(path)[1]
 
 
@@ -233,7 +233,7 @@ def state_adapter(state: State, base: Base, any_base: bool = False) -> Adapter:
         raise GraftuneError(
             "is a checkpoint of a run that trained the whole model, and only what such a run has left is exported",
             where=f"{state.run}@step-{state.step}",
-            mend="finish the run and export it; chat and eval open its checkpoints",
+            fix="finish the run and export it; chat and eval open its checkpoints",
         )
     config, asked = state.config, state.config.lora.resolved()
     lora = replace(asked, adapter="", targets=targets_of(base.spec, asked))
@@ -265,7 +265,7 @@ def _check(state: State, base: Base, arena: Arena, any_base: bool) -> None:
         raise GraftuneError(
             f"was trained on another base than {base.path}",
             where=where,
-            mend="set base to its own, or any_base if this is the same model in another file",
+            fix="set base to its own, or any_base if this is the same model in another file",
         )
     if arena.weights.shape != state.weights.shape:
-        raise GraftuneError("holds other weights than the run's settings say", where=where, mend="take another")
+        raise GraftuneError("holds other weights than the run's settings say", where=where, fix="take another")

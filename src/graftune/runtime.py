@@ -129,16 +129,14 @@ def device_of(asked: str) -> torch.device:
     try:
         device = torch.device(asked)
     except RuntimeError:
-        raise GraftuneError(f"device is {asked!r}", mend="use auto, cpu, cuda, cuda:N, xpu or mps") from None
+        raise GraftuneError(f"device is {asked!r}", fix="use auto, cpu, cuda, cuda:N, xpu or mps") from None
     if device.type not in available:
         reason = _absence(device.type)
         raise GraftuneError(
-            f"device {asked} is not available here{reason}", mend=f"set device to {' or '.join(available)}"
+            f"device {asked} is not available here{reason}", fix=f"set device to {' or '.join(available)}"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise GraftuneError(
-            f"device {asked} does not exist", mend=f"there are {torch.cuda.device_count()} CUDA devices"
-        )
+        raise GraftuneError(f"device {asked} does not exist", fix=f"there are {torch.cuda.device_count()} CUDA devices")
     return device
 
 

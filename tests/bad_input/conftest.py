@@ -34,7 +34,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
         assert len(ours) == 1 and said.err.endswith(ours[0] + "\n"), said.err
         assert said.out == "" and "Traceback" not in said.err
         sentence = ours[0].removeprefix("graftune: ")
-        assert "; " in sentence and len(sentence) < 600, "what, where, and how to mend"
+        assert "; " in sentence and len(sentence) < 600, "what, where, and how to fix it"
         if not keeps:
             assert not folder.parent.exists() or out is not None, "a folder was left behind"
         return sentence

@@ -24,12 +24,12 @@ from typing import Any
 
 import pytest
 
-from graftune.config import Config
 from graftune.data import source
 from graftune.data.find import files_of
 from graftune.errors import GraftuneError
-from graftune.json_file import NotJson, read_object
-from graftune.mixture import Source
+from graftune.io.json_file import NotJson, read_object
+from graftune.settings.config import Config
+from graftune.settings.sources import Source
 from graftune.tokenizer import examine, from_folder, guard
 from graftune.weights import checkpoint
 from tests.fuzz import seeds

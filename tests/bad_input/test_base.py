@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from graftune.errors import GraftuneError
 from graftune.weights.gguf_io import read_gguf
-from tests import tiny
 from tests.bad_input.conftest import Refuse
+from tests.support import tiny
 from tests.weights import tiny_gguf
 
 

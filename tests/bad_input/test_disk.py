@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from graftune import files
 from graftune.cli import main
+from graftune.io import files
 from graftune.observe.events import read_events
 from graftune.training import reporter
 from graftune.weights import checkpoint, safetensors_io

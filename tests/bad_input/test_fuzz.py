@@ -13,9 +13,9 @@ import pytest
 
 from graftune.errors import GraftuneError
 from graftune.observe.memory import peak_resident_bytes
-from tests import oracle
-from tests.counting import Calls
-from tests.thorough import THOROUGH
+from tests.support import oracle
+from tests.support.counting import Calls
+from tests.support.thorough import THOROUGH
 from tests.weights import tiny_gguf
 
 CASES, CALLS, BYTES = 150 if THOROUGH else 60, 1_000_000, 500 << 20

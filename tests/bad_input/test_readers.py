@@ -24,7 +24,7 @@ from graftune.observe.memory import peak_resident_bytes
 from graftune.weights import safetensors_io
 from graftune.weights.gguf_io import read_gguf
 from tests.bad_input.test_base import header, tensor, text
-from tests.counting import Calls
+from tests.support.counting import Calls
 
 HARD = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 EXTREME = st.sampled_from([0, 1, 2, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1])

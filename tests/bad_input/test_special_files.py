@@ -22,19 +22,19 @@ from typing import Any
 
 import pytest
 
-from graftune import recognise
 from graftune.cli import main
-from graftune.config import Config
 from graftune.data import source
 from graftune.data.find import files_of
 from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
-from graftune.files import check_inside, new_file, open_own
-from graftune.lock import FolderLock
-from graftune.mixture import Source
+from graftune.io.files import check_inside, new_file, open_own
+from graftune.io.lock import FolderLock
 from graftune.observe import events
 from graftune.observe.events import EventLog, read_events
 from graftune.run_folder import _weights
+from graftune.settings import recognise
+from graftune.settings.config import Config
+from graftune.settings.sources import Source
 from graftune.training.leftovers import sweep, sweep_unstarted
 from graftune.weights import apr_io, checkpoint
 from graftune.weights.adapter import load_adapter

@@ -13,9 +13,9 @@ import pytest
 from graftune import __version__
 from graftune.cli import main
 from graftune.cli.app import app
-from graftune.config import Config
 from graftune.data.summary import Summary
 from graftune.errors import GraftuneError
+from graftune.settings.config import Config
 from tests.cli.conftest import Engine
 
 Capture = pytest.CaptureFixture[str]

@@ -100,7 +100,7 @@ def test_bad_config_files(
 @pytest.mark.parametrize(
     ("raised", "part"),
     [
-        (GraftuneError("holds\nno rows", where="a.jsonl", mend="give one"), "a.jsonl: holds no rows; give one"),
+        (GraftuneError("holds\nno rows", where="a.jsonl", fix="give one"), "a.jsonl: holds no rows; give one"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/a/x"), "runs/a/x: no space left"),
         (OSError(errno.ENOSPC, "No space left on device"), "no space left"),
         (OSError(errno.EROFS, "Read-only file system", "runs"), "runs: the file system is read-only"),
@@ -176,7 +176,7 @@ def test_an_interrupt_while_modules_are_imported_ends_the_process_quietly() -> N
 
 
 def test_an_error_with_json_is_an_object_on_stdout_too(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    engine.raises = GraftuneError("holds no rows", where="a.jsonl", mend="give one")
+    engine.raises = GraftuneError("holds no rows", where="a.jsonl", fix="give one")
     assert main(["eval", "x", "y", "--json"]) == 2
     out, err = capsys.readouterr()
     sentence = "a.jsonl: holds no rows; give one"

@@ -13,7 +13,7 @@ import rich.console
 
 from graftune.cli import main
 from graftune.cli.app import app
-from graftune.config import leaves
+from graftune.settings.config import leaves
 
 FROZEN = {
     "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta1 --beta2 --clip

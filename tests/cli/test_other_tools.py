@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from graftune import other_tools
 from graftune.cli import main
-from graftune.config import Config, flatten, leaves
 from graftune.errors import GraftuneError
+from graftune.settings import other_tools
+from graftune.settings.config import Config, flatten, leaves
 from tests.cli.conftest import Engine
 
 Capture = pytest.CaptureFixture[str]

@@ -119,7 +119,7 @@ def test_the_oldest_turns_leave_a_full_context(engine: Engine, capsys: Capture, 
 
 
 def test_a_message_that_is_refused_does_not_end_the_session(engine: Engine, capsys: Capture, typed: Any) -> None:
-    error = GraftuneError("a prompt has 9000 tokens", mend="it needs 1 to 2047 of them")
+    error = GraftuneError("a prompt has 9000 tokens", fix="it needs 1 to 2047 of them")
     typed("one", lambda: setattr(engine, "raises", error), "x" * 9000, "/retry",
           lambda: setattr(engine, "raises", None), "two", EOFError)  # fmt: skip
     assert main(["chat", "runs/a"]) == 0

@@ -10,10 +10,10 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from graftune.config import Config
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.server import application
-from graftune.lock import FolderLock
+from graftune.io.lock import FolderLock
+from graftune.settings.config import Config
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:

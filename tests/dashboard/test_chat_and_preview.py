@@ -20,7 +20,6 @@ import pytest
 from graftune.api import train
 from graftune.cli import worker as worker_process
 from graftune.cli.worker import Requests, open_chat, open_preview, serve
-from graftune.config import Config
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard import worker as asking
 from graftune.dashboard.chat import Chat
@@ -28,9 +27,10 @@ from graftune.dashboard.preview import Previews
 from graftune.dashboard.worker import Worker
 from graftune.data.pieces import Pieces
 from graftune.errors import GraftuneError
-from graftune.lock import FolderLock
+from graftune.io.lock import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
+from graftune.settings.config import Config
 from graftune.training import preview as preview_module
 from graftune.weights.base import open_base
 from tests.dashboard.folders import client, end, start, step, write_run

@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 import pytest
 
-from graftune.config import Config
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard.glance import Glance
 from graftune.dashboard.lines import appended
@@ -20,8 +19,9 @@ from graftune.dashboard.log import Log
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.settings_file import settings_of
 from graftune.errors import GraftuneError
+from graftune.io.yaml_file import read_yaml
 from graftune.observe.events import evals, read_events, steps, worked_seconds
-from graftune.yaml_file import read_yaml
+from graftune.settings.config import Config
 from tests.dashboard.folders import append, client, end, lines, start, step, trains, write_run
 
 

@@ -16,7 +16,7 @@ import pytest
 from graftune.dashboard import states
 from graftune.dashboard.glance import Glance
 from graftune.dashboard.states import Pulse, state_of
-from graftune.lock import FolderLock, Holder
+from graftune.io.lock import FolderLock, Holder
 from tests.dashboard.folders import append, end, start, step, write_run
 
 

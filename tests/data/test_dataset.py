@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftune.config import DataConfig
 from graftune.data import fit
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.fit import Fitter
 from graftune.data.template import chat_format
 from graftune.data.text import windows
 from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, shipped, tokenizer, trained_runs, turns, with_template
 
 BOS_CHATML = "{{ bos_token }}" + CHATML

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftune import digest
 from graftune.batch import Example
-from graftune.config import DataConfig
 from graftune.data import cached, dataset, maker
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import Damaged, Examples, Store, distinct_tokens, take
 from graftune.data.pack import pack
 from graftune.data.writer import Entry, Writer
 from graftune.errors import GraftuneError
+from graftune.io import digest
 from graftune.observe.console import Console
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, tokenizer, turns, with_template
 
 CHAT = with_template(CHATML)

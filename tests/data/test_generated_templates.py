@@ -13,11 +13,11 @@ import re
 
 import pytest
 
-from graftune.config import DataConfig
 from graftune.data.chat import NO_REASONING, NOT_RENDERED
 from graftune.data.fit import Built
 from graftune.data.maker import Maker
 from graftune.data.source import Row
+from graftune.settings.config import DataConfig
 from tests.data.generated import Spec, conversation
 from tests.data.helpers import CONTROL, tokenizer, with_template
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from graftune.config import Config, DataConfig
 from graftune.data import parquet, readers, source, streams
 from graftune.data.dataset import prepare, split
 from graftune.data.row import Refusal, Row
 from graftune.data.source import digest_of, rows, sha256_of, sources
 from graftune.errors import GraftuneError
-from graftune.mixture import absolute, checked, entries, label
+from graftune.settings.config import Config, DataConfig
+from graftune.settings.sources import absolute, checked, entries, label
 from tests.data.helpers import CHATML, with_template
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'

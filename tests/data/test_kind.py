@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from graftune.batch import Example
-from graftune.config import DataConfig
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.encoded import Examples, Store, groups_of, numbers_of, take, token_numbers_of
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.writer import Entry, Writer
 from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, trained_runs, with_template
 from tests.losses.pairs import PAIRS, RATED_PAIRS
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from graftune.config import DataConfig
 from graftune.data import chat, places
 from graftune.data.fit import MOST_ALONE, MOST_RENDERED, Built, Fitter
 from graftune.data.format import ChatFormat
 from graftune.data.maker import Maker
 from graftune.data.row import Refusal
 from graftune.data.source import Row
+from graftune.settings.config import DataConfig
 from tests.data.generated import Spec
 from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, with_template
 

@@ -12,12 +12,12 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graftune.config import DataConfig
 from graftune.data import mask
 from graftune.data.chat import OTHER_PROMPT
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.source import Refusal
 from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, tokenizer, trained_runs, turns, with_template
 
 # What stands before and after an answer's own text in the trained span. A space before it is the model's to write

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from graftune.config import DataConfig
 from graftune.data.chat import CLOSED_AT_ONCE, NOT_RENDERED, OTHER_PROMPT
 from graftune.data.dataset import prepare
 from graftune.data.fit import ACROSS
 from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, tokenizer, turns, with_template
 from tests.data.test_masks import REASONING, all_runs, prepared
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graftune.config import DataConfig
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.preview import MaskView, preview, summary_json
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, turns, with_template
 
 CHAT = with_template(CHATML)

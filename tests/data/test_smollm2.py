@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from graftune.config import DataConfig
 from graftune.data.dataset import prepare, split
 from graftune.data.sample import sample_path, score
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import Tokenizer, from_gguf
-from tests.counting import Calls
+from tests.support.counting import Calls
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def overflow(number: int) -> None:
     """From the number-th update on a gradient of this rank is infinite."""
     from graftune.step.step import Step
 
-    real, calls = Step.reduce_apart, 0
+    real, calls = Step.reduce_outside_graph, 0
 
     def counted(self: Any) -> None:
         nonlocal calls
@@ -66,7 +66,7 @@ def overflow(number: int) -> None:
             self.arena.grads[5] = float("inf")
         real(self)
 
-    Step.reduce_apart = counted  # type: ignore[method-assign]
+    Step.reduce_outside_graph = counted  # type: ignore[method-assign]
 
 
 def read_slowly(seconds: float) -> None:
@@ -197,7 +197,7 @@ def serve() -> None:
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from graftune.training import reporter
-    from tests import rehearsed_once
+    from tests.support import rehearsed_once
 
     importlib.import_module("graftune.api")
     importlib.import_module("graftune.cli.app")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from graftune.batch import Example
-from graftune.config import Config, LoraConfig
+from graftune.settings.config import Config, LoraConfig
 from graftune.dist.shard import shards_of
 from graftune.dist.world import join
 from graftune.infer.sample import Sampling
@@ -33,7 +33,7 @@ from graftune.weights import gguf_io, names, safetensors_io
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from tests import oracle, quantised, tiny
+from tests.support import oracle, quantised, tiny
 from tests.weights import tiny_gguf
 
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
+from graftune.settings.config import LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import capacities, divided, pack, pack_nothing
 from graftune.losses import Anchored, CrossEntropy
 from graftune.ranks import Share
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
-from graftune.step.tail import PIECES, SAID, Tail, heard
-from tests import oracle, tiny
+from graftune.step.tail import PIECES, CONTROL_FLAGS, Tail, signals
+from tests.support import oracle, tiny
 
 
 def some_examples(count: int = 40, seed: int = 3) -> list[Example]:
@@ -105,7 +105,7 @@ def test_an_evaluation_is_the_same_to_the_last_bit(tiny_folder) -> None:
 
 
 def test_weights_that_differ_are_noticed() -> None:
-    said = torch.zeros(3, SAID)
+    said = torch.zeros(3, CONTROL_FLAGS)
     weights = torch.randn(3, 10_000)
     weights[1:] = weights[0]
 
@@ -114,16 +114,16 @@ def test_weights_that_differ_are_noticed() -> None:
         for tail, own in zip(tails, weights, strict=True):
             tail.fingerprint(own)
             tail.fill()
-        total = sum(tail.heard for tail in tails)
-        found = torch.zeros(3, 2 * SAID)
+        total = sum(tail.signals for tail in tails)
+        found = torch.zeros(3, 2 * CONTROL_FLAGS)
         for tail, row in zip(tails, found, strict=True):
-            tail.heard.copy_(total)
+            tail.signals.copy_(total)
             tail.report(row)
         return found.tolist()
 
-    assert not any(heard(row, 3).differ or heard(row, 3).stop for row in report())
+    assert not any(signals(row, 3).differ or signals(row, 3).stop for row in report())
     assert said[0, 1:].max() > 0 and said.shape[1] == 1 + PIECES
     weights[2, 77] = torch.nextafter(weights[2, 77], torch.tensor(9.0))
-    assert any(heard(row, 3).differ for row in report())
+    assert any(signals(row, 3).differ for row in report())
     said[1, 0] = 1.0
-    assert all(heard(row, 3).stop for row in report())
+    assert all(signals(row, 3).stop for row in report())

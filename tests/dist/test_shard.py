@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from graftune.session import open_session
 from graftune.weights.base import open_base
-from tests import quantised
+from tests.support import quantised
 from tests.dist import sharded
 
 

@@ -13,7 +13,7 @@ import torch
 import graftune
 from graftune.api import Session
 from graftune.model.decoder import PackedDocuments
-from tests import tiny
+from tests.support import tiny
 
 # Bytes of the tiny models' vocabulary, special tokens included.
 DOCUMENT = [5, 90, 3, 200, 131, 7, 7, 64, 250, 17, 99, 2, 41, 1, 77]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tests import tiny
+from tests.support import tiny
 
 
 def tokenizer(names: tuple[str, ...] = ()) -> Any:
-    """tests/tiny.py's, with the pair qz in the place of the last byte, and names in those of the bytes before it."""
+    """tiny.py's, with the pair qz in the place of the last byte, and names in those of the bytes before it."""
     import dataclasses
 
     import tokenizers

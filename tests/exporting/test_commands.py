@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from graftune import files
 from graftune.api import export, train
 from graftune.cli import main
-from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file, gguf_keys, gguf_mix, write
+from graftune.io import files
 from graftune.observe.console import Console
+from graftune.settings.config import Config
 from graftune.weights import streamed
 from graftune.weights.base import open_base
 from graftune.weights.gguf_io import read_gguf

@@ -14,9 +14,9 @@ import transformers
 
 from graftune.api import export
 from graftune.errors import GraftuneError
-from tests import tiny
 from tests.exporting import models
 from tests.exporting.judges import DOCUMENT, gap, in_transformers, opened, ours, shaken
+from tests.support import tiny
 from tests.training.runs import write_data
 
 EXACT = 1e-4

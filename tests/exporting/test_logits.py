@@ -15,9 +15,9 @@ import torch
 
 from graftune.api import export
 from graftune.kernels import swiglu
-from tests import tiny
 from tests.exporting import models
 from tests.exporting.judges import DOCUMENT, LlamaCpp, gap, in_transformers, opened, ours, shaken
+from tests.support import tiny
 from tests.weights import tiny_gguf
 
 EXACT = 1e-4  # of log-probabilities over fp32 files: 3e-5 measured at worst

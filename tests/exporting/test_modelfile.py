@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from graftune.config import DataConfig
 from graftune.data.template import chat_format
 from graftune.errors import GraftuneError
 from graftune.exporting.modelfile import modelfile, recognise
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import ChatTemplate
 from tests.exporting import models
 

@@ -13,8 +13,8 @@ from graftune.errors import GraftuneError
 from graftune.exporting.write import export
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
-from tests import moe
 from tests.exporting import judges, models
+from tests.support import moe
 
 VARIANTS = ("qwen3_moe", "mixtral")
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from graftune.api import Session, export, train
-from graftune.config import Config
 from graftune.data import sample
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
 from graftune.observe.console import Console
-from tests import oracle
+from graftune.settings.config import Config
 from tests.exporting.judges import LlamaCpp, opened
-from tests.thorough import THOROUGH
+from tests.support import oracle
+from tests.support.thorough import THOROUGH
 
 QUESTIONS = ("My parcel has not arrived.", "I was charged twice this month.")[: 2 if THOROUGH else 1]
 STEPS, ANSWER = 2, 16

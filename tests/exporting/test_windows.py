@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.weights.base import open_base
-from tests import moe, tiny
 from tests.exporting import models
 from tests.exporting.judges import DOCUMENT, LlamaCpp, gap, in_transformers, opened, ours
+from tests.support import moe, tiny
 
 WINDOW = 5
 TOLD = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}

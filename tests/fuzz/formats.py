@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import save
 
 from graftune.cli.closing import closing
-from graftune.config import Config, DataConfig
 from graftune.dashboard.runs import Run
 from graftune.dashboard.series import series
 from graftune.data import cached, find, source
@@ -35,8 +34,9 @@ from graftune.data.maker import Maker
 from graftune.data.row import Refusal, Row
 from graftune.errors import GraftuneError, one_line
 from graftune.exporting.target import run_facts
-from graftune.mixture import Source
 from graftune.observe import events, plot, report
+from graftune.settings.config import Config, DataConfig
+from graftune.settings.sources import Source
 from graftune.tokenizer import ChatTemplate, examine, from_folder
 from graftune.training import launch, resume
 from graftune.weights import checkpoint, safetensors_io
@@ -413,7 +413,7 @@ def _read_cache(folder: Path) -> None:
     os.environ["GRAFTUNE_CACHE"] = str(folder)
     store = cached.find("k")
     if store is None:
-        raise GraftuneError("is made again", mend="wait")
+        raise GraftuneError("is made again", fix="wait")
     examples = Examples(store)
     list(examples)
     for name in ("prompt", "reference", "messages"):

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.summary import Summary
 from graftune.data.writer import Entry, Writer
 from graftune.model.lora import Arena, build_arena
+from graftune.settings.config import LoraConfig
 from graftune.weights import checkpoint
 from graftune.weights.adapter import load_adapter, save_adapter
 from graftune.weights.apr import save_apr

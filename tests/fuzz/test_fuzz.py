@@ -15,7 +15,7 @@ import pytest
 from graftune.tokenizer import guard
 from tests.fuzz import formats, mutate, seeds, text
 from tests.fuzz.judge import judged
-from tests.thorough import THOROUGH
+from tests.support.thorough import THOROUGH
 
 INPUTS = 400 if THOROUGH else 25  # of each format
 CORPUS = Path(__file__).parent / "corpus"

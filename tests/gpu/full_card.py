@@ -65,10 +65,10 @@ def with_settings(line: Sequence[str], changed: dict[str, str]) -> list[str]:
 
 def suggested(said: str) -> dict[str, str]:
     """Settings that a refusal names, as flags, and their values; none where it names no way."""
-    mend = said.rpartition(";")[2]
+    fix = said.rpartition(";")[2]
     found = (
-        re.findall(r"(base_dtype|base_on|shard_base|recompute|tokens_per_micro_batch) (\w+)", mend)
-        if "would need" in mend
+        re.findall(r"(base_dtype|base_on|shard_base|recompute|tokens_per_micro_batch) (\w+)", fix)
+        if "would need" in fix
         else []
     )
     return {f"--{name.replace('_', '-')}": value for name, value in found}
@@ -153,9 +153,9 @@ def ballast(device: torch.device, free: int) -> Iterator[None]:
 
 def needs(line: Sequence[str]) -> dict[str, int]:
     """Bytes that a plan wants free, by policy."""
-    from graftune.config import Config
     from graftune.observe.console import Console
     from graftune.plan import policies_of
+    from graftune.settings.config import Config
     from graftune.training.prepare import job_of
 
     config = Config.of(settings_of(line))

@@ -68,7 +68,7 @@ def hang() -> None:
 
 def main(path: str, *how: str) -> None:
     from graftune.api import train
-    from graftune.config import Config
+    from graftune.settings.config import Config
 
     for name in how:
         {"unwatched": unwatched, "hang": hang}[name]()

@@ -9,12 +9,12 @@ import torch
 
 import graftune
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.infer import generate as generating
 from graftune.infer.sample import Sampling
+from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 pytestmark = pytest.mark.gpu
 

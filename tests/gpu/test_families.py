@@ -7,15 +7,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
 from graftune.session import attention_for
+from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import DeviceLoop
 from graftune.step.step import Step
-from tests import families, oracle, quantised
 from tests.gpu.test_step import SHAPE, examples, never_waits, run
+from tests.support import families, oracle, quantised
 
 pytestmark = pytest.mark.gpu
 LORA = LoraConfig(rank=4, alpha=8.0, train_norms=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from graftune import api
-from graftune.config import Config
 from graftune.kernels import fp8, lora_linear, matmul
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, Rows, reference
@@ -17,8 +16,9 @@ from graftune.kernels.lora_linear import LowRank
 from graftune.model.frozen.fp8 import Fp8, Workspace
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from tests import oracle, quantised, tiny
+from graftune.settings.config import Config
 from tests.gpu import test_quantised
+from tests.support import oracle, quantised, tiny
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -9,13 +9,13 @@ import torch
 
 from graftune import api
 from graftune.batch import Example
-from graftune.config import Config
 from graftune.data.pack import pack
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.session import open_session
+from graftune.settings.config import Config
 from graftune.step.step import Step
-from tests import tiny
+from tests.support import tiny
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import torch
 from graftune.data.pack import pack
 from graftune.losses import Anchored, CrossEntropy, Loss
 from graftune.step.step import Step
-from tests import oracle
 from tests.gpu.test_step import HYPER, SHAPE, examples, ready
+from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
 

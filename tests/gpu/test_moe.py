@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import attention
+from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import DeviceLoop
 from graftune.step.step import Step
-from tests import moe, oracle
 from tests.gpu.test_step import SHAPE, examples, never_waits, run
+from tests.support import moe, oracle
 
 pytestmark = pytest.mark.gpu
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("all_linear",))

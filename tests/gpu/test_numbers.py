@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from graftune.api import train
-from graftune.config import Config, LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import attention
 from graftune.model.frozen import Dense
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
+from graftune.settings.config import Config, LoraConfig
 from graftune.step.pipeline import DeviceLoop
 from graftune.step.step import Step
 from graftune.training.loop import Run
 from graftune.weights import checkpoint
-from tests import injected, oracle
+from tests.support import injected, oracle
 from tests.training.runs import adapter_bytes
 from tests.training.test_loop import figures, settings
 

@@ -13,9 +13,9 @@ from benchmarks.peers import write_folder
 
 from benchmarks import plan
 from graftune.api import train
-from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
+from graftune.settings.config import Config
 from tests.gpu import full_card
 from tests.training.runs import write_data
 

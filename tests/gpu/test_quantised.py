@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from graftune.api import train
-from graftune.config import Config, LoraConfig
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
 from graftune.kernels import attention, gguf_dequant
@@ -18,6 +17,7 @@ from graftune.kernels.gguf_dequant import KINDS
 from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events
+from graftune.settings.config import Config, LoraConfig
 from graftune.step.pipeline import DeviceLoop
 from graftune.step.step import Step
 from graftune.weights import gguf_quant
@@ -25,8 +25,8 @@ from graftune.weights.base import Base, default_base
 from graftune.weights.gguf_quant import TYPES
 from graftune.weights.load import scratch_values
 from graftune.weights.synthetic import random_base
-from tests import oracle, quantised
 from tests.gpu.test_step import HYPER, SHAPE, examples
+from tests.support import oracle, quantised
 from tests.training.runs import write_data
 
 pytestmark = pytest.mark.gpu

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from graftune.api import train
-from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts
+from graftune.settings.config import Config
 from graftune.step.pipeline import DeviceLoop
 from graftune.weights import checkpoint
 from tests.training.runs import adapter_bytes, write_data

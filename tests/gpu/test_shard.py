@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.model.bundles import Bundles, Home, HostMemory
+from graftune.settings.config import LoraConfig
 from graftune.step.evaluate import evaluate
-from tests import quantised
 from tests.gpu.test_quantised import base_of, trained
+from tests.support import quantised
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

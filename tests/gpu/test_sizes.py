@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.graph import Captured
 from graftune.infer.cache import Cache
@@ -17,10 +16,11 @@ from graftune.infer.generate import prefill
 from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
 from graftune.model.spec import ModelSpec
+from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import pipeline_for
 from graftune.step.step import Step
 from graftune.weights.synthetic import random_base
-from tests import oracle
+from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

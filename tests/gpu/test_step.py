@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import attention
+from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import DeviceLoop
 from graftune.step.step import Step
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 pytestmark = pytest.mark.gpu
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}

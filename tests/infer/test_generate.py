@@ -19,7 +19,7 @@ from graftune.infer.generate import TokenStep, generate, in_groups
 from graftune.infer.sample import Sampling, choose
 from graftune.model.hf_config import from_config
 from graftune.model.mixers.attention import KeyValues
-from tests import oracle, quantised, tiny
+from tests.support import oracle, quantised, tiny
 
 PROMPTS = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
 FAMILIES = (

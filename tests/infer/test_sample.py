@@ -10,7 +10,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling, choose
-from tests import oracle
+from tests.support import oracle
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

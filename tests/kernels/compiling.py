@@ -18,11 +18,11 @@ from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from graftune.config import LoraConfig
 from graftune.data.pack import Capacities
 from graftune.plan import Setup, rehearse
-from tests import quantised
+from graftune.settings.config import LoraConfig
 from tests.plan.test_plan import gpu, spec
+from tests.support import quantised
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KINDS = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tiny
 from tests.kernels import interpreter
+from tests.support import tiny
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune import remembered
+from graftune.io import user_cache
 from graftune.kernels.attention import timing
 
 
@@ -45,7 +45,7 @@ def test_where_cudnn_leads_nothing_is_timed(choose):
 
 def test_a_name_that_is_none_of_them_is_not_taken(choose, monkeypatch):
     choose({"cudnn": 0.2, "triton": 0.1})
-    (key,) = remembered.recall(timing.REMEMBERED)
+    (key,) = user_cache.recall(timing.REMEMBERED)
     for value in ("flash", ["triton"], None):
-        remembered.remember(timing.REMEMBERED, key, value, 10)
+        user_cache.remember(timing.REMEMBERED, key, value, 10)
         assert choose({"cudnn": 0.1, "triton": 0.2})[0] == "cudnn"

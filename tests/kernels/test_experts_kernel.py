@@ -6,7 +6,7 @@ import torch
 
 from graftune.kernels import experts
 from graftune.kernels.experts import Starts, reference
-from tests.pairwise import pairwise
+from tests.support.pairwise import pairwise
 
 COUNTS = [(5, 0, 70, 1), (0, 0, 3), (1,), (64, 64, 0, 0, 0, 33)]
 # Triton's interpreter multiplies the bits of bf16: fp16 takes the same tiles.

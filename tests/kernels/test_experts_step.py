@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.kernels import launch
 from graftune.kernels.experts import Starts
 from graftune.model.feed_forward.expert_projection import Stacked
 from graftune.model.feed_forward.experts import Experts
+from graftune.settings.config import LoraConfig
 from graftune.weights.base import open_base
-from tests import moe, quantised
 from tests.kernels.test_whole_step import batch, stepped
+from tests.support import moe, quantised
 
 ALL = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
 DOWN = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), train_norms=True)

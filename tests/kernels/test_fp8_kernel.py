@@ -11,7 +11,7 @@ from graftune.kernels import fp8, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, AdapterCodes, Rows, reference
 from graftune.kernels.lora_linear import LowRank
-from tests.pairwise import pairwise
+from tests.support.pairwise import pairwise
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8, launch, lora_linear, rms_norm, swiglu
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.model.bundles import Bundles, HostMemory
 from graftune.model.frozen.fp8 import FetchedFp8, Fp8, Workspace
+from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.placement import Placement
 from graftune.weights.way import Option
-from tests import oracle
 from tests.kernels.test_fp8_kernel import NAN, adapters, close, low_of, members_of, rows_of, same
 from tests.kernels.test_fp8_kernel import honest_rounding as _honest_rounding  # noqa: F401  (a fixture of every test)
 from tests.kernels.test_whole_step import batch
+from tests.support import oracle
 
 
 def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False, kind=Fp8):

@@ -6,15 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.kernels import launch, lora_linear, rms_norm
 from graftune.model.lora import build_arena
 from graftune.runtime import resolve
+from graftune.settings.config import LoraConfig
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from tests import oracle
 from tests.kernels.test_whole_step import batch, stepped
+from tests.support import oracle
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.kernels import fp8, swiglu
 from graftune.model import projection
 from graftune.model.projection import augmented_buffer
-from tests import oracle
+from graftune.settings.config import LoraConfig
 from tests.kernels.test_swiglu_kernel import inputs
 from tests.kernels.test_whole_step import batch, stepped
-from tests.pairwise import pairwise
+from tests.support import oracle
+from tests.support.pairwise import pairwise
 
 ALL = LoraConfig(rank=4, alpha=10.0)
 

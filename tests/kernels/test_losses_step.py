@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import launch
 from graftune.losses import Anchored
+from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 
 def test_an_anchored_step_equals_the_references(shallow_folder, device, monkeypatch):

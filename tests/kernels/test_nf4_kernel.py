@@ -12,8 +12,8 @@ from safetensors.torch import load, save
 from graftune.errors import GraftuneError
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4, reference
-from tests import quantised
-from tests.pairwise import pairwise
+from tests.support import quantised
+from tests.support.pairwise import pairwise
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,14 +9,14 @@ import dataclasses
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.kernels import augmented_weight, launch
 from graftune.kernels.augmented_weight import Adapters, reference
 from graftune.model.frozen import Dense, Table, Unpacked
+from graftune.settings.config import LoraConfig
 from graftune.weights import load
 from graftune.weights.base import open_base
-from tests import quantised
 from tests.kernels.test_whole_step import batch, stepped
+from tests.support import quantised
 
 QV = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
 ALL = LoraConfig(rank=4, alpha=10.0)

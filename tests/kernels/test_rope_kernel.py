@@ -8,7 +8,7 @@ import torch
 
 from graftune.kernels import rope
 from graftune.kernels.rope import reference
-from tests.pairwise import pairwise
+from tests.support.pairwise import pairwise
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 DTYPES = list(TOLERANCE)

@@ -8,7 +8,7 @@ import torch
 
 from graftune.kernels import short_conv
 from graftune.kernels.short_conv import reference
-from tests.pairwise import pairwise
+from tests.support.pairwise import pairwise
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 NAN = float("nan")

@@ -8,7 +8,7 @@ import torch
 
 from graftune.kernels import swiglu
 from graftune.kernels.swiglu import reference
-from tests.pairwise import pairwise
+from tests.support.pairwise import pairwise
 
 # One rounding of the result; twice that in bf16, which Triton's interpreter cuts off instead of rounding it.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.kernels import launch
 from graftune.model import projection
+from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 # A large epsilon: at 1e-8 the first update is the gradient's sign, and a gradient of nearly nothing has any.
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 0.1, "weight_decay": 0.01, "clip": 0.7}

@@ -16,7 +16,7 @@ from graftune.data.kind import DataKind
 from graftune.data.record import Record, to_record
 from graftune.data.row import Refusal
 from graftune.losses import LogProbLoss
-from tests import tiny
+from tests.support import tiny
 
 BETA = 0.4
 

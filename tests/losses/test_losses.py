@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from graftune.batch import BatchLayout, Example, Field, PackedBatch
-from graftune.config import LoraConfig, TrainConfig
 from graftune.data.pack import capacities, pack, plan_epoch
 from graftune.errors import GraftuneError
 from graftune.kernels import linear_cross_entropy, rms_norm
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
 from graftune.model.projection import augmented_buffer
+from graftune.settings.config import LoraConfig, TrainConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.pipeline import Flat, HostLoop, Shape
 from graftune.step.step import Step
-from tests import oracle, tiny
-from tests.pairwise import pairwise
+from tests.support import oracle, tiny
+from tests.support.pairwise import pairwise
 from tests.two_ways.test_accumulation import HYPER
 
 Folder = Callable[[str], Path]

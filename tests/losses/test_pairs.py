@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.dataset import Dataset
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.losses import CrossEntropy
 from graftune.model.start import Start
+from graftune.settings.config import LoraConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
-from tests import oracle, tiny
 from tests.losses.pairs import BETA, PAIRS, Dpo, pairs
+from tests.support import oracle, tiny
 
 
 @pytest.mark.parametrize(("reference", "fixed"), [("base", True), ("start", False)])

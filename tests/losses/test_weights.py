@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from graftune.batch import Example
-from graftune.config import DataConfig
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import has_weights, take, weight_sums_of, weights_of
 from graftune.data.pack import pack
 from graftune.losses import CrossEntropy
 from graftune.observe.events import read_events
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, with_template
 from tests.training.runs import SETTINGS, Processes, adapter_bytes, write_data
 

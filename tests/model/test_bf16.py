@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.model.decoder import PackedDocuments
 from graftune.model.lora import build_arena
 from graftune.runtime import Runtime
+from graftune.settings.config import LoraConfig
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 
 def test_bf16_is_fp32_within_noise(tiny_folder):

@@ -9,16 +9,16 @@ import itertools
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.kernels import launch
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, HostMemory
 from graftune.model.decoder import PackedDocuments
 from graftune.model.frozen import Fetched, Unpacked
+from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.base import Base, open_base, with_new_tokens
-from tests import moe, oracle, quantised
 from tests.dist.sharded import EXAMPLES, results
-from tests.pairwise import pairwise
+from tests.support import moe, oracle, quantised
+from tests.support.pairwise import pairwise
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from graftune.config import LoraConfig
+from graftune.settings.config import LoraConfig
 from graftune.weights.base import open_base
-from tests import families, quantised
 from tests.gpu.test_step import examples
+from tests.support import families, quantised
 
 
 @pytest.mark.parametrize("variant", families.DIFFERENT)

@@ -16,7 +16,6 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.exporting.gguf_keys import model_keys
 from graftune.infer.generate import generate
@@ -27,12 +26,13 @@ from graftune.plan.job import from_few_layers
 from graftune.plan.rehearse import rehearse
 from graftune.runtime import Runtime
 from graftune.session import attention_for
+from graftune.settings.config import LoraConfig
 from graftune.weights import names, rows
 from graftune.weights.base import Base, _checked_spec, open_base
 from graftune.weights.model import hf_config
 from graftune.weights.streamed import Held
-from tests import oracle, tiny
 from tests.plan.test_plan import setup
+from tests.support import oracle, tiny
 
 SIZES = (LayerSizes(), LayerSizes(heads=2, kv_heads=1, head_width=24, ffn=40), LayerSizes(ffn=88))
 LORA = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.losses import Anchored
 from graftune.model.lora import build_arena, start_from_scratch
@@ -20,10 +19,11 @@ from graftune.model.mixers.attention import Attention
 from graftune.model.mixers.short_conv import ShortConvSpec
 from graftune.model.part import MixerSpec
 from graftune.model.spec import ModelSpec
+from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import rows
 from graftune.weights.streamed import Held
-from tests import oracle
+from tests.support import oracle
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 from graftune.errors import GraftuneError
 from graftune.model.hf_config import from_config
 from graftune.model.spec import ModelSpec
-from tests import tiny
+from tests.support import tiny
 
 # What the checkpoints on the Hub have in place of rope_parameters and layer_types.
 OLD: dict[str, dict[str, Any]] = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from graftune.config import PROJECTIONS, LoraConfig
 from graftune.model.lora import initialise, scaling
-from tests import oracle
+from graftune.settings.config import PROJECTIONS, LoraConfig
+from tests.support import oracle
 
 RANK = 8
 

@@ -16,15 +16,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftune import graph, spans
-from graftune.config import LoraConfig
 from graftune.model.context import SideStreams
 from graftune.observe.profile import Profile, Recorder, Sample, Span, bottleneck, read
+from graftune.settings.config import LoraConfig
 from graftune.spans import Name, Timeline, Turn
 from graftune.step import profile as step_profile
 from graftune.step.pipeline import HostLoop
 from graftune.step.step import Step
-from tests import oracle
 from tests.kernels.test_whole_step import HYPER, batch
+from tests.support import oracle
 
 
 class Ticks:

@@ -1,7 +1,7 @@
 """Run folders written by hand, for the page's tests, pictures and benchmarks: no model, no training, no torch.
 
 Figures are made by formulas with a seed, so that pictures of the page stay as they are. A run that "trains" has the
-lock of a process, by default this one, as graftune.lock writes it.
+lock of a process, by default this one, as graftune.io.lock writes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from graftune.lock import LOCK, Holder
+from graftune.io.lock import LOCK, Holder
 
 OWNERS = {
     "base": 269_030_400, "adapters": 19_537_920, "gradients": 19_537_920, "moments": 39_075_840,

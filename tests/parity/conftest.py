@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from graftune.config import LoraConfig
-from tests import oracle
+from graftune.settings.config import LoraConfig
+from tests.support import oracle
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,8 @@ import torch
 
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4
-from tests import oracle, quantised
-from tests.thorough import THOROUGH
+from tests.support import oracle, quantised
+from tests.support.thorough import THOROUGH
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = (

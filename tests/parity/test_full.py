@@ -18,7 +18,6 @@ import torch
 
 from graftune import api
 from graftune.batch import Example
-from graftune.config import Config, LoraConfig
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
 from graftune.model.lora import build_arena
@@ -26,13 +25,14 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.runtime import resolve
 from graftune.session import open_session
+from graftune.settings.config import Config, LoraConfig
 from graftune.step.step import Step
 from graftune.weights import checkpoint, names
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config, save_model
 from graftune.weights.placement import Placement
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 from tests.weights import tiny_gguf
 
 Folder = Callable[[str], Path]

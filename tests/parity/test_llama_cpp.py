@@ -21,8 +21,8 @@ import torch
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
-from tests import oracle
-from tests.thorough import THOROUGH
+from tests.support import oracle
+from tests.support.thorough import THOROUGH
 
 # Two sets of prompts, and both are judged. OPEN is the one we started with. SmolLM2 is so often undecided on it that
 # llama.cpp does not agree with itself: a key cache in fp32 without flash attention instead of its default changes 3.2%

@@ -13,18 +13,18 @@ import torch
 
 from graftune import api
 from graftune.batch import Example
-from graftune.config import DataConfig, LoraConfig
 from graftune.data.dataset import prepare
 from graftune.data.pack import pack
 from graftune.data.sample import sample_path
 from graftune.kernels import launch
 from graftune.model.frozen import Dense, Mapped, Unpacked
 from graftune.runtime import resolve
+from graftune.settings.config import DataConfig, LoraConfig
 from graftune.step.step import Step
 from graftune.weights.base import Base, open_base
 from graftune.weights.placement import choose_placement
-from tests import oracle, quantised, tiny
 from tests.parity.test_transformers import examples
+from tests.support import oracle, quantised, tiny
 
 HYPER = {"lr": 2e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.01, "clip": 1.0}
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -16,7 +16,7 @@ import torch
 from graftune.batch import Example
 from graftune.weights.base import Base
 from graftune.weights.gguf_io import read_gguf
-from tests import oracle, quantised
+from tests.support import oracle, quantised
 
 TEXTS = (
     "The old lighthouse keeper climbed the stairs every evening, wound the clock, and wrote the weather in a book.",

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
-from tests import oracle, tiny
+from graftune.settings.config import LoraConfig
+from tests.support import oracle, tiny
 
 
 def documents(*lengths: int) -> list[list[int]]:

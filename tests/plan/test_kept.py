@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from graftune import remembered
-from graftune.config import Config
+from graftune.io import user_cache
 from graftune.observe.console import Console
 from graftune.plan import job as jobs
 from graftune.plan import kept
 from graftune.plan.rehearse import Bytes, Setup
+from graftune.settings.config import Config
 from graftune.training.prepare import job_of
 
 
@@ -99,7 +99,7 @@ def test_how_the_weights_lie_is_in_the_key_and_what_is_free_is_not(tiny_folder: 
 )
 def test_a_damaged_entry_is_made_again(rehearsed: list[Setup], tiny_folder: Any, entry: Any) -> None:
     first = job(tiny_folder("llama")).plan("none", 256)
-    place = remembered.cache_folder() / "rehearsals.json"
+    place = user_cache.cache_folder() / "rehearsals.json"
     place.write_text(json.dumps(dict.fromkeys(json.loads(place.read_text()), entry)))
     assert job(tiny_folder("llama")).plan("none", 256).bytes.after == first.bytes.after
     assert len(rehearsed) == 2

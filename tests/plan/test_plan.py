@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.kernels import attention, nf4
@@ -29,6 +28,7 @@ from graftune.plan.counting import Counting
 from graftune.plan.tally import Tally, block_bytes
 from graftune.runtime import Runtime
 from graftune.session import attention_for
+from graftune.settings.config import Config, LoraConfig
 from graftune.training import prepare
 from graftune.weights import fp8_way, placement
 from graftune.weights.base import open_base

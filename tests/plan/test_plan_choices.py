@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from graftune.cli import main
-from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.plan import Bytes, Card, Setup, cards, job, kept, rehearse, transfer
+from graftune.settings.config import Config
 from graftune.training import prepare
 from graftune.weights.synthetic import random_base
 from tests.training.runs import write_data

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from graftune.config import Config
 from graftune.observe.events import read_events
 from graftune.plan import job, rehearse
+from graftune.settings.config import Config
 from graftune.training import prepare
 from graftune.weights.base import open_base
-from tests import tiny
 from tests.plan.test_plan import QUIET, setup
-from tests.thorough import THOROUGH
+from tests.support import tiny
+from tests.support.thorough import THOROUGH
 from tests.weights.test_placement import NF4, written
 
 
@@ -82,7 +82,7 @@ MEDIUM = """
 import json
 from dataclasses import replace
 import torch
-from graftune.config import LoraConfig
+from graftune.settings.config import LoraConfig
 from graftune.data.pack import Capacities
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes

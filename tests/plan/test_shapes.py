@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.losses.anchored import Anchored
 from graftune.plan import Plan, rehearse
 from graftune.plan.counting import without_memory
 from graftune.plan.job import from_few_layers
 from graftune.plan.shapes import RULES
+from graftune.settings.config import LoraConfig
 from tests.plan.test_plan import Setup, gpu, setup, spec
 
 CAPPED = {"family": "gemma2", "attention_cap": 50.0, "logit_cap": 30.0, "activation": "gelu", "norms": "around"}

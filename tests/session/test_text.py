@@ -8,7 +8,7 @@ import pytest
 
 from graftune.infer.generate import Token
 from graftune.session.text import Answer
-from tests import tiny
+from tests.support import tiny
 
 TEXTS = ["plain words", "naïve 平均 🙂👩‍👩‍👧 e\u0301", "\n\n  two\tblanks  ", "한국어 العربية", "🙂"]
 

@@ -33,7 +33,7 @@ KIB = 1024
 
 class Bench:
     def __init__(self, root: Path):
-        from tests import tiny
+        from tests.support import tiny
         from tests.training.kills import names
         from tests.training.runs import SETTINGS, Processes, write_data
 

@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def soak(asked: argparse.Namespace, root: Path) -> int:
-    from tests import tiny
+    from tests.support import tiny
     from tests.training.kills import Fresh, Lives
     from tests.training.runs import SETTINGS, Processes, write_data
 

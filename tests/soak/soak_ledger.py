@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from graftune.ledger import Ledger, Memory, book
-from tests.ledger_race import race
+from tests.support.ledger_race import race
 
 ALL = Memory(100, 100)
 

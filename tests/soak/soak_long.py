@@ -28,9 +28,9 @@ if __name__ == "__main__":
 import torch
 
 from graftune.api import train
-from graftune.config import Config
 from graftune.observe.console import Console
 from graftune.observe.events import Event
+from graftune.settings.config import Config
 
 LOG = "metrics.jsonl"
 WARM = 0.2  # share of the run before the first measurement that counts
@@ -163,7 +163,7 @@ def main() -> int:
     asked.add_argument("--steps", type=int, default=0, help="10^5 on a CPU, 10^4 on a GPU")
     asked.add_argument("--family", default="", help="of the tiny model: llama-shallow on a CPU, llama on a GPU")
     given = asked.parse_args()
-    from tests import tiny
+    from tests.support import tiny
 
     steps = given.steps or (100_000 if given.device == "cpu" else 10_000)
     family = given.family or ("llama-shallow" if given.device == "cpu" else "llama")

@@ -12,7 +12,7 @@ import pytest
 
 from graftune.tokenizer import Tokenizer, from_gguf
 from graftune.tokenizer.pretokenize import RAW_RULES, RULES
-from tests.thorough import THOROUGH
+from tests.support.thorough import THOROUGH
 from tests.tokenizer.llama_cpp import LlamaCpp, write_model
 from tests.tokenizer.texts import random_texts
 from tests.tokenizer.vocabularies import boundaries, sentencepiece, visible_blanks

@@ -9,7 +9,7 @@ from typing import Any
 
 from graftune.tokenizer import ChatTemplate, bounds, sandbox
 from tests.fuzz.judge import forget_peak, peak, resident
-from tests.thorough import THOROUGH
+from tests.support.thorough import THOROUGH
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 # By the longest source: what a hostile template may make of a conversation that is not hostile.
@@ -94,7 +94,7 @@ def variables(text: str, long: int) -> dict[str, Any]:
 
 
 def test_nothing_takes_long_or_much_memory() -> None:
-    """With one of the texts each (with every one where `tests/thorough.py` says so). All of them together stay below
+    """With one of the texts each (with every one where support/thorough.py says so). All of them together stay below
     the memory that each may take."""
     cases = sorted(set(sources()))
     given = {(text, long): variables(text, long) for text in TEXTS for long in (MOST, bounds.SMALL - bounds.EACH)}

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer, from_folder, from_gguf
-from tests.counting import Calls
+from tests.support.counting import Calls
 from tests.tokenizer.texts import random_texts
 from tests.tokenizer.vocabularies import sentencepiece, small_byte_level
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from graftune.batch import Example
-from graftune.config import DataConfig
 from graftune.data.dataset import Dataset, prepare
 from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import Tokenizer
 from tests.tokenizer import real
 

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 
 from graftune.tokenizer import Tokenizer
-from tests.counting import Calls
+from tests.support.counting import Calls
 from tests.tokenizer import real
 from tests.tokenizer.converted import metadata
 from tests.tokenizer.llama_cpp import LlamaCpp, write_model

@@ -15,13 +15,13 @@ import jinja2.ext
 import jinja2.sandbox
 import pytest
 
-from graftune.config import DataConfig
 from graftune.data.template import chat_format
 from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import ChatTemplate, sandbox
 from graftune.tokenizer.template import Unbounded
-from tests import tiny
-from tests.counting import Calls
+from tests.support import tiny
+from tests.support.counting import Calls
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHIPPED = sorted((Path(__file__).parents[1] / "fixtures" / "chat_templates").glob("*.jinja"))

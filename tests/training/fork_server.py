@@ -21,7 +21,7 @@ from typing import Any
 def die_at(place: str, count: int) -> None:
     """Replace a function so that its count-th call is the process's last, before or half-way through its work."""
 
-    from graftune import files
+    from graftune.io import files
     from graftune.observe.events import EventLog
     from graftune.step import evaluate
     from graftune.step.step import Step
@@ -105,7 +105,7 @@ def serve() -> None:
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from graftune.training import reporter
-    from tests import rehearsed_once
+    from tests.support import rehearsed_once
 
     importlib.import_module("graftune.api")
     importlib.import_module("graftune.cli.app")

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 import graftune
 from graftune.api import TrainResult, export, train
-from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.observe.console import Console
 from graftune.session import check_method, parts
+from graftune.settings.config import Config
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
-from tests import tiny
+from tests.support import tiny
 
 QUIET = Console(quiet=True)
 PLAIN_TURNS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

@@ -12,13 +12,13 @@ import pytest
 
 from graftune.api import train
 from graftune.cli.app import main
-from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.kernels import fp8
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
+from graftune.settings.config import Config
 from graftune.weights import checkpoint
-from tests import tiny
+from tests.support import tiny
 from tests.training.runs import adapter_bytes, write_data
 
 QUIET = Console(quiet=True)

@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from graftune.api import train
 from graftune.cli import main
-from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.lock import FolderLock
+from graftune.io.lock import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts
+from graftune.settings.config import Config
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
@@ -145,7 +145,7 @@ def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(mon
         progress=Progress(step=7, best_step=4),
         step=SimpleNamespace(count=6, scaler=None),
         session=SimpleNamespace(arena=1),
-        crew=SimpleNamespace(leads=True, busy=lambda what: nullcontext()),
+        ranks=SimpleNamespace(leads=True, busy=lambda what: nullcontext()),
         checkpoints=Path("checkpoints"),
         profiling=SimpleNamespace(beside=lambda what: nullcontext()),
         log=SimpleNamespace(sync=lambda: done.append("log")),

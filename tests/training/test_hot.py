@@ -19,9 +19,9 @@ from graftune.model import projection
 from graftune.model.context import SideStreams
 from graftune.step.pipeline import DeviceLoop, Flat, Shape
 from graftune.step.step import Step
-from graftune.step.tail import Heard
-from tests import oracle
+from graftune.step.tail import RankSignals
 from tests.kernels.test_whole_step import batch
+from tests.support import oracle
 
 
 class Mark:
@@ -78,7 +78,7 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
     """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
     done = [Mark(), Mark()]
     loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
-    work = SimpleNamespace(loss=CrossEntropy(), own_figures=slice(5, 5), heard=lambda report: Heard())
+    work = SimpleNamespace(loss=CrossEntropy(), own_figures=slice(5, 5), signals=lambda report: RankSignals())
     loop.reports, loop.work, loop.begun = torch.zeros(2, 5), work, False
     loop._fetch_oldest = lambda: DeviceLoop._fetch_oldest(loop)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

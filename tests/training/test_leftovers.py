@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graftune.lock import FolderLock
+from graftune.io.lock import FolderLock
 from graftune.training import leftovers
 
 NAME = "data-20261117-184714"

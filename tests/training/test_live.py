@@ -14,7 +14,6 @@ import torch
 
 from graftune import spans
 from graftune.api import train
-from graftune.config import Config
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.model.hf_config import from_config
@@ -24,6 +23,7 @@ from graftune.observe.events import read_events
 from graftune.observe.progress import Progress
 from graftune.observe.speed import Amounts, Meter
 from graftune.observe.trackers import Tracking, epochs_done, metrics_of
+from graftune.settings.config import Config
 from graftune.spans import Turn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
@@ -135,7 +135,7 @@ def test_a_long_run_keeps_the_latest_profiled_steps(tmp_path: Path, monkeypatch:
     run: Any = SimpleNamespace(
         session=SimpleNamespace(runtime=device, base=base), folder=tmp_path, shape=None, total=40,
         pipeline=HostLoop(Any),  # type: ignore[arg-type]
-        config=Config.of({"profile_every": 4}), crew=SimpleNamespace(world=None), progress=SimpleNamespace(step=0),
+        config=Config.of({"profile_every": 4}), ranks=SimpleNamespace(world=None), progress=SimpleNamespace(step=0),
         console=SimpleNamespace(warn=warned.append),
     )  # fmt: skip
     profiling = profiled_steps(run)

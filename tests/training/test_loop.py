@@ -17,7 +17,6 @@ import torch
 import graftune
 from graftune.api import train
 from graftune.cli import main
-from graftune.config import Config
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.model.lora import Arena, Slot
@@ -25,6 +24,7 @@ from graftune.observe import marks
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts
+from graftune.settings.config import Config
 from graftune.step.pipeline import Figures, HostLoop
 from graftune.step.scaler import LossScaler
 from graftune.step.step import Step

@@ -12,12 +12,12 @@ import torch
 
 from graftune.api import train
 from graftune.cli import main
-from graftune.config import Config, LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.frozen import Dense
 from graftune.observe.console import Console
 from graftune.observe.events import read_events, steps
 from graftune.session import parts
+from graftune.settings.config import Config, LoraConfig
 from graftune.step.not_finite import NotFinite, _Looking, first_not_finite
 from graftune.step.pipeline import Figures, HostLoop
 from graftune.step.step import Step
@@ -25,7 +25,7 @@ from graftune.training import guard, halting
 from graftune.training.guard import Guard
 from graftune.training.loop import Run
 from graftune.weights import checkpoint
-from tests import injected, oracle
+from tests.support import injected, oracle
 from tests.training.runs import adapter_bytes
 from tests.training.test_loop import LateLoop, figures, settings
 

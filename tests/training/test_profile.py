@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graftune.cli import main
-from graftune.config import Config
+from graftune.settings.config import Config
 from tests.training.runs import write_data
 
 

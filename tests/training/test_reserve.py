@@ -22,13 +22,13 @@ import torch
 
 import graftune
 from graftune.api import train
-from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.ledger import HOST, Claim, Ledger, Memory, Room
 from graftune.ledger import book as ledger_book
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
 from graftune.plan import card_here
+from graftune.settings.config import Config
 from graftune.training import reserve
 from graftune.training.prepare import job_of
 from tests.training.runs import write_data
@@ -65,7 +65,7 @@ def test_two_runs_share_a_device_and_a_third_waits(tiny_folder, tmp_path) -> Non
 
 
 def check_sharing(device: str, base: Path, folder: Path) -> dict[str, Any]:
-    line = [sys.executable, "-m", "tests.sharing", device, str(base), str(folder)]
+    line = [sys.executable, "-m", "tests.support.sharing", device, str(base), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert not done.returncode, done.stderr

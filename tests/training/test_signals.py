@@ -118,7 +118,7 @@ def test_a_run_that_is_told_to_stop_saves_unless_it_holds_the_best_steps_weights
     step, log = SimpleNamespace(discard=noted("discard")), SimpleNamespace(emit=noted("emit"))
     run: Any = SimpleNamespace(
         signal=signal.SIGTERM, closing=closing, step=step, log=log, progress=checkpoint.Progress(step=7),
-        finish_steps=noted("finish steps"), save=noted("save"), cost=dict, crew=SimpleNamespace(leads=False),
+        finish_steps=noted("finish steps"), save=noted("save"), cost=dict, ranks=SimpleNamespace(leads=False),
     )  # fmt: skip
     stop.stop(run)
     assert done == ["discard", "finish steps", *([] if closing else ["save"]), "emit"]

@@ -13,9 +13,9 @@ import graftune
 from graftune import run_folder as target
 from graftune.api import export, train
 from graftune.cli import main
-from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.settings.config import Config
 from graftune.training import reporter
 from graftune.weights import checkpoint
 from graftune.weights.adapter import load_adapter

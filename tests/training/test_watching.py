@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from graftune.api import train
-from graftune.config import Config
 from graftune.data.sample import ScoreReport
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.report import document
+from graftune.settings.config import Config
 from graftune.training import answers, reporter
 from graftune.training.answers import SCORED, scored_records
 from tests.training.runs import adapter_bytes, write_data

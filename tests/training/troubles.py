@@ -25,7 +25,7 @@ class FullDisk:
         self.listed = -1  # the handle of a file for the names
 
     def install(self, put: Callable[[Any, str, Any], None]) -> FullDisk:
-        from graftune import files
+        from graftune.io import files
         from graftune.observe.events import EventLog
         from graftune.weights import safetensors_io
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig, OptimConfig
 from graftune.data.pack import pack
 from graftune.kernels.adamw import Hyper
 from graftune.model.context import Dropout
 from graftune.model.decoder import PackedDocuments
+from graftune.settings.config import LoraConfig, OptimConfig
 from graftune.step.schedule import learning_rate
 from graftune.step.step import Step
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 HYPER = {
     "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "divisor": 1.0, "clip": 0.0,

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.lora import Arena, Slot
 from graftune.observe.events import evals, read_events, steps
+from graftune.settings.config import LoraConfig
 from graftune.weights import adapter, checkpoint, safetensors_io
 from graftune.weights.checkpoint import Progress
-from tests import oracle
+from tests.support import oracle
 from tests.training.kills import Lives
 from tests.training.runs import SETTINGS, Processes, adapter_bytes, wait_for_step, write_data
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from graftune.config import LoraConfig
 from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena
 from graftune.runtime import resolve
+from graftune.settings.config import LoraConfig
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from tests.tiny import make_tokenizer
+from tests.support.tiny import make_tokenizer
 
 CONFIG = {
     "model_type": "llama",

@@ -20,7 +20,7 @@ from graftune.api import Session
 from graftune.errors import GraftuneError
 from graftune.model.decoder import PackedDocuments
 from graftune.weights.adapter import CONFIG, TENSORS
-from tests import tiny
+from tests.support import tiny
 
 DOCUMENT = [5, 90, 3, 200, 131, 7, 7, 64, 250, 17, 99, 2, 41]
 NEW = ("<call>", "<result>")

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 import graftune
-from graftune import files
 from graftune.cli import main
 from graftune.errors import GraftuneError
+from graftune.io import files
 from graftune.observe.memory import peak_resident_bytes
 from graftune.weights import apr_io
 from graftune.weights.adapter import load_adapter
 from graftune.weights.apr import load_apr, save_apr
 from graftune.weights.apr_io import AprFile, AprTensor
 from graftune.weights.gguf_quant import quantise
-from tests.counting import Calls
+from tests.support.counting import Calls
 from tests.weights.test_adapter import DOCUMENT, NEW, logits, opened, shaken
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.float64: 3, torch.int32: 4, torch.int64: 5, torch.int8: 6,

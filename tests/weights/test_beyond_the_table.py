@@ -10,9 +10,9 @@ import pytest
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.weights.base import described, open_base
-from tests import tiny
 from tests.exporting import models
 from tests.exporting.judges import DOCUMENT, gap, opened, ours
+from tests.support import tiny
 
 IMAGE = "<image_soft_token>"
 

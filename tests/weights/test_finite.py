@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graftune import digest
-from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
+from graftune.io import digest
 from graftune.kernels.gguf_dequant import KINDS
 from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
 from graftune.model.frozen import FloatRows, GgufRows, Scratch, Table, Unpacked
+from graftune.settings.config import LoraConfig
 from graftune.weights import finite
 from graftune.weights.base import open_base
-from tests import oracle, quantised
-from tests.quantised import Values
+from tests.support import oracle, quantised
+from tests.support.quantised import Values
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 

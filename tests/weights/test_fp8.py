@@ -18,7 +18,7 @@ from graftune.model.frozen.fp8 import Fp8
 from graftune.runtime import resolve
 from graftune.weights.base import open_base
 from graftune.weights.placement import choose_placement
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 GROUP = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel"}

@@ -15,7 +15,7 @@ from gguf.quants import _type_traits, dequantize, quantize
 from graftune.errors import GraftuneError
 from graftune.weights.base import open_base
 from graftune.weights.gguf_io import read_gguf
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 from tests.weights import tiny_gguf
 
 ROWS = 5

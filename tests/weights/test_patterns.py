@@ -16,8 +16,8 @@ from graftune.errors import GraftuneError
 from graftune.weights import patterns
 from graftune.weights.adapter import load_adapter
 from graftune.weights.uniform_rank import _values
-from tests.counting import Calls
 from tests.exporting import judges
+from tests.support.counting import Calls
 
 NAMES = [
     f"model.layers.{layer}.{module}"

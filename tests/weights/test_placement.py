@@ -13,17 +13,17 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, nf4
 from graftune.model.frozen import Dense, FloatRows, GgufRows, Mapped, Nf4Rows, Table, Unpacked
 from graftune.runtime import resolve
+from graftune.settings.config import LoraConfig
 from graftune.weights import load, placement
 from graftune.weights.base import Base, FirstRows, open_base
 from graftune.weights.gguf_io import GgufTensor
 from graftune.weights.load import scratch_values
 from graftune.weights.placement import choose_placement
-from tests import quantised, tiny
+from tests.support import quantised, tiny
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from graftune.errors import GraftuneError
 from graftune.weights import safetensors_io
 from graftune.weights.base import open_base
-from tests import oracle, tiny
+from tests.support import oracle, tiny
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tokenizers import pre_tokenizers
 
-from tests import tiny
+from tests.support import tiny
 
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 BLOCK = {

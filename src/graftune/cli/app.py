@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line, documents = Line(list(sys.argv[1:] if arguments is None else arguments)), Console.documents
     try:
         line = read_line(line.arguments, _flags)
-        if _launched_in_vain(line.arguments):
+        if _reject_multi_rank(line.arguments):
             return 2
         if not line.has("--quiet"):
             for note in line.notes:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error, line, silent=Console.documents > documents)
 
 
-def _launched_in_vain(arguments: Sequence[str]) -> bool:
+def _reject_multi_rank(arguments: Sequence[str]) -> bool:
     """Several ranks train; every other command is for one process, and rank 0 says so."""
     if not arguments or arguments[0] in ("train", "--help", "--version") or not os.environ.get("LOCAL_RANK"):
         return False  # a cluster may tell a whole pod of its place among others, and launch nothing in it
@@ -108,7 +108,7 @@ def _launched_in_vain(arguments: Sequence[str]) -> bool:
     if ranks.leads:
         raise GraftuneError(
             f"graftune {arguments[0]} runs in one process, and a launcher has started {ranks.size}",
-            mend="start it without torchrun",
+            fix="start it without torchrun",
         )
     return True
 

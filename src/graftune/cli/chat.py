@@ -81,7 +81,7 @@ def chat(
     sampling = sampling or Sampling()
     sampling.check()
     if prompt is not None and not prompt.strip():
-        raise GraftuneError("--prompt is blank", mend="give it a message")
+        raise GraftuneError("--prompt is blank", fix="give it a message")
     with console.working("opening the model"):
         run = open_target(
             target, settings, needs_adapter="--compare" if compare else None, console=console, task="chat"
@@ -90,7 +90,7 @@ def chat(
     if prompt is not None:
         talk.answer(prompt)
     elif sys.stdin is None:
-        raise GraftuneError("there is no input to read prompts from", mend="give one with --prompt")
+        raise GraftuneError("there is no input to read prompts from", fix="give one with --prompt")
     elif sys.stdin.isatty():
         return converse(talk, console)
     else:

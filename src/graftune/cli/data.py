@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from graftune.cli.settings import Count, Switch, given, in_range, loaded, looked_at, positional, takes
-from graftune.config import Config
 from graftune.observe.console import Console
+from graftune.settings.config import Config
 
 
 @takes(

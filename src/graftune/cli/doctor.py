@@ -39,7 +39,7 @@ GPU = {"cudnn": ("nvidia-cudnn-frontend", "gpu", "slower attention on H100, H200
 class Missing:
     what: str
     effect: str
-    mend: str
+    fix: str
     required: bool = False
 
 
@@ -67,7 +67,7 @@ def doctor(base: str | None = None, /, *, revision: str = "", json: Switch = Fal
             columns = ("device", "process", "user", "task", "reserved", "taken", "since", "state")
             console.table("Memory that runs have reserved", columns, _reserved(report))
         if missing:
-            console.table("Missing", ("item", "effect", "fix"), [(m.what, m.effect, m.mend) for m in missing])
+            console.table("Missing", ("item", "effect", "fix"), [(m.what, m.effect, m.fix) for m in missing])
         console.line(f"Will be used: {report['use']}" if report["use"] else "graftune cannot train here.")
     return 2 if any(one.required for one in missing) else 0
 
@@ -101,8 +101,8 @@ def _explain(name: str, revision: str, console: Console) -> int:
 
 
 def _template(tokenizer: Any) -> str:
-    from graftune.config import DataConfig
     from graftune.data.template import chat_format
+    from graftune.settings.config import DataConfig
 
     try:
         chat_format(tokenizer, DataConfig())
@@ -213,12 +213,12 @@ def _reserved(report: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _default_base() -> tuple[str | None, list[Missing]]:
-    from graftune.recognise import default_base
+    from graftune.settings.recognise import default_base
 
     try:
         return str(default_base()), []
     except GraftuneError as error:
-        return None, [Missing("default base", "BASE must be given", error.mend or "give a model")]
+        return None, [Missing("default base", "BASE must be given", error.fix or "give a model")]
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:

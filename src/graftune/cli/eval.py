@@ -7,7 +7,7 @@ from typing import Any
 from graftune.cli.settings import Switch, takes
 from graftune.cli.target import open_target
 from graftune.observe.console import Console
-from graftune.recognise import check_data
+from graftune.settings.recognise import check_data
 
 
 @takes("base", "data", omit=("data", "eval_data", "val_split", "eval_examples"))

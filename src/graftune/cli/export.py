@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from graftune.cli.settings import Switch, given, takes
 from graftune.observe.console import Console
-from graftune.recognise import check_target
+from graftune.settings.recognise import check_target
 
 Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
 

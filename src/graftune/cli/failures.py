@@ -24,8 +24,8 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from graftune import other_tools
 from graftune.errors import GraftuneError, one_line
+from graftune.settings import other_tools
 
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _DISK = {
@@ -58,8 +58,8 @@ def sentence(error: BaseException) -> str | None:
     elif _out_of_memory(error):
         text = "the device's memory is used up; lower --tokens-per-micro-batch, or set --recompute to full or offload"
     elif isinstance(error, OSError) and error.errno in _DISK:
-        what, mend = _DISK[error.errno]
-        text = f"{error.filename}: {what}; {mend}" if error.filename else f"{what}; {mend}"
+        what, fix = _DISK[error.errno]
+        text = f"{error.filename}: {what}; {fix}" if error.filename else f"{what}; {fix}"
     elif code := _in_words(error):
         text = f"{_DISK[code][0]} ({one_line(str(error), longest=300)}); {_DISK[code][1]}"
     else:
@@ -72,7 +72,7 @@ def explained(error: BaseException) -> dict[str, Any] | None:
     text = sentence(error)
     if text is None:
         return None
-    parts = {"what": error.what, "where": error.where, "fix": error.mend} if isinstance(error, GraftuneError) else {}
+    parts = {"what": error.what, "where": error.where, "fix": error.fix} if isinstance(error, GraftuneError) else {}
     return {"message": text, **{name: value for name, value in parts.items() if value}}
 
 

@@ -69,7 +69,7 @@ def plan(
     model = find(gpu) if gpu else None
     if gpu and not whole.base.device.startswith("cuda"):
         if "device" in flags:
-            raise GraftuneError(f"--gpu {gpu} and --device {whole.base.device} contradict each other", mend="give one")
+            raise GraftuneError(f"--gpu {gpu} and --device {whole.base.device} contradict each other", fix="give one")
         whole = whole.replace(device="cuda")
     job = job_of(whole, console, memory=parse_bytes(memory) if memory else 0, model=model)
     found = best(job)

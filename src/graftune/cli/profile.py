@@ -11,11 +11,11 @@ from cyclopts import Parameter
 
 from graftune.cli.settings import Count, Switch, given, in_range, loaded, looked_at, positional, takes
 from graftune.cli.train import run_config
-from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.files import write_file
+from graftune.io.files import write_file
 from graftune.observe.console import Console
 from graftune.observe.speed import compared, ms_text
+from graftune.settings.config import Config
 
 SHOWN = 14  # operations in the table
 
@@ -64,7 +64,7 @@ def profile(
     if is_run:
         if config:
             raise GraftuneError(
-                "a run has its own settings", where=target, mend="leave --config out; flags go over them"
+                "a run has its own settings", where=target, fix="leave --config out; flags go over them"
             )
         own = run_config(target)
         whole = Config.of(own.flat(), positional(flags, data=data))
@@ -73,7 +73,7 @@ def profile(
             console.note("these are not the run's own settings: its profile.json is left as it is")
     else:
         if folder is not None and (folder / "metrics.jsonl").is_file():
-            raise GraftuneError("is a run folder without its config.yaml", where=target, mend="give a base and data")
+            raise GraftuneError("is a run folder without its config.yaml", where=target, fix="give a base and data")
         whole = looked_at(loaded(config, positional(flags, base=target, data=data), console), "profile")
     with console.working("starting PyTorch"):
         from graftune.training.profile import profile as profiled
@@ -95,11 +95,11 @@ def _check_trace(trace: str) -> None:
     """Before any step is taken."""
     path = Path(trace)
     if trace and path.is_dir():
-        raise GraftuneError("is a folder", where=trace, mend="give --trace the name of a file")
+        raise GraftuneError("is a folder", where=trace, fix="give --trace the name of a file")
     if trace and not path.parent.is_dir():
-        raise GraftuneError("there is no such folder", where=str(path.parent), mend="make it, or give --trace another")
+        raise GraftuneError("there is no such folder", where=str(path.parent), fix="make it, or give --trace another")
     if trace and not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise GraftuneError("cannot be written", where=trace, mend="give --trace a file that can be")
+        raise GraftuneError("cannot be written", where=trace, fix="give --trace a file that can be")
 
 
 def show(console: Console, found: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from cyclopts import App
 
 from graftune import __version__
-from graftune.config import Config
-from graftune.mixture import KEYS
+from graftune.settings.config import Config
+from graftune.settings.sources import KEYS
 
 Shell = Literal["bash", "zsh", "fish"]
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter, Token
 
-from graftune import recognise
-from graftune.config import Config, Leaf, leaves
 from graftune.errors import GraftuneError
-from graftune.mixture import DataValue, entries
+from graftune.io.yaml_file import dump_yaml
 from graftune.observe.console import Console
-from graftune.yaml_file import dump_yaml
+from graftune.settings import recognise
+from graftune.settings.config import Config, Leaf, leaves
+from graftune.settings.sources import DataValue, entries
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -81,7 +81,7 @@ def checked(shown: str, name: str, value: Any) -> Any:
         return Config.of({name: value}).flat()[name]
     except GraftuneError as error:
         what = error.what.removeprefix(name)
-        raise GraftuneError(f"{shown}{what}", mend=error.mend) from None
+        raise GraftuneError(f"{shown}{what}", fix=error.fix) from None
 
 
 def loaded(config: str, flags: dict[str, Any], console: Console) -> Config:
@@ -104,7 +104,7 @@ def looked_at(whole: Config, command: str) -> Config:
     out = Path(whole.run.out).expanduser() if whole.run.out else None
     if out is not None and (files := [path for path in (out, *out.parents) if path.is_file()]):
         what = f"cannot be written to ({files[0]} is a file)"
-        raise GraftuneError(what, where=str(out), mend="choose another folder with --out")
+        raise GraftuneError(what, where=str(out), fix="choose another folder with --out")
     return whole.replace(base=base) if base != whole.base.base else whole
 
 
@@ -122,7 +122,7 @@ def positional(flags: dict[str, Any], **values: str | list[str]) -> dict[str, An
     for name, value in values.items():
         if value and merged.setdefault(name, value) != value:
             raise GraftuneError(
-                f"{name.upper()} is {value!r} but {flag(name)} is {merged[name]!r}", mend="give only one of the two"
+                f"{name.upper()} is {value!r} but {flag(name)} is {merged[name]!r}", fix="give only one of the two"
             )
     return merged
 
@@ -147,7 +147,7 @@ def in_range(
     ]
     if not all(holds for _, holds in bounds):
         wanted = [text for text, _ in bounds if not text.endswith("None")]
-        raise GraftuneError(f"{shown} is {value}", mend=f"it must be {' and '.join(wanted)}")
+        raise GraftuneError(f"{shown} is {value}", fix=f"it must be {' and '.join(wanted)}")
 
 
 def whole_number(_type: Any, tokens: Sequence[Token]) -> int:

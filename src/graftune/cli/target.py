@@ -9,7 +9,7 @@ from typing import Any
 from graftune.cli.settings import given
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
-from graftune.recognise import check_adapter, check_base, check_target
+from graftune.settings.recognise import check_adapter, check_base, check_target
 
 
 def open_target(target: str, settings: Any, needs_adapter: str | None, console: Console, task: str) -> Any:
@@ -38,6 +38,6 @@ def open_target(target: str, settings: Any, needs_adapter: str | None, console: 
     if needs_adapter and not adapter:
         raise GraftuneError(
             f"{target or 'the bundled base'} has no adapter to compare with",
-            mend=f"give a run or adapter folder, or leave out {needs_adapter}",
+            fix=f"give a run or adapter folder, or leave out {needs_adapter}",
         )
     return run

@@ -11,11 +11,11 @@ from cyclopts import Parameter
 
 from graftune.cli.closing import closing
 from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
-from graftune.config import Config, flatten
 from graftune.errors import GraftuneError
+from graftune.io.yaml_file import read_yaml
 from graftune.observe.console import Console
 from graftune.ranks import from_environment
-from graftune.yaml_file import read_yaml
+from graftune.settings.config import Config, flatten
 
 
 @takes("base", "lora", "data", "optim", "train", "run")
@@ -87,9 +87,9 @@ def run_config(folder: str) -> Config:
     """The settings a run folder was started with."""
     path = Path(folder) / "config.yaml"
     if not Path(folder).is_dir():
-        raise GraftuneError("there is no such run folder", where=folder, mend="check the path given to --resume")
+        raise GraftuneError("there is no such run folder", where=folder, fix="check the path given to --resume")
     if not path.is_file():
-        raise GraftuneError("is not a run folder (no config.yaml)", where=folder, mend="give a folder made by train")
+        raise GraftuneError("is not a run folder (no config.yaml)", where=folder, fix="give a folder made by train")
     return Config.of_run(folder)
 
 

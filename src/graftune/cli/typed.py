@@ -12,10 +12,10 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from graftune import other_tools
 from graftune.cli.settings import flag
-from graftune.config import TARGET_SHORTHANDS, TARGETS, leaves
 from graftune.errors import GraftuneError
+from graftune.settings import other_tools
+from graftune.settings.config import TARGET_SHORTHANDS, TARGETS, leaves
 
 VERBATIM = ("--prompt", "--system")  # what follows is text, whatever it looks like
 GLOBAL = ("--verbose",)
@@ -57,7 +57,7 @@ def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> 
         typed, equals, value = word.partition("=")
         name = _ours(typed, known)
         if spelled.get(name, typed) != typed:
-            raise GraftuneError(f"{spelled[name]} and {typed} are the same setting", mend="give one of the two")
+            raise GraftuneError(f"{spelled[name]} and {typed} are the same setting", fix="give one of the two")
         if name != typed and name != typed.replace("_", "-"):
             line.notes.append(f"{typed} is taken as {name}")
         spelled[name] = typed

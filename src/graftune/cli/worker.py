@@ -86,9 +86,9 @@ def serve(opener: Callable[[], Answer], requests: Requests, out: IO[str]) -> Non
 
 def open_chat(key: Document) -> Answer:
     from graftune import api
-    from graftune.config import Config
     from graftune.infer.sample import Sampling
     from graftune.session import text
+    from graftune.settings.config import Config
 
     run, settings = key["run"], {"device": key["device"]} if key["device"] != "auto" else {}
     target = run if key["checkpoint"] == "adapter" else f"{run}@{key['checkpoint']}"
@@ -130,19 +130,19 @@ def open_chat(key: Document) -> Answer:
 
 def open_preview(key: Document) -> Answer:
     from graftune.cli.data import tokenizer_of
-    from graftune.config import Config
     from graftune.data import cached
     from graftune.data.dataset import Dataset, split
     from graftune.data.encoded import Examples
     from graftune.data.pieces import Pieces
     from graftune.data.summary import Summary
     from graftune.errors import GraftuneError
+    from graftune.settings.config import Config
     from graftune.training.preview import shown_example
 
     config = Config.of_run(key["run"])
     store = cached.find(key["encoded"])
     if store is None:
-        raise GraftuneError("its file is gone or damaged", mend="prepare the data again by starting a run")
+        raise GraftuneError("its file is gone or damaged", fix="prepare the data again by starting a run")
     tokenizer, _ = tokenizer_of(config)
     pieces = Pieces(tokenizer)
     whole = Dataset(Examples(store), Summary.of(store.header["summary"]), "", "", tokenizer)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graftune.dashboard.reading import opened
-from graftune.json_file import no_collections
+from graftune.io.json_file import no_collections
 from graftune.observe.events import Event, parsed
 
 CHUNK = 1 << 18  # bytes read at once: decoding them lets no other thread run for some milliseconds

@@ -12,10 +12,10 @@ import json
 import re
 from typing import Any
 
-from graftune import remembered
 from graftune.dashboard.reading import read_bytes, stamp
 from graftune.dashboard.runs import Run
 from graftune.dashboard.worker import Worker
+from graftune.io import user_cache
 
 Document = dict[str, Any]
 PREVIEW = "preview.jsonl"
@@ -116,4 +116,4 @@ def _cache_key(run: Run) -> str:
     key = _start(run).get("encoded")
     if not isinstance(key, str) or not re.fullmatch(r"[0-9a-f]{40}", key):
         return ""
-    return key if stamp(remembered.cache_folder() / "data" / f"{key}.tokens") != (0, 0, 0) else ""
+    return key if stamp(user_cache.cache_folder() / "data" / f"{key}.tokens") != (0, 0, 0) else ""

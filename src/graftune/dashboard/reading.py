@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graftune.json_file import no_collections
+from graftune.io.json_file import no_collections
 
 LARGEST = 64 << 20  # bytes of a document that is read whole
 

@@ -200,12 +200,12 @@ def open_runs(folder: str) -> Runs:
     path = Path(folder).expanduser()
     if not path.exists():
         raise GraftuneError(
-            "there is no such folder", where=folder, mend="give a run folder or a folder of runs, or train a run first"
+            "there is no such folder", where=folder, fix="give a run folder or a folder of runs, or train a run first"
         )
     if not path.is_dir():
-        raise GraftuneError("is a file", where=folder, mend="give a run folder or a folder of runs")
+        raise GraftuneError("is a file", where=folder, fix="give a run folder or a folder of runs")
     if not os.access(path, os.R_OK | os.X_OK):
-        raise GraftuneError("cannot be read", where=folder, mend="change its permissions, or give another folder")
+        raise GraftuneError("cannot be read", where=folder, fix="change its permissions, or give another folder")
     return Runs(path)
 
 

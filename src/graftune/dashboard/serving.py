@@ -80,13 +80,13 @@ def token_for(host: str, always: bool, shown: Callable[[], bool]) -> str:
         if len(own) < SHORTEST_TOKEN or not own.isascii() or not own.isprintable() or set(own) & set(' ;,"\\&#%+?='):
             raise GraftuneError(
                 f"{TOKEN} is too short or holds other characters than letters, digits, - and _",
-                mend=f"give it at least {SHORTEST_TOKEN} of them",
+                fix=f"give it at least {SHORTEST_TOKEN} of them",
             )
         return own
     if not shown():
         raise GraftuneError(
             "a page that needs a token has nobody to show it to, because stderr is not a terminal",
-            mend=f"set {TOKEN} to a token of your own",
+            fix=f"set {TOKEN} to a token of your own",
         )
     return new_token()
 
@@ -101,11 +101,11 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         if error.errno == errno.EADDRINUSE:
-            raise GraftuneError(f"port {port} is taken", mend="give another one with --port, or 0 for any") from None
+            raise GraftuneError(f"port {port} is taken", fix="give another one with --port, or 0 for any") from None
         raise GraftuneError(
-            f"cannot listen on {host}, port {port} ({error.strerror or error})", mend="give another host or port"
+            f"cannot listen on {host}, port {port} ({error.strerror or error})", fix="give another host or port"
         ) from None
     except OverflowError:
         listening.close()
-        raise GraftuneError(f"port is {port}", mend="it must be at least 0 and at most 65535") from None
+        raise GraftuneError(f"port is {port}", fix="it must be at least 0 and at most 65535") from None
     return listening

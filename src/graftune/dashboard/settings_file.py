@@ -15,7 +15,7 @@ from typing import Any
 
 from graftune.dashboard.reading import read_bytes
 from graftune.errors import GraftuneError
-from graftune.yaml_file import LARGEST, parse_yaml
+from graftune.io.yaml_file import LARGEST, parse_yaml
 
 REMEMBERED = 500  # characters of a text that is remembered with what it means
 _SECTION = re.compile(r"[a-z_]+:")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from graftune.dashboard.glance import Glance
 from graftune.dashboard.reading import read_bytes, stamp
 from graftune.errors import one_line
-from graftune.lock import LOCK, Holder
+from graftune.io.lock import LOCK, Holder
 
 SILENT = 15.0  # seconds without a heartbeat after which a run on another machine has died
 PHASES = ("preparing", "compiling", "training", "evaluating", "finalising")

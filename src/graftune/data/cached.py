@@ -24,12 +24,12 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from graftune import files, remembered
-from graftune.config import DataConfig
 from graftune.data.encoded import Damaged, Store
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.writer import Writer
 from graftune.errors import GraftuneError
+from graftune.io import files, user_cache
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import Tokenizer
 
 LIMIT = 20 << 30  # bytes of all entries together
@@ -40,7 +40,7 @@ _making = threading.Lock()  # a second thread of this process would write to the
 
 
 def folder() -> Path:
-    return remembered.cache_folder() / "data"
+    return user_cache.cache_folder() / "data"
 
 
 def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, kind: DataKind = ANSWERS) -> str:
@@ -99,7 +99,7 @@ def make(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -
             raise GraftuneError(
                 f"the encoded data cannot be written ({error.strerror})",
                 where=str(path.parent),
-                mend="free some space there, or name another folder with GRAFTUNE_CACHE",
+                fix="free some space there, or name another folder with GRAFTUNE_CACHE",
             ) from error
         files.prune_folder(path, LIMIT)
         return store, ""

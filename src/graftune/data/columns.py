@@ -155,13 +155,13 @@ def refusal_of_all(row: dict[str, Any]) -> GraftuneError | None:
         return GraftuneError(
             f"is {PREFERENCE} ({plan.refusal[1]}), which takes a preference loss (DPO, ORPO) that graftune does not "
             "have yet",
-            mend=f"to train on the preferred answers alone, {_preferred(row)}",
+            fix=f"to train on the preferred answers alone, {_preferred(row)}",
         )
     if is_rated(plan, row):
         return GraftuneError(
             f"is data of {RATED}, by its column {quoted(plan.label)}, which takes a loss that graftune does not have "
             "yet",
-            mend="remove the bad answers and the column, and train on the good ones",
+            fix="remove the bad answers and the column, and train on the good ones",
         )
     return None
 

@@ -21,9 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from graftune import digest
 from graftune.batch import Example
-from graftune.config import DataConfig
 from graftune.data import cached
 from graftune.data.encoded import Examples, Store, groups_of, short, stored_json
 from graftune.data.kind import ANSWERS, DataKind
@@ -34,9 +32,11 @@ from graftune.data.source import Row, SourceFile, digest_of, rows, rows_of_lines
 from graftune.data.summary import Summary, nothing_usable
 from graftune.data.writer import Entry, Writer
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
-from graftune.mixture import DataValue, label
+from graftune.io import digest
+from graftune.io.files import open_plain
 from graftune.observe.console import Console
+from graftune.settings.config import DataConfig
+from graftune.settings.sources import DataValue, label
 from graftune.tokenizer import Tokenizer
 
 
@@ -249,7 +249,7 @@ class _Input:
 
         def check() -> None:
             if digest_of(files, _digest) != sha256:
-                raise GraftuneError("was changed while it was being read", where=path, mend="start again")
+                raise GraftuneError("was changed while it was being read", where=path, fix="start again")
 
         kinds = [_kind(file.path) for file in files]
         read = functools.partial(rows, files, config.map, note, kind.refusal_of_all, config.max_unpacked)
@@ -297,7 +297,7 @@ def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Datas
         raise GraftuneError(
             f"only {len(rows)} usable row, which cannot be split into training and validation",
             where=dataset.path,
-            mend="give more rows, a file of their own with eval_data, or val_split 0",
+            fix="give more rows, a file of their own with eval_data, or val_split 0",
         )
     count = min(len(rows) - 1, max(1, round(len(rows) * val_split)))
     order = np.random.default_rng([seed, 0x5917]).permutation(len(rows))

@@ -32,7 +32,7 @@ from graftune.arithmetic import ceil_div
 from graftune.batch import Example
 from graftune.data.summary import Summary
 from graftune.errors import GraftuneError
-from graftune.json_file import NotJson, parse_json
+from graftune.io.json_file import NotJson, parse_json
 
 MAGIC = b"graftune data 1\n"
 TRAILER = struct.Struct("<qq32s16s")  # the header's place and length, its SHA-256, the magic once more
@@ -57,7 +57,7 @@ class Damaged(Exception):
 
 def damaged() -> GraftuneError:
     """Of content that no checksum covers: it was whole when the file was made."""
-    return GraftuneError("encoded data is damaged", mend="delete the folder `data` in graftune's cache and start again")
+    return GraftuneError("encoded data is damaged", fix="delete the folder `data` in graftune's cache and start again")
 
 
 def stored_json(text: str) -> Any:

@@ -16,8 +16,8 @@ from pathlib import Path
 from graftune.data.row import SourceFile
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
-from graftune.mixture import GLOB, Source
+from graftune.io.files import open_plain
+from graftune.settings.sources import GLOB, Source
 
 Note = Callable[[str], None]
 SPLITS = {
@@ -47,7 +47,7 @@ def files_of(source: Source, note: Note) -> list[SourceFile]:
     if (source.subset or source.split) and not path.is_dir():
         raise GraftuneError(
             "is a file, and split and subset choose among the files of a folder or Hub data set",
-            where=source.path, mend="leave them out",
+            where=source.path, fix="leave them out",
         )  # fmt: skip
     return [_described(file, source, str(file)) for file in found]
 
@@ -57,7 +57,7 @@ def _described(path: Path, source: Source, shown: str) -> SourceFile:
         known = path.stat()
     except OSError as error:
         raise GraftuneError(
-            f"cannot be read ({error.strerror})", where=shown, mend="check the file's permissions"
+            f"cannot be read ({error.strerror})", where=shown, fix="check the file's permissions"
         ) from None
     renamed = None if source.map is None else tuple(source.map.items())
     return SourceFile(path, known.st_size, known.st_mtime_ns, shown, source.weight, renamed)
@@ -67,19 +67,19 @@ def check_file(path: str | Path) -> Path:
     """The path, once it is sure to be a file that can be read and whose type is known."""
     path, where = Path(path), str(path)
     if not path.exists():
-        raise GraftuneError("no such file", where=where, mend="check the path of the data")
+        raise GraftuneError("no such file", where=where, fix="check the path of the data")
     if format_of(path) is None:
         shown = path.suffix or "no extension"
-        raise GraftuneError(f"unknown kind of data file ({shown})", where=where, mend=f"use one of {_KNOWN}")
+        raise GraftuneError(f"unknown kind of data file ({shown})", where=where, fix=f"use one of {_KNOWN}")
     try:
         with open_plain(path) as file:
             head = file.read(1)
     except OSError as error:
         raise GraftuneError(
-            f"cannot be read ({error.strerror})", where=where, mend="check the file's permissions"
+            f"cannot be read ({error.strerror})", where=where, fix="check the file's permissions"
         ) from None
     if not head:
-        raise GraftuneError("is empty", where=where, mend="give a file with at least one record")
+        raise GraftuneError("is empty", where=where, fix="give a file with at least one record")
     return path
 
 
@@ -88,7 +88,7 @@ def _matching(pattern: str, shown: str) -> list[Path]:
     data = [path for path in found if is_data(path.name) and not path.is_dir()]
     if not data:
         what = f"matches {len(found)} files but no data file" if found else "matches no file"
-        raise GraftuneError(what, where=shown, mend=f"data files are {_KNOWN}")
+        raise GraftuneError(what, where=shown, fix=f"data files are {_KNOWN}")
     return [check_file(path) for path in data]
 
 
@@ -104,13 +104,13 @@ def _in_folder(folder: Path, source: Source, note: Note) -> list[Path]:
         if any(name.endswith(".arrow") for name in names):
             raise GraftuneError(
                 "is a folder of Arrow files, as save_to_disk writes them",
-                where=where, mend="write Parquet files with Dataset.to_parquet and give those",
+                where=where, fix="write Parquet files with Dataset.to_parquet and give those",
             )  # fmt: skip
-        raise GraftuneError("is a folder without data files", where=where, mend=f"data files are {_KNOWN}")
+        raise GraftuneError("is a folder without data files", where=where, fix=f"data files are {_KNOWN}")
     if source.subset:
         data = [name for name in data if Path(name).parts[0] == source.subset or _has(Path(name).stem, source.subset)]
         if not data:
-            raise GraftuneError(f"has no subset {source.subset!r}", where=where, mend="check the folder's names")
+            raise GraftuneError(f"has no subset {source.subset!r}", where=where, fix="check the folder's names")
     chosen = of_split(data, source.split, where)
     others = [name for name in data if name not in chosen]
     if others:
@@ -140,7 +140,7 @@ def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
         return splits[""]
     shown = ", ".join(sorted(key or "(files without a split's name)" for key in splits))
     raise GraftuneError(
-        f"has no split {wanted!r}; it has {shown}", where=where, mend="name one of them with split, or give its files"
+        f"has no split {wanted!r}; it has {shown}", where=where, fix="name one of them with split, or give its files"
     )
 
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from graftune.batch import Example
-from graftune.config import DataConfig
 from graftune.data import mask
 from graftune.data.chat import ChatTurns, Passage
 from graftune.data.format import ChatFormat, special_tokens
 from graftune.data.record import Message
 from graftune.data.source import Refusal
 from graftune.data.turns import loss_weight
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import Tokenizer
 
 MANY_TURNS, MOST_TURNS = 64, 256  # trained in one conversation that is rendered as a whole, and in one example

@@ -45,7 +45,7 @@ class PlainTemplate:
         if not tokenizer.eos_token:
             raise GraftuneError(
                 "the tokenizer has no EOS token to end a response with",
-                mend="give a chat template that has an end token",
+                fix="give a chat template that has an end token",
             )
         self.bos = (tokenizer.bos_token or "") if tokenizer.add_bos else ""
         self.eos, self.between = tokenizer.eos_token, between

@@ -17,9 +17,9 @@ from typing import Any
 from graftune.data.find import is_data, listed, of_split, split_of
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
-from graftune.hub import download, unreachable
-from graftune.mixture import Source
-from graftune.yaml_file import parse_yaml
+from graftune.io.hub import download, unreachable
+from graftune.io.yaml_file import parse_yaml
+from graftune.settings.sources import Source
 
 CONVERTED = "refs/convert/parquet"
 LONGEST_README, MOST_OF_README = 1 << 20, 50_000  # characters, and values in its header
@@ -50,7 +50,7 @@ def files_of(source: Source, note: Callable[[str], None]) -> list[tuple[Path, st
     if missing is not None:
         raise GraftuneError(
             f"{missing} is not in the cache, and the Hub could not be reached",
-            where=where, mend="ask again with a network",
+            where=where, fix="ask again with a network",
         )  # fmt: skip
     note(f"{where}: split {split or 'train'}, {listed(chosen)}")
     return [(folder / name, f"{repo}/{name}") for name in chosen]
@@ -61,14 +61,14 @@ def _named(source: Source) -> tuple[str, str, str]:
     path = _ADDRESS.sub("", source.path).removesuffix("/")
     match = _NAME.fullmatch(path)
     if "://" in path:
-        raise GraftuneError("is an address on the web", where=source.path, mend="download the file and give its path")
+        raise GraftuneError("is an address on the web", where=source.path, fix="download the file and give its path")
     if match is None or format_of(path) is not None or path.startswith((".", "/", "~")):
-        mend = "check the path of the data" if "/" in path else "check the path, or name a Hub data set as OWNER/NAME"
-        raise GraftuneError("no such file", where=source.path, mend=mend)
+        fix = "check the path of the data" if "/" in path else "check the path, or name a Hub data set as OWNER/NAME"
+        raise GraftuneError("no such file", where=source.path, fix=fix)
     for key, own in (("subset", source.subset), ("split", source.split)):
         if own and match[key] and own != match[key]:
             raise GraftuneError(
-                f"its name says {key} {match[key]!r} and its {key} is {own!r}", where=source.path, mend="say it once"
+                f"its name says {key} {match[key]!r} and its {key} is {own!r}", where=source.path, fix="say it once"
             )
     return match["repo"], source.subset or match["subset"] or "", source.split or match["split"] or ""
 
@@ -114,7 +114,7 @@ def _chosen(configs: list[dict[str, Any]], names: Sequence[str], subset: str, sp
             raise GraftuneError(
                 f"has no subset {subset!r}",
                 where=where,
-                mend=f"its folders are {listed(folders)}" if folders else "leave out the subset",
+                fix=f"its folders are {listed(folders)}" if folders else "leave out the subset",
             )
         data = inside
     kind = next((kind for kind in (FORMATS[-1], *FORMATS) if any(format_of(name) == kind for name in data)), "")
@@ -126,7 +126,7 @@ def _config(configs: list[dict[str, Any]], subset: str, where: str) -> dict[str,
     by_name = {str(config.get("config_name", "default")): config for config in configs}
     if subset:
         if subset not in by_name:
-            raise GraftuneError(f"has no subset {subset!r}", where=where, mend=f"it has {listed(list(by_name))}")
+            raise GraftuneError(f"has no subset {subset!r}", where=where, fix=f"it has {listed(list(by_name))}")
         return by_name[subset]
     marked = [name for name, config in by_name.items() if config.get("default") is True]
     for name in (*marked, "default"):
@@ -139,7 +139,7 @@ def _config(configs: list[dict[str, Any]], subset: str, where: str) -> dict[str,
 
 def _several(where: str, subsets: Sequence[str]) -> GraftuneError:
     return GraftuneError(
-        f"has the subsets {listed(subsets)}", where=where, mend=f"name one with subset, or as {where}/{subsets[0]}"
+        f"has the subsets {listed(subsets)}", where=where, fix=f"name one with subset, or as {where}/{subsets[0]}"
     )
 
 
@@ -177,7 +177,7 @@ def _of(splits: Splits, split: str, where: str) -> list[str]:
     raise GraftuneError(
         f"has no split {split or 'train'!r}; it has {listed(list(splits))}",
         where=where,
-        mend=f"name one of them with split, or as {where}:{example}",
+        fix=f"name one of them with split, or as {where}:{example}",
     )
 
 
@@ -189,7 +189,7 @@ def _of_converted(names: Sequence[str], subset: str, split: str, where: str) -> 
         if len(parts) == 3 and format_of(name):
             found.setdefault(parts[0], {}).setdefault(parts[1].removeprefix("partial-"), []).append(name)
     if subset and subset not in found:
-        raise GraftuneError(f"has no subset {subset!r}", where=where, mend=f"it has {listed(sorted(found))}")
+        raise GraftuneError(f"has no subset {subset!r}", where=where, fix=f"it has {listed(sorted(found))}")
     if not subset and len(found) > 1 and "default" not in found:
         raise _several(where, sorted(found))
     chosen = subset or ("default" if "default" in found else next(iter(found), ""))
@@ -201,5 +201,5 @@ def _nothing(where: str, names: Sequence[str]) -> GraftuneError:
     return GraftuneError(
         f"is a data set on the Hub without files that can be read here ({shown})",
         where=where,
-        mend=f"data files are {', '.join(FORMATS)}",
+        fix=f"data files are {', '.join(FORMATS)}",
     )

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.batch import Example
-from graftune.config import DataConfig
 from graftune.data.chat import Passage, check_roles, trained_turns
 from graftune.data.fit import Built, Fitter
 from graftune.data.kind import ANSWERS, DataKind
@@ -27,7 +26,8 @@ from graftune.data.text import windows
 from graftune.data.turns import as_unicode
 from graftune.data.writer import Entry
 from graftune.errors import GraftuneError
-from graftune.json_file import no_collections
+from graftune.io.json_file import no_collections
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import Tokenizer
 
 CHUNK_ROWS = 1024
@@ -166,7 +166,7 @@ class Maker:
                 raise GraftuneError(
                     refusal.text,
                     where=row.place if row.file else f"{self.path}, {row.place}",
-                    mend="fix the row, or leave out strict",
+                    fix="fix the row, or leave out strict",
                 ) from None
             summary.bump("refused", refusal.reason)
             self._detail(chunk, row, refusal.text)
@@ -243,7 +243,7 @@ class Maker:
             raise GraftuneError(
                 "this is chat data, and the model has no chat template",
                 where=self.path,
-                mend="give a Jinja file with `template: FILE`, or `template: none` for plain text",
+                fix="give a Jinja file with `template: FILE`, or `template: none` for plain text",
             )
         return self.fitter or self._open()
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graftune import mixture
 from graftune.errors import GraftuneError
-from graftune.files import prune_folder, write_file
-from graftune.mixture import DataValue
-from graftune.remembered import cache_folder
+from graftune.io.files import prune_folder, write_file
+from graftune.io.user_cache import cache_folder
+from graftune.settings import sources
+from graftune.settings.sources import DataValue
 
 Records = Iterable[Mapping[str, Any]]
 Data = str | os.PathLike[str] | Records  # what the Python verbs take: a path, a Hub name, or records
@@ -51,12 +51,12 @@ def as_given(data: Data | DataValue, verb: str = "") -> DataValue | Lines:
     if isinstance(data, os.PathLike):
         return str(Path(data))
     if isinstance(data, Mapping):
-        raise GraftuneError("data is a single mapping", where=verb or None, mend="give a list of records, or a path")
+        raise GraftuneError("data is a single mapping", where=verb or None, fix="give a list of records, or a path")
     if not isinstance(data, Iterable):
         kind = "None" if data is None else f"a value of type {type(data).__name__}"
-        raise GraftuneError(f"data is {kind}", where=verb or None, mend="give a path, a Hub name or a list of records")
+        raise GraftuneError(f"data is {kind}", where=verb or None, fix="give a path, a Hub name or a list of records")
     if isinstance(data, tuple | list) and data and all(_is_source(entry) for entry in data):
-        return mixture.checked("data", list(data))
+        return sources.checked("data", list(data))
     return lines_of(data)
 
 
@@ -68,7 +68,7 @@ def as_value(data: Data | DataValue) -> DataValue:
 
 def _is_source(entry: Any) -> bool:
     """One entry of a list of sources; a record has other keys."""
-    source = isinstance(entry, Mapping) and "path" in entry and set(entry) <= set(mixture.KEYS)
+    source = isinstance(entry, Mapping) and "path" in entry and set(entry) <= set(sources.KEYS)
     return isinstance(entry, str) or source
 
 
@@ -78,15 +78,15 @@ def lines_of(records: Iterable[Any]) -> Lines:
     for row, record in enumerate(records, 1):
         if not isinstance(record, Mapping):
             kind = type(record).__name__
-            raise GraftuneError(f"record {row} is a {kind}", mend="each record is a dict such as {'prompt': ...}")
+            raise GraftuneError(f"record {row} is a {kind}", fix="each record is a dict such as {'prompt': ...}")
         try:
             lines.append(json.dumps(dict(record), ensure_ascii=False))
         except (TypeError, ValueError) as error:
             raise GraftuneError(
-                f"record {row} holds what JSON cannot ({error})", mend="keep text, numbers, lists and dicts"
+                f"record {row} holds what JSON cannot ({error})", fix="keep text, numbers, lists and dicts"
             ) from None
     if not lines:
-        raise GraftuneError("there are no records in the data", mend="give at least one")
+        raise GraftuneError("there are no records in the data", fix="give at least one")
     return Lines(lines)
 
 

@@ -13,7 +13,7 @@ from graftune.data.columns import KNOWN, normal
 from graftune.data.row import Refusal, SourceFile, plain, quoted
 from graftune.data.streams import too_large
 from graftune.errors import GraftuneError
-from graftune.files import check_plain
+from graftune.io.files import check_plain
 
 BATCH = 128  # rows: a long value that stands once in the file may be in each of them
 
@@ -26,7 +26,7 @@ def read_parquet(
         import pyarrow.parquet
     except ImportError:
         raise GraftuneError(
-            "reading .parquet needs pyarrow", where=file.shown, mend="pip install graftune[parquet]"
+            "reading .parquet needs pyarrow", where=file.shown, fix="pip install graftune[parquet]"
         ) from None
     check_plain(file.path)
     try:
@@ -48,7 +48,7 @@ def read_parquet(
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise GraftuneError(
-            f"is not a Parquet file that can be read ({reason})", where=file.shown, mend="write it again"
+            f"is not a Parquet file that can be read ({reason})", where=file.shown, fix="write it again"
         ) from None
 
 
@@ -59,7 +59,7 @@ def _columns(schema: Any, types: Any, where: str) -> tuple[list[str], list[str]]
     for field in schema:
         if field.name in names or field.name in left:
             raise GraftuneError(
-                f"has two columns named {quoted(field.name)}", where=where, mend="rename or remove one of them"
+                f"has two columns named {quoted(field.name)}", where=where, fix="rename or remove one of them"
             )
         raw = types.is_binary(field.type) or types.is_large_binary(field.type) or types.is_fixed_size_binary(field.type)
         other = types.is_temporal(field.type) or types.is_decimal(field.type)

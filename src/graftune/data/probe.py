@@ -70,7 +70,7 @@ def probe(
             break
     else:
         why = f"cannot render a question and an answer ({first_error.what})" if first_error else "leaves out the answer"
-        raise GraftuneError(why, where=name, mend="give another template with `template: FILE`, or `template: none`")
+        raise GraftuneError(why, where=name, fix="give another template with `template: FILE`, or `template: none`")
     # Some templates strip content or put a space before it: neither touches what follows it.
     suffix = shared_start(first[::-1], second[::-1])[::-1]
     middle = rendered([*head, *_asked(ANSWERS[0]), {"role": "user", "content": _ASK}], tools) or ""
@@ -113,13 +113,13 @@ def _closing(
     """(EOS to append, the id that ends an answer, what a user should know)."""
     if end_id is None and append_eos:
         if not tokenizer.eos_token:
-            raise GraftuneError("append_eos: the tokenizer has no EOS token", where=name, mend="use another template")
+            raise GraftuneError("append_eos: the tokenizer has no EOS token", where=name, fix="use another template")
         return tokenizer.eos_token, tokenizer.eos_id, ()
     if not end:
         raise GraftuneError(
             "has no token that ends an answer, so the model would never learn to stop",
             where=name,
-            mend="set append_eos to add EOS after each answer, or give another template",
+            fix="set append_eos to add EOS after each answer, or give another template",
         )
     if end_id is None:
         return "", None, (f"the template ends an answer with {end!r}, which is ordinary text to this tokenizer",)

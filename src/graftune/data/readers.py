@@ -94,7 +94,7 @@ def _lines(file: Any, shown: str) -> Iterator[Any]:
     while line := file.readline(LONGEST + 1):
         if len(line) > LONGEST:
             raise GraftuneError(
-                f"a line is longer than {LONGEST >> 20} MiB", where=shown, mend="write one record per line"
+                f"a line is longer than {LONGEST >> 20} MiB", where=shown, fix="write one record per line"
             )
         yield line
 
@@ -129,14 +129,14 @@ def _read_wrapped(opened: Opened) -> Numbered:
             raise GraftuneError(
                 f"holds more than one JSON value (line {window.place()[0]})",
                 where=opened.shown,
-                mend="write one object per line, or one list [{...}, ...]",
+                fix="write one object per line, or one list [{...}, ...]",
             )
     lists = [tree[key] for key in WRAPPERS if isinstance(tree, dict) and isinstance(tree.get(key), list)]
     if len(lists) != 1:
         raise GraftuneError(
             f"holds {type_name(tree)}, not a list of records",
             where=opened.shown,
-            mend='write [{...}, ...] or {"data": [...]} (in pandas: to_json(FILE, orient="records"))',
+            fix='write [{...}, ...] or {"data": [...]} (in pandas: to_json(FILE, orient="records"))',
         )
     for number, value in enumerate(lists[0], 1):
         yield number, _object(value)
@@ -163,7 +163,7 @@ def _read_list(opened: Opened) -> Numbered:
             raise GraftuneError(
                 f"holds more than one JSON value (line {window.place()[0]})",
                 where=opened.shown,
-                mend="write one list [{...}, ...], or one object per line",
+                fix="write one list [{...}, ...], or one object per line",
             )
 
 
@@ -223,7 +223,7 @@ class _Window:
     def broken(self, why: str) -> GraftuneError:
         line, column = self.place()
         return GraftuneError(
-            f"broken JSON at line {line}, column {column} ({why})", where=self.shown, mend="fix the file"
+            f"broken JSON at line {line}, column {column} ({why})", where=self.shown, fix="fix the file"
         )
 
 
@@ -232,10 +232,10 @@ def _read_csv(opened: Opened, kind: str, note: Note) -> Numbered:
         first = text.readline(LONGEST_HEADER + 1)
         if len(first) > LONGEST_HEADER:
             raise GraftuneError(
-                "its first line is too long for a header", where=opened.shown, mend="name the columns in the first line"
+                "its first line is too long for a header", where=opened.shown, fix="name the columns in the first line"
             )
         if not first.strip():
-            raise GraftuneError("has no header", where=opened.shown, mend="name the columns in the first line")
+            raise GraftuneError("has no header", where=opened.shown, fix="name the columns in the first line")
         separator = _separator(first)
         if separator != ("\t" if kind == ".tsv" else ","):
             shown = {",": "commas", "\t": "tabs"}.get(separator, repr(separator))
@@ -255,7 +255,7 @@ def _read_csv(opened: Opened, kind: str, note: Note) -> Numbered:
             raise GraftuneError(
                 f"broken CSV at line {reader.line_num}, after row {number} ({error}{hint})",
                 where=opened.shown,
-                mend="fix the file",
+                fix="fix the file",
             ) from None
 
 
@@ -275,7 +275,7 @@ def _separator(header: str) -> str:
 def _check_header(names: list[str], shown: str) -> None:
     twice = next((name for name, count in Counter(names).items() if name and count > 1), None)
     if twice is not None:
-        raise GraftuneError(f"has two columns named {quoted(twice)}", where=shown, mend="rename or remove one of them")
+        raise GraftuneError(f"has two columns named {quoted(twice)}", where=shown, fix="rename or remove one of them")
 
 
 def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Refusal:

@@ -22,8 +22,8 @@ from graftune.data.readers import parsed, read
 from graftune.data.row import Refusal, Row, SourceFile, quoted, type_name
 from graftune.data.streams import MAX_UNPACKED
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
-from graftune.mixture import DataValue, entries
+from graftune.io.files import open_plain
+from graftune.settings.sources import DataValue, entries
 
 __all__ = [
     "Refusal", "Row", "SourceFile", "check_file", "digest_of", "rows", "rows_of_lines", "sha256_of", "sources",
@@ -121,7 +121,7 @@ def _checked(numbered: Numbered, shown: str, refused: Callable[[dict[str, Any]],
     for _, value in first:
         error = None if isinstance(value, Refusal) else refused(value)
         if error is not None:
-            raise GraftuneError(error.what, where=shown, mend=error.mend)
+            raise GraftuneError(error.what, where=shown, fix=error.fix)
     yield from first
     yield from numbered
 
@@ -133,14 +133,14 @@ def _renamed(numbered: Numbered, renaming: dict[str, str], shown: str) -> Number
         return
     unknown = [target for target in renaming if normal(target) not in TARGETS]
     if unknown:
-        raise GraftuneError(f"map: there is no field {unknown[0]!r}", mend=f"a map names {', '.join(TARGETS)}")
+        raise GraftuneError(f"map: there is no field {unknown[0]!r}", fix=f"a map names {', '.join(TARGETS)}")
     renaming = {normal(target): column for target, column in renaming.items()}
     first = list(itertools.islice(numbered, LOOKED_AT))
     found = list(dict.fromkeys(name for _, value in first if isinstance(value, dict) for name in value))
     missing = [column for column in renaming.values() if column not in found]
     if missing and found:
         listed = ", ".join(quoted(name) for name in found[:20]) + (", ..." if len(found) > 20 else "")
-        raise GraftuneError(f"map: there is no column {quoted(missing[0])}", where=shown, mend=f"it has {listed}")
+        raise GraftuneError(f"map: there is no column {quoted(missing[0])}", where=shown, fix=f"it has {listed}")
     hidden = _hidden(set(renaming))
     for number, value in itertools.chain(first, numbered):
         yield number, _rename(value, renaming, hidden)

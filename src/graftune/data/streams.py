@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
+from graftune.io.files import open_plain
 
 TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT_FORMATS, ".parquet")
@@ -84,10 +84,10 @@ def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> Opened:
         with _unpacked(path, packed, shown, max_unpacked) as stream:
             head = stream.read(CHUNK)
             if not head:
-                raise GraftuneError("is empty", where=shown, mend="give a file with at least one record")
-            for magic, (what, mend) in _OTHERS.items():
+                raise GraftuneError("is empty", where=shown, fix="give a file with at least one record")
+            for magic, (what, fix) in _OTHERS.items():
                 if head.startswith(magic):
-                    raise GraftuneError(what, where=shown, mend=mend)
+                    raise GraftuneError(what, where=shown, fix=fix)
             encoding = _encoding(head, stream)
             head = head[:SHOWN]
     named = next((ending for ending in COMPRESSED if path.name.lower().endswith(ending)), "")
@@ -146,14 +146,14 @@ def reading(shown: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:
-        raise GraftuneError("is not UTF-8 text", where=shown, mend=CONVERT) from None
+        raise GraftuneError("is not UTF-8 text", where=shown, fix=CONVERT) from None
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise GraftuneError(
-            f"is damaged or cut off ({error})", where=shown, mend="download or compress it again"
+            f"is damaged or cut off ({error})", where=shown, fix="download or compress it again"
         ) from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise GraftuneError(f"cannot be read ({reason})", where=shown, mend="check the file's permissions") from None
+        raise GraftuneError(f"cannot be read ({reason})", where=shown, fix="check the file's permissions") from None
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def too_large(shown: str, max_unpacked: float) -> GraftuneError:
     return GraftuneError(
         f"is larger than {max_unpacked:g} GiB when it is unpacked",
         where=shown,
-        mend="raise max_unpacked if that is meant",
+        fix="raise max_unpacked if that is meant",
     )
 
 
@@ -202,7 +202,7 @@ def _zstandard(shown: str, file: BinaryIO) -> Iterator[BinaryIO]:
         import zstandard
     except ImportError:
         raise GraftuneError(
-            "reading .zst needs zstandard", where=shown, mend="pip install graftune[zstd], or unpack it with zstd -d"
+            "reading .zst needs zstandard", where=shown, fix="pip install graftune[zstd], or unpack it with zstd -d"
         ) from None
     try:
         yield io.BufferedReader(_Frames(file, zstandard.ZstdDecompressor().decompressobj), CHUNK)

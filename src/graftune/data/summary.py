@@ -121,12 +121,12 @@ class Summary:
 
 def nothing_usable(summary: Summary, path: str) -> GraftuneError:
     if not summary.rows:
-        return GraftuneError("holds no rows", where=path, mend="give a file with at least one record")
+        return GraftuneError("holds no rows", where=path, fix="give a file with at least one record")
     counts = Counter(summary.refused) + Counter(summary.dropped)
     (reason, count), *_ = counts.most_common(1)
     first = next(((row, why) for row, why in summary.details if why.startswith(reason)), None)
     example = f"; row {first[0]}: {first[1]}" if first else ""
     fix = "raise max_seq_len" if reason in summary.dropped else "fix those rows, or the settings that refuse them"
     return GraftuneError(
-        f"none of the {summary.rows} rows can be used ({count} for: {reason}{example})", where=path, mend=fix
+        f"none of the {summary.rows} rows can be used ({count} for: {reason}{example})", where=path, fix=fix
     )

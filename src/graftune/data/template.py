@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graftune.config import DataConfig
 from graftune.data.format import ChatFormat, PlainTemplate, special_pattern, special_tokens, stop_ids
 from graftune.data.probe import probe
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
+from graftune.io.files import open_plain
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
 
 __all__ = [
@@ -51,7 +51,7 @@ def day_of(date: str) -> datetime.datetime:
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
-        raise GraftuneError(f"date is {date!r}", mend="write it as YYYY-MM-DD") from None
+        raise GraftuneError(f"date is {date!r}", fix="write it as YYYY-MM-DD") from None
 
 
 def check_variables(given: Mapping[str, Any], template: ChatTemplate, name: str) -> None:
@@ -59,13 +59,13 @@ def check_variables(given: Mapping[str, Any], template: ChatTemplate, name: str)
     taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
     for variable in given:
         if variable in taken:
-            raise GraftuneError(f"template_vars: {variable} is set by graftune", mend="remove it")
+            raise GraftuneError(f"template_vars: {variable} is set by graftune", fix="remove it")
         if variable not in template.variables:
             known = ", ".join(sorted(template.variables - taken)) or "none"
             raise GraftuneError(
                 f"template_vars: the chat template reads no variable {variable!r}",
                 where=name,
-                mend=f"the variables it reads are: {known}",
+                fix=f"the variables it reads are: {known}",
             )
 
 
@@ -82,7 +82,7 @@ def template_from_file(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise GraftuneError(
-            f"the chat template cannot be read ({why})", where=name, mend="template is auto, none or a Jinja file"
+            f"the chat template cannot be read ({why})", where=name, fix="template is auto, none or a Jinja file"
         ) from None
     return ChatTemplate(
         source, bos_token=tokenizer.bos_token or "", eos_token=tokenizer.eos_token or "", name=Path(name).name

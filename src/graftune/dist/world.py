@@ -75,7 +75,7 @@ class World:
             if kind != kinds[0]:
                 raise GraftuneError(
                     f"rank {rank} computes on {kind} and rank 0 on {kinds[0]}",
-                    mend="give every rank a GPU of its own, or set device to cpu",
+                    fix="give every rank a GPU of its own, or set device to cpu",
                 )
         shared = any(places.count(place) > 1 for place in places)  # NCCL refuses two ranks of one GPU
         self.sharing = places.count(places[self.rank])
@@ -150,7 +150,7 @@ def join(ranks: Ranks, store: dist.Store | None = None, attempt: int = 1, *, sec
         raise GraftuneError(
             f"the ranks cannot connect to each other over gloo ({error})",
             where=f"rank {ranks.rank}",
-            mend="name the network interface in GLOO_SOCKET_IFNAME, and let its ports through",
+            fix="name the network interface in GLOO_SOCKET_IFNAME, and let its ports through",
         ) from None
     return World(ranks, store, dist.group.WORLD, attempt)
 
@@ -171,7 +171,7 @@ def connect(ranks: Ranks, seconds: float = 0.0) -> tuple[dist.Store, int]:
         raise GraftuneError(
             f"the rendezvous at {ranks.host}:{ranks.port} cannot be reached ({_first_line(error)})",
             where=f"rank {ranks.rank}",
-            mend="check the address and port that the launcher was given, and that rank 0 is up",
+            fix="check the address and port that the launcher was given, and that rank 0 is up",
         ) from None
     attempt = _attempt(ranks, store, seconds)
     return dist.PrefixStore(f"graftune/{attempt}", store), attempt
@@ -189,7 +189,7 @@ def _attempt(ranks: Ranks, store: dist.Store, seconds: float) -> int:
             raise GraftuneError(
                 f"rank 0 is not here after {seconds:g} s, of {ranks.size} ranks in all",
                 where=f"rank {ranks.rank}",
-                mend="start every rank with the same rendezvous and the same number of processes",
+                fix="start every rank with the same rendezvous and the same number of processes",
             )
         time.sleep(POLL_SECONDS)
     return int(store.get(answer))
@@ -207,7 +207,7 @@ def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None
     """Every rank there once, of one size and one version. What does not fit is refused by all of them."""
     if store.add(f"seats/{ranks.rank}", 1) > 1:
         raise GraftuneError(
-            f"two processes say that they are rank {ranks.rank}", mend="give every process a rank of its own"
+            f"two processes say that they are rank {ranks.rank}", fix="give every process a rank of its own"
         )
     mine = _card(ranks)
     store.set(f"here/{ranks.rank}", json.dumps(mine))
@@ -221,7 +221,7 @@ def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None
             raise GraftuneError(
                 f"{who} not here after {seconds:g} s, of {ranks.size} in all",
                 where=f"{ranks.host}:{ranks.port}",
-                mend="start every rank with the same rendezvous and the same number of processes",
+                fix="start every rank with the same rendezvous and the same number of processes",
             )
         time.sleep(POLL_SECONDS)
     lead = json.loads(store.get("here/0"))
@@ -231,7 +231,7 @@ def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None
             if card.get(name) != value:
                 raise GraftuneError(
                     f"{name} is {card.get(name)} on rank {rank} and {value} on rank 0",
-                    mend="start all ranks in the same environment",
+                    fix="start all ranks in the same environment",
                 )
 
 

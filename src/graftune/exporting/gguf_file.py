@@ -157,7 +157,7 @@ def _blocks(values: torch.Tensor, tensor: Block) -> torch.Tensor:
     try:
         return quantise(values.reshape(-1, values.shape[-1]), tensor.kind)
     except GraftuneError as error:
-        raise GraftuneError(f"{tensor.name}: {error.what}", mend=error.mend) from None
+        raise GraftuneError(f"{tensor.name}: {error.what}", fix=error.fix) from None
 
 
 def _read(blocks: torch.Tensor, tensor: Block, shape: tuple[int, ...], rows: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ def architecture(base: Base) -> str:
     found = ARCHITECTURES.get(base.spec.family)
     if found is None:
         raise GraftuneError(
-            f"how a GGUF of the family {base.spec.family} is written is not known here", mend="export to merged or peft"
+            f"how a GGUF of the family {base.spec.family} is written is not known here", fix="export to merged or peft"
         )
     return found
 
@@ -115,7 +115,7 @@ def _rope(spec: ModelSpec) -> Values:
     if rope.kind == "yarn":
         found["rope.scaling.original_context_length"] = rope.original_length
         if not rope.truncate:
-            raise GraftuneError("GGUF has no key for yarn without truncation", mend="export to merged or peft")
+            raise GraftuneError("GGUF has no key for yarn without truncation", fix="export to merged or peft")
         # llama.cpp multiplies by what comes from the factor alone: only the rest is written.
         usual = 1 + 0.1 * math.log(rope.factor) if rope.factor > 1 else 1.0
         rest = spec.inverse_frequencies()[1] / usual
@@ -140,7 +140,7 @@ def _family(spec: ModelSpec) -> Values:
     if spec.local_theta and spec.local_theta != spec.rope_theta:
         found["rope.freq_base_swa"] = float(spec.local_theta)
     if spec.family == "gemma2" and not (spec.attention_cap and spec.logit_cap):
-        raise GraftuneError("llama.cpp caps the scores of every gemma2", mend="export to merged or peft")
+        raise GraftuneError("llama.cpp caps the scores of every gemma2", fix="export to merged or peft")
     if spec.attention_cap:
         found["attn_logit_softcapping"] = float(spec.attention_cap)
     if spec.logit_cap:
@@ -165,7 +165,7 @@ def _experts(spec: ModelSpec) -> Values:
     if not spec.experts_normalised:
         raise GraftuneError(
             "llama.cpp weighs the experts of this family so that they sum to one, which this model does not",
-            mend="export to merged or peft",
+            fix="export to merged or peft",
         )
     found: Values = {"expert_count": spec.experts, "expert_used_count": spec.experts_chosen}
     return found if spec.family == "mixtral" else found | {"expert_feed_forward_length": spec.ffn}

@@ -36,7 +36,7 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[Block]:
             raise GraftuneError(
                 f"the adapter also holds {ours}, which an adapter in GGUF has no place for",
                 where=str(adapter.folder),
-                mend="export to gguf, which merges it",
+                fix="export to gguf, which merges it",
             )
         turned = rows.heads_of(base.spec, ours)
         if interleaved and turned is not None and matrix == "lora_B":

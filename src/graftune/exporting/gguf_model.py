@@ -57,7 +57,7 @@ def gguf_tensors(base: Base, mix: str) -> list[Block]:
             continue
         name = names.to_gguf(ours, architecture(base))
         if name is None:
-            raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), mend="export to merged or peft")
+            raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), fix="export to merged or peft")
         source: RowSource = base.tensors[ours]
         turned, shapes = rows.heads_of(base.spec, ours), rows.shapes_of(base.spec, ours)
         if interleaved and turned is not None:
@@ -111,7 +111,7 @@ def _check(path: Path, base: Base) -> None:
     ):
         got, want = getattr(back.spec, field), getattr(base.spec, field)
         if got != want:
-            raise GraftuneError(f"reads back with {field} {got} instead of {want}", where=str(path), mend="report this")
+            raise GraftuneError(f"reads back with {field} {got} instead of {want}", where=str(path), fix="report this")
     spec = base.spec if base.spec.window_layers else dataclasses.replace(base.spec, window=0)
     for field in SHAPED if back.spec.family == spec.family or spec.window else ():
         got, want = getattr(back.spec, field), getattr(spec, field)
@@ -119,10 +119,10 @@ def _check(path: Path, base: Base) -> None:
         if not same:
             raise GraftuneError(
                 f"a GGUF of the family {base.spec.family} cannot say that {field} is {want}",
-                mend="export to merged or peft",
+                fix="export to merged or peft",
             )
     if not torch.allclose(_frequencies(back), _frequencies(base), rtol=1e-5):
-        raise GraftuneError("reads back with other rope frequencies", where=str(path), mend="report this")
+        raise GraftuneError("reads back with other rope frequencies", where=str(path), fix="report this")
 
 
 def _frequencies(base: Base) -> Any:

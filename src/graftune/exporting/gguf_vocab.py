@@ -152,11 +152,11 @@ def _check(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
         missing = tokenizer.token(min(set(tokenizer.stop_ids) - set(back.stop_ids)))
         raise GraftuneError(
             f"a GGUF file cannot name {missing!r} as one more token that ends an answer",
-            mend="export to merged and convert that",
+            fix="export to merged and convert that",
         )
 
 
 def _unknown(what: str) -> GraftuneError:
     return GraftuneError(
-        f"the base has {what} that GGUF has no name for", mend="export to merged or peft, or train on a GGUF base"
+        f"the base has {what} that GGUF has no name for", fix="export to merged or peft, or train on a GGUF base"
     )

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from graftune import tokenizer as tok
-from graftune.config import TARGETS, LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
 from graftune.model.lora import scaling, targets_of, weight_name
 from graftune.model.spec import ModelSpec
+from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
@@ -130,7 +130,7 @@ def _check_whole(changes: Mapping[str, Product], spec: ModelSpec, adapter: Adapt
                 raise GraftuneError(
                     f"{missing} is missing: the adapter was made for another base",
                     where=str(adapter.folder),
-                    mend="give its own base",
+                    fix="give its own base",
                 )
 
 
@@ -141,7 +141,7 @@ def _place(tensors: Mapping[str, RowSource], name: str, shape: tuple[int, ...], 
         raise GraftuneError(
             f"the base {what}: the adapter was made for another base",
             where=str(adapter.folder),
-            mend="give its own base",
+            fix="give its own base",
         )
     return found
 
@@ -159,12 +159,10 @@ def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, Product
         stem = name.removesuffix("lora_A.weight")
         up = adapter.tensors.get(stem + "lora_B.weight")
         if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != len(down):
-            raise GraftuneError(
-                f"{stem}lora_B does not fit its lora_A", where=str(adapter.folder), mend="copy it again"
-            )
+            raise GraftuneError(f"{stem}lora_B does not fit its lora_A", where=str(adapter.folder), fix="copy it again")
         found[stem + "weight"] = Product(weight * scaling(adapter.lora), down, up)
     if not found:
-        raise GraftuneError("holds no adapters", where=str(adapter.folder), mend="copy it again")
+        raise GraftuneError("holds no adapters", where=str(adapter.folder), fix="copy it again")
     return found
 
 
@@ -176,7 +174,7 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
         return base
     if len(bringing) > 1:
         raise GraftuneError(
-            "two of the adapters bring embeddings of their own", where=str(bringing[1].folder), mend="merge only one"
+            "two of the adapters bring embeddings of their own", where=str(bringing[1].folder), fix="merge only one"
         )
     adapter = bringing[0]
     if not adapter.lora.new_tokens:
@@ -188,7 +186,7 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
     for name in TABLES[: 1 if base.spec.tied else 2]:
         table = adapter.tensors.get(name)
         if table is None or tuple(table.shape) != (count + new, base.spec.width):
-            raise GraftuneError(f"{name} is not that of this base", where=str(adapter.folder), mend="give its own base")
+            raise GraftuneError(f"{name} is not that of this base", where=str(adapter.folder), fix="give its own base")
         tensors[name] = Longer(tensors[name], table[count:])
     if base.spec.tied:
         tensors.pop("lm_head.weight", None)
@@ -201,19 +199,17 @@ def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
     rows = {len(table) for table in tables.values()}
     size, spec, tokenizer = rows.pop(), base.spec, base.tokenizer
     if rows or any(table.shape[1:] != (spec.width,) for table in tables.values()):
-        raise GraftuneError(
-            "its tables are not those of this base", where=str(adapter.folder), mend="give its own base"
-        )
+        raise GraftuneError("its tables are not those of this base", where=str(adapter.folder), fix="give its own base")
     if size != spec.vocab:
         if not (adapter.folder / "tokenizer.json").is_file():
             raise GraftuneError(
                 f"its table has {size} rows, the base {spec.vocab}, and no tokenizer is beside it",
                 where=str(adapter.folder),
-                mend="put its tokenizer.json there",
+                fix="put its tokenizer.json there",
             )
         tokenizer = dataclasses.replace(tok.from_folder(adapter.folder), template=base.tokenizer.template)
         if tokenizer.vocab_size > size or len(tables) < 2:
-            raise GraftuneError("its tables do not fit its tokenizer", where=str(adapter.folder), mend="copy it again")
+            raise GraftuneError("its tables do not fit its tokenizer", where=str(adapter.folder), fix="copy it again")
     tensors = dict(base.tensors) | {name: Held(table) for name, table in tables.items()}
     if spec.tied and len(tables) == 2 and torch.equal(*tables.values()):
         del tensors["lm_head.weight"]
@@ -232,14 +228,14 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
     first = adapters[0].adapter
     changes = [adapter_products(adapter, weight) for adapter, weight in adapters]
     if any(experts.is_expert_adapter(name) for adapter, _ in adapters for name in adapter.tensors):
-        raise GraftuneError("adapters on experts cannot be made one", mend="export to merged or gguf")
+        raise GraftuneError("adapters on experts cannot be made one", fix="export to merged or gguf")
     for adapter, _ in adapters:
         extra = [n for n in adapter.tensors if ".lora_" not in n]
         if extra:
             raise GraftuneError(
                 f"the adapter also holds {extra[0]}, which cannot be added up in one adapter",
                 where=str(adapter.folder),
-                mend="export to merged or gguf",
+                fix="export to merged or gguf",
             )
     ranks = [adapter.lora.rank for adapter, _ in adapters]
     tensors: dict[str, torch.Tensor] = {}
@@ -252,7 +248,7 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
             for change, rank in zip(changes, ranks, strict=True)
         ]
         if any(p.down.shape[1] != width or len(p.up) != out for p in parts):
-            raise GraftuneError(f"the adapters differ in the size of {name}", mend="merge adapters of one base")
+            raise GraftuneError(f"the adapters differ in the size of {name}", fix="merge adapters of one base")
         stem = name.removesuffix("weight")
         tensors[stem + "lora_A.weight"] = torch.cat([p.down for p in parts])
         tensors[stem + "lora_B.weight"] = torch.cat([p.scale * p.up for p in parts], 1)

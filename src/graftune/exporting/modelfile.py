@@ -102,7 +102,7 @@ def _rendered(form: ChatFormat, messages: list[dict[str, str]], tokenizer: Token
 
 
 def _inexpressible(why: str) -> GraftuneError:
-    return GraftuneError(f"the chat template cannot be written for Ollama: {why}", mend="write TEMPLATE by hand")
+    return GraftuneError(f"the chat template cannot be written for Ollama: {why}", fix="write TEMPLATE by hand")
 
 
 def prints_dates(form: ChatFormat) -> bool:
@@ -130,7 +130,7 @@ def modelfile(
             if prints_dates(form):
                 notes.append("the chat template prints the date: the Modelfile holds today's")
         except GraftuneError as error:
-            notes.append(f"{error.what}; {error.mend}")
+            notes.append(f"{error.what}; {error.fix}")
     stops = [tokenizer.decode([id]) or tokenizer.token(id) for id in stop_ids(tokenizer, form)]
     if form is not None and form.end_id is None and form.end.strip():
         stops.append(form.end.strip())

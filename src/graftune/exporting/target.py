@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graftune.config import Config, DataConfig
 from graftune.data.template import ChatFormat, chat_format
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Weighted
@@ -25,6 +24,7 @@ from graftune.run_folder import (
     whole_run,
 )
 from graftune.session import check_base, with_template
+from graftune.settings.config import Config, DataConfig
 from graftune.weights.adapter import Adapter, fitted, is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 
@@ -52,7 +52,7 @@ class Source:
     def adapter(self, to: str) -> Adapter:
         if not self.adapters:
             raise GraftuneError(
-                f"{self.name} has no adapter, and {to} is of an adapter", mend="export to merged or gguf"
+                f"{self.name} has no adapter, and {to} is of an adapter", fix="export to merged or gguf"
             )
         return self.adapters[0].adapter
 
@@ -60,7 +60,7 @@ class Source:
 def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bool) -> Source:
     path, weight = parse_weight(target)
     if not path and not base:
-        raise GraftuneError("there is nothing to export", mend="give a run, an adapter or a base")
+        raise GraftuneError("there is nothing to export", fix="give a run, an adapter or a base")
     folder, state = Path(path).expanduser(), find_state(path) if path else None
     if state is not None:
         return _of_state(state, weight, base, revision, add, any_base)
@@ -68,7 +68,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
         return _whole(folder, base, add, target)
     if not is_run(folder) and not is_adapter(folder):
         if base or add or weight != 1:
-            raise GraftuneError("is not an adapter or run folder", where=path, mend="give one made by train or PEFT")
+            raise GraftuneError("is not an adapter or run folder", where=path, fix="give one made by train or PEFT")
         opened = open_base(path, revision)
         return Source(opened, (), DataConfig(), _plain_name(opened), Path.cwd())
     first = load_adapter(adapter_folder(folder))
@@ -110,7 +110,7 @@ def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> Source:
         raise GraftuneError(
             "this run trained the whole model, not an adapter",
             where=str(folder),
-            mend="leave out base, add and weights",
+            fix="leave out base, add and weights",
         )
     settings = whole_run(folder)
     opened = open_base(settings["base"])
@@ -128,7 +128,7 @@ def parse_weight(given: str) -> tuple[str, float]:
     except ValueError:
         weight = float("nan")
     if not -1e6 < weight < 1e6:
-        raise GraftuneError(f"the weight {match[2]!r} of {match[1]} is not a number", mend="write ADAPTER=0.5")
+        raise GraftuneError(f"the weight {match[2]!r} of {match[1]} is not a number", fix="write ADAPTER=0.5")
     return match[1], weight
 
 

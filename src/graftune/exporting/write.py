@@ -18,7 +18,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Survival, combine, merge
 from graftune.exporting.target import Source, find, run_facts
-from graftune.files import new_file, write_file
+from graftune.io.files import new_file, write_file
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
@@ -62,7 +62,7 @@ def export(
     adapters, each PATH or PATH=WEIGHT, whose changes are added."""
     console = console or Console(quiet=True)
     if to not in FORMATS:
-        raise GraftuneError(f"the format {to!r} is not known", mend=f"choose one of {', '.join(FORMATS)}")
+        raise GraftuneError(f"the format {to!r} is not known", fix=f"choose one of {', '.join(FORMATS)}")
     kind = _checked_kind(kind, to)
     source = find(target, base, revision, add, any_base)
     if to in ("peft", "gguf-lora", "apr"):
@@ -99,9 +99,9 @@ def _checked_kind(kind: str, to: str) -> str:
         return {"gguf": "Q8_0", "gguf-lora": "F32"}.get(to, "")
     found = kind.upper()
     if to not in choices:
-        raise GraftuneError(f"the type is {kind} and {to} is always F32", mend="leave the type out")
+        raise GraftuneError(f"the type is {kind} and {to} is always F32", fix="leave the type out")
     if found not in choices[to]:
-        raise GraftuneError(f"the type {kind} is not known for {to}", mend=f"choose one of {', '.join(choices[to])}")
+        raise GraftuneError(f"the type {kind} is not known for {to}", fix=f"choose one of {', '.join(choices[to])}")
     return found
 
 
@@ -123,17 +123,17 @@ def _check_place(place: Path, to: str, source: Source, force: bool) -> None:
     sources = [source.base.path, *source.base.parts, *(a.folder for a, _ in source.adapters)]
     for used in (path.resolve() for path in sources):
         if used == here or here in used.parents or (used in here.parents and used.is_dir() and used != source.run):
-            raise GraftuneError("is what is exported from", where=str(place), mend="set out to another place")
+            raise GraftuneError("is what is exported from", where=str(place), fix="set out to another place")
     beside = place.with_suffix(".Modelfile")
     if to in ("gguf", "gguf-lora") and beside.exists() and not force:
-        raise GraftuneError("exists already", where=str(beside), mend="use force, or set out to another place")
+        raise GraftuneError("exists already", where=str(beside), fix="use force, or set out to another place")
     if not (place.exists() or place.is_symlink()):
         return
     if not force:
-        raise GraftuneError("exists already", where=str(place), mend="use force, or set out to another place")
+        raise GraftuneError("exists already", where=str(place), fix="use force, or set out to another place")
     ours = place.is_file() if to in SUFFIX else is_adapter(place) if to == "peft" else is_model(place)
     if not ours and (place.is_file() or any(place.iterdir())):
-        raise GraftuneError("is in use for something else", where=str(place), mend="set out to another place")
+        raise GraftuneError("is in use for something else", where=str(place), fix="set out to another place")
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _require_space(place: Path, need: int) -> None:
         raise GraftuneError(
             f"the export takes {human_bytes(need)} and {human_bytes(free)} are free there",
             where=str(place),
-            mend="free some, or set out to another place",
+            fix="free some, or set out to another place",
         )
 
 

@@ -61,7 +61,7 @@ def rounds(
     for prompt in prompts:
         if not 0 < len(prompt) < decoder.spec.max_positions:
             raise GraftuneError(
-                f"a prompt has {len(prompt)} tokens", mend=f"it needs 1 to {decoder.spec.max_positions - 1} of them"
+                f"a prompt has {len(prompt)} tokens", fix=f"it needs 1 to {decoder.spec.max_positions - 1} of them"
             )
     if not prompts:
         return

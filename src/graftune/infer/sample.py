@@ -23,7 +23,7 @@ class Sampling:
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed"):
             value, real = getattr(self, name), name in ("temperature", "top_p")
             if isinstance(value, bool) or not isinstance(value, numbers.Real if real else numbers.Integral):
-                raise GraftuneError(f"{name} is {value!r}", mend=f"it must be a {'' if real else 'whole '}number")
+                raise GraftuneError(f"{name} is {value!r}", fix=f"it must be a {'' if real else 'whole '}number")
         for name, ok, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-3, "0 or at least 0.001"),
@@ -32,7 +32,7 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not ok:
-                raise GraftuneError(f"{name} is {getattr(self, name)}", mend=f"it must be {rule}")
+                raise GraftuneError(f"{name} is {getattr(self, name)}", fix=f"it must be {rule}")
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graftune.errors import one_line
-from graftune.lock import process_start
+from graftune.io.lock import process_start
 
 HOST = "host"  # the device of runs on a CPU: the machine's memory
 LEASE = 60.0  # seconds for which an entry of a process that cannot be seen holds without a heartbeat

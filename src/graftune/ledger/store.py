@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.files import PART, remove
+from graftune.io.files import PART, remove
 from graftune.ledger.entry import MOST_NUMBER, Entry, clock, read_entry
 
 VARIABLE = "GRAFTUNE_LEDGER"
@@ -78,7 +78,7 @@ class Store:
             raise GraftuneError(
                 f"the ledger of reserved memory cannot be used ({error.strerror or error})",
                 where=str(self.path),
-                mend=MEND,
+                fix=MEND,
             ) from None
 
     def peek(self) -> list[Entry]:
@@ -94,7 +94,7 @@ class Store:
                 if not any(found):
                     return []
                 time.sleep(0.01)
-        raise GraftuneError("the ledger of reserved memory is damaged", where=str(self.path), mend=MENDED_BY)
+        raise GraftuneError("the ledger of reserved memory is damaged", where=str(self.path), fix=MENDED_BY)
 
     @contextmanager
     def _opened_folder(self) -> Iterator[int]:

@@ -4,12 +4,12 @@ for losses of one's own, which say by them what data they take and what their ba
 from __future__ import annotations
 
 from graftune.batch import BatchLayout, Example, Field, PackedBatch
-from graftune.config import TrainConfig
 from graftune.data.kind import DataKind
 from graftune.errors import GraftuneError
 from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
 from graftune.losses.interface import Computed, LogProbLoss, Loss, reference_log_probs
+from graftune.settings.config import TrainConfig
 
 __all__ = [
     "Anchored",
@@ -33,12 +33,12 @@ def choose(settings: TrainConfig) -> Loss:
         if settings.anchor != TrainConfig.anchor:
             raise GraftuneError(
                 "anchor is set and loss is cross_entropy, which has none",
-                mend="leave anchor out, or set loss to anchored",
+                fix="leave anchor out, or set loss to anchored",
             )
         return CrossEntropy()
     if settings.method != "lora":
         raise GraftuneError(
             f"loss is anchored and method is {settings.method}, which leaves no base to compare with",
-            mend="set loss to cross_entropy, or method to lora",
+            fix="set loss to cross_entropy, or method to lora",
         )
     return Anchored(settings.anchor)

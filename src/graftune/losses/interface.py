@@ -66,7 +66,7 @@ class Loss(ABC):
         if found not in (None, self.data.name):
             raise GraftuneError(
                 f"the loss {type(self).__name__} takes {self.data.name}, and this data holds {found}",
-                mend=f"give data of {self.data.name}, prepared for this loss, or set another loss",
+                fix=f"give data of {self.data.name}, prepared for this loss, or set another loss",
             )
 
     def _check_groups(self, groups: np.ndarray) -> None:
@@ -76,7 +76,7 @@ class Loss(ABC):
             raise GraftuneError(
                 f"the loss {type(self).__name__} takes {self.data.name}, {self.data.members} examples each, and some "
                 "of these examples are not whole groups of as many",
-                mend="give every example the number of its group, and the examples of a group one behind the other",
+                fix="give every example the number of its group, and the examples of a group one behind the other",
             )
 
     @abstractmethod
@@ -125,19 +125,19 @@ class LogProbLoss(Loss):
 
 
 def reference_log_probs(
-    loss: Loss, decoder: Decoder, batch: PackedBatch, run: PassContext, start: Start | None
+    loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext, start: Start | None
 ) -> torch.Tensor | None:
     """log p(label) [R] of what the loss compares with: a forward pass that keeps nothing. None: with nothing."""
     if not loss.reference:
         return None
     if loss.reference == "base":
-        return _log_probs(decoder, batch, replace(run, adapted=False, dropout=None))
+        return _log_probs(decoder, batch, replace(ctx, adapted=False, dropout=None))
     assert start is not None, "whoever opens a session keeps what the loss compares with"
     with start.restored():
-        return _log_probs(decoder, batch, replace(run, adapted=True, dropout=None))
+        return _log_probs(decoder, batch, replace(ctx, adapted=True, dropout=None))
 
 
-def _log_probs(decoder: Decoder, batch: PackedBatch, run: PassContext) -> torch.Tensor:
-    stream = decoder.forward(batch.tokens, run, batch.rows)
+def _log_probs(decoder: Decoder, batch: PackedBatch, ctx: PassContext) -> torch.Tensor:
+    stream = decoder.forward(batch.tokens, ctx, batch.rows)
     with rehearsal.owned(LOGITS):
-        return decoder.read_out(stream, adapted=run.adapted).log_probs(batch.labels)
+        return decoder.read_out(stream, adapted=ctx.adapted).log_probs(batch.labels)

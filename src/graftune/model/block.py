@@ -43,41 +43,41 @@ class Branch(Generic[SomePart]):
     scale: float = 1.0  # of what the branch adds to the stream
 
     def forward(
-        self, x: torch.Tensor, y: torch.Tensor | None, run: PassContext
+        self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor, BranchSaved]:
         """(x, y) -> (s = x + y, scale * norm(part(norm(s))), what the backward needs). y is overwritten by the sum."""
-        entry = self._entry(x, y, run)
-        out, saved = self.part.forward(entry, run)
+        entry = self._entry(x, y, ctx)
+        out, saved = self.part.forward(entry, ctx)
         if self.out_norm is None:
             y = out if self.scale == 1 else out.mul_(self.scale)
             return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, None, None)
         spans.operation("norm")
         y = torch.empty_like(out)
-        _, out_rstd = rms_norm.add_forward(out, None, self.out_norm.of(run.adapted), self.norm_eps, y)
+        _, out_rstd = rms_norm.add_forward(out, None, self.out_norm.of(ctx.adapted), self.norm_eps, y)
         return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, out, out_rstd)
 
     def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, run: PassContext,
+        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, ctx: PassContext,
         below: Branch[Any] | None, need_input: bool = True,
     ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
         """The stream's gradient after the branch, in a buffer with adapter columns and perhaps `ready` for the part's
         last projection -> both before the branch. `below` is the branch that wrote the stream before this one; without
         one, the gradient may not be needed."""
-        read = self._read(saved, run)
+        read = self._read(saved, ctx)
         need_input = need_input or (self.norm is not None and self.norm.grad is not None)
-        grad_out = self._grad_out(grad, saved, run)
-        grad_read = self.part.backward(grad_out, ready, read, saved.part, run, need_input)
+        grad_out = self._grad_out(grad, saved, ctx)
+        grad_read = self.part.backward(grad_out, ready, read, saved.part, ctx, need_input)
         if grad_read is None:
             return None, None
-        return self._to_stream(grad_read, read, grad, run, below.wrote if below is not None else None)
+        return self._to_stream(grad_read, read, grad, ctx, below.wrote if below is not None else None)
 
     def light(self, saved: BranchSaved) -> BranchSaved:
         """What the policy `selective` keeps of it."""
         return saved._replace(part=self.part.light(saved.part))
 
-    def complete(self, saved: BranchSaved, run: PassContext) -> BranchSaved:
+    def complete(self, saved: BranchSaved, ctx: PassContext) -> BranchSaved:
         """The same with what `light` left out, made again."""
-        return saved._replace(part=self.part.complete(saved.part, self._read(saved, run), run))
+        return saved._replace(part=self.part.complete(saved.part, self._read(saved, ctx), ctx))
 
     @property
     def wrote(self) -> Projection | None:
@@ -89,14 +89,14 @@ class Branch(Generic[SomePart]):
         """Columns that the stream's gradient has beside it, for the part's last projection."""
         return 0 if self.part.last is None else self.part.last.adapter_columns
 
-    def _entry(self, x: torch.Tensor, y: torch.Tensor | None, run: PassContext) -> Entry:
-        return Entry(x, y, None if self.norm is None else self.norm.of(run.adapted), self.norm_eps, run)
+    def _entry(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> Entry:
+        return Entry(x, y, None if self.norm is None else self.norm.of(ctx.adapted), self.norm_eps, ctx)
 
-    def _read(self, saved: BranchSaved, run: PassContext) -> Input:
-        weight = None if self.norm is None else self.norm.of(run.adapted)
+    def _read(self, saved: BranchSaved, ctx: PassContext) -> Input:
+        weight = None if self.norm is None else self.norm.of(ctx.adapted)
         return Input(saved.x, saved.rstd, weight, self.norm_eps)
 
-    def _grad_out(self, grad: torch.Tensor, saved: BranchSaved, run: PassContext) -> torch.Tensor:
+    def _grad_out(self, grad: torch.Tensor, saved: BranchSaved, ctx: PassContext) -> torch.Tensor:
         """The gradient of what the part returned, in a buffer with the adapter columns of its last projection."""
         if self.out_norm is None and self.scale == 1:
             return grad
@@ -107,38 +107,38 @@ class Branch(Generic[SomePart]):
             torch.mul(grad[:, :width], self.scale, out=grad_out[:, :width])
         else:
             assert saved.out is not None and saved.out_rstd is not None
-            weight, learns = self.out_norm.of(run.adapted), self.out_norm.grad
+            weight, learns = self.out_norm.of(ctx.adapted), self.out_norm.grad
             rms_norm.add_backward(grad[:, :width], saved.out, saved.out_rstd, weight, None, learns, grad_out[:, :width])
         return grad_out
 
     def _to_stream(
-        self, grad_read: torch.Tensor, read: Input, grad: torch.Tensor, run: PassContext, wrote: Projection | None
+        self, grad_read: torch.Tensor, read: Input, grad: torch.Tensor, ctx: PassContext, wrote: Projection | None
     ) -> tuple[torch.Tensor, ReadyGrad | None]:
         """The stream's gradient with what came through the part: in place, or elsewhere while sums on other streams
         still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
         multiply."""
         spans.operation("norm")
         width = read.x.shape[1]
-        after = grad if run.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
+        after = grad if ctx.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:
             torch.add(grad[:, :width], grad_read, out=after[:, :width])
         elif wrote is not None and self.norm.grad is None:
-            normed = Normed(read.rstd, self.norm.of(run.adapted))
-            return after, wrote.norm_backward(grad_read, read.x, normed, grad[:, :width], after, run)
+            normed = Normed(read.rstd, self.norm.of(ctx.adapted))
+            return after, wrote.norm_backward(grad_read, read.x, normed, grad[:, :width], after, ctx)
         else:
-            weight, learns = self.norm.of(run.adapted), self.norm.grad
+            weight, learns = self.norm.of(ctx.adapted), self.norm.grad
             rms_norm.add_backward(grad_read, read.x, read.rstd, weight, grad[:, :width], learns, after[:, :width])
         return after, None
 
 
 class FeedForwardBranch(Branch[FeedForward[Any]]):
-    def again(self, x: torch.Tensor, y: torch.Tensor | None, run: PassContext) -> BranchSaved:
+    def again(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> BranchSaved:
         """What `forward` keeps. What it adds is in the stream already, so the last product is not made again, unless a
         norm behind the part wants to know."""
         if self.out_norm is not None:
-            return self.forward(x, y, run)[2]
-        entry = self._entry(x, y, run)
-        saved = self.part.again(entry, run)
+            return self.forward(x, y, ctx)[2]
+        entry = self._entry(x, y, ctx)
+        saved = self.part.again(entry, ctx)
         return BranchSaved(entry.x, entry.rstd, saved, None, None)
 
 
@@ -161,10 +161,10 @@ class Block:
         return *self.mixer.projections, *self.feed_forward.projections
 
     def again(
-        self, x: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None
+        self, x: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None
     ) -> tuple[BranchSaved, BranchSaved]:
         """What both branches keep, made again from the block's input; the feed-forward's of the given rows only."""
-        x, y, mixed = self.mixing.forward(x, None, run)
+        x, y, mixed = self.mixing.forward(x, None, ctx)
         if rows is not None:
             x, y = x.index_select(0, rows), y.index_select(0, rows)
-        return mixed, self.feeding.again(x, y, run)
+        return mixed, self.feeding.again(x, y, ctx)

@@ -90,7 +90,7 @@ class Decoder:
         )
 
     def forward(
-        self, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None, tape: Tape | None = None
+        self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None, tape: Tape | None = None
     ) -> Stream:
         """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D].
 
@@ -98,15 +98,15 @@ class Decoder:
         """
         spans.operation("embedding")
         self.bundles.begin()
-        x, y = self.embed(tokens, run.adapted), None
+        x, y = self.embed(tokens, ctx.adapted), None
         for block in self.blocks:
             spans.layer(block.index)
             self.bundles.enter(block.index)
-            x, y, mixed = block.mixing.forward(x, y, run)
+            x, y, mixed = block.mixing.forward(x, y, ctx)
             if rows is not None and block is self.blocks[-1]:
                 spans.operation("response rows")
                 x, y = x.index_select(0, rows), y.index_select(0, rows)
-            x, y, fed = block.feeding.forward(x, y, run)
+            x, y, fed = block.feeding.forward(x, y, ctx)
             self.bundles.leave(block.index, following=block.index + 2)
             if tape is not None:
                 tape.keep(block, mixed, fed)
@@ -116,21 +116,21 @@ class Decoder:
         return Stream(x, y)
 
     def backward(
-        self, grad: torch.Tensor, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor, tape: Tape
+        self, grad: torch.Tensor, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor, tape: Tape
     ) -> None:
         """The gradient that `Output.backward` gave of the rows -> everything that learns has its gradient added."""
         stream: torch.Tensor | None = grad
         del grad
-        learns_below, ready = self.added is not None or isinstance(self.embedding, Trained), None
+        trainable_below, ready = self.added is not None or isinstance(self.embedding, Trained), None
         self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):
             last = block is self.blocks[-1]
             spans.phase("recompute", block.index)
             self.bundles.enter(block.index)
-            mixed, fed = tape.take(block, run, rows if last else None)
+            mixed, fed = tape.take(block, ctx, rows if last else None)
             spans.phase("backward", block.index)
             assert stream is not None
-            stream, ready = block.feeding.backward(stream, ready, fed, run, below=block.mixing)
+            stream, ready = block.feeding.backward(stream, ready, fed, ctx, below=block.mixing)
             assert stream is not None
             del fed
             if last:  # rows that predict nothing have no gradient from the last feed-forward
@@ -139,28 +139,28 @@ class Decoder:
                 ready = None
             # In the first block nothing below learns, so the input's gradient is not computed.
             below = self.blocks[block.index - 1].feeding if block.index else None
-            need = learns_below or below is not None
-            stream, ready = block.mixing.backward(stream, ready, mixed, run, below, need)
+            need = trainable_below or below is not None
+            stream, ready = block.mixing.backward(stream, ready, mixed, ctx, below, need)
             self.bundles.leave(block.index, following=block.index - 2)
-            if run.side_streams is not None:
+            if ctx.side_streams is not None:
                 spans.operation("wait for weight gradients")
-            run.join()
+            ctx.join()
             del mixed
             if stream is None:
                 break
         spans.phase("backward")
-        if run.side_streams is not None:
+        if ctx.side_streams is not None:
             spans.operation("wait for weight gradients")
-        run.flush()
-        run.join()
-        if learns_below and stream is not None:
+        ctx.flush()
+        ctx.join()
+        if trainable_below and stream is not None:
             spans.operation("embedding")
             self._embed_backward(tokens, stream[:, : self.spec.width])
         self.bundles.settle()
 
-    def hidden(self, tokens: torch.Tensor, run: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The same without a backward: [T, D] or [R, D]."""
-        x, y = self.forward(tokens, run, rows)
+        x, y = self.forward(tokens, ctx, rows)
         return y.add_(x)
 
     def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:

@@ -42,9 +42,9 @@ class Fp8Projection(Projection):
         if self.lora is not None and self.adapter_columns and publish not in self.lora.arena.followers:
             self.lora.arena.followers.append(publish)
 
-    def _from_codes(self, run: PassContext) -> bool:
+    def _from_codes(self, ctx: PassContext) -> bool:
         """Whether the adapters read what the weight reads, so that no other reader needs x in bf16."""
-        return bool(self.adapter_columns) and run.adapted and run.dropout is None
+        return bool(self.adapter_columns) and ctx.adapted and ctx.dropout is None
 
     def after_norm(
         self,
@@ -52,35 +52,35 @@ class Fp8Projection(Projection):
         y: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
-        run: PassContext,
+        ctx: PassContext,
         *,
         wide: bool = False,
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if self._from_codes(run):
+        if self._from_codes(ctx):
             spans.operation("norm")
             return self.frozen.after_norm(x, y, weight, eps)
-        return super().after_norm(x, y, weight, eps, run, wide=wide, h=h)
+        return super().after_norm(x, y, weight, eps, ctx, wide=wide, h=h)
 
     def after_act(
-        self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
+        self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._from_codes(run) and kind == "silu":
+        if self._from_codes(ctx) and kind == "silu":
             spans.operation("gated unit")
             return self.frozen.after_act(gate_up)
-        return super().after_act(gate_up, run, kind)
+        return super().after_act(gate_up, ctx, kind)
 
-    def low_after_act(self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu") -> torch.Tensor | None:
-        if self._from_codes(run) and kind == "silu":
+    def low_after_act(self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu") -> torch.Tensor | None:
+        if self._from_codes(ctx) and kind == "silu":
             spans.operation("gated unit")
             return self.frozen.low_after_act(gate_up)
-        return super().low_after_act(gate_up, run, kind)
+        return super().low_after_act(gate_up, ctx, kind)
 
     def act_backward(
-        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
+        self, grad_act: torch.Tensor, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
-        if not (self._from_codes(run) and kind == "silu"):
-            return super().act_backward(grad_act, gate_up, run, kind)
+        if not (self._from_codes(ctx) and kind == "silu"):
+            return super().act_backward(grad_act, gate_up, ctx, kind)
         spans.operation("gated unit")
         grad, act = self._act_buffers(grad_act, gate_up)
         read, out = gate_up[:, : self.width_out], grad[:, : self.width_out]
@@ -93,10 +93,10 @@ class Fp8Projection(Projection):
         normed: Normed,
         residual: torch.Tensor,
         out: torch.Tensor,
-        run: PassContext,
+        ctx: PassContext,
     ) -> ReadyGrad | None:
-        if not self._from_codes(run):
-            return super().norm_backward(grad_y, x, normed, residual, out, run)
+        if not self._from_codes(ctx):
+            return super().norm_backward(grad_y, x, normed, residual, out, ctx)
         return GradCodes(self.frozen.norm_backward(grad_y, x, *normed, residual, out[:, : self.width_out]))
 
     def rope_backward(
@@ -105,35 +105,35 @@ class Fp8Projection(Projection):
         out: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         heads: tuple[int, int, int],
-        run: PassContext,
+        ctx: PassContext,
     ) -> ReadyGrad | None:
-        if not self._from_codes(run):
-            return super().rope_backward(grads, out, tables, heads, run)
+        if not self._from_codes(ctx):
+            return super().rope_backward(grads, out, tables, heads, ctx)
         return GradCodes(self.frozen.rope_backward(grads, out[:, : self.width_out], *tables, heads))
 
     def forward(
-        self, x: torch.Tensor, run: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
+        self, x: torch.Tensor, ctx: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A `wide` product is as any other: the columns that its gradient needs are those of the codes."""
-        if self._from_codes(run):
+        if self._from_codes(ctx):
             spans.operation("quantise")
             return self.frozen.forward(x[:, : self.width_in])
-        return super().forward(x, run, h=h)
+        return super().forward(x, ctx, h=h)
 
     def backward(
         self,
         grad: torch.Tensor,
         h: torch.Tensor | None,
-        run: PassContext,
+        ctx: PassContext,
         need_input: bool = True,
         ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if self.lora is None or h is None or not need_input or not self._from_codes(run):
-            return super().backward(grad, h, run, need_input)
+        if self.lora is None or h is None or not need_input or not self._from_codes(ctx):
+            return super().backward(grad, h, ctx, need_input)
         assert ready is None or isinstance(ready, GradCodes)
         spans.operation("adapters" if ready else "quantise")
         grad_y, low = grad[:, : self.width_out], self.lora.low(h)
-        grad_up = self._grad_up_with_g(grad_y, low, run)
+        grad_up = self._grad_up_with_g(grad_y, low, ctx)
         return self.frozen.backward(grad_y, low, rows=ready.rows if ready else None, grad_up=grad_up)
 
 

@@ -33,7 +33,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
         raise unknown_family(arch, where)
     experts = bool(metadata.get(f"{arch}.expert_count"))
     if "token_embd.weight" not in tensors:
-        raise GraftuneError("holds no model weights (no token_embd.weight)", where=where, mend="give a full model file")
+        raise GraftuneError("holds no model weights (no token_embd.weight)", where=where, fix="give a full model file")
     get = Getter(metadata, where, f"{arch}.")
     width, heads, layers = get.whole("embedding_length"), get.whole("attention.head_count"), get.whole("block_count")
     window = int(metadata.get(f"{arch}.attention.sliding_window", 0))
@@ -43,14 +43,14 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
     family = FAMILIES[name]
     if experts != family.mixture:
         what = "is a mixture of experts" if experts else "has no experts"
-        raise GraftuneError(f"{what}, other than models of {arch}", where=where, mend="this variant is not supported")
+        raise GraftuneError(f"{what}, other than models of {arch}", where=where, fix="this variant is not supported")
     theta = float(metadata.get(f"{arch}.rope.freq_base", 10000.0))
     head_width = int(metadata.get(f"{arch}.attention.key_length", width // heads))
     turned = int(metadata.get(f"{arch}.rope.dimension_count", head_width))
     if not family.part_of_head:
         check_whole_heads(turned / head_width, where)
     if metadata.get(f"{arch}.rope.scaling.yarn_ext_factor", 1.0) not in (1.0, -1.0):
-        raise GraftuneError("yarn_ext_factor is not known", where=where, mend="use a file without it")
+        raise GraftuneError("yarn_ext_factor is not known", where=where, fix="use a file without it")
     scale = number(metadata, f"{arch}.attention.scale", 0.0)
     if _BY_WIDTH.get(arch) == layers:
         scale = (width / heads) ** -0.5
@@ -58,7 +58,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: st
     declared = metadata.get(f"{arch}.attention.head_count_kv", heads)  # a list: none in layers without attention
     key_heads = declared if family.convolves and isinstance(declared, list) else [int(declared)]
     if key_heads is declared and (len({n for n in key_heads if n}) != 1 or len(key_heads) != layers):
-        raise GraftuneError("has other heads in some layers", where=where, mend="this variant is not supported")
+        raise GraftuneError("has other heads in some layers", where=where, fix="this variant is not supported")
     local_theta = number(
         metadata, f"{arch}.rope.freq_base_swa", theta if family.local_theta < 0 else family.local_theta
     )
@@ -119,7 +119,7 @@ def _rope(metadata: Mapping[str, Any], tensors: Mapping[str, Any], arch: str, wh
     if all(name in tensors for name in lists):
         for name in lists:
             if math.prod(tensors[name].shape) > WIDEST_HEAD // 2:
-                raise GraftuneError(f"tensor {name} is longer than any head", where=where, mend="download it again")
+                raise GraftuneError(f"tensor {name} is longer than any head", where=where, fix="download it again")
         short, long = (tuple(tensors[name].values().tolist()) for name in lists)
         return RopeScaling(
             "longrope", original_length=original, attention_factor=float(attention), short=short, long=long
@@ -128,7 +128,7 @@ def _rope(metadata: Mapping[str, Any], tensors: Mapping[str, Any], arch: str, wh
     if kind == "none":
         return RopeScaling()
     if kind not in ("linear", "yarn"):
-        raise GraftuneError(f"rope scaling {kind!r} is not known", where=where, mend="known are linear and yarn")
+        raise GraftuneError(f"rope scaling {kind!r} is not known", where=where, fix="known are linear and yarn")
     return RopeScaling(
         kind=kind,
         factor=float(metadata.get(f"{arch}.rope.scaling.factor", 1.0)),

@@ -46,17 +46,17 @@ def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
     layers = get.whole("num_hidden_layers")
     for key in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         if config.get(key):
-            raise GraftuneError(f"{key} is set, which is not supported", where=where, mend="use a base without it")
+            raise GraftuneError(f"{key} is set, which is not supported", where=where, fix="use a base without it")
     activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise GraftuneError(
-            f"activation {activation!r} is not known", where=where, mend=f"known are {', '.join(ACTIVATIONS)}"
+            f"activation {activation!r} is not known", where=where, fix=f"known are {', '.join(ACTIVATIONS)}"
         )
     _check_quantisation(config.get("quantization_config") or {}, where)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     if heads % kv_heads:
         raise GraftuneError(
-            f"{heads} heads do not divide by {kv_heads} key heads", where=where, mend="check config.json"
+            f"{heads} heads do not divide by {kv_heads} key heads", where=where, fix="check config.json"
         )
     config = UNSAID.get(name, {}) | dict(config)
     if family.convolves:
@@ -114,7 +114,7 @@ def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _convolutions(config: Mapping[str, Any], layers: int, get: Getter, where: str) -> dict[str, Any]:
     if config.get("conv_bias"):
-        raise GraftuneError("conv_bias is set, which is not supported", where=where, mend="use a base without it")
+        raise GraftuneError("conv_bias is set, which is not supported", where=where, fix="use a base without it")
     kinds = config.get("layer_types")
     if kinds:
         found = tuple(i for i, kind in enumerate(kinds) if kind == "conv")
@@ -126,7 +126,7 @@ def _convolutions(config: Mapping[str, Any], layers: int, get: Getter, where: st
 
 def _mixture(config: Mapping[str, Any], family: str, get: Getter, where: str) -> dict[str, Any]:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise GraftuneError("has experts in some layers only", where=where, mend="this variant is not supported")
+        raise GraftuneError("has experts in some layers only", where=where, fix="this variant is not supported")
     count = get.whole("num_experts" if "num_experts" in config else "num_local_experts")
     normalised = family == "mixtral" or bool(config.get("norm_topk_prob"))
     return experts_of(count, get.whole("num_experts_per_tok"), where) | {"experts_normalised": normalised}
@@ -171,7 +171,7 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
         local = values.get("sliding_attention") or {}
         values = dict(values.get("full_attention") or {})
         if (local.get("rope_type") or "default") != "default":
-            raise GraftuneError("stretches the rope of windows", where=where, mend="this variant is not supported")
+            raise GraftuneError("stretches the rope of windows", where=where, fix="this variant is not supported")
     theta = float(values.get("rope_theta") or config.get("rope_theta") or family.theta)
     local_theta = 0.0
     if family.local_theta:
@@ -184,12 +184,12 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
         return theta, RopeScaling(), local_theta
     known = ("linear", "llama3", "yarn", "longrope")
     if kind not in known:
-        raise GraftuneError(f"rope scaling {kind!r} is not known", where=where, mend=f"known are {', '.join(known)}")
+        raise GraftuneError(f"rope scaling {kind!r} is not known", where=where, fix=f"known are {', '.join(known)}")
     if kind == "longrope" and not (values.get("short_factor") and values.get("long_factor")):
         raise GraftuneError(
             "rope scaling 'longrope' has no short_factor or no long_factor",
             where=where,
-            mend="download the model again",
+            fix="download the model again",
         )
     longest = config.get("max_position_embeddings", 2048)
     original = values.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
@@ -230,7 +230,7 @@ def _check_quantisation(quantisation: Any, where: str) -> None:
     raise GraftuneError(
         f"is a quantised checkpoint ({kind}), of which only bitsandbytes' NF4 and FP8 are read",
         where=where,
-        mend="give an NF4, FP8 or the unquantised model, or a GGUF file",
+        fix="give an NF4, FP8 or the unquantised model, or a GGUF file",
     )
 
 

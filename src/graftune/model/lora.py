@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.config import FUSED, PARTS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.model.feed_forward.expert_projection import ExpertLora
 from graftune.model.frozen import Augmented
+from graftune.settings.config import FUSED, PARTS, LoraConfig, expand_targets
 
 if TYPE_CHECKING:
     from graftune.model.part import PartSpec
@@ -173,13 +173,13 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
             continue
         if len(given) < len(parts):
             raise GraftuneError(
-                f"targets: {spec.family} has no {given[0]}, it is a part of {fused}", mend=f"use {fused} or all_linear"
+                f"targets: {spec.family} has no {given[0]}, it is a part of {fused}", fix=f"use {fused} or all_linear"
             )
         wanted.add(fused)
     alien = [p for p in asked if p not in spec.projections and not any(p in parts for parts in FUSED.values())]
     if alien:
         raise GraftuneError(
-            f"targets: {spec.family} has no {alien[0]}", mend=f"use {', '.join(spec.projections)} or all_linear"
+            f"targets: {spec.family} has no {alien[0]}", fix=f"use {', '.join(spec.projections)} or all_linear"
         )
     return tuple(p for p in spec.projections if p in wanted)
 
@@ -195,7 +195,7 @@ def build_arena(
     """Lay out: the adapters and what trains beside them, or (`full`) every weight of the model."""
     place = _Layout()
     if full and spec.experts:
-        raise GraftuneError("training every weight of a mixture of experts is not supported", mend="use method lora")
+        raise GraftuneError("training every weight of a mixture of experts is not supported", fix="use method lora")
     if full:
         _place_everything(place, spec)
     else:

@@ -188,9 +188,9 @@ class Input(NamedTuple):
     def normed(self) -> Normed | None:
         return None if self.weight is None else Normed(self.rstd, self.weight)
 
-    def entry(self, run: PassContext) -> Entry:
+    def entry(self, ctx: PassContext) -> Entry:
         """The input once more, for what is made again."""
-        return Entry(self.x, None, self.weight, self.eps, run)
+        return Entry(self.x, None, self.weight, self.eps, ctx)
 
     def tensor(self) -> torch.Tensor:
         """What the part read, [T, D]."""
@@ -202,9 +202,9 @@ class Entry:
     says in which form it wants that, once; `x` then is the sum, in the memory of y, and `rstd` what the norm found."""
 
     def __init__(
-        self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor | None, eps: float, run: PassContext
+        self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor | None, eps: float, ctx: PassContext
     ):
-        self.x, self.y, self.weight, self.eps, self.run = x, y, weight, eps, run
+        self.x, self.y, self.weight, self.eps, self.ctx = x, y, weight, eps, ctx
         self.rstd = x.new_empty(0, dtype=torch.float32)
 
     def product(
@@ -213,7 +213,7 @@ class Entry:
         """The projection of the input, and h for the backward. `wide` and a known `h`: see Projection.forward."""
         if self.weight is not None:
             self.x, self.rstd, product, h = projection.after_norm(
-                self.x, self.y, self.weight, self.eps, self.run, wide=wide, h=h
+                self.x, self.y, self.weight, self.eps, self.ctx, wide=wide, h=h
             )
             return product, h
         spans.operation("residual add")
@@ -222,7 +222,7 @@ class Entry:
         if projection.adapter_columns:
             read = projection.input_buffer(self.x, len(self.x))
             read[:, : projection.width_in].copy_(self.x)
-        return projection.forward(read, self.run, wide=wide, h=h)
+        return projection.forward(read, self.ctx, wide=wide, h=h)
 
     def tensor(self) -> torch.Tensor:
         """The input itself, [T, D]."""
@@ -249,12 +249,12 @@ class Part(Protocol[Saved]):
         """The projection whose product the part returns; None where several together make it."""
         ...
 
-    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, Saved]:
+    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, Saved]:
         """The part's output [T, D], and what to save."""
         ...
 
     def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: Saved, run: PassContext, need_input: bool
+        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: Saved, ctx: PassContext, need_input: bool
     ) -> torch.Tensor | None:
         """The gradient of the output, in a gradient buffer of `last` (`ready`: also in the form that `last` multiplies)
         -> that of the input, if needed. Gradients of adapters are added to the arena's."""
@@ -264,7 +264,7 @@ class Part(Protocol[Saved]):
         """What the policy `selective` saves: without what is large and cheap to make again."""
         ...
 
-    def complete(self, saved: Saved, read: Input, run: PassContext) -> Saved:
+    def complete(self, saved: Saved, read: Input, ctx: PassContext) -> Saved:
         """`light` undone: what was left out, made again."""
         ...
 
@@ -277,6 +277,6 @@ class Mixer(Part[Saved], Protocol[Saved]):
 class FeedForward(Part[Saved], Protocol[Saved]):
     """Works on every token by itself."""
 
-    def again(self, entry: Entry, run: PassContext) -> Saved:
+    def again(self, entry: Entry, ctx: PassContext) -> Saved:
         """What `forward` saves, without the product that `forward` returns."""
         ...

@@ -87,7 +87,7 @@ class Projection:
         y: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
-        run: PassContext,
+        ctx: PassContext,
         *,
         wide: bool = False,
         h: torch.Tensor | None = None,
@@ -96,29 +96,29 @@ class Projection:
         spans.operation("norm")
         normed = self.input_buffer(x, len(x))
         x, rstd = rms_norm.add_forward(x, y, weight, eps, normed[:, : self.width_in])
-        return x, rstd, *self.forward(normed, run, wide=wide, h=h)
+        return x, rstd, *self.forward(normed, ctx, wide=wide, h=h)
 
     def after_act(
-        self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
+        self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The product of the gated unit of gate_up, and h."""
         spans.operation("gated unit")
         act = self.input_buffer(gate_up, len(gate_up))
         swiglu.forward(gate_up, act[:, : self.width_in], kind)
-        return self.forward(act, run)
+        return self.forward(act, ctx)
 
-    def low_after_act(self, gate_up: torch.Tensor, run: PassContext, kind: str = "silu") -> torch.Tensor | None:
+    def low_after_act(self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu") -> torch.Tensor | None:
         """The h of `after_act` without its product."""
-        if self.lora is None or not run.adapted:
+        if self.lora is None or not ctx.adapted:
             return None
         spans.operation("gated unit")
         act = augmented_buffer(gate_up, len(gate_up), self.width_in, 0)
         swiglu.forward(gate_up, act, kind)
         spans.operation("adapters")
-        return lora_linear.down(self._dropped(act, run), self.lora.down)
+        return lora_linear.down(self._dropped(act, ctx), self.lora.down)
 
     def act_backward(
-        self, grad_act: torch.Tensor, gate_up: torch.Tensor, run: PassContext, kind: str = "silu"
+        self, grad_act: torch.Tensor, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
         """swiglu.backward -> (our gradient buffer, the activation, what `backward` is given as `ready`)."""
         spans.operation("gated unit")
@@ -140,7 +140,7 @@ class Projection:
         normed: Normed,
         residual: torch.Tensor,
         out: torch.Tensor,
-        run: PassContext,
+        ctx: PassContext,
     ) -> ReadyGrad | None:
         """rms_norm.add_backward into `out`, our gradient buffer, for a norm that does not learn; what it returns is for
         `backward`."""
@@ -153,7 +153,7 @@ class Projection:
         out: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         heads: tuple[int, int, int],
-        run: PassContext,
+        ctx: PassContext,
     ) -> ReadyGrad | None:
         """rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; what it returns is for
         `backward`."""
@@ -161,18 +161,18 @@ class Projection:
         return None
 
     def forward(
-        self, x: torch.Tensor, run: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
+        self, x: torch.Tensor, ctx: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward). A `wide` y comes with the adapter columns that its gradient will
         need; an `h` from an earlier forward is not computed again."""
         plain = x[:, : self.width_in]
-        if self.lora is None or not run.adapted:
+        if self.lora is None or not ctx.adapted:
             spans.operation(self.name)
             return self.frozen.matmul(plain), None
         spans.operation("adapters")
         tail = x[:, self.width_in :] if self.adapter_columns else None
         if h is None:
-            h = lora_linear.down(self._dropped(plain, run), self.lora.down, tail)
+            h = lora_linear.down(self._dropped(plain, ctx), self.lora.down, tail)
         elif tail is not None:
             tail[:, : h.shape[1]].copy_(h)
             tail[:, h.shape[1] :].zero_()
@@ -188,15 +188,15 @@ class Projection:
         self.frozen.matmul_augmented(x, y[:, : self.width_out])
         return y, h
 
-    def _dropped(self, x: torch.Tensor, run: PassContext) -> torch.Tensor:
+    def _dropped(self, x: torch.Tensor, ctx: PassContext) -> torch.Tensor:
         """What the adapters read."""
-        return x if run.dropout is None else run.dropout.apply(x, self.mask_id)
+        return x if ctx.dropout is None else ctx.dropout.apply(x, self.mask_id)
 
     def backward(
         self,
         grad: torch.Tensor,
         h: torch.Tensor | None,
-        run: PassContext,
+        ctx: PassContext,
         need_input: bool = True,
         ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -207,9 +207,9 @@ class Projection:
             spans.operation(self.name)
             return (self.frozen.input_grad(grad_y) if need_input else None), None
         spans.operation("adapters")
-        low, inside = lora.low(h), bool(self.adapter_columns) and run.dropout is None and need_input
+        low, inside = lora.low(h), bool(self.adapter_columns) and ctx.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.adapter_columns] if inside else None
-        grad_up = self._grad_up_with_g(grad_y, low, run)
+        grad_up = self._grad_up_with_g(grad_y, low, ctx)
         if grad_up is None:
             g = lora_linear.up_backward(grad_y, low, tail)
         else:
@@ -222,18 +222,18 @@ class Projection:
             return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.adapter_columns]), g
         grad_x = self.frozen.input_grad(grad_y)
         spans.operation("adapters")
-        if run.dropout is None:
+        if ctx.dropout is None:
             return grad_x.addmm_(g, lora.down), g
-        return grad_x.add_(run.dropout.apply(g @ lora.down, self.mask_id)), g
+        return grad_x.add_(ctx.dropout.apply(g @ lora.down, self.mask_id)), g
 
-    def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, run: PassContext) -> torch.Tensor | None:
+    def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, ctx: PassContext) -> torch.Tensor | None:
         """Where dB is to be added in the pass over dY that makes g. None: it is queued, to run beside attention."""
         assert self.lora is not None
         grad_up = self.lora.grad_up
         if len(grad_y) >= LONG or grad_y.numel() >= WIDE:
             return grad_up
         product = low.rank > lora_linear.THIN
-        run.defer(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)
+        ctx.defer(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)
         return None
 
     def accumulate_grad(
@@ -241,7 +241,7 @@ class Projection:
         grad: torch.Tensor,
         g: torch.Tensor | None,
         x: torch.Tensor,
-        run: PassContext,
+        ctx: PassContext,
         normed: Normed | None = None,
     ) -> None:
         """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
@@ -249,22 +249,22 @@ class Projection:
             whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
             product = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)
-            run.defer(lambda: self._accumulate_grad(whole, g, x, run, normed), *reads, product=product)
+            ctx.defer(lambda: self._accumulate_grad(whole, g, x, ctx, normed), *reads, product=product)
 
     def _accumulate_grad(
         self,
         grad: torch.Tensor | None,
         g: torch.Tensor | None,
         x: torch.Tensor,
-        run: PassContext,
+        ctx: PassContext,
         normed: Normed | None,
     ) -> None:
         if isinstance(self.frozen, Trained) and grad is not None:
             self.frozen.accumulate_grad(grad, x if normed is None else normed.of(x))
         if g is None or self.lora is None:
             return
-        if run.dropout is not None:
-            read = self._dropped(x if normed is None else normed.of(x), run)
+        if ctx.dropout is not None:
+            read = self._dropped(x if normed is None else normed.of(x), ctx)
             lora_linear.down_backward(g, read, self.lora.grad_down)
         else:
             rstd, weight = normed or (None, None)

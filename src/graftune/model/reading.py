@@ -14,10 +14,10 @@ def unknown_family(model_type: str, where: str) -> GraftuneError:
         return GraftuneError(
             "is a model of text and images",
             where=where,
-            mend="give the text model (gemma3_text) or its GGUF, which holds the text part alone",
+            fix="give the text model (gemma3_text) or its GGUF, which holds the text part alone",
         )
     return GraftuneError(
-        f"architecture {model_type or 'none'!r} is not known", where=where, mend=f"known are {', '.join(FAMILIES)}"
+        f"architecture {model_type or 'none'!r} is not known", where=where, fix=f"known are {', '.join(FAMILIES)}"
     )
 
 
@@ -36,7 +36,7 @@ class Getter:
         value = self.values.get(self.prefix + key)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise GraftuneError(
-                f"{self.prefix + key} is {value!r}", where=self.where, mend="it must be there, a whole number above 0"
+                f"{self.prefix + key} is {value!r}", where=self.where, fix="it must be there, a whole number above 0"
             )
         return value
 
@@ -54,12 +54,12 @@ def each(layers: int) -> range:
 
 def check_whole_heads(share: float, where: str) -> None:
     if share != 1:
-        raise GraftuneError("rotates only a part of each head", where=where, mend="this variant is not supported")
+        raise GraftuneError("rotates only a part of each head", where=where, fix="this variant is not supported")
 
 
 def experts_of(count: int, chosen: int, where: str) -> dict[str, Any]:
     if not chosen <= count <= 1 << 16:
-        raise GraftuneError(f"chooses {chosen} of {count} experts", where=where, mend="download the model again")
+        raise GraftuneError(f"chooses {chosen} of {count} experts", where=where, fix="download the model again")
     return {"experts": count, "experts_chosen": chosen}
 
 

@@ -234,7 +234,7 @@ class ModelSpec:
     def kinds(self) -> Counter[LayerSpec]:
         """How many layers there are of each kind."""
         if self.layers > MOST_LAYERS:
-            raise GraftuneError(f"its configuration says {self.layers} layers", mend="download the model again")
+            raise GraftuneError(f"its configuration says {self.layers} layers", fix="download the model again")
         return Counter(self.layer(index) for index in range(self.layers))
 
     @property

@@ -26,7 +26,7 @@ from graftune.model.context import PassContext
 
 class Tape(Protocol):
     def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None: ...
-    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         """What was kept of a block, complete again; blocks are taken in reverse order, each once."""
         ...
 
@@ -39,7 +39,7 @@ class Everything:
         self.kept.append((mixed, fed))
         rehearsal.give(SAVED, mixed, fed)
 
-    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         return self.kept.pop()
 
 
@@ -47,9 +47,9 @@ class Selective(Everything):
     def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
         super().keep(block, block.mixing.light(mixed), block.feeding.light(fed))
 
-    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         mixed, fed = self.kept.pop()
-        return block.mixing.complete(mixed, run), block.feeding.complete(fed, run)
+        return block.mixing.complete(mixed, ctx), block.feeding.complete(fed, ctx)
 
 
 @dataclass
@@ -62,8 +62,8 @@ class Inputs:
         self.kept.append(mixed.x)
         rehearsal.give(SAVED, mixed.x)
 
-    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
-        return block.again(self.kept.pop(), run, rows)
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+        return block.again(self.kept.pop(), ctx, rows)
 
 
 class Offloaded:
@@ -89,7 +89,7 @@ class Offloaded:
             done.record(self.side)
         self.leaving.append((mixed.x, done))
 
-    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         self._let_go(0)
         if block.index not in self.coming:
             self._fetch(block.index)
@@ -98,7 +98,7 @@ class Offloaded:
         graph.current_stream(self.device).wait_event(arrived)
         if block.index:
             self._fetch(block.index - 1)
-        return block.again(x, run, rows)
+        return block.again(x, ctx, rows)
 
     def _fetch(self, index: int) -> None:
         x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=self.device)

@@ -65,7 +65,7 @@ class Console:
         self._wrote = time.monotonic()
         self._lasting, self.gone = False, ""  # why there is nobody to write to any more
 
-    def outlive_readers(self) -> None:
+    def ignore_broken_pipes(self) -> None:
         """From here on a stream that nobody reads any more (`| head -1`, a closed terminal) or that cannot be written
         is dropped, and `gone` says why: hours of training do not hang on who watches."""
         self._lasting = True

@@ -34,8 +34,8 @@ from types import TracebackType
 from typing import Any
 
 from graftune.errors import GraftuneError, without_secrets
-from graftune.files import open_own, open_plain
-from graftune.json_file import DEEPEST, is_deep, no_collections
+from graftune.io.files import open_own, open_plain
+from graftune.io.json_file import DEEPEST, is_deep, no_collections
 
 Event = dict[str, Any]
 BEGINNINGS = ("run_start", "resume")
@@ -100,14 +100,14 @@ def read_events(path: str | Path, keys: Sequence[str] = (), kinds: Sequence[str]
     events: list[Event] = []
     with no_collections(), open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
-            raise GraftuneError(f"is larger than {LARGEST >> 30} GiB", where=str(path), mend="restore the file")
+            raise GraftuneError(f"is larger than {LARGEST >> 30} GiB", where=str(path), fix="restore the file")
         odd = 0  # the line that is no event: a crash may leave a finished one of zeros at the very end
         for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
             if not named.search(line):
                 continue
             if (odd and line.endswith(b"\n")) or len(line) > LONGEST:
                 where = f"{path}, line {odd or number}"
-                raise GraftuneError("is not an event", where=where, mend="remove the line, or restore the file")
+                raise GraftuneError("is not an event", where=where, fix="remove the line, or restore the file")
             event = parsed(line)
             if event is None:
                 odd = odd or number
@@ -216,7 +216,7 @@ def _close_off_torn_line(file: FileIO, path: Path) -> None:
         if previous or not start:
             break
         if reach > 2 * LONGEST:
-            raise GraftuneError("does not end in an event", where=str(path), mend="restore the file")
+            raise GraftuneError("does not end in an event", where=str(path), fix="restore the file")
         reach *= 16
     if end == len(tail):
         if parsed(tail[previous:end]) is None:

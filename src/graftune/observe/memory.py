@@ -127,7 +127,7 @@ def parse_bytes(text: str) -> int:
     """'24GiB' -> 25769803776. A plain number is bytes; GB are powers of ten, GiB of two."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise GraftuneError(f"{text!r} is not an amount of memory", mend="write it as 24GiB, 80GB or in bytes")
+        raise GraftuneError(f"{text!r} is not an amount of memory", fix="write it as 24GiB, 80GB or in bytes")
     power = "KMGT".index(found[2].upper()) + 1 if found[2] else 0
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError, printable
-from graftune.files import open_plain, write_file
-from graftune.json_file import NotJson, read_json
+from graftune.io.files import open_plain, write_file
+from graftune.io.json_file import NotJson, read_json
 from graftune.observe.events import (
     Event,
     evals,

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from graftune.errors import GraftuneError
-from graftune.files import write_file
-from graftune.json_file import read_json
+from graftune.io.files import write_file
+from graftune.io.json_file import read_json
 from graftune.observe.events import Event
 
 PROJECT = "graftune"
@@ -116,7 +116,7 @@ def check_installed(name: str) -> None:
     if name != "none" and importlib.util.find_spec(NEEDS[name]) is None:
         raise GraftuneError(
             f"track is {name}, and the package {NEEDS[name]} is not installed",
-            mend=f'install it with: pip install "graftune[{name}]"',
+            fix=f'install it with: pip install "graftune[{name}]"',
         )
 
 

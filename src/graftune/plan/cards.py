@@ -100,5 +100,5 @@ def find(asked: str) -> Model:
         return model  # with its size behind, and of no other size
     raise GraftuneError(
         f"--gpu is {asked!r}, which is not known here",
-        mend=f"give one of {', '.join(MODELS)}, or set device to cuda and give its memory, as in --memory 24GiB",
+        fix=f"give one of {', '.join(MODELS)}, or set device to cuda and give its memory, as in --memory 24GiB",
     )

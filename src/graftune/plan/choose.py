@@ -19,10 +19,10 @@ import typing
 from collections.abc import Iterator
 
 from graftune.arithmetic import ceil_div
-from graftune.config import BaseConfig
 from graftune.errors import GraftuneError
 from graftune.observe.memory import human_bytes
 from graftune.plan.job import Job, Plan
+from graftune.settings.config import BaseConfig
 from graftune.weights.placement import Placement
 
 POLICIES = ("none", "selective", "full", "offload")
@@ -85,7 +85,7 @@ def refusal(job: Job, plan: Plan) -> GraftuneError:
     return GraftuneError(
         f"training needs {human_bytes(needed)} of {kind} and {human_bytes(free)} are free",
         where=job.base.name or str(job.base.path),
-        mend=_mend(job, plan),
+        fix=_mend(job, plan),
     )
 
 

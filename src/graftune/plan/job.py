@@ -17,7 +17,6 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout
-from graftune.config import Config
 from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_capacity
@@ -31,6 +30,7 @@ from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
 from graftune.plan.tally import MIB
 from graftune.runtime import DTYPES, Runtime, resolve
 from graftune.session import attention_for
+from graftune.settings.config import Config
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.placement import Placement, choose_placement, nothing_frozen, places
 

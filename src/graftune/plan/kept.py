@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from graftune import remembered
+from graftune.io import user_cache
 from graftune.plan.rehearse import Bytes, Setup
 
 KIND, MOST = "rehearsals", 100
@@ -42,7 +42,7 @@ def key_of(setup: Setup) -> str | None:
 
 
 def find(key: str) -> Bytes | None:
-    found = remembered.recall(KIND).get(key)
+    found = user_cache.recall(KIND).get(key)
     try:
         return _read(found)
     except (AttributeError, KeyError, TypeError, ValueError):  # the file may be anyone's
@@ -50,7 +50,7 @@ def find(key: str) -> Bytes | None:
 
 
 def keep(key: str, found: Bytes) -> None:
-    remembered.remember(KIND, key, dataclasses.asdict(found) | {"without_rule": sorted(found.without_rule)}, MOST)
+    user_cache.remember(KIND, key, dataclasses.asdict(found) | {"without_rule": sorted(found.without_rule)}, MOST)
 
 
 def _read(found: Any) -> Bytes:

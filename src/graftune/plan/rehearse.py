@@ -21,7 +21,6 @@ import torch
 
 from graftune import graph
 from graftune.batch import PLAIN, BatchLayout, PackedBatch
-from graftune.config import Config, LoraConfig
 from graftune.data.pack import Capacities
 from graftune.dist.shard import Shards
 from graftune.errors import GraftuneError
@@ -39,6 +38,7 @@ from graftune.plan.tally import SCRATCH, Follow, Holder, Tally
 from graftune.plan.unread import unread
 from graftune.runtime import Runtime
 from graftune.session.parts import Parts
+from graftune.settings.config import Config, LoraConfig
 from graftune.step.evaluate import evaluate_batch
 from graftune.weights.base import Base
 from graftune.weights.placement import Placement
@@ -154,7 +154,7 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
     except ImportError:
         raise GraftuneError(
             "a plan for a GPU runs the code of its kernels, and the package triton is not installed",
-            mend="pip install triton, or set device to cpu",
+            fix="pip install triton, or set device to cpu",
         ) from None
     mode = Counting(tally, kind, OnGpu(tally).before)
     with rehearsing(Recorder(setup.card.device, tally, mode, launched)), mode:

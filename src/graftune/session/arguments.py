@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftune.config import OptimConfig
 from graftune.data.dataset import Dataset
 from graftune.data.row import Refusal
 from graftune.data.turns import Turns
 from graftune.errors import GraftuneError
 from graftune.losses import Loss
-from graftune.values import checked
+from graftune.settings.config import OptimConfig
+from graftune.settings.values import checked
 
 Message = Mapping[str, Any]
 Conversation = list[dict[str, Any]]
@@ -30,7 +30,7 @@ def kind(value: object) -> str:
 
 def path_text(value: object, name: str) -> str:
     if not isinstance(value, str | os.PathLike):
-        raise GraftuneError(f"{name} is {kind(value)}", mend="give a path or a name")
+        raise GraftuneError(f"{name} is {kind(value)}", fix="give a path or a name")
     return os.fspath(value)
 
 
@@ -40,14 +40,14 @@ def path(value: object, name: str = "path") -> Path:
 
 def whole_number(value: object, name: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise GraftuneError(f"{name} is {value!r}", mend=f"it must be a whole number of at least {least}")
+        raise GraftuneError(f"{name} is {value!r}", fix=f"it must be a whole number of at least {least}")
     return int(value)
 
 
 def data_set(value: object, verb: str) -> Dataset:
     if not isinstance(value, Dataset):
         raise GraftuneError(
-            f"{verb} was given {kind(value)}", mend="give it what session.prepare(data) returns, as the data"
+            f"{verb} was given {kind(value)}", fix="give it what session.prepare(data) returns, as the data"
         )
     return value
 
@@ -64,11 +64,9 @@ def hyperparameters(given: Mapping[str, float | None]) -> dict[str, float]:
 
 def a_loss(value: object) -> Loss:
     if isinstance(value, type) and issubclass(value, Loss):
-        raise GraftuneError(f"loss is the class {value.__name__}", mend=f"give an object, as {value.__name__}()")
+        raise GraftuneError(f"loss is the class {value.__name__}", fix=f"give an object, as {value.__name__}()")
     if not isinstance(value, Loss):
-        raise GraftuneError(
-            f"loss is {kind(value)}", mend="give a loss by name, or an object of a graftune.losses.Loss"
-        )
+        raise GraftuneError(f"loss is {kind(value)}", fix="give a loss by name, or an object of a graftune.losses.Loss")
     return value
 
 
@@ -80,7 +78,7 @@ def stop_strings(given: object) -> tuple[str, ...]:
     for text in each:
         if not isinstance(text, str) or not text:
             what = "an empty text" if text == "" else kind(text)
-            raise GraftuneError(f"stop has {what} in it", mend="give texts of at least one character")
+            raise GraftuneError(f"stop has {what} in it", fix="give texts of at least one character")
     return each
 
 
@@ -100,7 +98,7 @@ def conversation(given: Sequence[Message]) -> Conversation:
             else:
                 turns.convert(dict(message), place)
     except Refusal as refusal:
-        raise GraftuneError(refusal.text, where="the conversation", mend="give each message a role and text") from None
+        raise GraftuneError(refusal.text, where="the conversation", fix="give each message a role and text") from None
     return turns.messages
 
 
@@ -110,7 +108,7 @@ def prompt(given: object, name: str = "the prompt") -> str | Conversation:
         return given
     if not is_conversation(given):
         raise GraftuneError(
-            f"{name} is {kind(given)}", mend="give a text, or a conversation: a list of {'role': ..., 'content': ...}"
+            f"{name} is {kind(given)}", fix="give a text, or a conversation: a list of {'role': ..., 'content': ...}"
         )
     return conversation(given)  # type: ignore[arg-type]  # checked above
 
@@ -128,7 +126,7 @@ def texts(given: object) -> list[str]:
     for one in each:
         if not isinstance(one, str):
             raise GraftuneError(
-                f"generate was given {kind(one)}, and continues text", mend="use chat or sample for conversations"
+                f"generate was given {kind(one)}, and continues text", fix="use chat or sample for conversations"
             )
     return each  # type: ignore[return-value]  # checked above
 

@@ -127,7 +127,7 @@ class DataVerbs(TextVerbs):
             raise GraftuneError(
                 "the loaded state was saved on other data",
                 where=data.path or None,
-                mend="go on with the same data and settings, or load the state with position=False",
+                fix="go on with the same data and settings, or load the state with position=False",
             )
         total = loader.steps_per_epoch(epoch)
         start = min(saved.step, total) if epoch == saved.epoch else total
@@ -141,7 +141,7 @@ class DataVerbs(TextVerbs):
     def _loader_for(self, data: Dataset) -> Loader:
         if self._loaded is None or self._loaded[0] is not data or self._loaded[1] is not self.loss:
             if not len(data):
-                raise GraftuneError("the data set has no examples", where=data.path or None, mend="give another one")
+                raise GraftuneError("the data set has no examples", where=data.path or None, fix="give another one")
             layout = self.loss.layout(data.examples)
             self._resolve_auto(data, layout)
             asked, least = self.config.train.tokens_per_micro_batch, largest(data.examples, layout)
@@ -178,7 +178,7 @@ class DataVerbs(TextVerbs):
         if batch is not None and not batch._suits(found):
             raise GraftuneError(
                 f"the batch was packed for another loss than {type(found).__name__}, which reads other fields",
-                mend="give the loss to batches(data, loss=...), or to graftune.open",
+                fix="give the loss to batches(data, loss=...), or to graftune.open",
             )
         if found is self.loss:
             return
@@ -186,11 +186,11 @@ class DataVerbs(TextVerbs):
             raise GraftuneError(
                 f"{type(found).__name__} compares with the base and method is {self.config.train.method}, which leaves "
                 "none",
-                mend="set method to lora, or give another loss",
+                fix="set method to lora, or give another loss",
             )
         if self._micro:
             raise GraftuneError(
-                "the loss was changed while gradients of another one had added up", mend="call optim_step first"
+                "the loss was changed while gradients of another one had added up", fix="call optim_step first"
             )
         if found.reference == "start" and self.start is None and not self.steps:
             self.start = Start(self.arena)

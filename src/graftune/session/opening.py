@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from graftune.config import Config, LoraConfig
 from graftune.data.template import template_from_file
 from graftune.dist.shard import shards_of
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
-from graftune.files import check_inside
+from graftune.io.files import check_inside
 from graftune.kernels import attention
 from graftune.losses import choose
 from graftune.model.bundles import Home, HostMemory
@@ -28,6 +27,7 @@ from graftune.model.mixers.attention import AttentionSpec
 from graftune.observe.memory import free_bytes
 from graftune.runtime import Runtime, resolve
 from graftune.session.session import Session
+from graftune.settings.config import Config, LoraConfig
 from graftune.weights.adapter import Adapter, load_adapter, place_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.model import hf_config
@@ -124,7 +124,7 @@ def home_of(placement: Placement, base: Base, runtime: Runtime, world: World | N
     if runtime.device.type == "cuda" and not world.captured:
         raise GraftuneError(
             "a base in equal parts on ranks is gathered by NCCL, and here several ranks share a GPU",
-            mend="give each rank a GPU of its own, or set shard_base to no",
+            fix="give each rank a GPU of its own, or set shard_base to no",
         )
     return shards_of(world, runtime.device, on_host=placement.on_host)
 
@@ -138,20 +138,20 @@ def check_method(config: Config) -> None:
         if method != "lora" and getattr(config.base, name) not in unset:
             raise GraftuneError(
                 f"{name} is {getattr(config.base, name)} and method is {method}, which freezes no weight",
-                mend=f"leave {name} out, or set method to lora",
+                fix=f"leave {name} out, or set method to lora",
             )
     for name, value in vars(config.lora).items() if method != "lora" else ():
         if value != getattr(default, name):
             raise GraftuneError(
                 f"{name} is set and method is {method}, which trains no adapter",
-                mend=f"leave {name} out, or set method to lora",
+                fix=f"leave {name} out, or set method to lora",
             )
 
 
 def check_recompute(asked: str, device: torch.device) -> None:
     if asked == "offload" and device.type != "cuda":
         raise GraftuneError(
-            f"recompute is offload, which needs a CUDA device, and this is {device}", mend="use none, selective or full"
+            f"recompute is offload, which needs a CUDA device, and this is {device}", fix="use none, selective or full"
         )
 
 
@@ -196,5 +196,5 @@ def check_base(adapter: Adapter, base: Base, any_base: bool) -> None:
         raise GraftuneError(
             f"was trained on another base than {base.path}",
             where=str(adapter.folder),
-            mend="set base to its own, or any_base if this is the same model in another file",
+            fix="set base to its own, or any_base if this is the same model in another file",
         )

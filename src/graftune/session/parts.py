@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 
 from graftune.batch import BatchLayout, Example
-from graftune.config import Config, LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.dist.reduce import Reduce
@@ -33,6 +32,7 @@ from graftune.model.lora import Arena, build_arena
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime
+from graftune.settings.config import Config, LoraConfig
 from graftune.step.evaluate import EvalResult, evaluate
 from graftune.step.pipeline import Loop, pipeline_for
 from graftune.step.step import Step
@@ -161,7 +161,7 @@ class Parts:
         if loss.reference == "start" and self.start is None:
             raise GraftuneError(
                 f"the loss {type(loss).__name__} compares with the adapter as it was at the start, which was not kept",
-                mend="open the session with this loss",
+                fix="open the session with this loss",
             )
         return self.start
 

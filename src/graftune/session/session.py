@@ -135,7 +135,7 @@ class Session(DataVerbs):
         """
         self._check_open()
         if not self._micro:
-            raise GraftuneError("optim_step was called with no gradients", mend="call forward_backward first")
+            raise GraftuneError("optim_step was called with no gradients", fix="call forward_backward first")
         given = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "clip": clip}
         values = {name: getattr(self.config.optim, name) for name in Hyper._fields if name != "divisor"}
         values |= arguments.hyperparameters(given)
@@ -182,7 +182,7 @@ class Session(DataVerbs):
             for reason, count in summary.truncated.items():
                 self.say(f"{verb}: {counted(count, 'record')} shortened: {reason}")
         if not len(found):
-            raise GraftuneError(f"{verb} was given a data set without examples", mend="give another one")
+            raise GraftuneError(f"{verb} was given a data set without examples", fix="give another one")
         return found
 
     def _forget_sums(self) -> None:
@@ -245,7 +245,7 @@ class Session(DataVerbs):
             session.save_adapter("my-adapter")
         """
         if self.whole is not None:
-            raise GraftuneError("this session trains the whole model, not an adapter", mend="write it with save()")
+            raise GraftuneError("this session trains the whole model, not an adapter", fix="write it with save()")
         return self.save(path)
 
     def save_state(self, path: str | Path) -> Path:

@@ -37,7 +37,7 @@ def save(parts: Parts, folder: Path, steps: int, updates: int, position: DataPos
 def load(parts: Parts, folder: Path) -> tuple[Progress, DataPosition, dict[str, Any], dict[str, torch.Tensor]]:
     """Fills the arena. Returns the counts, the position, the resolved settings, and the loss scale if there is one."""
     if not (folder / checkpoint.STATE).is_file():
-        raise GraftuneError("is not a saved state", where=str(folder), mend="give a folder that save_state wrote")
+        raise GraftuneError("is not a saved state", where=str(folder), fix="give a folder that save_state wrote")
     _, identity = checkpoint.read_state(folder)
     progress = checkpoint.load(folder, parts.arena, {"base": parts.base.sha256})
     stored = identity.get("resolved")

@@ -156,17 +156,17 @@ class TextVerbs(Parts):
         try:
             rendered = form.render(prompt, None, generate=True)
         except Refusal as refusal:
-            raise GraftuneError(str(refusal), where="the conversation", mend="change its turns") from None
+            raise GraftuneError(str(refusal), where="the conversation", fix="change its turns") from None
         return self.tokenizer.encode(rendered), tuple(stop_ids(self.tokenizer, form))
 
     def _check_open(self) -> None:
         if self._closed:
-            raise GraftuneError("this session is closed", mend="open another one")
+            raise GraftuneError("this session is closed", fix="open another one")
 
     def _check_usable(self, adapted: bool) -> None:
         self._check_open()
         if not adapted and self.whole is not None:
             raise GraftuneError(
                 f"adapted is False and method is {self.config.train.method}, which leaves no base without adapters",
-                mend="open the base in a session of its own",
+                fix="open the base in a session of its own",
             )

@@ -50,7 +50,7 @@ class Accumulator:
         """One gradient under its name, or a dict of them: all are added, or (where one does not fit) none."""
         if isinstance(name, str):
             if grad is None:
-                raise GraftuneError("there is no gradient to add", where=name, mend="pass accumulate(name, gradient)")
+                raise GraftuneError("there is no gradient to add", where=name, fix="pass accumulate(name, gradient)")
             grads: Mapping[str, torch.Tensor] = {name: grad}
         else:
             grads = name
@@ -80,7 +80,7 @@ class Accumulator:
         """Multiplies every sum, by a number or by a 0-dim tensor on the device."""
         if isinstance(factor, torch.Tensor) and factor.dim():
             raise GraftuneError(
-                f"a factor of shape {tuple(factor.shape)} is not a number", mend="pass a float or a 0-dim tensor"
+                f"a factor of shape {tuple(factor.shape)} is not a number", fix="pass a float or a 0-dim tensor"
             )
         for flat, _ in self._flats:
             flat.mul_(factor)
@@ -100,7 +100,7 @@ class Accumulator:
     def _check_name(self, name: str) -> None:
         if name not in self._views:
             known = ", ".join(list(self._views)[:4]) + (", ..." if len(self._views) > 4 else "")
-            raise GraftuneError("no gradient has this name", where=name, mend=f"there are: {known or 'none yet'}")
+            raise GraftuneError("no gradient has this name", where=name, fix=f"there are: {known or 'none yet'}")
 
     def _check(self, name: str, grad: torch.Tensor) -> None:
         if self.fixed:
@@ -110,12 +110,12 @@ class Accumulator:
             raise GraftuneError(
                 f"the gradient's shape {tuple(grad.shape)} does not fit {tuple(place.shape)}",
                 where=name,
-                mend="accumulate gradients of one shape under a name",
+                fix="accumulate gradients of one shape under a name",
             )
         home = place.device if place is not None else self.device
         if home is not None and (grad.device.type != home.type or home.index not in (None, grad.device.index)):
             raise GraftuneError(
-                f"the gradient lies on {grad.device}, its sum on {home}", where=name, mend=f"move it to {home} first"
+                f"the gradient lies on {grad.device}, its sum on {home}", where=name, fix=f"move it to {home} first"
             )
 
 

@@ -86,7 +86,7 @@ class _Looking:
         rows = self.batch.rows if index == self.spec.layers - 1 else None
         self.at(fed.x, f"layers.{index}.{self.spec.layer(index).mixer.home}", rows)
 
-    def take(self, block: Block, run: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         raise AssertionError("nothing is kept for a backward pass")
 
     def after(self, index: int) -> str:

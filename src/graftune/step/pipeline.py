@@ -28,7 +28,7 @@ from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
 from graftune.observe.marks import marked
 from graftune.step.step import REPORTED, Step
-from graftune.step.tail import Heard
+from graftune.step.tail import RankSignals
 
 AHEAD = 2
 FINGERPRINT_EVERY = 50  # steps, where several ranks hold the same weights
@@ -44,14 +44,14 @@ class Figures(NamedTuple):
     response_tokens: float  # as the device counted them
     scale: float  # fp16's loss scale behind this step; 0 where there is none
     more: dict[str, float]  # the loss's own figures, by name
-    heard: Heard = Heard()  # from the other ranks
+    signals: RankSignals = RankSignals()  # from the other ranks
 
     @staticmethod
     def of(tag: Any, step: Step, report: Sequence[float]) -> Figures:
         """From what `Step.report` holds."""
         (loss, norm, skipped, tokens, scale), more = report[:REPORTED], report[step.own_figures]
         named = dict(zip(step.loss.figures, more, strict=True))
-        return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.heard(report))
+        return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.signals(report))
 
 
 class Loop(Protocol):
@@ -147,7 +147,7 @@ class HostLoop(Steps):
         spans.phase("host to device")
         spans.operation("hyperparameters")
         self.work.set_hyper(hyper)
-        self.work.reduce_apart()
+        self.work.reduce_outside_graph()
         report = self.work.update_step().tolist()
         spans.phase("update")
         spans.operation("figures")
@@ -307,7 +307,7 @@ class DeviceLoop(Steps):
         self.rows[place] = torch.tensor(self.work.row_of(hyper))
         self.work.uploaded.copy_(self.rows[place], non_blocking=True)
         spans.end()
-        self.work.reduce_apart()
+        self.work.reduce_outside_graph()
         self.update_step()
         spans.phase("update")
         spans.operation("figures")

@@ -38,7 +38,7 @@ class LossScaler:
     def __init__(self, device: torch.device | str = "cpu", start: float = MOST_SCALE):
         if not LEAST_SCALE <= start <= MOST_SCALE:
             raise GraftuneError(
-                f"a loss scale of {start:g} is out of range", mend=f"take one of {LEAST_SCALE:g} to {MOST_SCALE:g}"
+                f"a loss scale of {start:g} is out of range", fix=f"take one of {LEAST_SCALE:g} to {MOST_SCALE:g}"
             )
         with refusing(device):
             self.state = torch.tensor([start, 0.0], device=device)  # scale, good updates since it last changed
@@ -78,6 +78,6 @@ class LossScaler:
             raise GraftuneError(
                 f"this is not a saved loss scale: {state}",
                 where="loss_scale",
-                mend="load what LossScaler.state_dict returned",
+                fix="load what LossScaler.state_dict returned",
             )
         self.state.copy_(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from graftune.config import OptimConfig
+from graftune.settings.config import OptimConfig
 
 
 def learning_rate(step: int, total: int, config: OptimConfig) -> float:

@@ -32,7 +32,7 @@ from graftune.model.mixers.attention import Attention
 from graftune.model.start import Start
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
-from graftune.step.tail import SAID, Heard, Reduce, Tail, heard
+from graftune.step.tail import CONTROL_FLAGS, RankSignals, Reduce, Tail, signals
 
 # In fp16 sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would be
 # beyond fp16 where the mean's is not. A power of two, so nothing is rounded.
@@ -73,7 +73,7 @@ class Step:
         segments = arena.segments(clip_mode)
         self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
         self.width = len(adamw.Hyper._fields)
-        self.live = torch.zeros(self.width + SAID, device=device)
+        self.live = torch.zeros(self.width + CONTROL_FLAGS, device=device)
         self.row = self.live[: self.width]  # lr, betas, eps, decay, divisor, clip; behind it what a rank has to say
         self.dropout_seed = torch.zeros((), dtype=torch.int64, device=device)  # live: seeds the dropout masks
         self.seed = seed
@@ -85,7 +85,7 @@ class Step:
         # Mean loss, gradient norm before clipping, skipped; response tokens, as counted on the device, and fp16's loss
         # scale; the loss's own figures; with ranks, what they said.
         self.own_figures = slice(REPORTED, REPORTED + len(self.figure_sums))
-        self.report = torch.zeros(self.own_figures.stop + (2 * SAID if reduce else 0), device=device)
+        self.report = torch.zeros(self.own_figures.stop + (2 * CONTROL_FLAGS if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # What is queued for other streams stays in memory until it has run: not where memory is what counts.
@@ -202,7 +202,7 @@ class Step:
         spans.end()
         return self.report
 
-    def reduce_apart(self) -> None:
+    def reduce_outside_graph(self) -> None:
         """Add up over ranks ahead of `update_step`, where that cannot be a part of it."""
         if self.reduce is not None and not self.reduce.captured:
             self._add_up_ranks(self.reduce)
@@ -214,9 +214,9 @@ class Step:
         reduce(self.arena.sums)
         self.tail.report(self.report[self.own_figures.stop :])
 
-    def heard(self, report: Sequence[float]) -> Heard:
+    def signals(self, report: Sequence[float]) -> RankSignals:
         """What the ranks said to each other with a step, from its report."""
-        return Heard() if self.reduce is None else heard(report[self.own_figures.stop :], self.reduce.size)
+        return RankSignals() if self.reduce is None else signals(report[self.own_figures.stop :], self.reduce.size)
 
     def discard(self) -> None:
         """Forget what has added up since the last update."""

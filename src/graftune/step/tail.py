@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 PIECES, BITS = 8, 8
-SAID = 1 + PIECES  # numbers that a rank has to say: stop, then the fingerprint
-_SAID = 2  # loss and tokens lie before what ranks say
-_FIGURES = _SAID + SAID
+CONTROL_FLAGS = 1 + PIECES  # stop request, then the fingerprint
+_FLAGS_START = 2  # the loss sum and the token sum come first
+_FIGURES = _FLAGS_START + CONTROL_FLAGS
 PART = 1 << 22  # weights that are added up at once: a CPU makes a copy of them in int64
 
 
@@ -33,7 +33,7 @@ class Reduce(Protocol):
     def __call__(self, sums: torch.Tensor) -> None: ...
 
 
-class Heard(NamedTuple):
+class RankSignals(NamedTuple):
     """What came of it: whether somebody wants to stop, and whether some rank's weights differ."""
 
     stop: bool = False
@@ -44,9 +44,9 @@ class Tail:
     """`tail`: the numbers behind the gradients. `said`: what this rank has to say, on the device."""
 
     def __init__(self, tail: torch.Tensor, said: torch.Tensor, figures: int):
-        assert _FIGURES + figures <= len(tail) and said.shape == (SAID,)
+        assert _FIGURES + figures <= len(tail) and said.shape == (CONTROL_FLAGS,)
         self.loss_sum, self.token_sum, self.figure_sums = tail[0], tail[1], tail[_FIGURES : _FIGURES + figures]
-        self.heard, self.said = tail[_SAID:_FIGURES], said
+        self.signals, self.said = tail[_FLAGS_START:_FIGURES], said
         self.shifts = torch.arange(0, PIECES * BITS, BITS, device=tail.device)
 
     def zero(self) -> None:
@@ -55,12 +55,12 @@ class Tail:
         self.figure_sums.zero_()
 
     def fill(self) -> None:
-        self.heard.copy_(self.said)
+        self.signals.copy_(self.said)
 
     def report(self, out: torch.Tensor) -> None:
         """Into the end of the step's report: what all said, then what this rank did."""
-        out[:SAID].copy_(self.heard)
-        out[SAID:].copy_(self.said)
+        out[:CONTROL_FLAGS].copy_(self.signals)
+        out[CONTROL_FLAGS:].copy_(self.said)
 
     def fingerprint(self, weights: torch.Tensor) -> None:
         """Renew it. Nothing is read back."""
@@ -75,8 +75,8 @@ def bit_sum(weights: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def heard(report: Sequence[Any], size: int) -> Heard:
+def signals(report: Sequence[Any], size: int) -> RankSignals:
     """From what `Tail.report` left, fetched."""
-    all_said, own = report[:SAID], report[SAID:]
+    all_said, own = report[:CONTROL_FLAGS], report[CONTROL_FLAGS:]
     differ = any(total != size * mine for total, mine in zip(all_said[1:], own[1:], strict=True))
-    return Heard(all_said[0] > 0, differ)
+    return RankSignals(all_said[0] > 0, differ)

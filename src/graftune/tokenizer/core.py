@@ -18,7 +18,7 @@ from pathlib import Path
 import tokenizers
 
 from graftune.errors import GraftuneError
-from graftune.files import write_file
+from graftune.io.files import write_file
 from graftune.tokenizer.guard import guarded
 from graftune.tokenizer.offsets import ByteOffsets, Offsets
 from graftune.tokenizer.template import ChatTemplate
@@ -70,7 +70,7 @@ def check_text(text: object, what: str) -> None:
         raise GraftuneError(
             f"{what} holds half a surrogate pair, which is not a character",
             where=f"character {error.start + 1}",
-            mend="write the text as valid UTF-8",
+            fix="write the text as valid UTF-8",
         ) from error
 
 
@@ -239,7 +239,7 @@ class Tokenizer:
         """The vocabulary's own spelling of one id (byte-level and ▁ marks included)."""
         text = self.backend.id_to_token(id) if 0 <= id < 2**32 else None
         if text is None:
-            raise GraftuneError(f"there is no token with id {id}", mend=f"ids run from 0 to {self.vocab_size - 1}")
+            raise GraftuneError(f"there is no token with id {id}", fix=f"ids run from 0 to {self.vocab_size - 1}")
         return text
 
     def with_tokens(self, new: Sequence[str]) -> Tokenizer:
@@ -247,7 +247,7 @@ class Tokenizer:
         if new and self.rows:
             raise GraftuneError(
                 f"the tokenizer has tokens already that the model has no row for, such as {self.token(self.rows)}",
-                mend="leave new_tokens out",
+                fix="leave new_tokens out",
             )
         backend = _copy(self.backend)
         for position, text in enumerate(new):
@@ -259,14 +259,14 @@ class Tokenizer:
                 raise GraftuneError(
                     f"the token '{text}' is in the vocabulary already (id {known})",
                     where=f"new token {position + 1}",
-                    mend="leave it out: it can be used as it is",
+                    fix="leave it out: it can be used as it is",
                 )
             expected = self.vocab_size + position
             if backend.id_to_token(expected) is not None:
                 raise GraftuneError(
                     f"the vocabulary has gaps: id {expected}, the next free one by count, is taken",
                     where=f"new token {position + 1}",
-                    mend="use a base whose token ids are contiguous",
+                    fix="use a base whose token ids are contiguous",
                 )
             backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
         return dataclasses.replace(self, backend=backend, stop_ids=find_stop_ids(backend, self.stop_ids))
@@ -337,5 +337,5 @@ class Tokenizer:
             token = self.token(next(id for id in ids if id >= self.rows))
             raise GraftuneError(
                 f"the text holds {token}, a special token that the model has no row for",
-                mend="take it out: this model was not made to read it",
+                fix="take it out: this model was not made to read it",
             )

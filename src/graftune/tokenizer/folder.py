@@ -19,8 +19,8 @@ from typing import Any
 import tokenizers
 
 from graftune.errors import GraftuneError
-from graftune.files import check_inside, open_plain
-from graftune.json_file import NotJson, read_object
+from graftune.io.files import check_inside, open_plain
+from graftune.io.json_file import NotJson, read_object
 from graftune.tokenizer.core import Tokenizer, check_text, find_stop_ids
 from graftune.tokenizer.guard import guarded, loaded
 from graftune.tokenizer.template import ChatTemplate
@@ -77,7 +77,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
         raise GraftuneError(
             f"the folder has no tokenizer.json{', only ' + others[0] if others else ''}",
             where=str(folder),
-            mend="write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            fix="write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             if others
             else "copy tokenizer.json and tokenizer_config.json from the model's repository",
         )
@@ -108,7 +108,7 @@ def _add_missing(backend: tokenizers.Tokenizer, listed: object, path: Path) -> N
             raise GraftuneError(
                 f"the token '{content}' has id {id} here but {backend.token_to_id(content)} in tokenizer.json",
                 where=str(path),
-                mend="fetch both files again from one version of the model's repository",
+                fix="fetch both files again from one version of the model's repository",
             )
 
 
@@ -131,7 +131,7 @@ def _token_id(
         raise GraftuneError(
             f"{key} '{value}' is not in the vocabulary",
             where=str(path),
-            mend="name a token that tokenizer.json contains",
+            fix="name a token that tokenizer.json contains",
         )
     return id
 
@@ -142,7 +142,7 @@ def _ids(value: object, backend: tokenizers.Tokenizer, path: Path) -> list[int]:
     for id in ids:
         if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < 2**32 or backend.id_to_token(id) is None:
             raise GraftuneError(
-                f"the end token id {id!r} is not in the vocabulary", where=str(path), mend="correct or remove it"
+                f"the end token id {id!r} is not in the vocabulary", where=str(path), fix="correct or remove it"
             )
     return ids
 
@@ -194,7 +194,7 @@ def _default_of(entry: object, path: Path) -> str:
         raise GraftuneError(
             f"chat_template has no template named 'default' (found: {', '.join(named) or 'nothing readable'})",
             where=str(path),
-            mend="write the one to use into chat_template.jinja",
+            fix="write the one to use into chat_template.jinja",
         )
     return chosen
 
@@ -214,7 +214,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except NotJson as error:
-        raise GraftuneError(str(error), where=str(path), mend="fetch it again from the model's repository") from None
+        raise GraftuneError(str(error), where=str(path), fix="fetch it again from the model's repository") from None
     except OSError as error:
         raise GraftuneError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
 

@@ -22,8 +22,8 @@ class Keys:
     def __init__(self, metadata: Mapping[str, Any]):
         self.metadata = metadata
 
-    def fault(self, key: str, what: str, mend: str = _MEND) -> GraftuneError:
-        return GraftuneError(what, where=f"GGUF key {_PREFIX}{key}", mend=mend)
+    def fault(self, key: str, what: str, fix: str = _MEND) -> GraftuneError:
+        return GraftuneError(what, where=f"GGUF key {_PREFIX}{key}", fix=fix)
 
     def read(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         value = self.metadata.get(_PREFIX + key)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import tokenizers
 
-from graftune import remembered
 from graftune.errors import GraftuneError
+from graftune.io import user_cache
 from graftune.tokenizer import examine
 
 KIND, MOST = "tokenizers", 500  # files whose examination is remembered
@@ -23,7 +23,7 @@ _AGAIN = "fetch it again from the model's repository"
 
 
 @contextmanager
-def guarded(doing: str, where: str = "", mend: str = "") -> Iterator[None]:
+def guarded(doing: str, where: str = "", fix: str = "") -> Iterator[None]:
     """Around calls of the library: `doing` completes "the tokenizer cannot ..."."""
     try:
         yield
@@ -35,7 +35,7 @@ def guarded(doing: str, where: str = "", mend: str = "") -> Iterator[None]:
         raise GraftuneError(
             f"the tokenizer cannot {doing} ({str(error) or type(error).__name__})",
             where=where or None,
-            mend=mend or "use the tokenizer of another version of the model, or other text",
+            fix=fix or "use the tokenizer of another version of the model, or other text",
         ) from None
 
 
@@ -53,12 +53,12 @@ def loaded(text: str, path: Path) -> tokenizers.Tokenizer:
 def check(text: str, path: Path) -> None:
     """Refuses a file that the library cannot be trusted with. One that was seen before is known by its digest."""
     key = f"{hashlib.sha256(text.encode()).hexdigest()} {tokenizers.__version__}"
-    if remembered.recall(KIND).get(key) is True:
+    if user_cache.recall(KIND).get(key) is True:
         return
     try:
         fault = examine.fault_of(text)
     except (OSError, examine.TooLong) as error:
         fault = f"it cannot be examined ({error})"
     if fault:
-        raise GraftuneError(fault, where=str(path), mend=_AGAIN)
-    remembered.remember(KIND, key, True, MOST)
+        raise GraftuneError(fault, where=str(path), fix=_AGAIN)
+    user_cache.remember(KIND, key, True, MOST)

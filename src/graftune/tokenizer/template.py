@@ -138,7 +138,7 @@ class ChatTemplate:
             raise GraftuneError(
                 f"the template does not parse: {_one_line(error.message)}",
                 where=f"{name}, line {error.lineno}",
-                mend="fix the Jinja source, or set template to another file",
+                fix="fix the Jinja source, or set template to another file",
             ) from error
         except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
             # The last three come from Python's own compiler, for sources nested too deep or with odd literals.
@@ -169,7 +169,7 @@ class ChatTemplate:
             raise GraftuneError(
                 f"the template reaches for Python's own objects ({forbidden}), so it is not carried on",
                 where=self.name,
-                mend="use another template",
+                fix="use another template",
             )
         return self.source
 
@@ -198,13 +198,13 @@ class ChatTemplate:
             return self._sandbox.rendered(self._compiled, variables)
         except Endless as error:
             raise Unbounded(
-                f"the template {error} over one conversation", where=self.name, mend="use another template"
+                f"the template {error} over one conversation", where=self.name, fix="use another template"
             ) from None
         except _Refusal as refusal:
             raise GraftuneError(
                 f"the template refuses this conversation: {_one_line(refusal)}",
                 where=self.name,
-                mend="change the messages to what the model accepts, or use another template",
+                fix="change the messages to what the model accepts, or use another template",
             ) from refusal
         except Exception as error:
             # A template is a program of the user's model: whatever it raises (a missing key, a sandbox
@@ -212,7 +212,7 @@ class ChatTemplate:
             raise GraftuneError(
                 f"the template fails on this conversation: {type(error).__name__}, {_one_line(error)}",
                 where=self.name,
-                mend="check that every message has the fields the template reads, or use another template",
+                fix="check that every message has the fields the template reads, or use another template",
             ) from error
 
     def dated(self, now: datetime.datetime) -> ChatTemplate:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from graftune.config import Config, RunConfig
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import stop_ids, usable_format
 from graftune.infer.sample import Sampling
 from graftune.observe.console import Answer, Console
 from graftune.session import Session
+from graftune.settings.config import Config, RunConfig
 from graftune.tokenizer import Tokenizer
 
 SCORED = 24  # records, unless the settings say how many

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def finish(run: Run, stopped: str) -> dict[str, Any]:
     """The run's summary; empty on ranks that only wait."""
     together = run.session.placement.ranks > 0
-    if not run.crew.leads and not together:
+    if not run.ranks.leads and not together:
         return {}
     p, console = run.progress, run.console
-    if run.crew.leads:
+    if run.ranks.leads:
         _take_best(run)
     if together:
-        run.crew.spread(run.session, p)
+        run.ranks.spread(run.session, p)
     if p.step and not p.updates:
         console.warn("every update was skipped, because no gradient was finite: nothing was trained")
     elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
@@ -38,7 +38,7 @@ def finish(run: Run, stopped: str) -> dict[str, Any]:
     if run.pipeline.captures > 1:
         console.warn(f"the step was captured {run.pipeline.captures} times, for batches of as many shapes")
     # The others of several ranks compute the same, and keep nothing.
-    place = nullcontext(run.folder) if run.crew.leads else tempfile.TemporaryDirectory()
+    place = nullcontext(run.folder) if run.ranks.leads else tempfile.TemporaryDirectory()
     with console.working(f"writing the {run.session.product}"), place as folder:
         run.session.write(Path(folder) / run.session.product)
     summary: dict[str, Any] = {
@@ -48,7 +48,7 @@ def finish(run: Run, stopped: str) -> dict[str, Any]:
     }
     if run.answers.questions:
         summary |= _compare(run, together)
-    if not run.crew.leads:
+    if not run.ranks.leads:
         return {}
     summary |= run.cost() | {"peak_memory": peak_resident_bytes()}
     run.reporter.memory_in_all(p.step)
@@ -78,9 +78,9 @@ def answer_samples(run: Run) -> None:
     """For `sample_every`: the answers at this step, to the prompts that are shown. The base is asked with the first of
     them, so that they can be compared before the run ends; and all that is scored then, since it is asked once."""
     together = run.session.placement.ranks > 0
-    if not run.crew.leads and not together:
+    if not run.ranks.leads and not together:
         return
-    with run.crew.busy("answering sample prompts"):
+    with run.ranks.busy("answering sample prompts"):
         _ask_both(run, run.answers.shown, together)
 
 
@@ -93,7 +93,7 @@ def _take_best(run: Run) -> None:
         raise GraftuneError(
             f"the checkpoint of step {p.best_step}, the best one, is gone",
             where=str(run.checkpoints),
-            mend="restore it, or start a new run",
+            fix="restore it, or start a new run",
         )
     checkpoint.read_weights(best, run.session.arena)
     run.console.note(f"keeping step {p.best_step}, the best on validation")
@@ -111,7 +111,7 @@ def _ask_both(run: Run, count: int, together: bool) -> list[str]:
     """The tuned model's answers to the first `count` questions, and before them the base's to all, if nobody has asked
     it and it can be asked."""
     missing = not run.base_answers and run.config.train.method == "lora"
-    if run.crew.from_lead(lambda: missing) if together else missing:
+    if run.ranks.from_lead(lambda: missing) if together else missing:
         ask_base(run)
     tuned = _ask(run, "the tuned model", count, adapted=True)
     more = {} if run.base_answers else {"prompts": [question.asked for question in run.answers.questions]}

@@ -18,7 +18,7 @@ from typing import Any
 
 from graftune import spans
 from graftune.data.pack import Capacities
-from graftune.files import write_file
+from graftune.io.files import write_file
 from graftune.observe.profile import Profile, Recorder
 from graftune.session import Session
 from graftune.spans import EVERY_LAYER, Timeline, Turn

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graftune import remembered
 from graftune.data.pack import Capacities
+from graftune.io import user_cache
 from graftune.kernels import nf4
 from graftune.observe.console import Console
 from graftune.session import Session
@@ -51,7 +51,7 @@ def known(session: Session, shape: Capacities | None) -> float | None:
     """Milliseconds of a micro-batch, if they were measured."""
     if shape is None or lacks(session):
         return None
-    found = remembered.recall(KIND).get(key_of(session, shape))
+    found = user_cache.recall(KIND).get(key_of(session, shape))
     return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
 
 
@@ -77,7 +77,7 @@ def measured(key: str, work: Work, device: torch.device, console: Console) -> fl
     """Measured now, on a card that holds nothing else of ours, and kept. None where it does not fit."""
     from graftune.step import floor
 
-    found = remembered.recall(KIND).get(key)
+    found = user_cache.recall(KIND).get(key)
     if isinstance(found, int | float) and found > 0:
         console.note("floor: as it was measured earlier for this card, model and shape")
         return float(found)
@@ -88,7 +88,7 @@ def measured(key: str, work: Work, device: torch.device, console: Console) -> fl
         console.warn("the floor was not measured: its weights and buffers do not fit into the memory that is free")
         return None
     console.note(f"floor: {ms:.3f} ms a micro-batch ({note})")
-    remembered.remember(KIND, key, ms, MOST)
+    user_cache.remember(KIND, key, ms, MOST)
     return ms
 
 

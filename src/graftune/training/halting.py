@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from graftune.data.encoded import take
 from graftune.data.pack import pack, pack_nothing
 from graftune.errors import GraftuneError
-from graftune.files import remove_at_once
-from graftune.mixture import label
+from graftune.io.files import remove_at_once
 from graftune.model.context import dropout_seed
+from graftune.settings.sources import label
 from graftune.step.not_finite import first_not_finite
 from graftune.step.tail import bit_sum
 from graftune.weights import checkpoint
@@ -48,15 +48,15 @@ def look_at_end(run: Run) -> None:
 def halted(run: Run) -> GraftuneError:
     """Leaves the run so that it can be resumed; returns what to say. All ranks call it together."""
     run.step.discard()
-    with run.crew.busy("stopping"):
+    with run.ranks.busy("stopping"):
         if run.guard.too_many:
             found = _first_of_ranks(run, _not_finite(run))
-            what, where, mend = run.crew.from_lead(lambda: _too_many_skipped(run, found))
+            what, where, fix = run.ranks.from_lead(lambda: _too_many_skipped(run, found))
         elif run.guard.ends_not_finite:
-            what, where, mend = run.crew.from_lead(lambda: _ends_not_finite(run))
+            what, where, fix = run.ranks.from_lead(lambda: _ends_not_finite(run))
         else:
-            what, where, mend = run.crew.from_lead(lambda: _stopped_by_warning(run))
-    return GraftuneError(what, where=where, mend=mend)
+            what, where, fix = run.ranks.from_lead(lambda: _stopped_by_warning(run))
+    return GraftuneError(what, where=where, fix=fix)
 
 
 def _too_many_skipped(run: Run, found: str) -> list[str]:
@@ -73,9 +73,9 @@ def _too_many_skipped(run: Run, found: str) -> list[str]:
     what = f"{count} updates in a row (steps {place['step']} to {last}) were skipped because numbers were not finite: "
     none = "there is no checkpoint from before them"
     what += f"{found}; " + (none if kept is None else f"step {kept}, from before them, is saved")
-    mend = "start anew with a lower lr or without these rows"
-    mend += "" if kept is None else f", or go on from there with {_again(run)}"
-    return [what, str(run.folder), f"{mend} (with max_skipped 0 it never stops for this)"]
+    fix = "start anew with a lower lr or without these rows"
+    fix += "" if kept is None else f", or go on from there with {_again(run)}"
+    return [what, str(run.folder), f"{fix} (with max_skipped 0 it never stops for this)"]
 
 
 def _ends_not_finite(run: Run) -> list[str]:
@@ -148,7 +148,7 @@ def _rows(run: Run, rows: list[int]) -> str:
 
 
 def _first_of_ranks(run: Run, found: str) -> str:
-    world = run.crew.world
+    world = run.ranks.world
     everyone = [found] if world is None else world.gather(found)
     for rank, one in enumerate(everyone):
         if one:

@@ -13,17 +13,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from graftune.config import Config
 from graftune.errors import GraftuneError
-from graftune.lock import FolderLock
+from graftune.io.lock import FolderLock
 from graftune.observe.console import Console
 from graftune.observe.events import Event, number
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
+from graftune.settings.config import Config
 from graftune.training.leftovers import complete, sweep
 from graftune.training.loop import Callback, Run, TrainResult
 from graftune.training.prepare import prepare_resume, prepare_run, remove_made, removed_unless_started
-from graftune.training.ranks import Alone, check_settings, joined
+from graftune.training.ranks import SingleProcess, check_settings, joined
 from graftune.training.resume import finished, stored_config
 from graftune.training.signals import Stopped, noted_signals, raised_signals
 
@@ -38,27 +38,27 @@ def train(
 ) -> TrainResult:
     """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add. `callbacks`
     get every event of its log."""
-    ranks, track = from_environment(), (overrides or {}).get("track", config.run.track)
+    started, track = from_environment(), (overrides or {}).get("track", config.run.track)
     console = console or Console()
-    console.outlive_readers()
-    if ranks is None:
+    console.ignore_broken_pipes()
+    if started is None:
         check_installed(track)
-        return _train(config, console, resume, overrides or {}, callbacks, Alone())
-    if not ranks.leads:
+        return _train(config, console, resume, overrides or {}, callbacks, SingleProcess())
+    if not started.leads:
         console, callbacks = Console(silent=True), ()
-    with joined(ranks, console) as crew:
-        check_settings(crew, config, resume, overrides or {})
+    with joined(started, console) as ranks:
+        check_settings(ranks, config, resume, overrides or {})
         check_installed(track)
         if resume is None:
-            restarted = crew.restarted
-            resume = crew.from_lead(lambda: found_again(config, ranks, restarted))
+            restarted = ranks.restarted
+            resume = ranks.from_lead(lambda: found_again(config, started, restarted))
             # What was asked for was compared with the run: all of it is the run's already.
             overrides = {} if resume is not None else overrides
-        result = _train(config, console, resume, overrides or {}, callbacks, crew)
+        result = _train(config, console, resume, overrides or {}, callbacks, ranks)
         if result.signal and not result.started:
-            crew.stopped(result.signal)
+            ranks.stopped(result.signal)
         with noted_signals(lambda _: None, once=True):  # there is nothing left to stop
-            crew.until_done()
+            ranks.until_done()
     return result
 
 
@@ -68,20 +68,20 @@ def _train(
     resume: str | None,
     overrides: dict[str, Any],
     callbacks: Sequence[Callback],
-    crew: Alone,
+    ranks: SingleProcess,
 ) -> TrainResult:
     with ExitStack() as held:
         try:
-            with raised_signals(once=crew.world is not None):
+            with raised_signals(once=ranks.world is not None):
                 if resume is not None:
-                    run = _resumed(Path(resume), console, overrides, held, callbacks, crew)
+                    run = _resumed(Path(resume), console, overrides, held, callbacks, ranks)
                     if isinstance(run, TrainResult):
                         return run
                 else:
-                    crew.set_deadline(config.run.deadline)
+                    ranks.set_deadline(config.run.deadline)
                     with removed_unless_started() as made:
-                        crew.at_end(lambda: remove_made(made))
-                        prepared = prepare_run(config, console, made, held, crew)
+                        ranks.at_end(lambda: remove_made(made))
+                        prepared = prepare_run(config, console, made, held, ranks)
                         with console.working("preparing the first step"):
                             run = Run(prepared, console, callbacks)
                             run.start()
@@ -95,9 +95,7 @@ def _train(
 def found_again(config: Config, ranks: Ranks, restarted: bool) -> str | None:
     """The run that this command had begun when the launcher started it anew; None at a first start."""
     if ranks.max_restarts and not config.run.out:
-        raise GraftuneError(
-            "the launcher may start this run again, and would not find it", mend="set out to its folder"
-        )
+        raise GraftuneError("the launcher may start this run again, and would not find it", fix="set out to its folder")
     folder = Path(config.run.out)
     if not restarted or not (folder / "config.yaml").exists():
         return None
@@ -122,7 +120,7 @@ def _resumed(
     overrides: dict[str, Any],
     held: ExitStack,
     callbacks: Sequence[Callback],
-    crew: Alone,
+    ranks: SingleProcess,
 ) -> Run | TrainResult:
     """The run, ready to go on; or what it came to, if it is finished and nothing new is asked of it."""
 
@@ -130,11 +128,11 @@ def _resumed(
         before, now = stored_config(folder, {}), stored_config(folder, overrides)
         return [before.flat(), now.flat(), finished(folder, before, now)]
 
-    was, asked, end = crew.from_lead(read)
+    was, asked, end = ranks.from_lead(read)
     before, now = Config.of(was), Config.of(asked)
-    crew.set_deadline(now.run.deadline)
+    ranks.set_deadline(now.run.deadline)
     if end is not None:
-        if crew.leads:
+        if ranks.leads:
             complete(folder, console)
         more = math.floor(now.train.epochs) + 3
         result = result_of(folder, end)
@@ -143,12 +141,12 @@ def _resumed(
             f"should be in all, as in: graftune train --resume {shlex.quote(str(folder))} --epochs {more}"
         )
         return result
-    if crew.leads:
+    if ranks.leads:
         lock = held.enter_context(FolderLock(folder))
         if lock.unsupported:
             console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
         sweep(folder)
-    prepared = prepare_resume(now, console, folder, before, held, crew)
+    prepared = prepare_resume(now, console, folder, before, held, ranks)
     with console.working("resuming the run"):
         run = Run(prepared, console, callbacks)
         run.resume()

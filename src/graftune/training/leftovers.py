@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from graftune.errors import GraftuneError
-from graftune.files import PART, check_own_folder, remove, settle_folder
-from graftune.lock import LOCK, FolderLock
+from graftune.io.files import PART, check_own_folder, remove, settle_folder
+from graftune.io.lock import LOCK, FolderLock
 from graftune.observe.console import Console
 from graftune.training.reporter import live_plot_of, write_pictures
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graftune.config import Config
 from graftune.data.dataset import Dataset
 from graftune.data.encoded import lengths_of
 from graftune.data.pack import Capacities
 from graftune.observe.console import Console
 from graftune.observe.trackers import Tracking
 from graftune.session import Session
+from graftune.settings.config import Config
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import Loop
 from graftune.training import floors
@@ -37,7 +37,7 @@ def live_speed(session: Session, training: Dataset, loop: Loop, shape: Capacitie
 def profiled_steps(run: Run) -> ProfiledSteps:
     """Of one process: where several ranks train, capturing once more on one of them would leave the others behind."""
     session, every = run.session, run.config.run.profile_every
-    if every and run.crew.world is not None:
+    if every and run.ranks.world is not None:
         run.console.warn("profile_every is for one process: the steps of several ranks are not profiled")
         every = 0
     elif every and (first := first_profiled(every, run.progress.step)) > run.total:
@@ -46,6 +46,6 @@ def profiled_steps(run: Run) -> ProfiledSteps:
 
 
 def tracking_of(config: Config, prepared: Prepared, console: Console, epoch_steps: Sequence[int]) -> Tracking | None:
-    if config.run.track == "none" or not prepared.crew.leads:
+    if config.run.track == "none" or not prepared.ranks.leads:
         return None
     return Tracking(config.run.track, Path(prepared.folder), config.flat(), console.warn, epoch_steps)

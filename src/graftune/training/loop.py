@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graftune.files import write_file
+from graftune.io.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
@@ -68,7 +68,7 @@ class Run:
     """One training run in its folder."""
 
     def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
-        self.crew = prepared.crew
+        self.ranks = prepared.ranks
         self.folder, self.session, self.console = prepared.folder, prepared.session, console
         self.training, self.validation = prepared.training, prepared.validation
         self.plan, self.answers = prepared.plan, prepared.answers
@@ -91,7 +91,7 @@ class Run:
         self.signal = 0
         self.last: int | None = None  # the step after which all ranks stop, once some rank wants to
         self.saved = -1  # the step of the last checkpoint
-        self.unsound = False  # whether it was said that something is not finite and is not saved
+        self.nonfinite_reported = False  # whether it was said that something is not finite and is not saved
         self.may_give_up = False  # an evaluation or answers, which change no weight
         self.closing = False  # all steps are done: what is left changes no checkpoint
         self.log: EventLog
@@ -104,7 +104,7 @@ class Run:
     def start(self) -> None:
         """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
         self._open_log()
-        if self.crew.leads:
+        if self.ranks.leads:
             self._write_start()
         report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
 
@@ -119,12 +119,12 @@ class Run:
 
     def resume(self) -> None:
         """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
-        if self.crew.leads:
+        if self.ranks.leads:
             self._read_folder()
         else:
             self._open_log()
-        self.progress = self.crew.spread(self.session, self.progress)
-        self.guard.said = set(self.crew.from_lead(lambda: sorted(self.guard.said)))
+        self.progress = self.ranks.spread(self.session, self.progress)
+        self.guard.said = set(self.ranks.from_lead(lambda: sorted(self.guard.said)))
 
     def _read_folder(self) -> None:
         identity, epochs = self.identity(), self.before.epoch_steps
@@ -157,7 +157,7 @@ class Run:
         keep_changes(self)
 
     def _open_log(self) -> None:
-        path = self.folder / "metrics.jsonl" if self.crew.leads else os.devnull
+        path = self.folder / "metrics.jsonl" if self.ranks.leads else os.devnull
         self.log = EventLog(path, self._called_back if self.callbacks else None)
         self.reporter = Reporter(self.console, self.log, self.total, self.session.runtime.device, self.plan)
         self.reporter.live = live_speed(self.session, self.training, self.pipeline, self.shape)
@@ -173,7 +173,7 @@ class Run:
 
     def go(self) -> TrainResult:
         preview = PreviewWriter(self.folder, self.training.examples, self.session.tokenizer, self.reporter.warn)
-        if self.crew.leads:
+        if self.ranks.leads:
             preview.start()
         try:
             with stopping(self):  # until the last checkpoint is written: a signal is often sent twice
@@ -205,13 +205,13 @@ class Run:
     def _train(self) -> str:
         # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
         full = self.config.train.method == "full"
-        ask = self.crew.leads and full and bool(self.answers.questions)
+        ask = self.ranks.leads and full and bool(self.answers.questions)
         if not self.validation.examples:  # or the first evaluation does
             look_at_weights(self)
         if ask and not self.base_answers and not self.progress.step:
-            with self.crew.busy("asking the base"):
+            with self.ranks.busy("asking the base"):
                 ask_base(self)
-        traced, device = self.config.run.trace_steps if self.crew.leads else 0, self.session.runtime.device
+        traced, device = self.config.run.trace_steps if self.ranks.leads else 0, self.session.runtime.device
         trace = StepTrace(traced, self.folder / "trace.json.gz", device, self.console.note)
         with self.reporter.steps(self.progress.step), trace:
             while True:
@@ -271,13 +271,13 @@ class Run:
         hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
         dropout_seeds = [dropout_seed(p.step, number) for number in self.loader.bins(p.epoch, p.epoch_step)]
         between = self._between
-        if self.crew.world is not None:  # a step that others have begun is not left: all stop after the same one
+        if self.ranks.world is not None:  # a step that others have begun is not left: all stop after the same one
             hyper["stop"], between = float(self.signal > 0), _go_on
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         facts |= {"micro_batches": len(micro_batches)}
         first = not self.reporter.host_seconds
         with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
-            self.crew.begin(p.step + 1)
+            self.ranks.begin(p.step + 1)
             with self.profiling.step():
                 self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, between)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
@@ -300,12 +300,12 @@ class Run:
 
     def _take(self, done: Figures) -> None:
         """The figures of a step that is done."""
-        self.crew.finished(done)
+        self.ranks.finished(done)
         self.reporter.step(done, scaled=self.step.scaler is not None)
         self.guard.step(done)
-        if done.heard.stop:
+        if done.signals.stop:
             self.signal = self.signal or signal.SIGTERM
-        if self.last is None and (done.heard.stop or self.guard.stops):
+        if self.last is None and (done.signals.stop or self.guard.stops):
             # By then every rank knows, whichever step it had sent when it learnt of it.
             self.last = done.tag["step"] + self.pipeline.ahead
 
@@ -339,7 +339,7 @@ class Run:
     def _evaluate(self) -> None:
         p = self.progress
         self.reporter.phase("evaluating")
-        examples, between = self.validation.examples, self._between if self.crew.world is None else _go_on
+        examples, between = self.validation.examples, self._between if self.ranks.world is None else _go_on
         counted = self.reporter.counted("validating", len(examples), "examples", between)
         with marked("evaluate"), self.profiling.beside("evaluation"), counted as count, may_give_up(self):
             result = self.session.evaluated(examples, on_progress=count)
@@ -356,11 +356,11 @@ class Run:
         self.guard.evaluation(p.step, result.loss, p.first_loss)
         look_at_weights(self)
         self._halt_if_asked()
-        self.signal = self.crew.agreed(self.signal)
+        self.signal = self.ranks.agreed(self.signal)
         self._between()
 
     def _save_due(self) -> bool:
-        minutes = self.config.train.save_minutes if self.crew.leads else 0
+        minutes = self.config.train.save_minutes if self.ranks.leads else 0
         return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
 
     def save(self) -> None:
@@ -368,14 +368,14 @@ class Run:
         that no checkpoint from before is deleted for them."""
         p = self.progress
         p.updates = int(self.step.count)
-        if not self.crew.leads:
+        if not self.ranks.leads:
             return
         if not checkpoint.is_sound(self.session.arena):
-            if not self.unsound:
+            if not self.nonfinite_reported:
                 self.reporter.warn(f"what is trained is not finite at step {p.step}: it is not saved", p.step)
-            self.unsound = True
+            self.nonfinite_reported = True
             return
-        busy = self.crew.busy("writing a checkpoint")
+        busy = self.ranks.busy("writing a checkpoint")
         with marked("checkpoint"), busy, self.profiling.beside("checkpoint"):
             self.log.sync()
             checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
@@ -390,7 +390,7 @@ class Run:
             self.save()
         self.closing = True
         self.reporter.phase("finalising")
-        with self.crew.busy("finishing the run"):
+        with self.ranks.busy("finishing the run"):
             return finish(self, stopped)
 
     def cost(self) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class Run:
 
     def between_answers(self) -> None:
         """Where all ranks answer together none of them can leave."""
-        if self.crew.world is None or not self.session.placement.ranks:
+        if self.ranks.world is None or not self.session.placement.ranks:
             self._between()
 
     def _called_back(self, event: Event) -> None:

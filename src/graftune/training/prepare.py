@@ -21,19 +21,17 @@ from typing import NamedTuple
 
 import torch
 
-from graftune.config import Config
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.encoded import distinct_tokens
 from graftune.data.pack import Capacities, largest
 from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
-from graftune.files import open_own
+from graftune.io.files import open_own
+from graftune.io.lock import LOCK, FolderLock
 from graftune.kernels.rehearsal import Launched
 from graftune.kernels.warm import Warming
-from graftune.lock import LOCK, FolderLock
 from graftune.losses import choose
-from graftune.mixture import DataValue, label, slug
 from graftune.observe import plot
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
@@ -42,11 +40,13 @@ from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import set_up
 from graftune.session import Session, check_method, check_recompute, loader_of, open_session, with_template
 from graftune.session.parts import UNPLANNED
+from graftune.settings.config import Config
+from graftune.settings.sources import DataValue, label, slug
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
 from graftune.training.answers import Answers
 from graftune.training.leftovers import sweep, sweep_unstarted
-from graftune.training.ranks import Alone
+from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
 from graftune.weights.adapter import Adapter, load_adapter
@@ -63,7 +63,7 @@ class Prepared:
     answers: Answers
     plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
     before: Config | None = None  # of a run that is resumed: its settings so far
-    crew: Alone = field(default_factory=Alone)
+    ranks: SingleProcess = field(default_factory=SingleProcess)
 
 
 def prepare_run(
@@ -71,29 +71,29 @@ def prepare_run(
     console: Console,
     made: list[Path] | None = None,
     held: ExitStack | None = None,
-    crew: Alone | None = None,
+    ranks: SingleProcess | None = None,
 ) -> Prepared:
     """Everything a new run needs. Its folder is made, noted in `made`, and locked while `held` is open; so long its
     memory is reserved."""
-    crew, held = crew or Alone(), held or ExitStack()
-    date = config.data.date or crew.from_lead(lambda: today().isoformat())
+    ranks, held = ranks or SingleProcess(), held or ExitStack()
+    date = config.data.date or ranks.from_lead(lambda: today().isoformat())
     new = [] if made is None else made
     config = config.replace(date=date)
-    return _prepare(config, console, lambda config, path: _new_folder(config, path, new, held), crew, held)
+    return _prepare(config, console, lambda config, path: _new_folder(config, path, new, held), ranks, held)
 
 
 def prepare_resume(
-    config: Config, console: Console, folder: Path, before: Config, held: ExitStack, crew: Alone | None = None
+    config: Config, console: Console, folder: Path, before: Config, held: ExitStack, ranks: SingleProcess | None = None
 ) -> Prepared:
     """Everything that a run in its folder needs to go on with `config`, where it had `before`."""
-    return _prepare(config, console, lambda config, path: folder, crew or Alone(), held, before)
+    return _prepare(config, console, lambda config, path: folder, ranks or SingleProcess(), held, before)
 
 
 def prepare_profile(config: Config, console: Console, held: ExitStack) -> Prepared:
     """Everything that the steps of a run need, without a folder: nothing is asked, and nothing is written."""
     date = config.data.date or today().isoformat()
     quiet = config.replace(date=date, samples=0, score=False)
-    return _prepare(quiet, console, lambda config, path: Path(config.run.out or "."), Alone(), held)
+    return _prepare(quiet, console, lambda config, path: Path(config.run.out or "."), SingleProcess(), held)
 
 
 class Opened(NamedTuple):
@@ -106,26 +106,26 @@ def _prepare(
     config: Config,
     console: Console,
     folder_for: Callable[[Config, DataValue], Path],
-    crew: Alone,
+    ranks: SingleProcess,
     held: ExitStack,
     before: Config | None = None,
 ) -> Prepared:
-    device = crew.device(config.base.device)
+    device = ranks.device(config.base.device)
     for note in set_up(device):  # what is not there is said before data is read
         console.note(note)
     if device.type == "cuda":
         plot.prepare()  # drawing would be a good part of a short run
-    ranks = crew.attach(device)
-    if ranks:
-        console.note(ranks)
+    line = ranks.attach(device)
+    if line:
+        console.note(line)
     forget_earlier_runs()
     with console.working("opening the base"):
-        config, base, adapter = crew.in_turn(lambda: _opened(config))  # it may be downloaded
+        config, base, adapter = ranks.in_turn(lambda: _opened(config))  # it may be downloaded
     path: DataValue = config.data.data or str(sample_path())
     with console.working("reading the data"):
-        data = crew.in_turn(lambda: _read(config, base, adapter, path, console))
-        crew.in_turn(lambda: base.sha256)  # which is kept: one rank of a machine reads the whole file for it
-    crew.same(
+        data = ranks.in_turn(lambda: _read(config, base, adapter, path, console))
+        ranks.in_turn(lambda: base.sha256)  # which is kept: one rank of a machine reads the whole file for it
+    ranks.same(
         {"training data": data.training.sha256, "validation data": data.validation.sha256, "base": base.sha256}
         | {"tokenizer or chat template": data.examples_sha256},
         "give every rank the same files",
@@ -134,7 +134,7 @@ def _prepare(
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
     with compiled_ahead(device, console.warn) as launched:
-        return _placed(config, console, folder_for, before, Opened(base, data, path), launched, crew, device, held)
+        return _placed(config, console, folder_for, before, Opened(base, data, path), launched, ranks, device, held)
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _placed(
     before: Config | None,
     opened: Opened,
     launched: Launched | None,
-    crew: Alone,
+    ranks: SingleProcess,
     device: torch.device,
     held: ExitStack,
 ) -> Prepared:
@@ -167,14 +167,14 @@ def _placed(
     plan: Plan | None = None
 
     def make(config: Config, memory: int) -> Job:
-        job = plan_job(config, base, data, resuming=before is not None, memory=memory, ranks=crew.size)
+        job = plan_job(config, base, data, resuming=before is not None, memory=memory, ranks=ranks.size)
         assert job is not None, "asked only for devices that are planned for"
         job.launched = launched
         return job
 
     if device.type in ("cuda", "cpu"):
         with console.working("planning memory"):
-            reserver = Reserver(config, device, console, held, task=f"train {Path(base.name).name}", crew=crew)
+            reserver = Reserver(config, device, console, held, task=f"train {Path(base.name).name}", ranks=ranks)
             config, job, plan = reserver.planned(config, make)
     if plan is not None:
         if plan.transfer:
@@ -186,17 +186,17 @@ def _placed(
         console.note(f"memory is planned on CUDA and on CPUs, not on {config.base.device}")
         capacity = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
         config = config.replace(recompute="none" if config.train.recompute == "auto" else config.train.recompute)
-    folder = Path(crew.from_lead(lambda: str(folder_for(config, path))))
+    folder = Path(ranks.from_lead(lambda: str(folder_for(config, path))))
     forget_peak()
     with console.working("loading the base"):
-        session = open_session(config, base=base, placement=job.placement if job else None, world=crew.world)
+        session = open_session(config, base=base, placement=job.placement if job else None, world=ranks.world)
     # A rank's own number is no part of what is stored: whoever resumes has other ranks.
-    stored = device.type if crew.world is not None and asked in ("auto", "cuda") else session.config.base.device
+    stored = device.type if ranks.world is not None and asked in ("auto", "cuda") else session.config.base.device
     session.config = session.config.replace(
         tokens_per_micro_batch=max(capacity, data.largest), out=str(folder), device=stored
     )
     read = data.training, data.validation, data.examples_sha256, data.answers
-    return Prepared(folder, session, *read, plan, before, crew)
+    return Prepared(folder, session, *read, plan, before, ranks)
 
 
 def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
@@ -236,7 +236,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
         raise GraftuneError(
             f"an example has {longest} tokens and {base.name} takes {base.spec.max_positions}",
             where=label(path),
-            mend=f"set max_seq_len to {base.spec.max_positions} or less",
+            fix=f"set max_seq_len to {base.spec.max_positions} or less",
         )
     answers = Answers(validation, config, reader, base.spec.max_positions)
     parts = training.examples, validation.examples
@@ -249,7 +249,7 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
     if is_absent(config) and not memory and model is None:
         raise GraftuneError(
             f"device is {config.base.device} and there is no GPU here to ask for its memory",
-            mend="name it, as in --gpu 4090, or say how much it has, as in --memory 24GiB",
+            fix="name it, as in --gpu 4090, or say how much it has, as in --memory 24GiB",
         )
     if not memory and model is None:
         memory = left_by_others(config, console)
@@ -265,7 +265,7 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
         job = Job(config, base, runtime, longest, shapes, card, memory, asked=asked) if planned else None
     if job is None:
         raise GraftuneError(
-            f"memory is planned on CUDA and on CPUs, not on {config.base.device}", mend="set device to cuda or cpu"
+            f"memory is planned on CUDA and on CPUs, not on {config.base.device}", fix="set device to cuda or cpu"
         )
     return job
 
@@ -393,7 +393,7 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
     folder = Path(config.run.out) if config.run.out else _unused_folder(Path("runs"), slug(data))
     if (folder / "config.yaml").exists():
         raise GraftuneError(
-            "there is a run in this folder", where=str(folder), mend="resume it, or set out to another folder"
+            "there is a run in this folder", where=str(folder), fix="resume it, or set out to another folder"
         )
     try:
         for path in (*reversed(folder.parents), folder):
@@ -410,7 +410,7 @@ def _new_folder(config: Config, data: DataValue, made: list[Path], held: ExitSta
         if error.errno in (errno.EMFILE, errno.ENFILE):  # of this process or machine: no other folder helps
             raise
         raise GraftuneError(
-            f"cannot be written to ({error.strerror})", where=str(folder), mend="set out to another folder"
+            f"cannot be written to ({error.strerror})", where=str(folder), fix="set out to another folder"
         ) from None
     return folder
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from graftune.batch import Example
 from graftune.data.pieces import Pieces
-from graftune.files import write_file
+from graftune.io.files import write_file
 from graftune.tokenizer import Tokenizer
 
 PREVIEW = "preview.jsonl"

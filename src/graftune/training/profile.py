@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from graftune.config import Config
 from graftune.kernels.adamw import Hyper
 from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile
+from graftune.settings.config import Config
 from graftune.step.profile import profiled
 from graftune.training import floors
 from graftune.training.every import facts_of

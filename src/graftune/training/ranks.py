@@ -1,4 +1,4 @@
-"""A run among several ranks, as its preparation and its loop see it; `Alone` is a run of one, for which all of this is
+"""The ranks of a run, as its preparation and its loop see them. `SingleProcess` is a run of one: all of this does
 nothing.
 
 Every rank does what the run does, in the same order, from the same settings and data, and holds the same weights. Rank
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from graftune.config import Config
 from graftune.dist.watch import BUG, MISTAKE, Watch
 from graftune.dist.world import World, connect, is_broken, join
 from graftune.errors import GraftuneError
@@ -27,6 +26,7 @@ from graftune.observe.memory import free_bytes
 from graftune.ranks import Ranks
 from graftune.runtime import device_of
 from graftune.session import Session
+from graftune.settings.config import Config
 from graftune.step.pipeline import Figures
 from graftune.weights.checkpoint import Progress
 
@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 POLL_SECONDS = 0.2
 
 
-class Alone:
+class SingleProcess:
     """One process: it leads, and there is nobody to ask."""
 
     leads = True
@@ -63,7 +63,7 @@ class Alone:
         """Never on two ranks of a machine at once, in the order of their numbers there."""
         work()
 
-    def same(self, facts: Mapping[str, Any], mend: str) -> None:
+    def same(self, facts: Mapping[str, Any], fix: str) -> None:
         """Refuse to go on where a rank has something else."""
 
     def memory(self, device: torch.device) -> int:
@@ -95,7 +95,7 @@ class Alone:
         """`work` is done if the run is ended from elsewhere."""
 
 
-class Together(Alone):
+class Distributed(SingleProcess):
     def __init__(self, world: World, watch: Watch):
         self._world, self.watch = world, watch
         self.leads, self.size = world.leads, world.size
@@ -113,7 +113,7 @@ class Together(Alone):
         if local >= count:
             raise GraftuneError(
                 f"rank {self.world.rank} is number {local} on its machine, which has {count} CUDA devices",
-                mend="start as many processes as there are GPUs, or set device to cuda:0 to let them share one",
+                fix="start as many processes as there are GPUs, or set device to cuda:0 to let them share one",
             )
         return torch.device("cuda", local)
 
@@ -140,14 +140,14 @@ class Together(Alone):
                 work()
             self.world.wait()
 
-    def same(self, facts: Mapping[str, Any], mend: str) -> None:
+    def same(self, facts: Mapping[str, Any], fix: str) -> None:
         for rank, theirs in enumerate(everyone := self.world.gather(dict(facts))):
             for name in everyone[0] | theirs:
                 value = everyone[0].get(name)
                 if theirs.get(name) != value:
                     shown = "other" if len(str(value)) > 60 else repr(theirs.get(name))
                     than = "than rank 0" if len(str(value)) > 60 else f"where rank 0 has {value!r}"
-                    raise GraftuneError(f"rank {rank} has {shown} {name} {than}", mend=mend)
+                    raise GraftuneError(f"rank {rank} has {shown} {name} {than}", fix=fix)
 
     def memory(self, device: torch.device) -> int:
         """On a CPU the ranks of a machine divide what is free there; those that share a GPU, what is free on it."""
@@ -168,7 +168,7 @@ class Together(Alone):
     def finished(self, figures: Figures) -> None:
         step = figures.tag["step"]
         self.watch.finished(step)
-        if figures.heard.differ:
+        if figures.signals.differ:
             self.watch.fail(
                 f"the ranks' weights have drifted apart by step {step}, as rank {self.world.rank} sees it: a device or "
                 "a library computes other numbers on one of them",
@@ -217,7 +217,7 @@ class Together(Alone):
 
 
 @contextmanager
-def joined(ranks: Ranks, console: Console) -> Iterator[Together]:
+def joined(ranks: Ranks, console: Console) -> Iterator[Distributed]:
     """This process among the others. What goes wrong with one of them ends all: here nothing is raised but a signal."""
     store, attempt = connect(ranks)  # whoever does not get so far can tell nobody but the user
     watch = Watch(ranks, console.fail, attempt=attempt)
@@ -225,7 +225,7 @@ def joined(ranks: Ranks, console: Console) -> Iterator[Together]:
     name = "" if ranks.leads else f"rank {ranks.rank}: "
     try:
         world = join(ranks, store, attempt)
-        yield Together(world, watch)
+        yield Distributed(world, watch)
         watch.stop()
         world.leave()
     except GraftuneError as error:
@@ -244,8 +244,8 @@ def joined(ranks: Ranks, console: Console) -> Iterator[Together]:
         watch.fail(f"{name}{type(error).__name__}: {error}", BUG)
 
 
-def check_settings(crew: Alone, asked: Config, resume: str | None, overrides: Mapping[str, Any]) -> None:
+def check_settings(ranks: SingleProcess, asked: Config, resume: str | None, overrides: Mapping[str, Any]) -> None:
     """The same command everywhere."""
-    mend = "start every rank with the same command line and the same files"
+    fix = "start every rank with the same command line and the same files"
     given = asked.flat() if resume is None else dict(overrides)
-    crew.same({"resume": resume, **given}, mend)
+    ranks.same({"resume": resume, **given}, fix)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from graftune.config import Config
 from graftune.errors import GraftuneError
 from graftune.ledger import HOST, SHARE, VARIABLE, Claim, Entry, Ledger, Memory, Room, shared_ledger
 from graftune.observe.console import Console
@@ -27,7 +26,8 @@ from graftune.plan import Job, Plan, best, refusal, resolve_auto
 from graftune.plan.job import CONTEXT_BYTES
 from graftune.runtime import device_name, device_of, device_uuid
 from graftune.session import Session
-from graftune.training.ranks import Alone
+from graftune.settings.config import Config
+from graftune.training.ranks import SingleProcess
 
 RESOLVED = ("recompute", "tokens_per_micro_batch", "base_dtype", "base_on", "shard_base")  # the same on every rank
 UNIFIED_SHARE = 0.6  # where CPU and GPU share one memory; of other devices it is SHARE
@@ -79,10 +79,17 @@ class Reserver:
     """One process's claims, all of them given back when `held` is closed. Every rank makes one."""
 
     def __init__(
-        self, config: Config, device: torch.device, console: Console, held: ExitStack, *, task: str, crew: Alone
+        self,
+        config: Config,
+        device: torch.device,
+        console: Console,
+        held: ExitStack,
+        *,
+        task: str,
+        ranks: SingleProcess,
     ):
-        self.console, self.held, self.crew = console, held, crew
-        self.seconds, self.task, self.group = config.run.wait_gpu, task, crew.from_lead(lambda: os.urandom(16).hex())
+        self.console, self.held, self.ranks = console, held, ranks
+        self.seconds, self.task, self.group = config.run.wait_gpu, task, ranks.from_lead(lambda: os.urandom(16).hex())
         self.ledger = _ledger(console, required=self.seconds > 0)
         self.device, self.host = Shared.of(device, config), Shared.of(torch.device("cpu"), config)
         self.on_gpu = device.type == "cuda"
@@ -91,9 +98,9 @@ class Reserver:
     def planned(self, config: Config, make: Callable[[Config, int], Job]) -> tuple[Config, Job, Plan]:
         """Planned within what other runs leave, and claimed. `make` gives the job of these settings within so many
         bytes. What rank 0 resolves is what the others ask for: whether it fits with them is theirs to say."""
-        limit, host_free = self.crew.memory(self.device.device), None
+        limit, host_free = self.ranks.memory(self.device.device), None
         if self.on_gpu:
-            host_free = self._host_left(self.crew.host_share(available_bytes()))
+            host_free = self._host_left(self.ranks.host_share(available_bytes()))
 
         def within(memory: int) -> Job:
             job = make(config, memory)
@@ -102,14 +109,14 @@ class Reserver:
             return job
 
         resolved: dict[str, Any] = {}
-        if self.crew.leads:
+        if self.ranks.leads:
             job, plan = self._planned(within, limit)
             resolved = {name: plan.settings[name] for name in RESOLVED}
-        resolved = self.crew.from_lead(lambda: resolved)
-        if not self.crew.leads:
+        resolved = self.ranks.from_lead(lambda: resolved)
+        if not self.ranks.leads:
             config = config.replace(**resolved)
             job, plan, _ = self._fitting(within, limit)
-        self.crew.one_by_one(lambda: self._claim(plan))
+        self.ranks.one_by_one(lambda: self._claim(plan))
         return config, job, plan
 
     def _planned(self, make: Make, limit: int) -> tuple[Job, Plan]:
@@ -215,7 +222,7 @@ class Reserver:
         return GraftuneError(
             f"training needs {human_bytes(size)} of {shared} and {human_bytes(room.left)} are left{waited}: "
             f"{_said(room)}",
-            mend=f"wait {longer}by setting wait_gpu to seconds, or let runs reserve more together with memory_share",
+            fix=f"wait {longer}by setting wait_gpu to seconds, or let runs reserve more together with memory_share",
         )
 
 
@@ -260,7 +267,7 @@ def _ledger(console: Console, *, required: bool) -> Ledger | None:
     if ledger is None:
         if required:
             raise GraftuneError(
-                f"wait_gpu is set and {VARIABLE} is off", where="environment", mend="unset one of the two"
+                f"wait_gpu is set and {VARIABLE} is off", where="environment", fix="unset one of the two"
             )
         return None
     try:

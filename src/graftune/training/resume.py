@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graftune import __version__
-from graftune.config import Config, OptimConfig, TrainConfig
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError, one_line
-from graftune.mixture import absolute
 from graftune.observe.events import BEGINNINGS, Event, read_events
 from graftune.session import Session
+from graftune.settings.config import Config, OptimConfig, TrainConfig
+from graftune.settings.sources import absolute
 from graftune.step.schedule import learning_rate
 from graftune.weights.base import Base
 
@@ -76,7 +76,7 @@ def stretched(settings: TrainConfig, loader: Loader) -> float:
 def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     """A run's own settings, with those that may change on a resume; any other change is refused by name."""
     if not (folder / "config.yaml").exists():
-        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), mend="give the folder of a run")
+        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), fix="give the folder of a run")
     config = Config.of_run(folder)
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
     for name in overrides:
@@ -84,7 +84,7 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
             raise GraftuneError(
                 f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
                 where=str(folder),
-                mend="resume without it, or start a new run",
+                fix="resume without it, or start a new run",
             )
     if asked["epochs"] != stored["epochs"] and "max_steps" not in overrides:
         asked["max_steps"] = 0  # of the two, the one that is given decides
@@ -181,7 +181,7 @@ def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> 
         raise GraftuneError(
             f"the run has done {step} {'step' if step == 1 else 'steps'} and {asked} makes {total}",
             where=str(folder),
-            mend=f"give more, or take an earlier state as in {folder}@best with chat, eval or export",
+            fix=f"give more, or take an earlier state as in {folder}@best with chat, eval or export",
         )
 
 

@@ -28,7 +28,7 @@ def stopping(run: Run) -> Stopping:
     def noted(number: int) -> None:
         run.signal = number  # said between micro-batches: a handler must not write to a stream that is being written to
 
-    alone = run.crew.world is None
+    alone = run.ranks.world is None
     return Stopping(
         noted,
         within=run.config.run.stop_within if alone and run.session.runtime.device.type == "cpu" else 0.0,
@@ -64,7 +64,7 @@ def stop(run: Run) -> None:
     if not run.closing:  # by then the arena may hold the best step's weights
         run.save()
     run.log.emit("run_end", step=run.progress.step, stopped="interrupted", signal=int(run.signal), **run.cost())
-    if run.crew.leads:
+    if run.ranks.leads:
         run.reporter.plot()
 
 

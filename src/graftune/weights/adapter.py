@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from graftune.config import TARGETS, LoraConfig, expand_targets
 from graftune.errors import GraftuneError
-from graftune.files import check_inside, new_folder
-from graftune.json_file import NotJson, read_object
+from graftune.io.files import check_inside, new_folder
+from graftune.io.json_file import NotJson, read_object
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena, targets_of
 from graftune.model.spec import NAMES, NORMS, ModelSpec, Names
+from graftune.settings.config import TARGETS, LoraConfig, expand_targets
 from graftune.weights import experts, names, patterns, rows, safetensors_io
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
@@ -119,7 +119,7 @@ def write_adapter(
 ) -> None:
     """Tensors by our names, B's in Hugging Face's row order; what is at `folder` gives way if it is an adapter."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise GraftuneError("is in use for something else", where=str(folder), mend="save the adapter to a new folder")
+        raise GraftuneError("is in use for something else", where=str(folder), fix="save the adapter to a new folder")
     shifts = {name: rows.shift_of(base.spec, name) for name in tensors}
     tensors = {name: t - shifts[name] if shifts[name] else t for name, t in tensors.items()}
     saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
@@ -132,7 +132,7 @@ def write_adapter(
         back = load_adapter(aside).tensors
         if back.keys() != tensors.keys() or not all(torch.equal(back[n], t.float().cpu()) for n, t in tensors.items()):
             raise GraftuneError(
-                "reading back what was written gives other values", where=str(folder), mend="check the disk"
+                "reading back what was written gives other values", where=str(folder), fix="check the disk"
             )
 
 
@@ -183,16 +183,16 @@ def load_adapter(folder: Path) -> Adapter:
         values = read_object(path)
     except FileNotFoundError:
         if not folder.exists():
-            raise GraftuneError("is not there", where=str(folder), mend="check the path") from None
-        raise GraftuneError(f"holds no {CONFIG}", where=str(folder), mend="give an adapter or run folder") from None
+            raise GraftuneError("is not there", where=str(folder), fix="check the path") from None
+        raise GraftuneError(f"holds no {CONFIG}", where=str(folder), fix="give an adapter or run folder") from None
     except NotJson as error:
-        raise GraftuneError(str(error), where=str(path), mend="copy the adapter again") from None
+        raise GraftuneError(str(error), where=str(path), fix="copy the adapter again") from None
     except OSError as error:
-        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(path), mend="check the file") from None
+        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(path), fix="check the file") from None
     with _sensible(path):
         _refuse_unknown(values, path)
     if not (folder / TENSORS).exists():
-        raise GraftuneError(f"holds no {TENSORS}", where=str(folder), mend="copy the adapter again")
+        raise GraftuneError(f"holds no {TENSORS}", where=str(folder), fix="copy the adapter again")
     raw = safetensors_io.load(folder / TENSORS)
     ours = values.get("graftune") or {}
     tensors = {names.from_peft(name): tensor.float() for name, tensor in raw.items()}
@@ -200,7 +200,7 @@ def load_adapter(folder: Path) -> Adapter:
     if odd:
         raise GraftuneError(
             f"holds {odd[0]}, which is not a known part of an adapter", where=str(folder / TENSORS),
-            mend="this cannot be loaded here",
+            fix="this cannot be loaded here",
         )  # fmt: skip
     with _sensible(path):
         lora, tensors, partial = _understood(values, tensors, path)
@@ -222,7 +222,7 @@ def load_adapter(folder: Path) -> Adapter:
 def _finite(adapter: Adapter, where: Path) -> Adapter:
     bad = next((name for name, tensor in adapter.tensors.items() if not is_finite(tensor)), None)
     if bad is not None:
-        raise GraftuneError(f"{bad} holds values that are not finite", where=str(where), mend="train it again")
+        raise GraftuneError(f"{bad} holds values that are not finite", where=str(where), fix="train it again")
     return adapter
 
 
@@ -237,12 +237,12 @@ def _sensible(path: Path) -> Iterator[None]:
         raise _uses(str(error), path) from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise GraftuneError(
-            f"its settings make no sense ({error})", where=str(path), mend="copy the adapter again"
+            f"its settings make no sense ({error})", where=str(path), fix="copy the adapter again"
         ) from None
 
 
 def _uses(what: str, path: Path) -> GraftuneError:
-    return GraftuneError(f"the adapter uses {what}", where=str(path), mend="this cannot be loaded here")
+    return GraftuneError(f"the adapter uses {what}", where=str(path), fix="this cannot be loaded here")
 
 
 def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
@@ -259,7 +259,7 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
         raise _uses(f"{start!r}, which changes the base's weights", path)
     for key in ("r", "lora_alpha"):
         if not isinstance(values.get(key), int | float):
-            raise GraftuneError(f"has no {key}", where=str(path), mend="copy the adapter again")
+            raise GraftuneError(f"has no {key}", where=str(path), fix="copy the adapter again")
     targets = values.get("target_modules")
     if not isinstance(targets, str | list | None) or not all(isinstance(target, str) for target in targets or ()):
         raise _uses(f"target modules {targets!r}", path)
@@ -342,7 +342,7 @@ def check_tables(adapter: Adapter, base: Base) -> None:
             raise GraftuneError(
                 f"the adapter uses modules_to_save with a trained {module}",
                 where=str(adapter.folder),
-                mend="export it to merged and take that as the base",
+                fix="export it to merged and take that as the base",
             )
 
 
@@ -381,13 +381,13 @@ def place_adapter(adapter: Adapter, arena: Arena, base: Base) -> None:
             raise GraftuneError(
                 f"{stored} {found}: the adapter was made for another base",
                 where=str(adapter.folder),
-                mend="give its own base",
+                fix="give its own base",
             )
         arena.view(name, arena.weights).copy_(tensor)
     if left:
         raise GraftuneError(
             f"holds {len(left)} tensors this base has no place for, such as {next(iter(left))}",
             where=str(adapter.folder),
-            mend="give the base it was made for",
+            fix="give the base it was made for",
         )
     arena.publish()

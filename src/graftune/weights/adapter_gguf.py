@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from graftune.config import PROJECTIONS, TARGETS, LoraConfig
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
+from graftune.io.files import open_plain
+from graftune.settings.config import PROJECTIONS, TARGETS, LoraConfig
 from graftune.weights import experts, names, rows
 from graftune.weights.adapter import Adapter
 from graftune.weights.gguf_io import MAGIC, _Cursor, read_gguf
@@ -51,12 +51,12 @@ def load_gguf_adapter(path: Path) -> Adapter:
     file = read_gguf(path)
     get = file.metadata.get
     if get("general.type") != "adapter" or get("adapter.type") != "lora":
-        raise GraftuneError("is not a LoRA adapter", where=str(path), mend="give it as the base, if it is a model")
+        raise GraftuneError("is not a LoRA adapter", where=str(path), fix="give it as the base, if it is a model")
     alpha = get("adapter.lora.alpha")
     if not isinstance(alpha, int | float) or alpha <= 0:
-        raise GraftuneError("has no adapter.lora.alpha", where=str(path), mend="export the adapter again")
+        raise GraftuneError("has no adapter.lora.alpha", where=str(path), fix="export the adapter again")
     if get("adapter.alora.invocation_tokens"):
-        raise GraftuneError("the adapter uses activated LoRA", where=str(path), mend="this cannot be loaded here")
+        raise GraftuneError("the adapter uses activated LoRA", where=str(path), fix="this cannot be loaded here")
     tensors = experts.adapters_from_gguf(file.tensors, str(path))
     for stored, tensor in file.tensors.items():
         if experts.is_stacked(stored):
@@ -64,7 +64,7 @@ def load_gguf_adapter(path: Path) -> Adapter:
         match = re.fullmatch(r"(.+\.weight)\.lora_([ab])", stored)
         ours = names.from_gguf(match[1], str(get("general.architecture"))) if match else None
         if match is None or ours is None or len(tensor.shape) != 2 or ours.split(".")[-2] not in TARGETS:
-            raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")
+            raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")
         tensors[f"{ours.removesuffix('weight')}lora_{match[2].upper()}.weight"] = tensor.values()
     return Adapter(
         path,
@@ -84,7 +84,7 @@ def _settings(tensors: dict[str, torch.Tensor], alpha: float, path: Path) -> Lor
     ranks |= {t.shape[-1] for n, t in tensors.items() if n.endswith("lora_B.weight")}
     if len(ranks) != 1:
         what = "ranks that differ between projections" if ranks else "no tensors"
-        raise GraftuneError(f"the adapter uses {what}", where=str(path), mend="this cannot be loaded here")
+        raise GraftuneError(f"the adapter uses {what}", where=str(path), fix="this cannot be loaded here")
     adapted: Any = {name.split(".")[-3] for name in tensors}
     known = TARGETS
     if any(experts.is_expert_adapter(name) for name in tensors):

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from graftune.config import TARGETS, LoraConfig
 from graftune.errors import GraftuneError
 from graftune.model.spec import ModelSpec
+from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import apr_io, experts, names
 from graftune.weights.adapter import Adapter
 from graftune.weights.apr_io import AprFile, AprTensor
@@ -34,7 +34,7 @@ _BESIDE = re.compile(r"(layers\.\d+\.[\w.]*)?\w*norm\.weight|(embed_tokens|lm_he
 def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
     """`facts` of the training, where known: epoch, val_loss, data_hash, started_at."""
     if adapter.interleaved:
-        raise GraftuneError("its rows are not in order", where=str(adapter.folder), mend="load it with its base first")
+        raise GraftuneError("its rows are not in order", where=str(adapter.folder), fix="load it with its base first")
     lora = adapter.lora
     loss = facts.get("val_loss")
     metadata = {
@@ -70,7 +70,7 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
 
 def _stored(name: str) -> str:
     if experts.is_expert_adapter(name):
-        raise GraftuneError("an APR file has no place for adapters on experts", mend="export to peft or gguf-lora")
+        raise GraftuneError("an APR file has no place for adapters on experts", fix="export to peft or gguf-lora")
     match = _OURS.fullmatch(name)
     return f"lora.{match[1]}.{match[2]}.lora_{match[3].lower()}" if match else name
 
@@ -79,13 +79,13 @@ def load_apr(path: Path) -> Adapter:
     file = apr_io.read(path)
     get = file.metadata.get
     if get("model_type") != "adapter":
-        raise GraftuneError(f"holds {get('model_type')!r}, not an adapter", where=str(path), mend="give an adapter")
+        raise GraftuneError(f"holds {get('model_type')!r}, not an adapter", where=str(path), fix="give an adapter")
     if not str(get("__checkpoint__.schema_version", SCHEMA)).startswith("1."):
-        raise GraftuneError("was written by a newer schema", where=str(path), mend=f"write it as {SCHEMA}")
+        raise GraftuneError("was written by a newer schema", where=str(path), fix=f"write it as {SCHEMA}")
     for key in ("lora_rank", "lora_alpha"):
         value = get(key)
         if not _is_sensible(value):
-            raise GraftuneError(f"its {key} is {value!r}", where=str(path), mend="nobody can guess it: export again")
+            raise GraftuneError(f"its {key} is {value!r}", where=str(path), fix="nobody can guess it: export again")
     found = get("graftune")
     ours: dict[str, Any] = found if isinstance(found, dict) else {}
     convolutions = ours.get("conv_layers")
@@ -112,7 +112,7 @@ def _ours(stored: str, convolutions: object, path: Path) -> str:
         return f"layers.{match[1]}.{homes[0]}.{match[2]}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored
-    raise GraftuneError(f"the adapter uses {stored}", where=str(path), mend="this cannot be loaded here")
+    raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")
 
 
 def _is_sensible(value: Any) -> bool:
@@ -128,7 +128,7 @@ def _settings(
         match = _OURS.fullmatch(name)
         if match and (value.dim() != 2 or value.shape[0 if match[3] == "A" else 1] != rank):
             raise GraftuneError(
-                f"{_stored(name)} is {list(value.shape)} where the rank is {rank}", where=str(path), mend="export again"
+                f"{_stored(name)} is {list(value.shape)} where the rank is {rank}", where=str(path), fix="export again"
             )
     adapted = {match[2] for name in tensors if (match := _OURS.fullmatch(name))}
     new_tokens = ours.get("new_tokens") or []
@@ -136,7 +136,7 @@ def _settings(
     sound = stabilised is None or _is_sensible(stabilised)
     sound = sound and isinstance(dropout, int | float) and 0 <= dropout < 1
     if not adapted or not sound or not isinstance(new_tokens, list) or not all(isinstance(t, str) for t in new_tokens):
-        raise GraftuneError("its settings make no sense", where=str(path), mend="export the adapter again")
+        raise GraftuneError("its settings make no sense", where=str(path), fix="export the adapter again")
     return LoraConfig(
         rank=int(rank),
         alpha=float(plain if stabilised is None else stabilised),

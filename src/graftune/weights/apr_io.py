@@ -26,7 +26,7 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
-from graftune.files import new_file, open_plain
+from graftune.io.files import new_file, open_plain
 from graftune.kernels import gguf_dequant
 
 MAGIC, VERSION = b"APR\0", (2, 0)
@@ -112,14 +112,14 @@ def _pieces(file: AprFile, path: Path) -> list[bytes | memoryview]:
     data: list[bytes | memoryview] = []
     for name, tensor in tensors:
         if not 0 < len(name) <= MOST_NAME or len(tensor.shape) > MOST_DIMS:
-            raise GraftuneError(f"tensor {name.decode()!r} has too long a name", where=str(path), mend="rename it")
+            raise GraftuneError(f"tensor {name.decode()!r} has too long a name", where=str(path), fix="rename it")
         size, dims = tensor.data.numel(), len(tensor.shape)
         index += struct.pack("<H", len(name)) + name + struct.pack("<BB", KINDS[tensor.kind].code, dims)
         index += struct.pack(f"<{dims}QQQ", *tensor.shape, at, size)
         data += [tensor.data.numpy().data, bytes(-size % ALIGN)]
         at += _padded(size)
     if len(metadata) > MOST_METADATA:
-        raise GraftuneError(f"its metadata is longer than {MOST_METADATA} bytes", where=str(path), mend="shorten it")
+        raise GraftuneError(f"its metadata is longer than {MOST_METADATA} bytes", where=str(path), fix="shorten it")
     index_at = ALIGN + _padded(len(metadata))
     fields = (MAGIC, *VERSION, file.flags, len(tensors), ALIGN, len(metadata), index_at, index_at + _padded(len(index)))
     header = _HEADER.pack(*fields, 0, bytes(20))
@@ -141,11 +141,11 @@ def read(path: Path) -> AprFile:
         with open_plain(path) as handle:
             data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError:
-        raise GraftuneError("no such file", where=str(path), mend="check the path") from None
+        raise GraftuneError("no such file", where=str(path), fix="check the path") from None
     except GraftuneError:
         raise
     except (OSError, ValueError) as error:
-        raise GraftuneError(f"cannot be read ({error})", where=str(path), mend="check the file") from None
+        raise GraftuneError(f"cannot be read ({error})", where=str(path), fix="check the file") from None
     return _Reader(data, path).file()
 
 
@@ -154,11 +154,11 @@ class _Reader:
         self.data, self.path, self.size = data, path, len(data)
 
     def damaged(self, what: str) -> GraftuneError:
-        return GraftuneError(what, where=str(self.path), mend="the file is damaged: copy or export it again")
+        return GraftuneError(what, where=str(self.path), fix="the file is damaged: copy or export it again")
 
     def file(self) -> AprFile:
         if self.data[:4] != MAGIC:
-            raise GraftuneError("is not an APR file", where=str(self.path), mend="give one that was exported as apr")
+            raise GraftuneError("is not an APR file", where=str(self.path), fix="give one that was exported as apr")
         if self.size < _HEADER.size + 4:
             raise self.damaged(f"ends after {self.size} bytes")
         fields = _HEADER.unpack(self.data[: _HEADER.size])
@@ -166,7 +166,7 @@ class _Reader:
         if checksum != _header_checksum(self.data[: _HEADER.size]):
             raise self.damaged("its header does not match its checksum")
         if (major, minor) != VERSION:
-            raise GraftuneError(f"is APR version {major}.{minor}", where=str(self.path), mend="export it as 2.0")
+            raise GraftuneError(f"is APR version {major}.{minor}", where=str(self.path), fix="export it as 2.0")
         self._check_flags(flags)
         if metadata_at != ALIGN or metadata_size > MOST_METADATA or any(zeros):
             raise self.damaged("its header makes no sense")
@@ -181,7 +181,7 @@ class _Reader:
     def _check_flags(self, flags: int) -> None:
         for flag, what in _REFUSED.items():
             if flags & flag:
-                raise GraftuneError(f"uses {what}", where=str(self.path), mend="export it without")
+                raise GraftuneError(f"uses {what}", where=str(self.path), fix="export it without")
         if flags & ~_KNOWN_FLAGS or not flags & ROW_MAJOR:
             raise self.damaged(f"its flags are {flags:#x}")
 

@@ -17,17 +17,17 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from graftune import digest
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
-from graftune.files import check_inside
-from graftune.json_file import NotJson, read_object
+from graftune.io import digest
+from graftune.io.files import check_inside
+from graftune.io.json_file import NotJson, read_object
 from graftune.model.frozen import BlockSource, RowSource
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import norm_names
 from graftune.model.spec import LISTS, ModelSpec
-from graftune.recognise import default_base
+from graftune.settings.recognise import default_base
 from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
 from graftune.weights import rows as rows_
 
@@ -146,7 +146,7 @@ def _fitted(base: Base, trained: bool) -> Base:
         raise GraftuneError(
             f"the tokenizer has {base.tokenizer.vocab_size} tokens and the embedding {base.spec.vocab} rows",
             where=str(base.path),
-            mend="the two belong to different models: download the base again" if trained else "raise vocab_size",
+            fix="the two belong to different models: download the base again" if trained else "raise vocab_size",
         )
     return base
 
@@ -159,19 +159,19 @@ def _check_tensors(base: Base) -> None:
         unread.discard(name)
         found = base.tensors.get(name)
         if found is None:
-            raise GraftuneError(f"tensor {name} is missing", where=str(base.path), mend="download the model again")
+            raise GraftuneError(f"tensor {name} is missing", where=str(base.path), fix="download the model again")
         if tuple(found.shape) != shape:
             raise GraftuneError(
                 f"tensor {name} is {list(found.shape)} where the configuration says {list(shape)}",
                 where=str(base.path),
-                mend="the weights and the configuration belong to different models: download both again",
+                fix="the weights and the configuration belong to different models: download both again",
             )
     unread -= {"lm_head.weight"}  # some tied models store their table twice
     if unread:
         raise GraftuneError(
             f"holds {min(unread)}, which {base.spec.family} models do not have here",
             where=str(base.path),
-            mend="this variant is not supported",
+            fix="this variant is not supported",
         )
 
 
@@ -195,7 +195,7 @@ def _sound(where: Path) -> Iterator[None]:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise GraftuneError(
-            f"its configuration makes no sense ({error})", where=str(where), mend="download the model again"
+            f"its configuration makes no sense ({error})", where=str(where), fix="download the model again"
         ) from None
 
 
@@ -222,7 +222,7 @@ def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
     wrong = [name for name, is_bad in bad.items() if is_bad]
     if wrong:
         raise GraftuneError(
-            f"its configuration makes no sense ({wrong[0]})", where=str(where), mend="download the model again"
+            f"its configuration makes no sense ({wrong[0]})", where=str(where), fix="download the model again"
         )
     return spec
 
@@ -240,9 +240,7 @@ def _open(name: str, revision: str, weights: bool) -> Base:
     if path.is_dir():
         return _open_folder(name, path) if weights else _open_config(name, _config_in(path))
     if not hub.is_name(name):
-        raise GraftuneError(
-            "no such file or folder", where=name, mend="give a .gguf file, a model folder or a Hub name"
-        )
+        raise GraftuneError("no such file or folder", where=name, fix="give a .gguf file, a model folder or a Hub name")
     found = hub.fetch(name, revision, weights)
     if found.is_file():
         base = _open_gguf(name, found)
@@ -281,7 +279,7 @@ def _open_gguf(name: str, path: Path) -> Base:
         raise GraftuneError(
             f"rope_freqs.weight is {list(factors.shape)} where heads are {spec.head_width} wide",
             where=str(path),
-            mend="download the model again",
+            fix="download the model again",
         )
     return Base(
         name,
@@ -326,13 +324,13 @@ def _config_in(folder: Path) -> Path:
 def _open_config(name: str, config: Path) -> Base:
     """A configuration and the tokenizer beside it."""
     if not config.exists():
-        raise GraftuneError("holds no config.json", where=str(config.parent), mend="give a Hugging Face model folder")
+        raise GraftuneError("holds no config.json", where=str(config.parent), fix="give a Hugging Face model folder")
     try:
         values = read_object(config)
     except NotJson as error:
-        raise GraftuneError(str(error), where=str(config), mend="download the model again") from None
+        raise GraftuneError(str(error), where=str(config), fix="download the model again") from None
     except OSError as error:
-        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(config), mend="check the file") from None
+        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(config), fix="check the file") from None
     with _sound(config):
         spec = _checked_spec(from_config(values, str(config)), config)
     return Base(name, config, "config", spec, tok.from_folder(config.parent), {})

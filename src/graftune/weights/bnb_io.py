@@ -90,7 +90,7 @@ def assembled(tensors: Mapping[str, SafetensorsTensor], folder: Path) -> dict[st
             raise GraftuneError(
                 f"tensor {name} is {'int8 (llm_int8)' if int8 else tensor.dtype_name}",
                 where=str(folder),
-                mend="give an NF4 or an unquantised checkpoint" if int8 else f"give one of {', '.join(READABLE)}",
+                fix="give an NF4 or an unquantised checkpoint" if int8 else f"give one of {', '.join(READABLE)}",
             )
         found[name] = tensor
     return found

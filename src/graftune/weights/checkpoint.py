@@ -27,8 +27,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from graftune.errors import GraftuneError
-from graftune.files import OLD, PART, check_plain, new_folder, remove, remove_at_once
-from graftune.json_file import read_object
+from graftune.io.files import OLD, PART, check_plain, new_folder, remove, remove_at_once
+from graftune.io.json_file import read_object
 from graftune.model.lora import Arena
 from graftune.weights import safetensors_io
 from graftune.weights.finite import is_finite
@@ -156,7 +156,7 @@ def newest_whole(
         raise GraftuneError(
             "none of its checkpoints is whole together with the best one, so that the run would begin anew",
             where=str(root),
-            mend="delete this folder if it should, or restore it",
+            fix="delete this folder if it should, or restore it",
         )
     return None
 
@@ -259,7 +259,7 @@ def load(
     except _UNREADABLE as error:
         raise _damaged(path, error) from None
     if any(tensor.shape != buffer.shape for tensor, buffer in buffers):
-        raise GraftuneError("this checkpoint holds other adapters", where=str(path), mend="resume with its own config")
+        raise GraftuneError("this checkpoint holds other adapters", where=str(path), fix="resume with its own config")
     if scaler is not None and "loss_scale" in tensors:
         try:
             scaler.load_state_dict(tensors)
@@ -280,7 +280,7 @@ def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
             _check_settings(value, had, folder)
         elif had != value:
             raise GraftuneError(
-                f"the {key} has changed since the run started", where=str(folder), mend=f"resume with the same {key}"
+                f"the {key} has changed since the run started", where=str(folder), fix=f"resume with the same {key}"
             )
 
 
@@ -291,7 +291,7 @@ def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
             raise GraftuneError(
                 f"{name} was {stored[name]!r} when the run started, and config.yaml now has {now[name]!r}",
                 where=str(folder),
-                mend=f"set {name} in config.yaml back to what it was",
+                fix=f"set {name} in config.yaml back to what it was",
             )
 
 
@@ -319,7 +319,7 @@ def _buffers(arena: Arena) -> dict[str, torch.Tensor]:
 
 def _damaged(path: Path, why: object) -> Damaged:
     return Damaged(
-        f"this checkpoint is damaged ({why})", where=str(path), mend="delete it to fall back on an earlier one"
+        f"this checkpoint is damaged ({why})", where=str(path), fix="delete it to fall back on an earlier one"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.json_file import NotJson, read_object
+from graftune.io.json_file import NotJson, read_object
 from graftune.observe.memory import human_bytes
 from graftune.weights import safetensors_io
 from graftune.weights.adapter import is_adapter, load_adapter
@@ -49,8 +49,8 @@ def _of_adapter(name: str, place: Path) -> Report:
         return Report({"adapter": name}, error)
     lora, base = adapter.lora, adapter.base_name or "a base it does not name"
     facts = {"adapter": name, "of": base, "rank": lora.rank, "alpha": lora.alpha, "targets": ", ".join(lora.targets)}
-    mend = "ask the doctor about its base; chat, eval and export take it, and train with --adapter goes on from it"
-    return Report(facts, GraftuneError(f"is not a base but an adapter, of {base}", where=name, mend=mend))
+    fix = "ask the doctor about its base; chat, eval and export take it, and train with --adapter goes on from it"
+    return Report(facts, GraftuneError(f"is not a base but an adapter, of {base}", where=name, fix=fix))
 
 
 def _facts(base: Base) -> dict[str, Any]:

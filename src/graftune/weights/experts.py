@@ -216,7 +216,7 @@ def by_expert(
     assert match is not None
     down, up = tensors[name], tensors.get(name.replace("lora_A", "lora_B"))
     if up is None or down.dim() != 2 or up.dim() != 3 or len(down) != len(up) * up.shape[2]:
-        raise GraftuneError(f"{match[1]}.{match[2]}.lora_B does not fit its lora_A", where=where, mend="copy it again")
+        raise GraftuneError(f"{match[1]}.{match[2]}.lora_B does not fit its lora_A", where=where, fix="copy it again")
     projections, found = PARAMETERS[match[2]], {}
     for expert, (a, b) in enumerate(zip(down.unflatten(0, (len(up), -1)), up, strict=True)):
         for projection, part in zip(projections, b.chunk(len(projections)), strict=True):
@@ -258,7 +258,7 @@ def adapters_from_gguf(tensors: Mapping[str, GgufTensor], where: str) -> dict[st
                 raise GraftuneError(
                     f"the adapter uses {given[0]} otherwise than gate and up as one",
                     where=where,
-                    mend="this cannot be loaded here",
+                    fix="this cannot be loaded here",
                 )
             stem = f"layers.{layer}.mlp.experts.{parameter}"
             found[f"{stem}.lora_A.weight"] = downs[0].flatten(0, 1)

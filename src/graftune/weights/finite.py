@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from graftune import digest
 from graftune.errors import GraftuneError
+from graftune.io import digest
 from graftune.kernels import gguf_dequant, rehearsal
 from graftune.model.frozen import Dense, FloatRows, GgufRows, Mapped, Nf4Rows, RowSource, Table, Trained, Unpacked
 from graftune.model.frozen.mapped import pieces
@@ -98,9 +98,9 @@ class FiniteCheck:
     def _refused(self, name: str, dtype: torch.dtype | None = None) -> GraftuneError:
         if dtype is not None and self._is_sound(name):
             what = f"tensor {name} holds numbers beyond the range of {str(dtype).removeprefix('torch.')}"
-            return GraftuneError(what, where=_file(self.base, name), mend="set base_dtype to bf16 or fp32")
+            return GraftuneError(what, where=_file(self.base, name), fix="set base_dtype to bf16 or fp32")
         what = f"tensor {name} holds numbers that are not finite"
-        return GraftuneError(what, where=_file(self.base, name), mend="download the model again")
+        return GraftuneError(what, where=_file(self.base, name), fix="download the model again")
 
 
 def refusal_of(base: Base) -> GraftuneError | None:

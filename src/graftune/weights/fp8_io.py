@@ -21,7 +21,7 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
-from graftune.json_file import read_object
+from graftune.io.json_file import read_object
 from graftune.kernels.fp8 import Rows
 from graftune.weights.safetensors_io import READABLE, SafetensorsTensor
 
@@ -141,4 +141,4 @@ def _keys(value: Any) -> dict[str, Any]:
 
 
 def _refused(what: str, folder: Path) -> GraftuneError:
-    return GraftuneError(what, where=str(folder), mend="give the unquantised model, or download this one again")
+    return GraftuneError(what, where=str(folder), fix="give the unquantised model, or download this one again")

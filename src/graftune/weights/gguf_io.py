@@ -22,7 +22,7 @@ from gguf.quants import dequantize
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
+from graftune.io.files import open_plain
 from graftune.kernels import gguf_dequant
 from graftune.private import find
 
@@ -116,12 +116,12 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
         raise GraftuneError(
             f"is one of {count!r} parts of a split model, under another name than NAME-00001-of-0000N.gguf",
             where=str(path),
-            mend="give the parts their names back",
+            fix="give the parts their names back",
         )
     paths = tuple(path.with_name(name) for name in names)
     missing = next((part for part in paths if not part.is_file()), None)
     if missing is not None:
-        raise GraftuneError("this part of a split model is missing", where=str(missing), mend="download it too")
+        raise GraftuneError("this part of a split model is missing", where=str(missing), fix="download it too")
     whole = GgufFile(paths[0], {}, {})
     for number, part in enumerate(paths):
         one = file if part == path else read_gguf(part)
@@ -129,16 +129,16 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
             raise GraftuneError(
                 f"says it is part {one.metadata.get('split.no')!r} of {one.metadata.get('split.count')!r}",
                 where=str(part),
-                mend="the parts are mixed up: download them again",
+                fix="the parts are mixed up: download them again",
             )
         if twice := whole.tensors.keys() & one.tensors.keys():
-            raise GraftuneError(f"holds {min(twice)}, as a part before it does", where=str(part), mend=_AGAIN)
+            raise GraftuneError(f"holds {min(twice)}, as a part before it does", where=str(part), fix=_AGAIN)
         whole.tensors.update(one.tensors)
         whole.metadata = whole.metadata or one.metadata
     declared = whole.metadata.get("split.tensors.count")
     if declared != len(whole.tensors):
         raise GraftuneError(
-            f"its parts hold {len(whole.tensors)} tensors of {declared!r}", where=str(paths[0]), mend=_AGAIN
+            f"its parts hold {len(whole.tensors)} tensors of {declared!r}", where=str(paths[0]), fix=_AGAIN
         )
     return whole, paths
 
@@ -158,17 +158,17 @@ def read_gguf(path: str | Path) -> GgufFile:
         with open_plain(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise GraftuneError("no such file", where=str(path), mend="check the path") from None
+        raise GraftuneError("no such file", where=str(path), fix="check the path") from None
     except GraftuneError:
         raise
     except (OSError, ValueError) as error:
-        raise GraftuneError(f"cannot be read ({error})", where=str(path), mend="check the file") from None
+        raise GraftuneError(f"cannot be read ({error})", where=str(path), fix="check the file") from None
     cursor = _Cursor(data, path)
     if cursor.take(4) != MAGIC:
-        raise GraftuneError("is not a GGUF file", where=str(path), mend="give a .gguf model or a Hugging Face folder")
+        raise GraftuneError("is not a GGUF file", where=str(path), fix="give a .gguf model or a Hugging Face folder")
     version = cursor.unpack("<I")
     if version not in (2, 3):
-        raise GraftuneError(f"has GGUF version {version}", where=str(path), mend="only little-endian 2 and 3 are read")
+        raise GraftuneError(f"has GGUF version {version}", where=str(path), fix="only little-endian 2 and 3 are read")
     tensor_count, key_count = cursor.count(24), cursor.count(13)
     metadata: dict[str, Any] = {}
     for _ in range(key_count):
@@ -208,7 +208,7 @@ def _placed(
         raise GraftuneError(
             f"tensor {name!r} is {kind.name}, which cannot be dequantised",
             where=str(cursor.path),
-            mend="give a file in another quantisation",
+            fix="give a file in another quantisation",
         )
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
@@ -220,7 +220,7 @@ def _placed(
         raise GraftuneError(
             f"tensor {name!r} ends at byte {end} of a file of {len(raw)}",
             where=str(cursor.path),
-            mend="the file is cut short: download it again",
+            fix="the file is cut short: download it again",
         )
     return GgufTensor(name, kind, shape, raw[at:end].reshape(rows, row_bytes))
 
@@ -232,7 +232,7 @@ class _Cursor:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
 
     def broken(self, what: str) -> GraftuneError:
-        return GraftuneError(what, where=str(self.path), mend="the file is damaged: download it again")
+        return GraftuneError(what, where=str(self.path), fix="the file is damaged: download it again")
 
     def take(self, count: int) -> bytes:
         if count > self.size - self.at:

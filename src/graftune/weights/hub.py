@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graftune.errors import GraftuneError
-from graftune.hub import download, unreachable
+from graftune.io.hub import download, unreachable
 from graftune.weights import safetensors_io
 
 # Of a model, beside its weights. Every repository has the last one: patterns that match nothing are warned of.
@@ -61,7 +61,7 @@ def fetch(name: str, revision: str, weights: bool) -> Path:
     else:
         what = f"holds {len(wanted)} GGUF models: {shown}"
     example = f", such as {repo}/{few[0]}" if few else ""
-    raise GraftuneError(what, where=name, mend=f"name one of them by its type, OWNER/NAME:Q4_K_M, or its file{example}")
+    raise GraftuneError(what, where=name, fix=f"name one of them by its type, OWNER/NAME:Q4_K_M, or its file{example}")
 
 
 def _gguf(name: str, repo: str, revision: str, file: str) -> Path:
@@ -73,7 +73,7 @@ def _gguf(name: str, repo: str, revision: str, file: str) -> Path:
     folder = download(repo, revision, (".gitattributes", *map(glob.escape, files)))
     missing = next((part for part in files if not (folder / part).is_file()), None)
     if missing is not None:
-        raise GraftuneError(f"holds no {missing}", where=repo, mend=f"check the name of the file in {name}")
+        raise GraftuneError(f"holds no {missing}", where=repo, fix=f"check the name of the file in {name}")
     return folder / files[0]
 
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 
-from graftune.config import LoraConfig
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
 from graftune.model.block import Block, Branch, FeedForwardBranch
@@ -45,6 +44,7 @@ from graftune.model.part import Bias, NormWeight, PartSpec
 from graftune.model.projection import Projection
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, Runtime
+from graftune.settings.config import LoraConfig
 from graftune.weights.base import Base, FirstRows
 from graftune.weights.bnb_io import Nf4Tensor, is_quantised
 from graftune.weights.divided import divided
@@ -156,12 +156,12 @@ class _Placer:
     def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
         found = self.base.tensors.get(name)
         if found is None:
-            raise GraftuneError(f"tensor {name} is missing", where=str(self.base.path), mend="download the model again")
+            raise GraftuneError(f"tensor {name} is missing", where=str(self.base.path), fix="download the model again")
         if tuple(found.shape) != shape:
             raise GraftuneError(
                 f"tensor {name} is {list(found.shape)} where the configuration says {list(shape)}",
                 where=str(self.base.path),
-                mend="the weights and the configuration belong to different models",
+                fix="the weights and the configuration belong to different models",
             )
         return found
 
@@ -356,7 +356,7 @@ class _PartMaker:
         if placer.own:
             held = placer.placement.base_dtype
             raise GraftuneError(
-                f"experts are not held in {held} here", where=placer.base.name, mend="use bf16, nf4 or keep"
+                f"experts are not held in {held} here", where=placer.base.name, fix="use bf16, nf4 or keep"
             )
         shapes = [part.projections[member] for member in PARAMETERS[group]]
         names = [[f"layers.{self.layer}.{n}" for n in part.names_of(e, group)] for e in range(part.experts)]

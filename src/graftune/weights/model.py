@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.files import check_inside, new_folder
-from graftune.json_file import read_object
+from graftune.io.files import check_inside, new_folder
+from graftune.io.json_file import read_object
 from graftune.model.families import FAMILIES, MODEL_TYPES
 from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena
@@ -47,7 +47,7 @@ def save_model(
     """Write a model that trains whole, into a fresh folder beside the target, then swap: a reader finds the old model
     or the new one. `config` is what `hf_config` said when the run began."""
     if folder.exists() and not is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise GraftuneError("is in use for something else", where=str(folder), mend="save the model to a new folder")
+        raise GraftuneError("is in use for something else", where=str(folder), fix="save the model to a new folder")
     sources = {name: Held(arena.view(name, arena.weights)) for name in arena.slots}
     write_model(folder, sources, dict.fromkeys(sources, dtype), base, config, shard_bytes=shard_bytes)
 
@@ -85,7 +85,7 @@ def _check(folder: Path, sources: Mapping[str, RowSource], base: Base) -> None:
     back = open_base(str(folder))
     same = base.tokenizer.encode(_PROBE) == back.tokenizer.encode(_PROBE)
     if set(back.tensors) != set(sources) or not same or back.spec.head_width != base.spec.head_width:
-        raise GraftuneError("reads back as another model", where=str(folder), mend="report this, with its base")
+        raise GraftuneError("reads back as another model", where=str(folder), fix="report this, with its base")
 
 
 def _write_weights(
@@ -257,7 +257,7 @@ def _llama3_of(spec: ModelSpec, base: Base) -> RopeScaling:
     raise GraftuneError(
         "its rope frequencies have no name in a Hugging Face configuration, so the model could not be saved",
         where=str(base.path),
-        mend="train the model from its Hugging Face folder, or with method lora",
+        fix="train the model from its Hugging Face folder, or with method lora",
     )
 
 

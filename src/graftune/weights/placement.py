@@ -98,7 +98,7 @@ def places(base_on: str, shard_base: str, ranks: int, device: torch.device) -> l
     if shard_base == "yes" and not ranks:
         raise GraftuneError(
             "shard_base is yes and this process is the only one of its run",
-            mend="start it with torchrun, or leave shard_base out",
+            fix="start it with torchrun, or leave shard_base out",
         )
     on_host = {"auto": (False, True), "device": (False,), "host": (True,)}[base_on]
     divided = {"auto": (0, ranks) if ranks > 1 else (0,), "yes": (ranks,), "no": (0,)}[shard_base]
@@ -148,7 +148,7 @@ def check_blocks(base: Base) -> None:
         raise GraftuneError(
             f"tensor {name} is {base.tensors[name].dtype_name}, of which no GPU kernel knows the blocks",
             where=str(base.path),
-            mend="set base_dtype to nf4 or bf16, or take a file in another quantisation",
+            fix="set base_dtype to nf4 or bf16, or take a file in another quantisation",
         )
 
 
@@ -167,7 +167,7 @@ def nothing_frozen(base: Base, asked: str, runtime: Runtime, free: int | None = 
     if asked not in ("auto", runtime.compute_name):
         raise GraftuneError(
             f"base_dtype is {asked} and every weight trains, so that none is frozen",
-            mend="leave base_dtype out, or set method to lora",
+            fix="leave base_dtype out, or set method to lora",
         )
     wide, narrow = 4 * 4, 0 if runtime.compute == torch.float32 else runtime.compute.itemsize
     need = base.spec.parameters * (wide + narrow)
@@ -176,6 +176,6 @@ def nothing_frozen(base: Base, asked: str, runtime: Runtime, free: int | None = 
         raise GraftuneError(
             f"training every weight takes {human_bytes(need)} and {human_bytes(free)} are free",
             where=base.name,
-            mend="take a smaller model, or method lora",
+            fix="take a smaller model, or method lora",
         )
     return Placement(runtime.compute_name, "none is frozen: every weight trains")

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError
-from graftune.files import check_plain, new_file
-from graftune.json_file import NotJson, read_object
+from graftune.io.files import check_plain, new_file
+from graftune.io.json_file import NotJson, read_object
 
 MOST_DIMENSIONS = 8
 READABLE = ("BF16", "F16", "F32")
@@ -69,7 +69,7 @@ def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
         return _open_shards(folder, index)
     if not single.exists():
         raise GraftuneError(
-            "holds no model.safetensors", where=str(folder), mend="give a model folder with safetensors weights"
+            "holds no model.safetensors", where=str(folder), fix="give a model folder with safetensors weights"
         )
     return _tensors(single)
 
@@ -83,7 +83,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
         for name in (name for name, place in where.items() if place == file):
             if name not in held:
                 raise GraftuneError(
-                    f"names {name} in {file}, which does not hold it", where=str(index), mend="download the model again"
+                    f"names {name} in {file}, which does not hold it", where=str(index), fix="download the model again"
                 )
             tensors[name] = held[name]
     return tensors
@@ -94,12 +94,12 @@ def weight_map(index: Path) -> dict[str, str]:
         where = read_object(index).get("weight_map")
     except NotJson as error:
         raise GraftuneError(
-            f"is not a shard index: it {error}", where=str(index), mend="download the model again"
+            f"is not a shard index: it {error}", where=str(index), fix="download the model again"
         ) from None
     except OSError as error:
-        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(index), mend="check the file") from None
+        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(index), fix="check the file") from None
     if not isinstance(where, dict) or not all(_is_shard(file) for file in where.values()):
-        raise GraftuneError("is not a shard index", where=str(index), mend="download the model again")
+        raise GraftuneError("is not a shard index", where=str(index), fix="download the model again")
     return where
 
 
@@ -119,19 +119,19 @@ def _tensors(file: Path) -> dict[str, SafetensorsTensor]:
 
 def open_shard(file: Path) -> Any:
     if not file.exists():
-        raise GraftuneError("this shard is missing", where=str(file), mend="download the model again")
+        raise GraftuneError("this shard is missing", where=str(file), fix="download the model again")
     try:
         check_plain(file)
         shard = safe_open(str(file), framework="pt")
         shapes = {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise GraftuneError(
-            f"is damaged or cut short ({error})", where=str(file), mend="download or copy the file again"
+            f"is damaged or cut short ({error})", where=str(file), fix="download or copy the file again"
         ) from None
     for name, shape in shapes.items():
         if len(shape) > MOST_DIMENSIONS:  # torch has an error of its own at 64
             raise GraftuneError(
-                f"tensor {name} has {len(shape)} dimensions", where=str(file), mend="download or copy the file again"
+                f"tensor {name} has {len(shape)} dimensions", where=str(file), fix="download or copy the file again"
             )
     return shard
 

@@ -95,7 +95,7 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor
         sound = bool(values.isfinite().all())
         raise GraftuneError(
             f"{name} holds values {f'beyond what {NAMES[dtype]} can hold' if sound else 'that are no numbers'}",
-            mend="choose BF16 or F32" if sound else "train again with a lower lr",
+            fix="choose BF16 or F32" if sound else "train again with a lower lr",
         )
     return stored
 
@@ -183,4 +183,4 @@ def within_rounding(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -
 
 
 def spoilt(what: str, where: Path) -> GraftuneError:
-    return GraftuneError(f"reading back what was written gives {what}", where=str(where), mend="check the disk")
+    return GraftuneError(f"reading back what was written gives {what}", where=str(where), fix="check the disk")

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graftune.config import TARGETS
 from graftune.errors import GraftuneError
 from graftune.model.lora import targets_of, weight_name
 from graftune.model.spec import ModelSpec
+from graftune.settings.config import TARGETS
 from graftune.weights import names, patterns
 
 MOST_PATTERNS = 4000  # one for each module of a model, and more
@@ -45,14 +45,14 @@ def with_uniform_rank(
         if first != "layers" or not number.isdecimal() or home not in names.HOMES.get(target, ()):
             raise refuse(f"adapters on {module}")
     if not downs:
-        raise GraftuneError("holds no A and B of any module", where=where, mend="copy the adapter again")
+        raise GraftuneError("holds no A and B of any module", where=where, fix="copy the adapter again")
     ranks = {module: len(down) for module, down in downs.items()}
     said = _values(values.get("rank_pattern"), ranks, values["r"])
     for module, rank in ranks.items():
         if said[module] != rank:
             raise GraftuneError(
                 f"{module} is of rank {rank} where the settings say {said[module]:g}", where=where,
-                mend="copy the adapter again",
+                fix="copy the adapter again",
             )  # fmt: skip
     alphas = _values(values.get("alpha_pattern"), ranks, values["lora_alpha"])
     rank, found = max(ranks.values()), {module.rpartition(".")[2] for module in downs}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from graftune.data.sample.score import TOPICS
-from graftune.files import write_file
+from graftune.io.files import write_file
 
 T = TypeVar("T")
 

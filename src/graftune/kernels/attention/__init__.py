@@ -98,7 +98,7 @@ def _ours(head_width: int, reason: str) -> Choice:
     if head_width > 256:
         raise GraftuneError(f"heads of {head_width} values are wider than the 256 that attention on the GPU serves")
     if importlib.util.find_spec("triton") is None:
-        raise GraftuneError(f"attention needs the package triton here ({reason})", mend="pip install triton")
+        raise GraftuneError(f"attention needs the package triton here ({reason})", fix="pip install triton")
     return Choice("triton", f"our own kernels: {reason}")
 
 

@@ -243,7 +243,7 @@ def _build(device: torch.device, shape: Shape) -> Plan:
         raise GraftuneError(
             f"cuDNN {cudnn.backend_version()} has no plan for attention's {side} with {shape.heads}/{shape.key_heads}"
             f" heads of {shape.width} and {shape.slots} documents of up to {shape.longest} tokens ({error})",
-            mend=f"uninstall {PACKAGE} to use torch's flash attention, or install another version of it",
+            fix=f"uninstall {PACKAGE} to use torch's flash attention, or install another version of it",
         ) from error
     return Plan(graph, size)
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from graftune import remembered
 from graftune.graph import capture, stream
+from graftune.io import user_cache
 from graftune.kernels import attention
 from graftune.kernels.attention import Documents
 
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     heads: tuple[int, int, int]  # N, K, H
     dtype: torch.dtype
     scale: float
-    out_apart: int
+    out_row_stride: int
     grads_apart: int  # of qkv's gradient, where the backend has no buffers of its own
 
 
@@ -46,12 +46,12 @@ def fastest(names: Sequence[str], cu_seqlens: torch.Tensor, case: Case) -> str:
             _pass(name, cu_seqlens, case)()
         return names[0]
     key = _key(names, cu_seqlens, case)
-    known = remembered.recall(REMEMBERED).get(key)
+    known = user_cache.recall(REMEMBERED).get(key)
     if known in names:
         return str(known)
     times = {name: _time(_pass(name, cu_seqlens, case)) for name in names}
     best = min(times, key=times.__getitem__)
-    remembered.remember(REMEMBERED, key, best, KEPT)
+    user_cache.remember(REMEMBERED, key, best, KEPT)
     return best
 
 
@@ -72,7 +72,7 @@ def _version(package: str) -> str:
 
 
 def _pass(name: str, cu_seqlens: torch.Tensor, case: Case) -> Callable[[], None]:
-    tokens, longest, (n, k, h), dtype, scale, out_apart, grads_apart = case
+    tokens, longest, (n, k, h), dtype, scale, out_row_stride, grads_apart = case
     device = cu_seqlens.device
 
     def random(count: int, distance: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _pass(name: str, cu_seqlens: torch.Tensor, case: Case) -> Callable[[], None]
         return rows[:, : count * h].unflatten(1, (count, h))
 
     q, keys, values = random(n + 2 * k, (n + 2 * k) * h).split([n, k, k], 1)
-    place, grad = random(n, out_apart), random(n, n * h)
+    place, grad = random(n, out_row_stride), random(n, n * h)
     first, second, third = random(n + 2 * k, grads_apart).split([n, k, k], 1)
     spare = first, second, third
 

@@ -69,7 +69,7 @@ def require(device: torch.device, compute: torch.dtype) -> None:
     if reason is None and compute != torch.bfloat16:
         reason = f"fp8 products come back in bf16, and compute_dtype is {str(compute).removeprefix('torch.')}"
     if reason is not None:
-        raise GraftuneError(reason, mend="use base_dtype bf16, nf4 or auto")
+        raise GraftuneError(reason, fix="use base_dtype bf16, nf4 or auto")
 
 
 def aligned(width: int) -> int:

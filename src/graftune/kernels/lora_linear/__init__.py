@@ -125,12 +125,12 @@ def backward(
     rank, width_in = down.shape
     if up.dim() != 2 or up.shape[1] != rank:
         raise GraftuneError(
-            f"up is {tuple(up.shape)}", mend=f"it must be [out, {rank}] to follow down {tuple(down.shape)}"
+            f"up is {tuple(up.shape)}", fix=f"it must be [out, {rank}] to follow down {tuple(down.shape)}"
         )
     if x.dim() not in (2, 3) or x.shape[-1] != width_in:
         raise GraftuneError(
-            f"x is {tuple(x.shape)}", mend=f"it must be [tokens, {width_in}] or [batch, tokens, {width_in}]"
+            f"x is {tuple(x.shape)}", fix=f"it must be [tokens, {width_in}] or [batch, tokens, {width_in}]"
         )
     if grad_out.shape != (*x.shape[:-1], up.shape[0]):
-        raise GraftuneError(f"grad_out is {tuple(grad_out.shape)}", mend=f"it must be {(*x.shape[:-1], up.shape[0])}")
+        raise GraftuneError(f"grad_out is {tuple(grad_out.shape)}", fix=f"it must be {(*x.shape[:-1], up.shape[0])}")
     return reference.backward(grad_out, x, down, up, scale)

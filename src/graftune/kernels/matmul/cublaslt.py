@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graftune import graph, remembered
+from graftune import graph
 from graftune.errors import GraftuneError
+from graftune.io import user_cache
 from graftune.kernels import launch, rehearsal
 from graftune.kernels.rehearsal import WORKSPACES
 from graftune.private import find
@@ -81,7 +82,7 @@ class Shape(NamedTuple):
     b_across: bool
     a_apart: int  # distance of a's rows (or columns); likewise b's, and the result's rows
     b_apart: int
-    out_apart: int
+    out_row_stride: int
     aligned: int  # bytes
 
 
@@ -182,20 +183,20 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
             times[i] = _time_if_right(plan, operands, flush, rounds, right)
     least = min(times.values(), default=float("inf"))
     if least == float("inf"):
-        raise GraftuneError(f"cuBLASLt has no algorithm for {shape}", mend="set deterministic, which needs none")
+        raise GraftuneError(f"cuBLASLt has no algorithm for {shape}", fix="set deterministic, which needs none")
     best = sorted((i for i in times if times[i] <= NEAR * least), key=lambda i: times[i])[:FINALISTS]
     bytes_read = sum(x.numel() * x.element_size() for x in (operands.a, operands.b))
     if least >= LONG and len(best) > 1 and bytes_read > len(flush):
         loaded = _under_load([plans[i] for i in best], operands, least)
         times = dict(zip(best, loaded, strict=True))
     chosen = plans[min(times, key=lambda i: times[i])]
-    remembered.remember("products", key, bytes(chosen.algorithm.algo).hex(), KEPT)
+    user_cache.remember("products", key, bytes(chosen.algorithm.algo).hex(), KEPT)
     return chosen
 
 
 def _recalled(key: str, desc: c_void_p, layouts: Layouts, device: torch.device) -> _Result | None:
     """An earlier choice, if the library still takes it for this product."""
-    text = remembered.recall("products").get(key)
+    text = user_cache.recall("products").get(key)
     if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{128}", text):
         return None
     return _accepted(_Algorithm.from_buffer_copy(bytes.fromhex(text)), desc, layouts, device)
@@ -305,7 +306,7 @@ def _problem(shape: Shape) -> tuple[c_void_p, Layouts]:
             _set(desc, attribute, c_int(BY_ROW))
     first = _layout(kind, *((shape.k, shape.n) if shape.b_across else (shape.n, shape.k)), shape.b_apart)
     second = _layout(kind, *((shape.m, shape.k) if shape.a_across else (shape.k, shape.m)), shape.a_apart)
-    return desc, (first, second, _layout(KINDS[shape.out_kind], shape.n, shape.m, shape.out_apart))
+    return desc, (first, second, _layout(KINDS[shape.out_kind], shape.n, shape.m, shape.out_row_stride))
 
 
 def _set(desc: c_void_p, attribute: int, value: Any) -> None:
@@ -390,7 +391,7 @@ def _library() -> ctypes.CDLL:
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if "libcublasLt.so" in line}
     if not paths:
-        raise GraftuneError("torch has not loaded cuBLASLt", mend="set deterministic, which does without it")
+        raise GraftuneError("torch has not loaded cuBLASLt", fix="set deterministic, which does without it")
     lib = ctypes.CDLL(paths.pop())
     lib.cublasLtMatmul.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
     lib.cublasLtMatmul.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p]

@@ -126,10 +126,10 @@ def from_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> Nf4:
     _expect(name, "block size", state.get("blocksize"), BLOCK)
     if state.get("dtype") not in FLOATS:
         raise GraftuneError(
-            f"dtype {state.get('dtype')} is not known", where=name, mend=f"use one of {', '.join(FLOATS)}"
+            f"dtype {state.get('dtype')} is not known", where=name, fix=f"use one of {', '.join(FLOATS)}"
         )
     if not torch.equal(_part(tensors, name, ".quant_map").float().cpu(), torch.tensor(TABLE)):
-        raise GraftuneError("the weight's quant_map is not NF4's", where=name, mend="use an NF4 checkpoint")
+        raise GraftuneError("the weight's quant_map is not NF4's", where=name, fix="use an NF4 checkpoint")
     # Packed codes may be stored as another dtype (bnb_4bit_quant_storage), in which case a few bytes may follow them.
     codes = _part(tensors, name, "").contiguous().view(-1).view(torch.uint8)[: (count + 1) // 2]
     absmax = _part(tensors, name, ".absmax").view(-1)
@@ -159,22 +159,22 @@ def checkpoint_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[in
 def _state(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
     if name + STATE + "nf4" not in tensors:
         kind = "fp4" if name + STATE + "fp4" in tensors else "not bitsandbytes' NF4"
-        raise GraftuneError(f"the weight is {kind}", where=name, mend="use an NF4 or an unquantised checkpoint")
+        raise GraftuneError(f"the weight is {kind}", where=name, fix="use an NF4 or an unquantised checkpoint")
     try:
         state = json.loads(bytes(tensors[name + STATE + "nf4"].cpu().tolist()))
     except (ValueError, TypeError, RecursionError):
         state = None
     if not isinstance(state, dict):
-        raise GraftuneError("the weight's quant_state is not valid JSON", where=name, mend="download the model again")
+        raise GraftuneError("the weight's quant_state is not valid JSON", where=name, fix="download the model again")
     return state
 
 
 def _part(tensors: Mapping[str, torch.Tensor], name: str, part: str) -> torch.Tensor:
     if name + part not in tensors:
-        raise GraftuneError(f"tensor {name}{part} is missing", mend="download the model again")
+        raise GraftuneError(f"tensor {name}{part} is missing", fix="download the model again")
     return tensors[name + part]
 
 
 def _expect(name: str, what: str, found: object, wanted: object) -> None:
     if found != wanted:
-        raise GraftuneError(f"its {what} is {found}, not {wanted}", where=name, mend="quantise it anew")
+        raise GraftuneError(f"its {what} is {found}, not {wanted}", where=name, fix="quantise it anew")

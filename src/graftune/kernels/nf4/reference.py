@@ -202,7 +202,7 @@ def finish(shape: tuple[int, ...], dtype: torch.dtype, codes: torch.Tensor, absm
     not depend on how a device adds up."""
     scales = absmax.cpu()
     if not bool(scales.isfinite().all()):
-        raise GraftuneError("a weight to be quantised holds NaN or infinity", mend="check the checkpoint")
+        raise GraftuneError("a weight to be quantised holds NaN or infinity", fix="check the checkpoint")
     if not double:
         return Nf4(shape, dtype, codes, absmax.to(launch.device_of(codes)))
     numbers, groups, offset = nest(scales)

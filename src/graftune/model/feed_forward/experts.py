@@ -99,10 +99,10 @@ class ExpertsSpec(FeedForwardSpec):
         if "gate_up_proj" in found and not set(PARAMETERS["gate_up_proj"]) <= set(targets):
             raise GraftuneError(
                 "the experts hold gate and up as one weight, and only one of the two is a target",
-                mend="target gate_proj and up_proj, or neither",
+                fix="target gate_proj and up_proj, or neither",
             )
         if found and dropout:
-            raise GraftuneError("adapters on experts have no dropout", mend="set dropout to 0, or target attention")
+            raise GraftuneError("adapters on experts have no dropout", fix="set dropout to 0, or target attention")
         for parameter in found:
             out, width = self.shape_of(parameter)
             yield f"{self.home}.experts.{parameter}.lora_A.weight", (self.experts * rank, width)
@@ -167,27 +167,27 @@ class Experts:
         tokens = rows.div(self.chosen, rounding_mode="floor")
         return Routed(probs, chosen, weights, tokens, places.view_as(chosen), Starts(at, host))
 
-    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
+    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
         normed = entry.tensor()
         routed = self.route(normed)
-        gate_up, h_gate_up = self._first(normed, routed, run)
-        said, h_down = self.down.forward(self._act(gate_up), routed.starts, run.adapted)
+        gate_up, h_gate_up = self._first(normed, routed, ctx)
+        said, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
         spans.operation("sum of experts")
         return _weighed(said, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
-    def again(self, entry: Entry, run: PassContext) -> ExpertsSaved:
+    def again(self, entry: Entry, ctx: PassContext) -> ExpertsSaved:
         normed = entry.tensor()
         routed = self.route(normed)
-        gate_up, h_gate_up = self._first(normed, routed, run)
-        adapts = self.down.lora is not None and run.adapted
-        h_down = self.down.low(self._act(gate_up), routed.starts, run.adapted) if adapts else None
+        gate_up, h_gate_up = self._first(normed, routed, ctx)
+        adapts = self.down.lora is not None and ctx.adapted
+        h_down = self.down.low(self._act(gate_up), routed.starts, ctx.adapted) if adapts else None
         return ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
     def light(self, saved: ExpertsSaved) -> ExpertsSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
-    def complete(self, saved: ExpertsSaved, read: Input, run: PassContext) -> ExpertsSaved:
-        return saved._replace(gate_up=self._first(read.tensor(), saved.routed, run)[0])
+    def complete(self, saved: ExpertsSaved, read: Input, ctx: PassContext) -> ExpertsSaved:
+        return saved._replace(gate_up=self._first(read.tensor(), saved.routed, ctx)[0])
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
         spans.operation("gated unit")
@@ -196,11 +196,11 @@ class Experts:
         return act
 
     def _first(
-        self, normed: torch.Tensor, routed: Routed, run: PassContext
+        self, normed: torch.Tensor, routed: Routed, ctx: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """gate_up [S, 2F] and its h."""
         spans.operation("rows of experts")
-        return self.gate_up.forward(normed.index_select(0, routed.tokens), routed.starts, run.adapted)
+        return self.gate_up.forward(normed.index_select(0, routed.tokens), routed.starts, ctx.adapted)
 
     def backward(
         self,
@@ -208,7 +208,7 @@ class Experts:
         ready: ReadyGrad | None,
         read: Input,
         saved: ExpertsSaved,
-        run: PassContext,
+        ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor:
         spans.operation("rows of experts")
@@ -219,11 +219,11 @@ class Experts:
         rows = grad.index_select(0, tokens)
         grad_act, g = self.down.backward(rows, h_down, starts)
         spans.operation("gated unit")
-        heard = grad_act.mul(weights)
-        in_place = launch.fused(heard)  # the kernel goes value by value
-        grad_gate_up, act = (gate_up, heard) if in_place else (torch.empty_like(gate_up), torch.empty_like(heard))
-        swiglu.backward(heard, gate_up, grad_gate_up, act)
-        del heard
+        signals = grad_act.mul(weights)
+        in_place = launch.fused(signals)  # the kernel goes value by value
+        grad_gate_up, act = (gate_up, signals) if in_place else (torch.empty_like(gate_up), torch.empty_like(signals))
+        swiglu.backward(signals, gate_up, grad_gate_up, act)
+        del signals
         grad_weights = (grad_act * act).sum(1, dtype=torch.float32)
         del grad_act
         if h_down is not None and g is not None:

@@ -66,21 +66,21 @@ class GatedMlp:
     def last(self) -> Projection:
         return self.down
 
-    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, GatedSaved]:
+    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, GatedSaved]:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
-        out, h_down = self.down.after_act(gate_up[:, : self.gate_up.width_out], run, self.activation)
+        out, h_down = self.down.after_act(gate_up[:, : self.gate_up.width_out], ctx, self.activation)
         return out, GatedSaved(gate_up, h_gate_up, h_down)
 
-    def again(self, entry: Entry, run: PassContext) -> GatedSaved:
+    def again(self, entry: Entry, ctx: PassContext) -> GatedSaved:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
-        h_down = self.down.low_after_act(gate_up[:, : self.gate_up.width_out], run, self.activation)
+        h_down = self.down.low_after_act(gate_up[:, : self.gate_up.width_out], ctx, self.activation)
         return GatedSaved(gate_up, h_gate_up, h_down)
 
     def light(self, saved: GatedSaved) -> GatedSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
-    def complete(self, saved: GatedSaved, read: Input, run: PassContext) -> GatedSaved:
-        return saved._replace(gate_up=read.entry(run).product(self.gate_up, wide=True, h=saved.h_gate_up)[0])
+    def complete(self, saved: GatedSaved, read: Input, ctx: PassContext) -> GatedSaved:
+        return saved._replace(gate_up=read.entry(ctx).product(self.gate_up, wide=True, h=saved.h_gate_up)[0])
 
     def backward(
         self,
@@ -88,16 +88,16 @@ class GatedMlp:
         ready: ReadyGrad | None,
         read: Input,
         saved: GatedSaved,
-        run: PassContext,
+        ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor | None:
         gate_up, h_gate_up, h_down = saved
-        grad_act, g = self.down.backward(grad, h_down, run, ready=ready)
+        grad_act, g = self.down.backward(grad, h_down, ctx, ready=ready)
         assert grad_act is not None
-        grad_gate_up, act, ready = self.gate_up.act_backward(grad_act, gate_up, run, self.activation)
+        grad_gate_up, act, ready = self.gate_up.act_backward(grad_act, gate_up, ctx, self.activation)
         del grad_act
-        self.down.accumulate_grad(grad, g, act, run)
+        self.down.accumulate_grad(grad, g, act, ctx)
         del act
-        grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, run, need_input, ready)
-        self.gate_up.accumulate_grad(grad_gate_up, g, read.x, run, read.normed)
+        grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, ctx, need_input, ready)
+        self.gate_up.accumulate_grad(grad_gate_up, g, read.x, ctx, read.normed)
         return grad_read

@@ -94,7 +94,7 @@ class Fp8(Augmented):
         if out_features % 16 or in_features % 16:
             raise GraftuneError(
                 f"fp8 products come in multiples of 16, and a weight is {out_features} x {in_features}",
-                mend="use base_dtype bf16 or nf4",
+                fix="use base_dtype bf16 or nf4",
             )
         self.out_features, self.in_features, self.compute = out_features, in_features, compute
         self.adapter_columns, self.slack = adapter_columns, slack
@@ -152,7 +152,7 @@ class Fp8(Augmented):
     def finish(self) -> None:
         """To be called when all rows are there."""
         if not bool(self.scale.isfinite().all()):
-            raise GraftuneError("a weight holds NaN or infinity", mend="download the model again")
+            raise GraftuneError("a weight holds NaN or infinity", fix="download the model again")
         if self.kept is not None:
             fp8.transpose(self.weight, self.kept[:, : self.out_features])
 

@@ -126,17 +126,17 @@ class Attention:
     def last(self) -> Projection:
         return self.o
 
-    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
+    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
         spans.operation("rope")
         raw = rope.finish_(
-            qkv, *run.tables[self.rope], self.heads, bias=self.bias.value if self.bias else None,
-            q_norm=_weight(self.q_norm, run), k_norm=_weight(self.k_norm, run), eps=self.norm_eps,
+            qkv, *ctx.tables[self.rope], self.heads, bias=self.bias.value if self.bias else None,
+            q_norm=_weight(self.q_norm, ctx), k_norm=_weight(self.k_norm, ctx), eps=self.norm_eps,
         )  # fmt: skip
         spans.operation("attention")
         mixed = self.o.input_buffer(entry.x, len(entry.x))
-        stats = self._attend(*self._split(qkv), self._by_head(mixed), run.sequences)
-        out, h_o = self.o.forward(mixed, run)
+        stats = self._attend(*self._split(qkv), self._by_head(mixed), ctx.sequences)
+        out, h_o = self.o.forward(mixed, ctx)
         return out, AttentionSaved(qkv, raw, mixed, stats, h_qkv, h_o)
 
     def backward(
@@ -145,24 +145,24 @@ class Attention:
         ready: ReadyGrad | None,
         read: Input,
         saved: AttentionSaved,
-        run: PassContext,
+        ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor | None:
         qkv, raw, mixed, stats, h_qkv, h_o = saved
-        grad_mixed, g = self.o.backward(grad, h_o, run, ready=ready)
+        grad_mixed, g = self.o.backward(grad, h_o, ctx, ready=ready)
         assert grad_mixed is not None
-        self.o.accumulate_grad(grad, g, mixed[:, : self.o.width_in], run)
+        self.o.accumulate_grad(grad, g, mixed[:, : self.o.width_in], ctx)
 
         spans.operation("attention")
-        documents = run.sequences.documents
+        documents = ctx.sequences.documents
         assert documents is not None, "generation has no backward"
-        window, backend = self._how(run.sequences, documents)
+        window, backend = self._how(ctx.sequences, documents)
         q, k, v = self._split(qkv)
         grads, grad_qkv = attention.grad_buffers(q, k, backend), None
         if grads is None:
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
             grads = self._split(grad_qkv)
-        run.flush()
+        ctx.flush()
         attention.backward(
             self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.score_scale, window, grads,
             backend, self.score_cap,
@@ -171,13 +171,13 @@ class Attention:
         if grad_qkv is None:  # only now: it need not lie beside attention's own memory
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
         spans.operation("rope")
-        tables, ready = run.tables[self.rope], None
+        tables, ready = ctx.tables[self.rope], None
         if need_input and self.q_norm is None:
-            ready = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, run)
+            ready = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, ctx)
         else:
             rope.finish_backward(
                 grads, grad_qkv[:, : self.qkv.width_out], *tables, self.heads, raw,
-                q_norm=_weight(self.q_norm, run), k_norm=_weight(self.k_norm, run), eps=self.norm_eps,
+                q_norm=_weight(self.q_norm, ctx), k_norm=_weight(self.k_norm, ctx), eps=self.norm_eps,
                 grad_q_norm=self.q_norm.grad if self.q_norm else None,
                 grad_k_norm=self.k_norm.grad if self.k_norm else None,
             )  # fmt: skip
@@ -185,14 +185,14 @@ class Attention:
         if self.bias is not None and self.bias.grad is not None:
             self.bias.grad.add_(grad_qkv[:, : self.qkv.width_out].sum(0, dtype=torch.float32))
 
-        grad_read, g = self.qkv.backward(grad_qkv, h_qkv, run, need_input, ready)
-        self.qkv.accumulate_grad(grad_qkv, g, read.x, run, read.normed)
+        grad_read, g = self.qkv.backward(grad_qkv, h_qkv, ctx, need_input, ready)
+        self.qkv.accumulate_grad(grad_qkv, g, read.x, ctx, read.normed)
         return grad_read
 
     def light(self, saved: AttentionSaved) -> AttentionSaved:
         return saved
 
-    def complete(self, saved: AttentionSaved, read: Input, run: PassContext) -> AttentionSaved:
+    def complete(self, saved: AttentionSaved, read: Input, ctx: PassContext) -> AttentionSaved:
         return saved
 
     def _attend(
@@ -269,5 +269,5 @@ class KeyValues:
         out.copy_((torch.softmax(scores, -1).to(v.dtype) @ self.values).reshape(-1, heads, width))
 
 
-def _weight(norm: NormWeight | None, run: PassContext) -> torch.Tensor | None:
-    return None if norm is None else norm.of(run.adapted)
+def _weight(norm: NormWeight | None, ctx: PassContext) -> torch.Tensor | None:
+    return None if norm is None else norm.of(ctx.adapted)

@@ -85,12 +85,12 @@ class ShortConv:
     def last(self) -> Projection:
         return self.out
 
-    def forward(self, entry: Entry, run: PassContext) -> tuple[torch.Tensor, ShortConvSaved]:
+    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, ShortConvSaved]:
         bcx, h_in = entry.product(self.into)
         spans.operation("convolution")
         mixed = self.out.input_buffer(bcx, len(bcx))
-        self._mix(bcx, mixed[:, : self.out.width_in], run)
-        out, h_out = self.out.forward(mixed, run)
+        self._mix(bcx, mixed[:, : self.out.width_in], ctx)
+        out, h_out = self.out.forward(mixed, ctx)
         return out, ShortConvSaved(bcx, h_in, h_out)
 
     def backward(
@@ -99,32 +99,32 @@ class ShortConv:
         ready: ReadyGrad | None,
         read: Input,
         saved: ShortConvSaved,
-        run: PassContext,
+        ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor | None:
         bcx, h_in, h_out = saved
-        grad_mixed, g = self.out.backward(grad, h_out, run, ready=ready)
+        grad_mixed, g = self.out.backward(grad, h_out, ctx, ready=ready)
         assert grad_mixed is not None
         spans.operation("convolution")
         grad_bcx, mixed = self.into.grad_buffer(bcx, len(bcx)), torch.empty_like(grad_mixed)
-        run.flush()
+        ctx.flush()
         written = grad_bcx[:, : self.into.width_out]
-        short_conv.backward(grad_mixed, bcx, self.taps, run.positions, written, mixed, self.grad_taps)
+        short_conv.backward(grad_mixed, bcx, self.taps, ctx.positions, written, mixed, self.grad_taps)
         del grad_mixed
-        self.out.accumulate_grad(grad, g, mixed, run)
+        self.out.accumulate_grad(grad, g, mixed, ctx)
         del mixed
-        grad_read, g = self.into.backward(grad_bcx, h_in, run, need_input)
-        self.into.accumulate_grad(grad_bcx, g, read.x, run, read.normed)
+        grad_read, g = self.into.backward(grad_bcx, h_in, ctx, need_input)
+        self.into.accumulate_grad(grad_bcx, g, read.x, ctx, read.normed)
         return grad_read
 
     def light(self, saved: ShortConvSaved) -> ShortConvSaved:
         return saved
 
-    def complete(self, saved: ShortConvSaved, read: Input, run: PassContext) -> ShortConvSaved:
+    def complete(self, saved: ShortConvSaved, read: Input, ctx: PassContext) -> ShortConvSaved:
         return saved
 
-    def _mix(self, bcx: torch.Tensor, mixed: torch.Tensor, run: PassContext) -> None:
-        past, documents = run.sequences.past, run.sequences.documents
+    def _mix(self, bcx: torch.Tensor, mixed: torch.Tensor, ctx: PassContext) -> None:
+        past, documents = ctx.sequences.past, ctx.sequences.documents
         if past is not None:
             cache = past.layers[self.layer]
             assert isinstance(cache, LastValues)
@@ -133,7 +133,7 @@ class ShortConv:
                 return
             assert documents.lengths is not None
             cache.fill(bcx, documents.lengths)
-        short_conv.forward(bcx, self.taps, run.positions, mixed)
+        short_conv.forward(bcx, self.taps, ctx.positions, mixed)
 
 
 class LastValues:

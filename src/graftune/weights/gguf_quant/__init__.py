@@ -42,13 +42,13 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def quantise(weight: torch.Tensor, type_name: str) -> torch.Tensor:
     """weight [rows, cols] -> its blocks [rows, bytes of a row] uint8, as they lie in a GGUF file, on its device."""
     if type_name not in TYPES:
-        raise GraftuneError(f"there is no quantiser for {type_name}", mend=f"choose one of {', '.join(TYPES)}")
+        raise GraftuneError(f"there is no quantiser for {type_name}", fix=f"choose one of {', '.join(TYPES)}")
     assert weight.dim() == 2, "a weight has rows and columns"
     values, size = KINDS[type_name]
     if weight.shape[1] % values:
         raise GraftuneError(
             f"rows of {weight.shape[1]} values are not made of whole {type_name} blocks of {values}",
-            mend="choose a type with smaller blocks, such as Q8_0 or F16",
+            fix="choose a type with smaller blocks, such as Q8_0 or F16",
         )
     weight = weight.detach().float().contiguous()
     out = weight.new_empty(len(weight), row_bytes(type_name, weight.shape[1]), dtype=torch.uint8)
@@ -94,9 +94,9 @@ def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
 def _check(largest: float, reach: float, kind: str) -> None:
     """A NaN spoils a maximum."""
     if not largest < float("inf"):
-        raise GraftuneError("the weight holds values that are no numbers", mend="train again with a lower lr")
+        raise GraftuneError("the weight holds values that are no numbers", fix="train again with a lower lr")
     if largest > reach:
-        raise GraftuneError(f"the weight's largest value does not fit {kind}", mend="choose BF16 or F32")
+        raise GraftuneError(f"the weight's largest value does not fit {kind}", fix="choose BF16 or F32")
 
 
 def _parts(x: torch.Tensor, kind: str) -> pack.Parts:

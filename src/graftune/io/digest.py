@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from graftune import remembered
-from graftune.files import open_plain
+from graftune.io import user_cache
+from graftune.io.files import open_plain
 
 SMALLEST = 1 << 24  # bytes, of all files together
 SETTLED = 2.0  # seconds since the last change
@@ -35,7 +35,7 @@ def sha256(files: Sequence[Path]) -> str:
         return known
     found = _computed(files)
     if _state(files) == before and _is_settled(before):
-        remembered.remember("digests", key, found, MOST)
+        user_cache.remember("digests", key, found, MOST)
     return found
 
 
@@ -47,11 +47,11 @@ def settled_state(files: Sequence[Path]) -> State | None:
 
 def note(kind: str, key: str) -> None:
     """Remember that something was found of files in this state."""
-    remembered.remember(kind, hashlib.sha256(key.encode()).hexdigest(), True, MOST)
+    user_cache.remember(kind, hashlib.sha256(key.encode()).hexdigest(), True, MOST)
 
 
 def is_noted(kind: str, key: str) -> bool:
-    return remembered.recall(kind).get(hashlib.sha256(key.encode()).hexdigest()) is True
+    return user_cache.recall(kind).get(hashlib.sha256(key.encode()).hexdigest()) is True
 
 
 def _computed(files: Sequence[Path]) -> str:
@@ -77,5 +77,5 @@ def _state(files: Sequence[Path]) -> State:
 
 
 def _remembered() -> dict[str, str]:
-    found = remembered.recall("digests").items()
+    found = user_cache.recall("digests").items()
     return {k: v for k, v in found if isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v)}

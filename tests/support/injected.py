@@ -14,8 +14,8 @@ from graftune.data.pack import pack
 from graftune.model.frozen import Dense
 from graftune.step.pipeline import Figures, Loop
 from graftune.step.step import Step
-from tests import tiny
-from tests.oracle import Ours
+from tests.support import tiny
+from tests.support.oracle import Ours
 
 BAD = 5  # the token
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}

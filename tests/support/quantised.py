@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from benchmarks.cases import SCALES
 
-from graftune.config import LoraConfig
 from graftune.kernels import nf4
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
 from graftune.model.bundles import Home
@@ -19,11 +18,12 @@ from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena, initialise, norm_names, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
+from graftune.settings.config import LoraConfig
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from tests import oracle
+from tests.support import oracle
 
 
 def spec(width: int = 64, *, layers: int = 2, tied: bool = False) -> ModelSpec:

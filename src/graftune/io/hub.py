@@ -38,12 +38,12 @@ def download(name: str, revision: str, wanted: Sequence[str], kind: Kind = "mode
     try:
         return Path(snapshot_download(name, **settings))
     except RevisionNotFoundError:
-        raise GraftuneError(f"has no revision {revision!r} on the Hub", where=name, mend="check its revision") from None
+        raise GraftuneError(f"has no revision {revision!r} on the Hub", where=name, fix="check its revision") from None
     except GatedRepoError:
         raise GraftuneError(
             f"is a {NAMES[kind]} with gated access on the Hub",
             where=name,
-            mend="accept its terms on its page there, then log in with `hf auth login` or set HF_TOKEN",
+            fix="accept its terms on its page there, then log in with `hf auth login` or set HF_TOKEN",
         ) from None
     except LocalEntryNotFoundError as error:
         raise unreachable(name, error, "it is not in the cache, and ") from None
@@ -51,7 +51,7 @@ def download(name: str, revision: str, wanted: Sequence[str], kind: Kind = "mode
         raise GraftuneError(
             f"is neither a file or folder here nor a {NAMES[kind]} on the Hub",
             where=name,
-            mend="check the name or log in",
+            fix="check the name or log in",
         ) from None
     except Exception as error:  # whatever the HTTP client of the day raises: its classes differ between versions
         raise unreachable(name, error, "") from None
@@ -65,13 +65,13 @@ def unreachable(name: str, error: Exception, also: str) -> GraftuneError:
         return GraftuneError(
             "is not a file or folder here and not in the cache, and HF_HUB_OFFLINE keeps it from being downloaded",
             where=name,
-            mend="check the name, or download it once without HF_HUB_OFFLINE",
+            fix="check the name, or download it once without HF_HUB_OFFLINE",
         )
     reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return GraftuneError(
         f"is not a file or folder here, {also or 'and '}the Hub could not be reached ({reason})",
         where=name,
-        mend="check the name and the network and ask again (files that came whole are kept), or give a local path",
+        fix="check the name and the network and ask again (files that came whole are kept), or give a local path",
     )
 
 

@@ -95,7 +95,7 @@ def _check_mode(path: str | Path, mode: int) -> None:
         raise _is_link(path)
     if not stat.S_ISREG(mode):
         what = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise GraftuneError(f"is {what}, not a file", where=str(path), mend="put a plain file in its place")
+        raise GraftuneError(f"is {what}, not a file", where=str(path), fix="put a plain file in its place")
 
 
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]+)/snapshots/[^/]+")
@@ -114,7 +114,7 @@ def check_inside(path: Path) -> None:
         raise GraftuneError(
             "is a link to a file of another name outside of its folder",
             where=str(path),
-            mend="put a copy of the file in its place",
+            fix="put a copy of the file in its place",
         )
 
 
@@ -126,7 +126,7 @@ def check_own_folder(path: Path) -> None:
 
 def _is_link(path: str | Path) -> GraftuneError:
     what = "is a link, and a run writes into its own folder only"
-    return GraftuneError(what, where=str(path), mend="remove it, or put a copy of what it leads to in its place")
+    return GraftuneError(what, where=str(path), fix="remove it, or put a copy of what it leads to in its place")
 
 
 def flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two real runs share a device within their plans, a third waits and then runs: `python -m tests.sharing DEVICE BASE
+"""Two runs share a device within their plans, a third waits, then runs: `python -m tests.support.sharing DEVICE BASE
 FOLDER`, on cpu or cuda. Prints one JSON document; tests/training/test_reserve.py and tests/gpu/test_ledger.py read it.
 
 graftune is imported once; each run is forked from here before anything touches CUDA. The first two stop after their
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from graftune import api
-from graftune.config import Config
 from graftune.ledger import Entry, book, shared_ledger
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
+from graftune.settings.config import Config
 from graftune.training import reporter
 from tests.training.runs import write_data
 

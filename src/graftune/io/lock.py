@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from graftune.errors import GraftuneError
-from graftune.files import open_own
+from graftune.io.files import open_own
 
 LOCK = ".lock"
 BEAT = 5.0  # seconds between two heartbeats
@@ -138,7 +138,7 @@ class FolderLock:
             raise GraftuneError(
                 f"{who} is training in this folder",
                 where=str(self.path.parent),
-                mend="wait until it is done, or stop it",
+                fix="wait until it is done, or stop it",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:

@@ -1,4 +1,4 @@
-"""Processes that race for a device of 100 units, 60 each: `python -m tests.ledger_race FOLDER ROUNDS PROCESSES`.
+"""Processes that race for a device of 100 units, 60 each: `python -m tests.support.ledger_race FOLDER ROUNDS N`.
 
 Every round's processes are new ones, forked from this small one (no torch), that all ask at once. Whoever is granted
 the memory says so in memory that all of them share, where they are counted; then it gives the memory back or, every

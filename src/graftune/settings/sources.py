@@ -42,8 +42,8 @@ def entries(value: DataValue) -> list[Source]:
 def checked(name: str, value: Any, where: str | None = None) -> DataValue:
     """The value of `data` or `eval_data` in its plain form; GraftuneError says what is wrong with it."""
 
-    def wrong(what: str, mend: str) -> GraftuneError:
-        return GraftuneError(f"{name}{what}", where=where, mend=mend)
+    def wrong(what: str, fix: str) -> GraftuneError:
+        return GraftuneError(f"{name}{what}", where=where, fix=fix)
 
     if value is None or isinstance(value, str):
         return value or ""

@@ -19,13 +19,13 @@ import torch
 from benchmarks.cases import SCALES
 
 from graftune.batch import Example
-from graftune.config import LoraConfig, OptimConfig
 from graftune.data.loader import Loader
 from graftune.kernels.adamw import Hyper
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
+from graftune.settings.config import LoraConfig, OptimConfig
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.step.step import Step
@@ -33,9 +33,9 @@ from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from tests.quantised import Blocks, Values
+from tests.support.quantised import Blocks, Values
 
-FOLDER = Path(__file__).parent / "stored_losses"
+FOLDER = Path(__file__).parents[1] / "stored_losses"
 STEPS, SEED, VOCAB = 100, 42, 96
 NEAR = 1e-5  # relative, everywhere
 OPTIM = OptimConfig(lr=2e-3, warmup=0.1, eps=1e-6, weight_decay=0.01, clip=1.0)

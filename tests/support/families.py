@@ -15,7 +15,7 @@ from graftune.model.spec import ModelSpec
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.synthetic import random_base
-from tests import quantised, tiny
+from tests.support import quantised, tiny
 
 SIZES: dict[str, Any] = {
     "layers": 3, "width": 48, "ffn": 72, "heads": 6, "kv_heads": 2, "head_width": 8, "vocab": tiny.VOCAB,

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from graftune.files import write_file
-from graftune.json_file import NotJson, read_object
+from graftune.io.files import write_file
+from graftune.io.json_file import NotJson, read_object
 
 
 def cache_folder() -> Path:

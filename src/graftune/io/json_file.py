@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import one_line
-from graftune.files import open_plain
+from graftune.io.files import open_plain
 
 LARGEST = 64 << 20  # bytes: a model's own settings have kilobytes, a large vocabulary thirty megabytes
 DEEPEST = 100  # lists and objects inside each other

@@ -14,8 +14,8 @@ import typing
 from typing import Any, Literal
 
 from graftune.errors import GraftuneError
-from graftune.mixture import DataValue
-from graftune.mixture import checked as checked_data
+from graftune.settings.sources import DataValue
+from graftune.settings.sources import checked as checked_data
 
 _WORDS = {"true": True, "false": False, "null": None}
 _DEEPEST = 8  # levels of a value inside a mapping
@@ -41,14 +41,14 @@ def checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any
                 f"at most {high}" if high is not None else "",
             ]
             raise GraftuneError(
-                f"{f.name} is {shown(value)}", where=where, mend="it must be " + " and ".join(b for b in bounds if b)
+                f"{f.name} is {shown(value)}", where=where, fix="it must be " + " and ".join(b for b in bounds if b)
             )
     return value
 
 
 def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
     def wrong(expected: str) -> GraftuneError:
-        return GraftuneError(f"{name} is {shown(value)}", where=where, mend=f"it must be {expected}")
+        return GraftuneError(f"{name} is {shown(value)}", where=where, fix=f"it must be {expected}")
 
     if hint == DataValue:
         return checked_data(name, value, where)
@@ -123,15 +123,15 @@ def _mapping(name: str, kind: Any, value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, str):
         value = _pairs(name, value, kind, where, how)
     if not isinstance(value, dict):
-        raise GraftuneError(f"{name} is {shown(value)}", where=where, mend=how)
+        raise GraftuneError(f"{name} is {shown(value)}", where=where, fix=how)
     for key, inner in value.items():
         if not isinstance(key, str) or not key:
-            raise GraftuneError(f"{name} has the key {shown(key)}, which is not a name", where=where, mend=how)
+            raise GraftuneError(f"{name} has the key {shown(key)}, which is not a name", where=where, fix=how)
         if kind is str and (not isinstance(inner, str) or not inner):
-            raise GraftuneError(f"{name}: {key} is {shown(inner)}", where=where, mend="it must be a name")
+            raise GraftuneError(f"{name}: {key} is {shown(inner)}", where=where, fix="it must be a name")
         if not _plain(inner, _DEEPEST):
             raise GraftuneError(
-                f"{name}: {key} is {shown(inner)}", where=where, mend="it must be text, a number, true, false or a list"
+                f"{name}: {key} is {shown(inner)}", where=where, fix="it must be text, a number, true, false or a list"
             )
     return dict(value)
 
@@ -144,9 +144,9 @@ def _pairs(name: str, text: str, kind: Any, where: str, how: str) -> dict[str, A
         if not part.strip():
             continue
         if not key or not equals:
-            raise GraftuneError(f"{name}: {shown(part.strip())} is not of the form key=value", where=where, mend=how)
+            raise GraftuneError(f"{name}: {shown(part.strip())} is not of the form key=value", where=where, fix=how)
         if key in found:
-            raise GraftuneError(f"{name}: {key} is given twice", where=where, mend="give it once")
+            raise GraftuneError(f"{name}: {key} is given twice", where=where, fix="give it once")
         found[key] = value if kind is str else _scalar(value)
     return found
 

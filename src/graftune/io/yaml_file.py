@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.files import open_plain
+from graftune.io.files import open_plain
 
 LARGEST = 1 << 18  # bytes; a file of settings has a few thousand
 MOST = 10_000  # values, with those behind aliases counted as often as they are named
@@ -42,7 +42,7 @@ def parse_yaml(text: str, where: str, most: int = MOST) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise GraftuneError("must hold keys and values", where=where, mend="write one `key: value` per line")
+        raise GraftuneError("must hold keys and values", where=where, fix="write one `key: value` per line")
     return tree
 
 
@@ -52,16 +52,16 @@ def _text(path: str | Path) -> str:
             raw = file.read(LARGEST + 1)
     except OSError as error:
         raise GraftuneError(
-            f"cannot be read ({error.strerror})", where=str(path), mend="check the path of the settings"
+            f"cannot be read ({error.strerror})", where=str(path), fix="check the path of the settings"
         ) from None
     if len(raw) > LARGEST:
         raise GraftuneError(
-            "is too large for a file of settings", where=str(path), mend="check the path of the settings"
+            "is too large for a file of settings", where=str(path), fix="check the path of the settings"
         )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise GraftuneError("is not valid YAML (not UTF-8)", where=str(path), mend="save it as UTF-8") from None
+        raise GraftuneError("is not valid YAML (not UTF-8)", where=str(path), fix="save it as UTF-8") from None
 
 
 def _constructed(text: str, where: str, most: int) -> Any:
@@ -78,14 +78,14 @@ def _constructed(text: str, where: str, most: int) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
-        raise GraftuneError(f"is not valid YAML{line}", where=where, mend="fix the file") from None
+        raise GraftuneError(f"is not valid YAML{line}", where=where, fix="fix the file") from None
     except RecursionError:
         raise _too_deep(where) from None
     except GraftuneError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
         # A number of thousands of digits, a date such as 2026-13-45, a tag on a value that is none of its kind.
-        raise GraftuneError("holds a value that cannot be read", where=where, mend="check its numbers") from None
+        raise GraftuneError("holds a value that cannot be read", where=where, fix="check its numbers") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -107,7 +107,7 @@ def _loader() -> Any:
             if self.depth > DEEPEST + 1:
                 raise _too_deep(self.where)
             if self.left < 0:
-                raise GraftuneError("holds too many values", where=self.where, mend="keep to settings")
+                raise GraftuneError("holds too many values", where=self.where, fix="keep to settings")
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node
@@ -116,7 +116,7 @@ def _loader() -> Any:
 
 
 def _too_deep(where: str) -> GraftuneError:
-    return GraftuneError("is nested too deeply", where=where, mend="settings are one or two levels deep")
+    return GraftuneError("is nested too deeply", where=where, fix="settings are one or two levels deep")
 
 
 def _measure(root: Any, where: str, most: int) -> None:
@@ -128,7 +128,7 @@ def _measure(root: Any, where: str, most: int) -> None:
     def size(node: Any, depth: int) -> int:
         if id(node) in sizes:
             if not sizes[id(node)]:
-                raise GraftuneError("holds an alias of itself", where=where, mend="write the values out")
+                raise GraftuneError("holds an alias of itself", where=where, fix="write the values out")
             return sizes[id(node)]
         if depth > DEEPEST:
             raise _too_deep(where)
@@ -143,7 +143,7 @@ def _measure(root: Any, where: str, most: int) -> None:
         for part in parts:
             total += size(part, depth + 1)
             if total > most:
-                raise GraftuneError("holds too many values", where=where, mend="write them out without aliases")
+                raise GraftuneError("holds too many values", where=where, fix="write them out without aliases")
         sizes[id(node)] = total
         return total
 
@@ -156,6 +156,6 @@ def _no_twins(node: Any, where: str) -> None:
         name, line = str(key.value), key.start_mark.line + 1
         if name in lines and name != "<<":
             raise GraftuneError(
-                f"{name[:80]} is given twice, at lines {lines[name]} and {line}", where=where, mend="keep one of them"
+                f"{name[:80]} is given twice, at lines {lines[name]} and {line}", where=where, fix="keep one of them"
             )
         lines[name] = line

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from graftune.batch import Example
-from graftune.config import LoraConfig
 from graftune.data.pack import pack
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena, initialise, targets_of
 from graftune.model.spec import NORMS
 from graftune.runtime import DTYPES, resolve
+from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import names
 from graftune.weights.base import Base, open_base

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests import tiny
+from tests.support import tiny
 
 VARIANTS = ("qwen3_moe", "qwen3_moe-unnormalised", "mixtral")
 EXPERTS, CHOSEN = 6, 3

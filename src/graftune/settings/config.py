@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from graftune import other_tools
 from graftune.errors import GraftuneError
-from graftune.files import write_file
-from graftune.mixture import DataValue
-from graftune.values import checked, shown
-from graftune.yaml_file import dump_yaml, read_yaml
+from graftune.io.files import write_file
+from graftune.io.yaml_file import dump_yaml, read_yaml
+from graftune.settings import other_tools
+from graftune.settings.sources import DataValue
+from graftune.settings.values import checked, shown
 
 Note = Callable[[str], None]  # takes a note for the user
 
@@ -358,7 +358,7 @@ def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[
             return
         if name in flat:
             twice = f"{name} is given twice" + (f" (as {spelled[name]} and {key})" if spelled[name] != key else "")
-            raise GraftuneError(twice, where=where, mend="keep one of them")
+            raise GraftuneError(twice, where=where, fix="keep one of them")
         if name != key:
             (note or _warn)(f"{where}: {shown_key} is taken as {name}")
         flat[name], spelled[name] = value, str(key)
@@ -372,15 +372,15 @@ def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[
         elif key in sections and key not in known:
             said = other_tools.answer(key, flags=False) if isinstance(value, str | bool) else None
             what = "which is a setting of another tool" if said else "and it is a section"
-            mend = said or "indent its keys below it"
-            raise GraftuneError(f"{key} is {shown(value)}, {what}", where=where, mend=mend)
+            fix = said or "indent its keys below it"
+            raise GraftuneError(f"{key} is {shown(value)}, {what}", where=where, fix=fix)
         else:
             put(key, value)
     if unknown:
-        first, mend = unknown[0]
+        first, fix = unknown[0]
         others = ", ".join(name for name, _ in unknown[1:9]) + (" and others" if len(unknown) > 9 else "")
         more = f" (unknown too: {others})" if others else ""
-        raise GraftuneError(f"unknown key {shown(first)}", where=where, mend=mend + more)
+        raise GraftuneError(f"unknown key {shown(first)}", where=where, fix=fix + more)
     return flat
 
 
@@ -407,7 +407,7 @@ def _warn_once(text: str) -> None:
 def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[str, ...]:
     """Shorthands -> projection names, in the model's own order."""
     if not targets:
-        raise GraftuneError("targets is empty", where=where, mend="name at least one projection, or all_linear")
+        raise GraftuneError("targets is empty", where=where, fix="name at least one projection, or all_linear")
     wanted: set[str] = set()
     for target in targets:
         if target in TARGET_SHORTHANDS:
@@ -418,7 +418,7 @@ def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[
             raise GraftuneError(
                 f"targets: unknown projection {target!r}",
                 where=where,
-                mend=f"use {', '.join(TARGETS)} or {', '.join(TARGET_SHORTHANDS)}",
+                fix=f"use {', '.join(TARGETS)} or {', '.join(TARGET_SHORTHANDS)}",
             )
     return tuple(p for p in TARGETS if p in wanted)
 
@@ -439,9 +439,9 @@ def _checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> An
         value = tuple(_SPELLINGS.get(target, target) for target in value)
         expand_targets(value, where)
     elif f.name == "max_seq_len" and 0 < value < SHORTEST:
-        raise GraftuneError(f"max_seq_len is {value}", where=where, mend=f"it must be at least {SHORTEST}, or 0")
+        raise GraftuneError(f"max_seq_len is {value}", where=where, fix=f"it must be at least {SHORTEST}, or 0")
     elif f.name == "date" and value and not _is_date(value):
-        raise GraftuneError(f"date is {shown(value)}", where=where, mend="write it as year-month-day, as 2026-11-17")
+        raise GraftuneError(f"date is {shown(value)}", where=where, fix="write it as year-month-day, as 2026-11-17")
     return value
 
 
