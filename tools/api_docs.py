@@ -1,4 +1,4 @@
-"""What is written from the code of the Python API: src/graftune/settings.py (the keywords of open and train, from the
+"""What is written from the code of the Python API: settings/keywords.py (the keywords of open and train, from the
 configuration's fields) and the body of docs/api.md (from the docstrings). tools/readme.py calls it; a test checks that
 nothing is left to write."""
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from graftune.settings.config import Leaf, leaves
 from graftune.settings.sources import DataValue
 
-SETTINGS = Path(__file__).resolve().parents[1] / "src" / "graftune" / "settings.py"
+SETTINGS = Path(__file__).resolve().parents[1] / "src" / "graftune" / "settings" / "keywords.py"
 HEADER = '''"""The settings as keyword arguments, for type checkers and completion.
 
 Written by tools/readme.py from the fields of config.py: do not edit.
