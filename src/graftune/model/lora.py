@@ -145,7 +145,7 @@ class Arena:
 
 
 def weight_name(spec: ModelSpec, layer: int, projection: str, kind: str = "weight") -> str:
-    return f"layers.{layer}.{spec.layer(layer).home(projection)}.{projection}.{kind}"
+    return f"layers.{layer}.{spec.layer(layer).module_of(projection)}.{projection}.{kind}"
 
 
 def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
@@ -164,7 +164,7 @@ def scaling(config: LoraConfig) -> float:
 
 def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
     """The projections that get adapters, as the model's family calls them."""
-    wanted = {name for kind in spec.kinds for target in config.targets for name in kind.meant(target)}
+    wanted = {name for kind in spec.kinds for target in config.targets for name in kind.expand_target(target)}
     asked = expand_targets(tuple(t for t in config.targets if t not in PARTS)) if set(config.targets) - PARTS else ()
     wanted |= {p for p in asked if p in spec.projections}
     for fused, parts in FUSED.items():

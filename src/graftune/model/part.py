@@ -95,6 +95,9 @@ class PartSpec:
         """The projections whose product goes into the residual stream."""
         raise NotImplementedError
 
+    def build(self, make: Maker) -> Part[Any]:
+        raise NotImplementedError
+
     def start_of(self, name: str, generator: torch.Generator) -> torch.Tensor | None:
         """What one of `tensors` begins with in a model that was never trained; None: Gaussian, as projections."""
         return None

@@ -17,6 +17,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec, NormSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.mixers.short_conv import ShortConvSpec
 from graftune.model.part import FeedForwardSpec, MixerSpec, PartSpec
@@ -54,49 +55,6 @@ class Names(NamedTuple):
 NAMES = {
     "lfm2": Names("out_proj", ("q_layernorm", "k_layernorm"), "feed_forward", ("w1", "w3", "w2"), "embedding_norm"),
 }
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one layer is made of. Layers of a kind are equal."""
-
-    mixer: MixerSpec
-    feed_forward: FeedForwardSpec
-    norms: tuple[str | None, ...]  # names, by place as in NORMS
-    width: int
-
-    @property
-    def parts(self) -> tuple[PartSpec, PartSpec]:
-        return self.mixer, self.feed_forward
-
-    @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of all that adapters may lie on; of a mixture, of one expert."""
-        return {name: shape for part in self.parts for name, shape in part.projections.items()}
-
-    def meant(self, target: str) -> tuple[str, ...]:
-        """The projections that one of config.PARTS stands for."""
-        parts = {"all_linear": self.parts, "attention": (self.mixer,), "mlp": (self.feed_forward,)}.get(target, ())
-        return tuple(name for part in parts for name in part.projections)
-
-    def home(self, projection: str) -> str:
-        """The module that a projection is in."""
-        return next(part.home for part in self.parts if projection in part.projections)
-
-    @property
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor but the norms, by its name behind `layers.N.`."""
-        return {name: shape for part in self.parts for name, shape in part.weights.items()}
-
-    @property
-    def norm_widths(self) -> dict[str, int]:
-        """Every norm, by its name behind `layers.N.`."""
-        found = {name: self.width for name in self.norms if name is not None}
-        return found | {f"{part.home}.{name}": width for part in self.parts for name, width in part.norms.items()}
-
-    @property
-    def parameters(self) -> int:
-        return sum(part.parameters for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -162,9 +120,14 @@ class ModelSpec:
 
     def layer(self, index: int) -> LayerSpec:
         if index not in self._layers:
-            self._layers[index] = LayerSpec(
-                self._mixer(index), self._feed_forward(index), NORMS[self.norms], self.width
+            before_mixer, after_mixer, before, after = (
+                None if name is None else NormSpec(name, self.width, self.norm_eps, self.norm_shift)
+                for name in NORMS[self.norms]
             )
+            mixing = BranchPart(self._mixer(index), before_mixer, after_mixer)
+            feeding = BranchPart(self._feed_forward(index), before, after)
+            scale = self.residual_scale
+            self._layers[index] = LayerSpec((BranchSpec((mixing,), scale=scale), BranchSpec((feeding,), scale=scale)))
         return self._layers[index]
 
     @cached_property

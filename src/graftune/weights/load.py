@@ -40,7 +40,7 @@ from graftune.model.frozen import (
 )
 from graftune.model.head import Head, NewRows
 from graftune.model.lora import Arena, adapter_columns_of, expert_lora, lora_group, targets_of
-from graftune.model.part import Bias, NormWeight, PartSpec
+from graftune.model.part import Bias, FeedForwardSpec, NormWeight, PartSpec
 from graftune.model.projection import Projection
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, Runtime
@@ -138,20 +138,22 @@ class _Placer:
             return self._block(index)
 
     def _block(self, index: int) -> Block:
-        spec, layer = self.spec, self.spec.layer(index)
-        before_mixer, behind_mixer, before, behind = (
-            None if name is None else self.norm(f"layers.{index}.{name}.weight", spec.width) for name in layer.norms
-        )
-        mixer = layer.mixer.build(_PartMaker(self, layer.mixer, index, 0))
-        feed_forward = layer.feed_forward.build(
-            _PartMaker(self, layer.feed_forward, index, len(layer.mixer.groups)),
-        )
-        eps, scale = spec.norm_eps, spec.residual_scale
-        return Block(
-            index,
-            Branch(mixer, before_mixer, behind_mixer, eps, scale),
-            FeedForwardBranch(feed_forward, before, behind, eps, scale),
-        )
+        layer = self.spec.layer(index)
+        first = 0
+        branches: list[Branch[Any]] = []
+        for branch in layer.branches:
+            (only,) = branch.parts
+            part: Any = only.part.build(_PartMaker(self, only.part, index, first))
+            first += len(only.part.groups)
+            norm, out_norm = (
+                None if each is None else self.norm(f"layers.{index}.{each.name}.weight", each.width)
+                for each in (only.norm, only.out_norm)
+            )
+            kind = FeedForwardBranch if isinstance(only.part, FeedForwardSpec) else Branch
+            branches.append(kind(part, norm, out_norm, self.spec.norm_eps, branch.scale))
+        mixing, feeding = branches
+        assert isinstance(feeding, FeedForwardBranch)
+        return Block(index, mixing, feeding)
 
     def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
         found = self.base.tensors.get(name)
