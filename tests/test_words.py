@@ -1,39 +1,151 @@
-"""What a user reads is plain English: no word of ours that nobody else uses, and help texts of three lines at most."""
+"""The code is written in plain English: the words of the field, and none of the package's own earlier idioms.
+
+The pairs are those of the style guide. Names are compared as a whole, since `writes_to` is fine where `writes` was a
+riddle. Wordings are searched in messages, docstrings and comments.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 from graftune.settings.config import leaves
 
-ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
-AVOIDED = re.compile(
-    r"\bmend(s|ed|ing)?\b|\bone a (layer|line|value|row|step)\b|object an answer|what auto came to"
-    r"|\bby (itself|themselves)\b|(?<!\bthere )\bis no (?!longer\b|more\b)|\bforbids to\b|\bmade with other\b",
+TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "src" / "graftune"
+NAMES = {
+    "_bent", "out_apart", "reduce_apart", "settle", "learns_below", "mend", "mends", "Heard", "heard", "SAID", "Flat",
+    "Steps", "Everything", "alien", "meant", "Way", "lying", "Alone", "Together", "crew", "_launched_in_vain",
+    "outlive_readers", "unsound",
+}  # fmt: skip
+# Ordinary words, which are odd only as names of these parts of the package.
+NAMES_IN = {
+    "model": {"said", "light", "complete", "again", "home", "writes", "Inputs"},
+    "kernels": {"deep", "high", "wide", "far", "mine", "said"},
+}
+FILES = {
+    "every", "live", "typed", "closing", "watched", "kept", "unread", "thin", "places", "glance", "way", "remembered",
+}  # fmt: skip
+WORDINGS = re.compile(
+    r"\bmend(s|ed|ing)?\b|\bnobody('s)?\b|\bsomebody('s)?\b|\bforetold\b|\bin vain\b|\bof nothing at all\b"
+    r"|\bnow is the start\b|\beverything at once, in order\b|\bis a function of its place\b|\bwhat came of it\b"
+    r"|\bone is none\b|\bhas to say\b|\bhanded on, not named\b|\bthat goes by the\b|\bhang on a clock\b"
+    r"|\bto be told\b|\bit is not saved\b|\bis no step's\b|\bgo before it, or\b|\bfrom the fifth on\b"
+    r"|\bconversation is as it was\b|\btrained are\b|\bbend (their|its|the) logits\b|\bare a second start's\b"
+    r"|\bwhat (a|an|the) [\w-]+ is to\b",
+    re.IGNORECASE,
+)
+# Of messages only: a comment may well say that something is made once a step.
+MESSAGES = re.compile(
+    r"\bone a (layer|line|value|row|step)\b|object an answer|what auto came to|\bby (itself|themselves)\b"
+    r"|(?<!\bthere )\bis no (?!longer\b|more\b)|\bforbids to\b|\bmade with other\b",
     re.IGNORECASE,
 )
 
 
-def texts(path: Path) -> list[tuple[int, str]]:
-    """The string constants of a module, its docstrings aside (but a command's docstring is its help)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def sources(*roots: Path) -> list[Path]:
+    own = Path(__file__).resolve()
+    return sorted(path for root in roots for path in root.rglob("*.py") if path != own)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(TESTS.parent))
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Variables, attributes, arguments, functions and classes, where they are named or used."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Messages, docstrings and comments."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """String constants. Docstrings are left out, except those of commands: they are help texts."""
+    tree = tree_of(path)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     bodies = [node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and node.body]
     own = {id(first.value) for first in bodies if isinstance(first, ast.Expr)} if path.parent.name != "cli" else set()
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in own]
-    return [(node.lineno, node.value) for node in nodes if isinstance(node.value, str)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in own:
+            yield node.lineno, node.value
+
+
+def odd_names(path: Path) -> list[str]:
+    inside = path.relative_to(PACKAGE).parts[0] if PACKAGE in path.parents else ""
+    avoided = NAMES | NAMES_IN.get(inside, set())
+    found = [f"{shown(path)}:{line}: {name}" for line, name in names(tree_of(path)) if name in avoided]
+    return found + ([f"{shown(path)}: a file is named after what is inside"] if path.stem in FILES else [])
+
+
+@pytest.mark.xfail(strict=False, reason="until all parts of the package are renamed")
+def test_names_explain_themselves() -> None:
+    found = [line for path in sources(PACKAGE, TESTS) for line in odd_names(path)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.xfail(strict=False, reason="until all parts of the package are rewritten")
+def test_sentences_are_plain() -> None:
+    found = [
+        f"{shown(path)}:{line}: {match[0]}"
+        for path in sources(PACKAGE, TESTS)
+        for line, text in texts(path)
+        if (match := WORDINGS.search(text))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.xfail(strict=False, reason="until all parts of the package are renamed")
+def test_a_class_name_has_one_meaning() -> None:
+    classes: dict[str, list[str]] = {}
+    for path in sources(PACKAGE):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(shown(path))
+    twice = {name: places for name, places in classes.items() if len(places) > 1}
+    assert not twice, "\n".join(f"{name}: {', '.join(places)}" for name, places in sorted(twice.items()))
 
 
 def test_messages_use_the_words_of_the_field() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {text[:80]}"
-        for path in sorted(ROOT.rglob("*.py"))
-        for line, text in texts(path)
-        if AVOIDED.search(text)
+        f"{shown(path)}:{line}: {text[:80]}"
+        for path in sources(PACKAGE)
+        for line, text in messages(path)
+        if MESSAGES.search(text) or re.search(r"\bmend(s|ed|ing)?\b", text, re.IGNORECASE)
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_checks_find_what_they_search_for() -> None:
+    found = Counter(name for _, name in names(ast.parse("class A:\n    def f(self, b, c=1):\n        d.e(g=b)\n")))
+    assert set(found) == {"A", "f", "self", "b", "c", "d", "e", "g"}
+    assert WORDINGS.search("Nobody owns what follows.") and not WORDINGS.search("Close the span.")
+    assert "way" in FILES and any(text.startswith("# Ordinary") for _, text in texts(Path(__file__)))
 
 
 def test_help_texts_are_short() -> None:
