@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 class DeltaSpec(ShortConvSpec):
     """A gated delta net's tensors: a convolution under another name, decay rates, a norm that is stored as it is."""
 
-    home: str = "linear_attn"
+    module: str = "linear_attn"
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

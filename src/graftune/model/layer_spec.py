@@ -84,7 +84,7 @@ class LayerSpec:
         return tuple(name for part in parts for name in part.projections)
 
     def module_of(self, projection: str) -> str:
-        return next(part.home for part in self.parts if projection in part.projections)
+        return next(part.module for part in self.parts if projection in part.projections)
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -96,7 +96,7 @@ class LayerSpec:
     def norm_widths(self) -> dict[str, int]:
         """Every norm, by its name behind `layers.N.`."""
         found = {norm.name: norm.width for norm in self.norms}
-        return found | {f"{part.home}.{name}": width for part in self.parts for name, width in part.norms.items()}
+        return found | {f"{part.module}.{name}": width for part in self.parts for name, width in part.norms.items()}
 
     @property
     def parameters(self) -> int:

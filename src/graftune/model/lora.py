@@ -176,10 +176,10 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
                 f"targets: {spec.family} has no {given[0]}, it is a part of {fused}", fix=f"use {fused} or all_linear"
             )
         wanted.add(fused)
-    alien = [p for p in asked if p not in spec.projections and not any(p in parts for parts in FUSED.values())]
-    if alien:
+    unknown = [p for p in asked if p not in spec.projections and not any(p in parts for parts in FUSED.values())]
+    if unknown:
         raise GraftuneError(
-            f"targets: {spec.family} has no {alien[0]}", fix=f"use {', '.join(spec.projections)} or all_linear"
+            f"targets: {spec.family} has no {unknown[0]}", fix=f"use {', '.join(spec.projections)} or all_linear"
         )
     return tuple(p for p in spec.projections if p in wanted)
 
@@ -262,8 +262,8 @@ def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
         elif len(slot.shape) == 1:
             value.fill_(0.0 if slot.name.endswith("bias") else 1.0)
         else:
-            writes = part is not None and name.removesuffix(".weight") in part.writes
-            std = 0.02 / math.sqrt(2 * spec.layers) if writes else 0.02
+            residual_output = part is not None and name.removesuffix(".weight") in part.residual_outputs
+            std = 0.02 / math.sqrt(2 * spec.layers) if residual_output else 0.02
             value.copy_(torch.empty(slot.shape).normal_(0.0, std, generator=generator))
     arena.publish()
 
@@ -289,7 +289,7 @@ def lora_group(arena: Arena, part: PartSpec, group: str, config: LoraConfig, lay
     """The adapters of a group of projections as views into the arena; None where none of them has any."""
 
     def name(member: str, matrix: str) -> str:
-        return f"layers.{layer}.{part.home}.{member}.lora_{matrix}.weight"
+        return f"layers.{layer}.{part.module}.{member}.lora_{matrix}.weight"
 
     members = part.groups[group]
     adapted = [member for member in members if name(member, "A") in arena.slots]

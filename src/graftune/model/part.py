@@ -51,9 +51,9 @@ class Bias:
 
 
 class PartSpec:
-    """The tensors of a part. Names are Hugging Face's, behind `layers.N.` and the part's own module, `home`."""
+    """The tensors of a part. Names are Hugging Face's, behind `layers.N.` and the part's own module, `module`."""
 
-    home: str
+    module: str
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -77,7 +77,7 @@ class PartSpec:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """What else there is, by its whole name behind `home`: frozen beside adapters."""
+        """What else there is, by its whole name behind `module`: frozen beside adapters."""
         return {}
 
     @property
@@ -91,7 +91,7 @@ class PartSpec:
         return ()
 
     @property
-    def writes(self) -> tuple[str, ...]:
+    def residual_outputs(self) -> tuple[str, ...]:
         """The projections whose product goes into the residual stream."""
         raise NotImplementedError
 
@@ -107,10 +107,10 @@ class PartSpec:
         """Every tensor of the base, norms apart, by its name behind `layers.N.`."""
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.projections.items():
-            found[f"{self.home}.{name}.weight"] = shape
+            found[f"{self.module}.{name}.weight"] = shape
             if name in self.biased:
-                found[f"{self.home}.{name}.bias"] = shape[:1]
-        return found | {f"{self.home}.{name}": shape for name, shape in self.tensors.items()}
+                found[f"{self.module}.{name}.bias"] = shape[:1]
+        return found | {f"{self.module}.{name}": shape for name, shape in self.tensors.items()}
 
     @property
     def parameters(self) -> int:
@@ -129,9 +129,9 @@ class PartSpec:
         for members in self.groups.values():
             adapted = [member for member in members if member in targets]
             for member in adapted:
-                yield f"{self.home}.{member}.lora_A.weight", (rank, self.projections[member][1])
+                yield f"{self.module}.{member}.lora_A.weight", (rank, self.projections[member][1])
             for member in adapted:
-                yield f"{self.home}.{member}.lora_B.weight", (self.projections[member][0], rank)
+                yield f"{self.module}.{member}.lora_B.weight", (self.projections[member][0], rank)
 
 
 class CacheBytes(NamedTuple):

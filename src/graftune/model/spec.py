@@ -176,10 +176,10 @@ class ModelSpec:
         """The part that a tensor or adapter, by our name, is in, and its name there. None: in no part of a layer."""
         first, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")
-        home, _, inner = rest.partition(".")
+        module, _, inner = rest.partition(".")
         if first == "layers" and number.isdecimal() and int(number) < self.layers:
             for part in self.layer(int(number)).parts:
-                if part.home == home:
+                if part.module == module:
                     return part, inner
         return None, name
 

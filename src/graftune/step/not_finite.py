@@ -84,14 +84,14 @@ class _Looking:
         index = block.index
         self.at(mixed.x, self.after(index))
         rows = self.batch.rows if index == self.spec.layers - 1 else None
-        self.at(fed.x, f"layers.{index}.{self.spec.layer(index).mixer.home}", rows)
+        self.at(fed.x, f"layers.{index}.{self.spec.layer(index).mixer.module}", rows)
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
         raise AssertionError("nothing is kept for a backward pass")
 
     def after(self, index: int) -> str:
         """Who wrote the stream that block `index` reads."""
-        return f"layers.{index - 1}.{self.spec.layer(index - 1).feed_forward.home}" if index else "the embedding"
+        return f"layers.{index - 1}.{self.spec.layer(index - 1).feed_forward.module}" if index else "the embedding"
 
     def at(self, stream: torch.Tensor, name: str, rows: torch.Tensor | None = None) -> None:
         """`rows`: the batch's tokens that the stream's rows are, where they are not all."""

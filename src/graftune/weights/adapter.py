@@ -263,8 +263,8 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     targets = values.get("target_modules")
     if not isinstance(targets, str | list | None) or not all(isinstance(target, str) for target in targets or ()):
         raise _uses(f"target modules {targets!r}", path)
-    if alien := _saved(values) - _NORMS - {*_TABLES}:
-        raise _uses(f"modules_to_save {sorted(alien)}", path)
+    if unknown := _saved(values) - _NORMS - {*_TABLES}:
+        raise _uses(f"modules_to_save {sorted(unknown)}", path)
 
 
 def _saved(values: Mapping[str, Any]) -> set[str]:

@@ -105,11 +105,11 @@ def load_apr(path: Path) -> Adapter:
 def _ours(stored: str, convolutions: object, path: Path) -> str:
     """`convolutions`: the layers that have one, by which a name that attention and convolutions share is told apart."""
     match = _STORED.fullmatch(stored)
-    homes = names.HOMES.get(match[2], ()) if match else ()
-    if match and len(homes) > 1 and isinstance(convolutions, list):
-        homes = ("conv",) if int(match[1]) in convolutions else ("self_attn",)
-    if match and len(homes) == 1:
-        return f"layers.{match[1]}.{homes[0]}.{match[2]}.lora_{match[3].upper()}.weight"
+    modules = names.MODULES.get(match[2], ()) if match else ()
+    if match and len(modules) > 1 and isinstance(convolutions, list):
+        modules = ("conv",) if int(match[1]) in convolutions else ("self_attn",)
+    if match and len(modules) == 1:
+        return f"layers.{match[1]}.{modules[0]}.{match[2]}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored
     raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")

@@ -329,7 +329,7 @@ class _PartMaker:
 
     def __init__(self, placer: _Placer, part: PartSpec, layer: int, first: int):
         self.placer, self.part, self.layer, self.first = placer, part, layer, first
-        self.stem = f"layers.{layer}.{part.home}"
+        self.stem = f"layers.{layer}.{part.module}"
 
     def projection(self, group: str) -> Projection:
         placer, members = self.placer, self.part.groups[group]

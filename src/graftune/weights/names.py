@@ -9,7 +9,7 @@ import re
 
 PEFT_PREFIX = "base_model.model."
 # The modules that a projection may be in, over all kinds of layers.
-HOMES = {
+MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), ("self_attn",)),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "down_proj"), ("mlp",)),
     "in_proj": ("conv",),

@@ -41,8 +41,8 @@ def with_uniform_rank(
     for module in downs:
         first, _, rest = module.partition(".")
         number, _, inner = rest.partition(".")
-        home, _, target = inner.rpartition(".")
-        if first != "layers" or not number.isdecimal() or home not in names.HOMES.get(target, ()):
+        module, _, target = inner.rpartition(".")
+        if first != "layers" or not number.isdecimal() or module not in names.MODULES.get(target, ()):
             raise refuse(f"adapters on {module}")
     if not downs:
         raise GraftuneError("holds no A and B of any module", where=where, fix="copy the adapter again")

@@ -46,7 +46,7 @@ class ExpertsSpec(FeedForwardSpec):
     experts: int
     chosen: int  # for each token
     normalised: bool = True  # whether the weights of the chosen sum to one
-    home: str = "mlp"
+    module: str = "mlp"
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -63,12 +63,12 @@ class ExpertsSpec(FeedForwardSpec):
         return {ROUTER: (self.experts, self.width)}
 
     @property
-    def writes(self) -> tuple[str, ...]:
+    def residual_outputs(self) -> tuple[str, ...]:
         return ("down_proj",)
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        found = {f"{self.home}.{name}": shape for name, shape in self.tensors.items()}
+        found = {f"{self.module}.{name}": shape for name, shape in self.tensors.items()}
         for parameter, members in PARAMETERS.items():
             for expert in range(self.experts):
                 names = self.names_of(expert, parameter)
@@ -91,7 +91,7 @@ class ExpertsSpec(FeedForwardSpec):
 
     def names_of(self, expert: int, parameter: str) -> list[str]:
         """Of what a parameter holds of one expert."""
-        return [f"{self.home}.experts.{expert}.{member}.weight" for member in PARAMETERS[parameter]]
+        return [f"{self.module}.experts.{expert}.{member}.weight" for member in PARAMETERS[parameter]]
 
     def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Gate and up are one here, and dropout on what an expert reads is nothing PEFT could load."""
@@ -105,8 +105,8 @@ class ExpertsSpec(FeedForwardSpec):
             raise GraftuneError("adapters on experts have no dropout", fix="set dropout to 0, or target attention")
         for parameter in found:
             out, width = self.shape_of(parameter)
-            yield f"{self.home}.experts.{parameter}.lora_A.weight", (self.experts * rank, width)
-            yield f"{self.home}.experts.{parameter}.lora_B.weight", (self.experts, out, rank)
+            yield f"{self.module}.experts.{parameter}.lora_A.weight", (self.experts * rank, width)
+            yield f"{self.module}.experts.{parameter}.lora_B.weight", (self.experts, out, rank)
 
     def build(self, make: Maker) -> Experts:
         return Experts(

@@ -24,7 +24,7 @@ class GatedSpec(FeedForwardSpec):
     ffn: int
     activation: str = "silu"  # silu | gelu
     fused: bool = False  # checkpoints hold gate and up as one projection
-    home: str = "mlp"
+    module: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @property
@@ -39,7 +39,7 @@ class GatedSpec(FeedForwardSpec):
         return {"gate_up": ("gate_up_proj",) if self.fused else (gate, up), "down": (down,)}
 
     @property
-    def writes(self) -> tuple[str, ...]:
+    def residual_outputs(self) -> tuple[str, ...]:
         return self.names[2:]
 
     def build(self, make: Maker) -> GatedMlp:

@@ -35,7 +35,7 @@ class AttentionSpec(MixerSpec):
     fused: bool = False  # checkpoints hold q, k and v as one projection
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads of q, and of k, together
-    home: str = "self_attn"
+    module: str = "self_attn"
     out: str = "o_proj"
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
 
@@ -67,7 +67,7 @@ class AttentionSpec(MixerSpec):
         return {"q_proj": (self.heads, self.head_width), "k_proj": (self.kv_heads, self.head_width)}
 
     @property
-    def writes(self) -> tuple[str, ...]:
+    def residual_outputs(self) -> tuple[str, ...]:
         return (self.out,)
 
     def build(self, make: Maker) -> Attention:

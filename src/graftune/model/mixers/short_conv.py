@@ -28,7 +28,7 @@ TAPS = "conv.weight"
 class ShortConvSpec(MixerSpec):
     width: int
     taps: int
-    home: str = "conv"
+    module: str = "conv"
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -43,7 +43,7 @@ class ShortConvSpec(MixerSpec):
         return {TAPS: (self.width, 1, self.taps)}
 
     @property
-    def writes(self) -> tuple[str, ...]:
+    def residual_outputs(self) -> tuple[str, ...]:
         return ("out_proj",)
 
     def build(self, make: Maker) -> ShortConv:
