@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import parse_yaml
-from graftune.settings.config import PROJECTIONS, Config, Leaf, expand_targets, flatten, leaves
+from graftune.settings.config import PROJECTIONS, Config, Leaf, Resume, expand_targets, flatten, leaves
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -45,6 +45,13 @@ def test_leaf_names_are_unique_and_have_help() -> None:
     names = [leaf.name for leaf in leaves()]
     assert len(names) == len(set(names))
     assert all(leaf.help for leaf in leaves())
+
+
+def test_every_field_declares_whether_it_may_change_on_resume() -> None:
+    sections = [field.default_factory for field in dataclasses.fields(Config)]
+    fields = [field for section in sections for field in dataclasses.fields(section)]  # type: ignore[arg-type]
+    missing = [field.name for field in fields if field.metadata.get("resume") not in typing.get_args(Resume)]
+    assert len(fields) == len(leaves()) and not missing
 
 
 def test_flat_and_sectioned_files_agree(tmp_path: Path) -> None:

@@ -483,6 +483,15 @@ def test_what_decides_the_numbers_may_not_change_with_a_resume(finished: Path) -
         checkpoint.check_identity(resume.identity(config, other, "data", "examples"), before, finished)
 
 
+def test_what_only_watches_a_run_may_change_with_a_resume(finished: Path, tmp_path: Path) -> None:
+    """`--trace-steps` was refused, because a list of such settings had an earlier name of it."""
+    run = stopped_copy(finished, tmp_path / "run")
+    result = train(Config.of_run(run), console=QUIET, resume=str(run), overrides={"trace_steps": 1, "keep_last": 4})
+    assert result.stopped == "finished" and adapter_bytes(run) == adapter_bytes(finished)
+    stored = Config.of_run(run)
+    assert (stored.run.trace_steps, stored.train.keep_last) == (0, 4), "free: for this time; stored: from now on"
+
+
 def test_odd_names_beside_checkpoints(finished: Path, tmp_path: Path) -> None:
     run = stopped_copy(finished, tmp_path / "run")
     root = run / "checkpoints"

@@ -43,11 +43,24 @@ PARTS = {"all_linear", "attention", "mlp"}  # those that mean whatever a layer h
 _SPELLINGS = {"all-linear": "all_linear", "all": "all_linear"}  # PEFT's and LLaMA-Factory's
 
 
+# Whether a resumed run may have another value. fixed: no, since it decides what the run computes. content: a file or
+# folder that may have moved; a digest of its content is compared instead. stored: yes, and config.yaml keeps the new
+# value. free: yes, for this time only; the value does not decide what the run computes.
+Resume = Literal["fixed", "content", "stored", "free"]
+
+
 def opt(
-    default: Any, help: str, *, min: float | None = None, max: float | None = None, above: float | None = None
+    default: Any,
+    help: str,
+    *,
+    resume: Resume,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
 ) -> Any:
-    """A field with its help text and its inclusive range (`above` is an exclusive lower bound)."""
-    metadata = {"help": help, "min": min, "max": max, "above": above}
+    """A field with its help text, its inclusive range (`above` is an exclusive lower bound) and whether it may change
+    when a run is resumed."""
+    metadata = {"help": help, "resume": resume, "min": min, "max": max, "above": above}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -59,45 +72,55 @@ class BaseConfig:
         "",
         "Hugging Face name (owner/name; of a GGUF owner/name:Q4_K_M or owner/name/x.gguf) or folder, or a .gguf file; "
         "empty: the bundled SmolLM2-135M-Instruct",
+        resume="content",
     )
-    revision: str = opt("", "Hub revision of the base")
+    revision: str = opt("", "Hub revision of the base", resume="fixed")
     base_dtype: Literal["auto", "keep", "bf16", "fp16", "fp32", "nf4", "fp8"] = opt(
         "auto",
         "how the frozen weights are held: bf16, fp16, fp32, nf4 (4 bits: QLoRA), fp8 (8 bits) or keep (as in the "
         "file); auto: the compute dtype if it fits, else nf4, or a GGUF's own blocks",
+        resume="fixed",
     )
     base_on: Literal["auto", "device", "host"] = opt(
         "auto",
         "where the frozen weights lie: on the device, or on host, in host memory, from which each block is fetched "
         "while the one before it computes; auto: on the device if that fits",
+        resume="free",
     )
     shard_base: Literal["auto", "yes", "no"] = opt(
         "auto",
         "under torchrun, keep an equal part of the frozen weights on each rank and gather each block while the one "
         "before it computes; auto: if a device cannot hold them all",
+        resume="free",
     )
-    device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps")
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N, xpu or mps", resume="fixed")
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = opt(
-        "auto", "dtype of the matrix products; fp16 comes with a dynamic loss scale"
+        "auto", "dtype of the matrix products; fp16 comes with a dynamic loss scale", resume="fixed"
     )
-    threads: int = opt(0, "CPU threads; 0: as many as there are cores", min=0, max=4096)
-    any_base: bool = opt(False, "take an adapter although it was trained on other weights than this base's")
+    threads: int = opt(0, "CPU threads; 0: as many as there are cores", resume="free", min=0, max=4096)
+    any_base: bool = opt(
+        False, "take an adapter although it was trained on other weights than this base's", resume="free"
+    )
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = opt(16, "adapter rank", min=1, max=4096)
-    alpha: float = opt(0.0, "adapter scale numerator: the product is scaled by alpha/rank; 0: twice the rank", min=0)
-    targets: tuple[str, ...] = opt(("all_linear",), "projections to adapt: names, or all_linear, attention, qv, mlp")
-    dropout: float = opt(0.0, "dropout on the adapter's input", min=0, max=0.99)
-    rslora: bool = opt(False, "scale by alpha/sqrt(rank) instead of alpha/rank")
-    init: Literal["kaiming", "gaussian"] = opt(
-        "kaiming", "how A starts: as PEFT's, uniform within 1/sqrt(inputs); or Gaussian of std 1/rank"
+    rank: int = opt(16, "adapter rank", resume="fixed", min=1, max=4096)
+    alpha: float = opt(
+        0.0, "adapter scale numerator: the product is scaled by alpha/rank; 0: twice the rank", resume="fixed", min=0
     )
-    init_scale: float = opt(1.0, "multiplies A's starting values", above=0)
-    train_norms: bool = opt(False, "also train the norm weights")
-    new_tokens: tuple[str, ...] = opt((), "tokens to add; their embedding and head rows are trained")
-    adapter: str = opt("", "an adapter folder (ours or PEFT's) to continue from")
+    targets: tuple[str, ...] = opt(
+        ("all_linear",), "projections to adapt: names, or all_linear, attention, qv, mlp", resume="fixed"
+    )
+    dropout: float = opt(0.0, "dropout on the adapter's input", resume="fixed", min=0, max=0.99)
+    rslora: bool = opt(False, "scale by alpha/sqrt(rank) instead of alpha/rank", resume="fixed")
+    init: Literal["kaiming", "gaussian"] = opt(
+        "kaiming", "how A starts: as PEFT's, uniform within 1/sqrt(inputs); or Gaussian of std 1/rank", resume="fixed"
+    )
+    init_scale: float = opt(1.0, "multiplies A's starting values", resume="fixed", above=0)
+    train_norms: bool = opt(False, "also train the norm weights", resume="fixed")
+    new_tokens: tuple[str, ...] = opt((), "tokens to add; their embedding and head rows are trained", resume="fixed")
+    adapter: str = opt("", "an adapter folder (ours or PEFT's) to continue from", resume="fixed")
 
     def resolved(self) -> LoraConfig:
         """With the alpha that is used. An unset one stays 0 until here: a run that continues an adapter takes the
@@ -111,40 +134,53 @@ class DataConfig:
         "",
         "file (.jsonl, .json, .csv, .tsv, .parquet), folder, glob or Hub data set (owner/name:split); in YAML also a "
         "list of {path, weight, split, subset, map}; empty: the bundled sample",
+        resume="content",
     )
     eval_data: DataValue = opt(  # noqa: RUF009
-        "", "validation data, given like data; empty: split off the training data"
+        "", "validation data, given like data; empty: split off the training data", resume="content"
     )
-    val_split: float = opt(0.2, "share of the data held out for validation", min=0, max=0.9)
-    eval_examples: int = opt(0, "use at most this many validation examples; 0: all", min=0)
+    val_split: float = opt(0.2, "share of the data held out for validation", resume="fixed", min=0, max=0.9)
+    eval_examples: int = opt(0, "use at most this many validation examples; 0: all", resume="stored", min=0)
     map: dict[str, str] = opt(  # noqa: RUF009 (opt makes a default_factory)
-        {}, "which column is which, as prompt=Question,response=Answer; empty: recognised by their names"
+        {},
+        "which column is which, as prompt=Question,response=Answer; empty: recognised by their names",
+        resume="fixed",
     )
     max_seq_len: int = opt(
-        0, "longest example in tokens, at least 8; 0: 2048, or the base's context where that is shorter", min=0
+        0,
+        "longest example in tokens, at least 8; 0: 2048, or the base's context where that is shorter",
+        resume="fixed",
+        min=0,
     )
     train_on: Literal["assistant", "last", "flagged"] = opt(
         "assistant",
         "which turns are trained: every assistant turn (but those with weight 0 or train: false), the last one, or "
         "only those flagged with train: true",
+        resume="fixed",
     )
     prompt_form: Literal["inference", "template"] = opt(
         "inference",
         "text before an answer: the prompt as inference gives it, or the conversation as the template renders it",
+        resume="fixed",
     )
     template_vars: dict[str, Any] = opt(  # noqa: RUF009
-        {}, "variables given to the chat template, as enable_thinking=false,reasoning_effort=high"
+        {}, "variables given to the chat template, as enable_thinking=false,reasoning_effort=high", resume="fixed"
     )
     train_reasoning: Literal["all", "none", "not_empty"] = opt(
-        "all", "which reasoning (thinking) blocks are trained: all, none, or those that are not empty"
+        "all", "which reasoning (thinking) blocks are trained: all, none, or those that are not empty", resume="fixed"
     )
-    date: str = opt("", "date that a chat template prints, as 2026-11-17; empty: the day the run starts")
-    template: str = opt("auto", "chat template: auto (the model's own), none (prompt ++ response), or a Jinja file")
-    append_eos: bool = opt(False, "append EOS to turns of a template that has no end token")
-    strict: bool = opt(False, "stop at the first bad row instead of counting it")
+    date: str = opt(
+        "", "date that a chat template prints, as 2026-11-17; empty: the day the run starts", resume="fixed"
+    )
+    template: str = opt(
+        "auto", "chat template: auto (the model's own), none (prompt ++ response), or a Jinja file", resume="content"
+    )
+    append_eos: bool = opt(False, "append EOS to turns of a template that has no end token", resume="fixed")
+    strict: bool = opt(False, "stop at the first bad row instead of counting it", resume="fixed")
     max_unpacked: float = opt(
         64.0,
         "GiB that a compressed or Parquet file may come to when it is unpacked; a larger one is refused",
+        resume="free",
         above=0,
     )
 
@@ -155,104 +191,136 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = opt(2e-4, "peak learning rate", min=0)
-    schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "shape after warm-up")
-    warmup: float = opt(0.1, "share of the steps spent warming up", min=0, max=1)
-    min_lr: float = opt(1e-6, "learning rate the schedule goes down to", min=0)
-    beta1: float = opt(0.9, "AdamW's first-moment decay", min=0, max=0.9999)
-    beta2: float = opt(0.999, "AdamW's second-moment decay", min=0, max=0.999999)
-    eps: float = opt(1e-8, "AdamW's epsilon", above=0)
-    weight_decay: float = opt(0.01, "decoupled weight decay", min=0)
-    clip: float = opt(1.0, "gradient norm limit; 0: no clipping", min=0)
-    clip_mode: Literal["global", "layer"] = opt("global", "one norm over all gradients, or one per layer")
+    lr: float = opt(2e-4, "peak learning rate", resume="fixed", min=0)
+    schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "shape after warm-up", resume="fixed")
+    warmup: float = opt(0.1, "share of the steps spent warming up", resume="fixed", min=0, max=1)
+    min_lr: float = opt(1e-6, "learning rate the schedule goes down to", resume="fixed", min=0)
+    beta1: float = opt(0.9, "AdamW's first-moment decay", resume="fixed", min=0, max=0.9999)
+    beta2: float = opt(0.999, "AdamW's second-moment decay", resume="fixed", min=0, max=0.999999)
+    eps: float = opt(1e-8, "AdamW's epsilon", resume="fixed", above=0)
+    weight_decay: float = opt(0.01, "decoupled weight decay", resume="fixed", min=0)
+    clip: float = opt(1.0, "gradient norm limit; 0: no clipping", resume="fixed", min=0)
+    clip_mode: Literal["global", "layer"] = opt(
+        "global", "one norm over all gradients, or one per layer", resume="fixed"
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     method: Literal["lora", "full", "scratch"] = opt(
-        "lora", "what trains: adapters, every weight of the base, or every weight from random ones (base: a config)"
+        "lora",
+        "what trains: adapters, every weight of the base, or every weight from random ones (base: a config)",
+        resume="fixed",
     )
     loss: Literal["cross_entropy", "anchored"] = opt(
         "cross_entropy",
         "what is minimised: cross-entropy of the response tokens, or that plus a penalty on moving away from the "
         "base's own log-probabilities of them (anchored)",
+        resume="fixed",
     )
     anchor: float = opt(
-        0.1, "anchored: factor of the squared difference to the base's log-probability of each response token", min=0
+        0.1,
+        "anchored: factor of the squared difference to the base's log-probability of each response token",
+        resume="fixed",
+        min=0,
     )
-    epochs: float = opt(3.0, "passes over the data; 0.5 is half a pass", above=0)
-    max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", min=0)
-    tokens_per_step: int = opt(4096, "tokens of one optimizer step", min=8)
+    epochs: float = opt(3.0, "passes over the data; 0.5 is half a pass", resume="stored", above=0)
+    max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", resume="stored", min=0)
+    tokens_per_step: int = opt(4096, "tokens of one optimizer step", resume="fixed", min=8)
     tokens_per_micro_batch: int = opt(
         0,
         "tokens of a forward and backward, at least the longest example; 0: as many as fit, up to tokens_per_step and "
         "8192 (on a CPU 1024)",
+        resume="fixed",
         min=0,
     )
-    eval_every: int = opt(0, "evaluate every N steps, besides before the first and after each epoch; 0: off", min=0)
-    save_every: int = opt(0, "checkpoint every N steps, besides after each epoch; 0: off", min=0)
-    save_minutes: float = opt(15.0, "checkpoint after this many minutes without one; 0: off", min=0)
-    keep_last: int = opt(2, "checkpoints kept beside the best one", min=1)
-    patience: int = opt(5, "evaluations without improvement before stopping; 0: never", min=0)
-    seed: int = opt(42, "seed of split, shuffle, adapters and dropout", min=0, max=2**63 - 1)
-    deterministic: bool = opt(False, "bit-identical reruns on every device")
-    graph: bool = opt(True, "on CUDA, replay steps from CUDA graphs")
+    eval_every: int = opt(
+        0, "evaluate every N steps, besides before the first and after each epoch; 0: off", resume="stored", min=0
+    )
+    save_every: int = opt(0, "checkpoint every N steps, besides after each epoch; 0: off", resume="stored", min=0)
+    save_minutes: float = opt(15.0, "checkpoint after this many minutes without one; 0: off", resume="stored", min=0)
+    keep_last: int = opt(2, "checkpoints kept beside the best one", resume="stored", min=1)
+    patience: int = opt(5, "evaluations without improvement before stopping; 0: never", resume="stored", min=0)
+    seed: int = opt(42, "seed of split, shuffle, adapters and dropout", resume="fixed", min=0, max=2**63 - 1)
+    deterministic: bool = opt(False, "bit-identical reruns on every device", resume="fixed")
+    graph: bool = opt(True, "on CUDA, replay steps from CUDA graphs", resume="free")
     recompute: Literal["auto", "none", "selective", "full", "offload"] = opt(
         "auto",
         "what the backward pass computes again to save memory: none, gate and up (selective), whole blocks (full, or "
         "offload: from host memory); auto: the least that fits",
+        resume="free",
     )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    out: str = opt("", "run folder; empty: runs/ and a name of its own")
-    samples: int = opt(4, "validation prompts answered by base and tuned model at the end; 0: none", min=0)
-    sample_every: int = opt(
-        0, "also answer these prompts every N steps, so that the page shows how the answers change; 0: off", min=0
+    out: str = opt("", "run folder; empty: runs/ and a name of its own", resume="free")
+    samples: int = opt(
+        4, "validation prompts answered by base and tuned model at the end; 0: none", resume="free", min=0
     )
-    sample_tokens: int = opt(64, "longest sample answer, in tokens", min=1)
-    score: bool = opt(True, "score the answers where the data set brings a scorer (the bundled sample does)")
-    score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", min=0)
-    trace_steps: int = opt(0, "steps, from the fifth on, whose kernels are traced, into trace.json.gz; 0: none", min=0)
+    sample_every: int = opt(
+        0,
+        "also answer these prompts every N steps, so that the page shows how the answers change; 0: off",
+        resume="free",
+        min=0,
+    )
+    sample_tokens: int = opt(64, "longest sample answer, in tokens", resume="free", min=1)
+    score: bool = opt(
+        True, "score the answers where the data set brings a scorer (the bundled sample does)", resume="free"
+    )
+    score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", resume="free", min=0)
+    trace_steps: int = opt(
+        0, "trace the kernels of this many steps, starting at step 5, into trace.json.gz; 0: none", resume="free", min=0
+    )
     profile_every: int = opt(
-        0, "steps after which some are profiled, by phase, layer and operation, into profile.json; 0: never", min=0
+        0,
+        "steps after which some are profiled, by phase, layer and operation, into profile.json; 0: never",
+        resume="free",
+        min=0,
     )
     stop_within: float = opt(
         5.0,
         "seconds after Ctrl-C, SIGTERM or SIGHUP in which the micro-batch, evaluation or answers under way may finish; "
         "then (on a CPU) they are given up and the last whole step is saved; 0: no limit",
+        resume="free",
         min=0,
     )
     track: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = opt(
-        "none", "experiment tracker that is sent the figures of the run; each needs the extra of its name"
+        "none",
+        "experiment tracker that is sent the figures of the run; each needs the extra of its name",
+        resume="free",
     )
     max_skipped: int = opt(
         10,
         "stop after this many updates in a row were skipped because numbers were not finite; 0: never",
+        resume="free",
         min=0,
     )
     stop_on_warning: bool = opt(
         False,
         "stop, with a checkpoint and an error, when the run warns of its own numbers: a loss spike, no gradient, other "
         "tokens than planned, weights that do not move, a validation loss above the first",
+        resume="free",
     )
     deadline: float = opt(
         120.0,
         "several ranks: seconds after which a step that does not finish ends the run, or three times the longest step "
         "so far if that is more; 0: never",
+        resume="free",
         min=0,
     )
     wait_gpu: float = opt(
         0.0,
         "seconds to wait for memory that other runs have reserved on the device, first come first served; 0: refuse at "
         "once",
+        resume="free",
         min=0,
     )
     memory_share: float = opt(
         0.0,
         "share of the device's memory that runs may reserve together while there are several; 0: 0.85, or 0.6 where "
         "CPU and GPU share one memory",
+        resume="free",
         min=0,
         max=1,
     )
@@ -328,11 +396,12 @@ class Leaf:
     type: Any
     default: Any
     help: str
+    resume: Resume
 
 
 def leaves() -> list[Leaf]:
     return [
-        Leaf(name, f.name, _hints(section)[f.name], _default(f), f.metadata["help"])
+        Leaf(name, f.name, _hints(section)[f.name], _default(f), f.metadata["help"], f.metadata["resume"])
         for name, section in _sections().items()
         for f in dataclasses.fields(section)
     ]

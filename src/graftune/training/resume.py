@@ -23,26 +23,13 @@ from graftune.data.loader import Loader
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.events import BEGINNINGS, Event, read_events
 from graftune.session import Session
-from graftune.settings.config import Config, OptimConfig, TrainConfig
+from graftune.settings.config import Config, OptimConfig, Resume, TrainConfig, leaves
 from graftune.settings.sources import absolute
 from graftune.step.schedule import learning_rate
 from graftune.weights.base import Base
 
 if TYPE_CHECKING:
     from graftune.training.loop import Run
-
-# How long a run is and how often it looks at itself. A change is stored in config.yaml.
-KEPT_ON_RESUME = (
-    "epochs", "max_steps", "eval_every", "save_every", "save_minutes", "keep_last", "patience", "eval_examples",
-)  # fmt: skip
-# What does not change what a run computes (the first three: but for the last bit). A change is for this time only.
-FREE_ON_RESUME = (
-    *("threads", "graph", "recompute", "samples", "sample_tokens", "score", "score_records", "out", "any_base"),
-    *("profile", "profile_every", "sample_every", "track", "deadline", "base_on", "shard_base", "wait_gpu"),
-    *("memory_share", "max_skipped", "stop_on_warning", "stop_within", "max_unpacked", *KEPT_ON_RESUME),
-)
-
-_BY_CONTENT = ("base", "data", "eval_data", "template")  # files that may have moved: their content has a digest
 
 
 @dataclass(frozen=True)
@@ -73,14 +60,20 @@ def stretched(settings: TrainConfig, loader: Loader) -> float:
     return float(epochs)
 
 
+def settings_that(*resume: Resume) -> list[str]:
+    """The settings that are declared so in settings/config.py."""
+    return [leaf.name for leaf in leaves() if leaf.resume in resume]
+
+
 def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     """A run's own settings, with those that may change on a resume; any other change is refused by name."""
     if not (folder / "config.yaml").exists():
         raise GraftuneError("holds no run (no config.yaml)", where=str(folder), fix="give the folder of a run")
     config = Config.of_run(folder)
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
+    free = settings_that("stored", "free")
     for name in overrides:
-        if asked[name] != stored[name] and name not in FREE_ON_RESUME and not _same_kind(name, asked, stored):
+        if asked[name] != stored[name] and name not in free and not _same_kind(name, asked, stored):
             raise GraftuneError(
                 f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
                 where=str(folder),
@@ -138,7 +131,7 @@ def extension(step: int, before: int, now: int, optim: OptimConfig) -> str:
 def keep_changes(run: Run) -> None:
     """What was changed with this resume and holds from now on: said, logged and stored."""
     p, before, now = run.progress, Config.of_run(run.folder), run.config.flat()
-    kept = {name: now[name] for name in KEPT_ON_RESUME if name in now and before.flat()[name] != now[name]}
+    kept = {name: now[name] for name in settings_that("stored") if before.flat()[name] != now[name]}
     if run.total != run.before.total:
         run.console.note(extension(p.step, run.before.total, run.total, run.config.optim))
         run.log.emit("extend", step=p.step, steps=run.total, steps_before=run.before.total, **kept)
@@ -187,7 +180,8 @@ def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> 
 
 def identity(config: Config, base: Base, data: str, examples: str) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: digests, and the settings by name."""
-    settings = {name: v for name, v in config.flat().items() if name not in (*FREE_ON_RESUME, *_BY_CONTENT)}
+    flat = config.flat()
+    settings = {name: flat[name] for name in settings_that("fixed")}
     settings["device"] = str(settings["device"]).partition(":")[0]  # which of several GPUs it is decides nothing
     spec = json.dumps(beyond_defaults(base.spec), sort_keys=True)
     return {
