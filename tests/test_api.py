@@ -55,7 +55,7 @@ def test_train_and_export_are_functions_however_often_they_are_called(tiny_folde
             callbacks=[events.append],
         )  # fmt: skip
         assert (result.steps, result.stopped) == (1, "finished")
-        importlib.import_module("graftune.training.loop")
+        importlib.import_module("graftune.training.trainer")
         made = graftune.export(result.folder, "peft", out=tmp_path / f"{name}-peft")
         importlib.import_module("graftune.exporting.write")
         assert (made.path / "adapter_model.safetensors").exists()

@@ -181,7 +181,7 @@ def test_the_hot_path_imports_without_optional_packages():
         "import sys\n"
         "for name in 'gguf cyclopts rich matplotlib yaml pyarrow huggingface_hub regex transformers peft'.split():\n"
         "    sys.modules[name] = None\n"
-        "import graftune.step.step, graftune.training.loop, graftune.api, graftune.infer.generate\n"
+        "import graftune.step.step, graftune.training.trainer, graftune.api, graftune.infer.generate\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -46,8 +46,8 @@ from graftune.step.accumulator import Accumulator
 from graftune.step.evaluate import EvalResult
 from graftune.step.scaler import LossScaler
 from graftune.training import launch
-from graftune.training.loop import TrainResult
 from graftune.training.prepare import compiled_ahead
+from graftune.training.trainer import TrainResult
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import open_base
 

@@ -35,7 +35,7 @@ from graftune.run_folder import _weights
 from graftune.settings import recognise
 from graftune.settings.config import Config
 from graftune.settings.sources import Source
-from graftune.training.leftovers import sweep, sweep_unstarted
+from graftune.training.folder import sweep, sweep_unstarted
 from graftune.weights import apr_io, checkpoint
 from graftune.weights.adapter import load_adapter
 from graftune.weights.adapter_gguf import holds_adapter

@@ -21,15 +21,15 @@ from typing import Any
 def misbehave(kind: str, number: int) -> None:
     """In a rank: its number-th update is where something happens to it; `absent`: it never begins that step."""
     from graftune.step.step import Step
-    from graftune.training.ranks import Together
+    from graftune.training.ranks import Distributed
 
     if kind in ("reads", "late", "inf"):
         {"reads": read_slowly, "late": hand_out_late, "inf": overflow}[kind](number)
         return
     real, calls = Step.update_step, 0
     if kind == "absent":
-        begin = Together.begin
-        Together.begin = lambda self, step: time.sleep(3600) if step == number else begin(self, step)  # type: ignore
+        begin = Distributed.begin
+        Distributed.begin = lambda self, step: time.sleep(3600) if step == number else begin(self, step)  # type: ignore
         return
 
     def counted(self: Any) -> Any:

@@ -19,7 +19,7 @@ from graftune.observe.events import read_events
 from graftune.settings.config import Config, LoraConfig
 from graftune.step.pipeline import DeviceLoop
 from graftune.step.step import Step
-from graftune.training.loop import Run
+from graftune.training.trainer import Run
 from graftune.weights import checkpoint
 from tests.support import injected, oracle
 from tests.training.runs import adapter_bytes

@@ -30,8 +30,8 @@ from graftune.settings.config import Config
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
-from graftune.training import loop, prepare, reporter, resume
-from graftune.training.answers import Answers, Question
+from graftune.training import prepare, reporter, resume, trainer
+from graftune.training.samples import Answers, Question
 from graftune.weights import checkpoint
 from graftune.weights.base import open_base
 from graftune.weights.checkpoint import Progress
@@ -125,7 +125,7 @@ def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.Monkey
             minutes += 5
 
     monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Slow(step))
-    monkeypatch.setattr(loop, "_minutes", lambda: minutes)
+    monkeypatch.setattr(trainer, "_minutes", lambda: minutes)
     more = {"val_split": 0.0, "save_every": 0, "tokens_per_step": 64, "epochs": 1}
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", **more)
     total = train(config, console=QUIET).steps
@@ -153,7 +153,7 @@ def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(mon
         config=Config.of({"keep_last": 3}),
         reporter=SimpleNamespace(live_plot=SimpleNamespace(update=int)),
     )
-    loop.Run.save(run)
+    trainer.Run.save(run)
     assert done == ["log", "save", (3, 4)] and (run.saved, run.progress.updates) == (7, 6)
 
 

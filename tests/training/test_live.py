@@ -28,7 +28,8 @@ from graftune.spans import Turn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import HostLoop
-from graftune.training import every, floors, live
+from graftune.training import floors, live
+from graftune.training import profiled_steps as profiling_module
 from graftune.training.live import profiled_steps
 from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
@@ -100,11 +101,11 @@ def test_a_run_with_profiled_steps_live_speed_and_a_tracker(
 
 
 def test_what_is_done_between_steps_is_no_steps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(every, "facts_of", lambda session, shape: {"shape": {}})
+    monkeypatch.setattr(profiling_module, "facts_of", lambda session, shape: {"shape": {}})
     monkeypatch.setattr(floors, "known", lambda session, shape: None)
     device = SimpleNamespace(device=torch.device("cpu"))
     session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=1)))
-    profiling = every.ProfiledSteps(4, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
+    profiling = profiling_module.ProfiledSteps(4, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
     clock = profiling.recorder.clock = Ticks()
 
     def sent(step: int) -> Any:
@@ -127,8 +128,8 @@ def test_what_is_done_between_steps_is_no_steps_time(tmp_path: Path, monkeypatch
 
 
 def test_a_long_run_keeps_the_latest_profiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(every, "facts_of", lambda session, shape: {"shape": {}})
-    monkeypatch.setattr(every, "MOST", 3)
+    monkeypatch.setattr(profiling_module, "facts_of", lambda session, shape: {"shape": {}})
+    monkeypatch.setattr(profiling_module, "MOST", 3)
     device = SimpleNamespace(device=torch.device("cpu"))
     base = SimpleNamespace(spec=SimpleNamespace(layers=1))
     warned: list[str] = []
@@ -190,12 +191,12 @@ def test_the_line_says_why_there_is_no_floor(
 def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(every, "facts_of", lambda session, shape: {"shape": {}})
+    monkeypatch.setattr(profiling_module, "facts_of", lambda session, shape: {"shape": {}})
     monkeypatch.setattr(floors, "known", lambda session, shape: 2.0)
-    monkeypatch.setattr(every, "turns_for", lambda *step: [Turn(0, 2), Turn(1, 2)])
+    monkeypatch.setattr(profiling_module, "turns_for", lambda *step: [Turn(0, 2), Turn(1, 2)])
     device = SimpleNamespace(device=torch.device("cpu"))
     session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=2)))
-    profiling = every.ProfiledSteps(8, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
+    profiling = profiling_module.ProfiledSteps(8, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
     profiling.captured, profiling.recorder.clock = True, Ticks()
     timed: dict[int, Turn] = {}
     captured: set[Turn] = set()

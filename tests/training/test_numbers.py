@@ -23,7 +23,7 @@ from graftune.step.pipeline import Figures, HostLoop
 from graftune.step.step import Step
 from graftune.training import guard, halting
 from graftune.training.guard import Guard
-from graftune.training.loop import Run
+from graftune.training.trainer import Run
 from graftune.weights import checkpoint
 from tests.support import injected, oracle
 from tests.training.runs import adapter_bytes

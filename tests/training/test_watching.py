@@ -14,8 +14,9 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.report import document
 from graftune.settings.config import Config
-from graftune.training import answers, reporter
-from graftune.training.answers import SCORED, scored_records
+from graftune.training import reporter
+from graftune.training import samples as samples_module
+from graftune.training.samples import SCORED, scored_records
 from tests.training.runs import adapter_bytes, write_data
 
 
@@ -43,8 +44,8 @@ def test_adapters_train_at_once_and_the_base_is_asked_at_the_end(
 
 def test_answers_on_the_way_change_nothing(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the two that are shown are asked only for the score."""
-    monkeypatch.setattr(answers, "is_sample_hash", lambda sha256: True)
-    monkeypatch.setattr(answers, "score_all", lambda pairs: ScoreReport(0, 0, len(list(pairs)), {}))
+    monkeypatch.setattr(samples_module, "is_sample_hash", lambda sha256: True)
+    monkeypatch.setattr(samples_module, "score_all", lambda pairs: ScoreReport(0, 0, len(list(pairs)), {}))
     base, more = tiny_folder("llama"), {"max_steps": 3, "dropout": 0.1}
     run_of(base, tmp_path / "plain", **more)
     run_of(base, tmp_path / "asked", sample_every=1, **more)

@@ -18,7 +18,7 @@ from graftune.training.stop import may_give_up
 from graftune.weights import checkpoint
 
 if TYPE_CHECKING:
-    from graftune.training.loop import Run
+    from graftune.training.trainer import Run
 
 
 def finish(run: Run, stopped: str) -> dict[str, Any]:

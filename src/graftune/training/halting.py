@@ -23,7 +23,7 @@ from graftune.step.tail import bit_sum
 from graftune.weights import checkpoint
 
 if TYPE_CHECKING:
-    from graftune.training.loop import Run
+    from graftune.training.trainer import Run
 
 SHOWN = 8  # rows of the data that a sentence names
 NOT_FINITE, WARNING = "not finite", "warning"  # in the log, as the reason why a run stopped

@@ -20,12 +20,12 @@ from graftune.observe.events import Event, number
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.settings.config import Config
-from graftune.training.leftovers import complete, sweep
-from graftune.training.loop import Callback, Run, TrainResult
+from graftune.training.folder import complete, sweep
 from graftune.training.prepare import prepare_resume, prepare_run, remove_made, removed_unless_started
 from graftune.training.ranks import SingleProcess, check_settings, joined
 from graftune.training.resume import finished, stored_config
 from graftune.training.signals import Stopped, noted_signals, raised_signals
+from graftune.training.trainer import Callback, Run, TrainResult
 
 
 def train(

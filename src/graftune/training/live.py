@@ -16,12 +16,12 @@ from graftune.settings.config import Config
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import Loop
 from graftune.training import floors
-from graftune.training.every import ProfiledSteps, first_profiled
 from graftune.training.prepare import Prepared
+from graftune.training.profiled_steps import ProfiledSteps, first_profiled
 from graftune.training.reporter import LiveSpeed
 
 if TYPE_CHECKING:
-    from graftune.training.loop import Run
+    from graftune.training.trainer import Run
 
 
 def live_speed(session: Session, training: Dataset, loop: Loop, shape: Capacities | None) -> LiveSpeed:

@@ -44,11 +44,11 @@ from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label, slug
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
-from graftune.training.answers import Answers
-from graftune.training.leftovers import sweep, sweep_unstarted
+from graftune.training.folder import sweep, sweep_unstarted
 from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
+from graftune.training.samples import Answers
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 

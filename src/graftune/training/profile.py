@@ -24,8 +24,8 @@ from graftune.observe.profile import Profile
 from graftune.settings.config import Config
 from graftune.step.profile import profiled
 from graftune.training import floors
-from graftune.training.every import facts_of
 from graftune.training.prepare import Prepared, prepare_profile
+from graftune.training.profiled_steps import facts_of
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 

@@ -29,7 +29,7 @@ from graftune.step.schedule import learning_rate
 from graftune.weights.base import Base
 
 if TYPE_CHECKING:
-    from graftune.training.loop import Run
+    from graftune.training.trainer import Run
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from graftune.training.signals import HANGUP, Stopping
 
 if TYPE_CHECKING:
-    from graftune.training.loop import Run
+    from graftune.training.trainer import Run
 
 
 class Interrupted(Exception):

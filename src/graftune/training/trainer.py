@@ -33,12 +33,12 @@ from graftune.observe.marks import StepTrace, marked
 from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.ending import answer_samples, ask_base, finish
-from graftune.training.every import ProfiledSteps
 from graftune.training.guard import Guard
 from graftune.training.halting import Halted, halted, look_at_end, look_at_weights
 from graftune.training.live import live_speed, profiled_steps, tracking_of
 from graftune.training.prepare import Prepared, report_start
 from graftune.training.preview import PreviewWriter
+from graftune.training.profiled_steps import ProfiledSteps
 from graftune.training.reporter import Reporter
 from graftune.training.resume import changed_since, check_longer, computed_by, identity, keep_changes, run_length
 from graftune.training.signals import HANGUP

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graftune.io.lock import FolderLock
-from graftune.training import leftovers
+from graftune.training import folder as run_folders
 
 NAME = "data-20261117-184714"
 
@@ -30,9 +30,9 @@ def made_long_ago(folder: Path) -> Path:
 def test_a_run_that_never_began_goes(tmp_path: Path) -> None:
     for name in (NAME, f"{NAME}-2"):
         unstarted(tmp_path, name=name)
-    leftovers.sweep_unstarted(tmp_path)
+    run_folders.sweep_unstarted(tmp_path)
     assert not list(tmp_path.iterdir())
-    leftovers.sweep_unstarted(tmp_path / "nowhere")
+    run_folders.sweep_unstarted(tmp_path / "nowhere")
 
 
 def test_whatever_may_be_somebodys_stays(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_whatever_may_be_somebodys_stays(tmp_path: Path) -> None:
     trains = unstarted(runs, name=f"g-{NAME}")
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     with FolderLock(trains):
-        leftovers.sweep_unstarted(made_long_ago(runs))
+        run_folders.sweep_unstarted(made_long_ago(runs))
         assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
@@ -63,8 +63,8 @@ def test_a_run_that_begins_at_that_moment_stays(tmp_path: Path, monkeypatch: pyt
             (folder / "config.yaml").touch()  # by whoever had the lock until now
             return super().acquire()
 
-    monkeypatch.setattr(leftovers, "FolderLock", Late)
-    leftovers.sweep_unstarted(tmp_path)
+    monkeypatch.setattr(run_folders, "FolderLock", Late)
+    run_folders.sweep_unstarted(tmp_path)
     assert (folder / "config.yaml").exists()
 
 
@@ -75,6 +75,6 @@ def test_what_is_half_written_goes_by_its_exact_name(tmp_path: Path) -> None:
     for name in (*half, *mine, *whole, "model.old", "checkpoints/step-6.old"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "x").touch()
-    leftovers.sweep(tmp_path)
+    run_folders.sweep(tmp_path)
     left = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("x")}
     assert left == {*mine, *whole, "model", "checkpoints/step-6"}, "the last two have their names back"
