@@ -244,7 +244,7 @@ WRITERS = {
     "data/cached.py": "new_file",
     "data/memory.py": "a temporary file of this process",
     "exporting/gguf_file.py": "new_file of its caller",
-    "ledger/store.py": "two copies in turn, each with its checksum, under a lock",
+    "ledger/ledger.py": "a file aside, renamed under a lock; not flushed, since no reservation survives a crash",
     "observe/console.py": "the null device",
     "observe/memory.py": "a switch of the kernel",
     "weights/adapter.py": "new_folder",

@@ -243,7 +243,7 @@ def test_doctor_lists_reserved_memory(capsys: Capture, tmp_path: Path, monkeypat
         (60 << 30, True, os.getpid()),
         (50 << 30, False, os.getpid()),
     ]
-    for path in (tmp_path / "ledger").iterdir():
+    for path in (tmp_path / "ledger").glob("*.json"):
         path.write_text("{")
     assert main(["doctor"]) == 0
     assert "the ledger of reserved memory is damaged" in capsys.readouterr().out

@@ -19,7 +19,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from graftune.ledger import Ledger, Memory, book
+from graftune.ledger import Ledger, Memory
+from graftune.ledger import ledger as ledger_file
 from tests.support.ledger_race import race
 
 ALL = Memory(100, 100)
@@ -28,7 +29,7 @@ ALL = Memory(100, 100)
 def queue(folder: str, processes: int) -> tuple[list[int], list[int]]:
     """Processes that come one after the other and wait, every fifth of them killed as it waits: who should be served,
     in this order, and who was."""
-    book.SHORTEST = book.LONGEST = 0.05
+    ledger_file.FIRST_WAIT = ledger_file.LONGEST_WAIT = 0.05
     log, children = Path(folder) / "served", []
     log.unlink(missing_ok=True)
     held = Ledger(folder).claim("GPU-0", 60, task="first")
@@ -49,7 +50,7 @@ def queue(folder: str, processes: int) -> tuple[list[int], list[int]]:
                 os._exit(code)
         children.append(child)
         limit = time.monotonic() + 60
-        while not any(entry.pid == child for entry in Ledger(folder).entries()):
+        while not any(one.pid == child for one in Ledger(folder).reservations()):
             assert time.monotonic() < limit, f"number {number} did not come to its place"
             time.sleep(0.001)
     killed = children[::5]
@@ -65,7 +66,7 @@ def queue(folder: str, processes: int) -> tuple[list[int], list[int]]:
 def kills(folder: str, count: int) -> list[str]:
     """Writers killed at random moments. What was said of the ledger, which should be nothing."""
     said: list[str] = []
-    ledger = Ledger(folder, tell=said.append)
+    ledger = Ledger(folder, warn=said.append)
     draw = random.Random(1)
     for _ in range(count):
         child = os.fork()
@@ -73,7 +74,7 @@ def kills(folder: str, count: int) -> list[str]:
             while True:
                 claim = Ledger(folder).claim("GPU-0", 60, task="x" * draw.randint(1, 90))
                 claim.take(ALL)
-                claim.beat(draw.randint(0, 60))
+                claim.renew(draw.randint(0, 60))
                 claim.release()
         time.sleep(draw.uniform(0.0005, 0.02))
         os.kill(child, signal.SIGKILL)

@@ -25,7 +25,7 @@ def race(folder: str, rounds: int, processes: int) -> dict[str, object]:
     granted, began = Counter[int](), time.monotonic()
     for number in range(rounds):
         granted[one_round(folder, processes, killed=number % 2 == 1)] += 1
-    left = len(Ledger(folder).entries())
+    left = len(Ledger(folder).reservations())
     seconds = round(time.monotonic() - began, 1)
     return {"rounds": rounds, "processes": processes, "granted": dict(granted), "left": left, "seconds": seconds}
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from graftune import api
-from graftune.ledger import Entry, book, shared_ledger
+from graftune.ledger import Reservation, shared_ledger
+from graftune.ledger import ledger as ledger_file
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.settings.config import Config
@@ -28,7 +29,7 @@ PATIENCE = 300.0
 
 def share(device: str, base: str, folder: Path) -> dict[str, Any]:
     os.environ["GRAFTUNE_LEDGER"] = str(folder / "ledger")
-    book.BEAT = 0.2
+    ledger_file.HEARTBEAT = 0.2
     reporter.loss_plot = lambda *_: None
     data, go = write_data(folder / "data.jsonl"), folder / "go"
     children = {}
@@ -50,7 +51,7 @@ def share(device: str, base: str, folder: Path) -> dict[str, Any]:
     _until(lambda: len([e for e in _entries() if e.granted and e.measured]) == 2)
     start(3, **more)
     shared = _until(lambda: found if len(found := _entries()) == 3 and not found[-1].granted else None)
-    time.sleep(3 * book.BEAT)  # the third has looked again by then, and the first two have said what they hold
+    time.sleep(3 * ledger_file.HEARTBEAT)  # the third has tried again, the first two have measured
     shared = _entries()
     waited = not (folder / "3").exists()
     go.touch()
@@ -85,10 +86,10 @@ def _times(run: Path) -> dict[str, Any]:
     return {**ends, "losses": steps, "needed": plan["needed"], "peak_device_memory": peak}
 
 
-def _entries() -> list[Entry]:
+def _entries() -> list[Reservation]:
     ledger = shared_ledger()
     assert ledger is not None
-    return sorted(ledger.entries(), key=lambda entry: not entry.granted)
+    return sorted(ledger.reservations(), key=lambda entry: not entry.granted)
 
 
 def _asked(device: str) -> int:

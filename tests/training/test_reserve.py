@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +22,7 @@ import torch
 import graftune
 from graftune.api import train
 from graftune.errors import GraftuneError
-from graftune.ledger import HOST, Claim, Ledger, Memory, Room
-from graftune.ledger import book as ledger_book
+from graftune.ledger import HOST, Availability, Claim, Ledger, Memory
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
 from graftune.plan import card_here
@@ -44,7 +42,7 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
 
 @pytest.fixture
 def other(ledger: Ledger) -> Iterator[Claim]:
-    """Half of the machine's memory, reserved by somebody who has taken nothing of it yet."""
+    """Half of the machine's memory, reserved by a claim that has allocated nothing yet."""
     with ledger.claim(HOST, total_bytes() // 2, task="train on another's data") as claim:
         claim.take(Memory(total_bytes(), total_bytes()))
         assert claim.granted
@@ -83,30 +81,30 @@ def check_sharing(device: str, base: Path, folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_holders_names(ledger, other, tiny_folder, tmp_path) -> None:
-    share = (other.entry.planned + 1000) / total_bytes()
+    share = (other.reservation.planned + 1000) / total_bytes()
     for wait, when in ((0.0, "left: reserved by"), (0.05, "left after 0.05 s: reserved by")):
         with pytest.raises(GraftuneError) as caught:
             train(settings(tiny_folder, tmp_path / "run", memory_share=share, wait_gpu=wait), console=Console())
         said = str(caught.value)
         assert when in said and f"process {os.getpid()} of " in said and "(train on another's data, " in said
         assert "by setting wait_gpu to seconds" in said
-    assert [entry.id for entry in ledger.entries()] == [other.entry.id] and not (tmp_path / "run").exists()
+    assert [one.id for one in ledger.reservations()] == [other.reservation.id] and not (tmp_path / "run").exists()
 
 
 def test_the_plan_sees_what_others_leave(ledger, other, tiny_folder, tmp_path) -> None:
-    share = other.entry.planned / total_bytes() + 0.01
+    share = other.reservation.planned / total_bytes() + 0.01
     seen = []
 
     def look(event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            seen.extend(entry for entry in ledger.entries() if entry.id != other.entry.id)
+            seen.extend(entry for entry in ledger.reservations() if entry.id != other.reservation.id)
 
     run = train(settings(tiny_folder, tmp_path / "run", memory_share=share), console=Console(), callbacks=[look]).folder
     plan = json.loads((run / "plan.json").read_text())
-    assert plan["free"] == int(share * total_bytes()) - other.entry.planned
+    assert plan["free"] == int(share * total_bytes()) - other.reservation.planned
     (mine,) = seen
     assert (mine.planned, mine.granted, mine.task) == (plan["needed"], True, "train llama-shallow")
-    assert [entry.id for entry in ledger.entries()] == [other.entry.id], "given back"
+    assert [one.id for one in ledger.reservations()] == [other.reservation.id], "given back"
     config = settings(tiny_folder, tmp_path / "none", memory_share=share)
     assert job_of(config, Console()).free == plan["free"], "graftune plan, which reserves nothing"
 
@@ -114,12 +112,12 @@ def test_the_plan_sees_what_others_leave(ledger, other, tiny_folder, tmp_path) -
 def test_a_run_that_fails_gives_its_memory_back(ledger, tiny_folder, tmp_path) -> None:
     def fails(event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            assert [entry.granted for entry in ledger.entries()] == [True]
+            assert [one.granted for one in ledger.reservations()] == [True]
             raise RuntimeError("a callback's mistake")
 
     with pytest.raises(RuntimeError, match="a callback's mistake"):
         train(settings(tiny_folder, tmp_path / "run"), console=Console(), callbacks=[fails])
-    assert ledger.entries() == []
+    assert ledger.reservations() == []
 
 
 def test_a_gpu_as_the_ledger_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,60 +129,41 @@ def test_a_gpu_as_the_ledger_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    shared = reserve.Shared.of(torch.device("cuda"), Config())
+    shared = reserve.SharedDevice.of(torch.device("cuda"), Config())
     assert (shared.name, shared.share, str(shared)) == ("GPU-1-2", 0.85, "a card")
     assert shared.memory == Memory(100, 35) and shared.measure() == 9
-    assert card_here(torch.device("cuda"), shared.within(20)).free == 20, "what a job takes for its limit"
-    assert shared.within(20, limit=70) == 70
+    assert card_here(torch.device("cuda"), shared.limit(20)).free == 20, "what a job takes for its limit"
+    assert shared.limit(20, limit=70) == 70
     about.is_integrated = 1
-    assert reserve.Shared.of(torch.device("cuda"), Config()).share == 0.6
-    assert reserve.Shared.of(torch.device("cuda"), Config.of({"memory_share": 0.9})).share == 0.9
+    assert reserve.SharedDevice.of(torch.device("cuda"), Config()).share == 0.6
+    assert reserve.SharedDevice.of(torch.device("cuda"), Config.of({"memory_share": 0.9})).share == 0.9
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7, MIG-8")
-    assert reserve.Shared.of(torch.device("cuda", 1), Config()).name == "MIG-8"
+    assert reserve.SharedDevice.of(torch.device("cuda", 1), Config()).name == "MIG-8"
 
 
-def reserver(**parts: Any) -> Any:
-    """A run's claims on a GPU that is not there."""
-    made = reserve.Reserver.__new__(reserve.Reserver)
-    vars(made).update(ledger=Ledger, group="g", on_gpu=True, device="the card", host="the machine", _claimed=set())
-    vars(made).update(parts)
-    return made
-
-
-def test_host_memory_beside_a_gpu_is_planned_and_claimed_too() -> None:
+def test_host_memory_of_a_run_on_a_gpu_is_reserved_after_the_gpu() -> None:
+    """Of a GPU that is not there."""
     asked: list[Any] = []
-    others = Room(left=30, holders=("somebody",), ahead=())  # type: ignore[arg-type]
-    beside = reserver(_wait=lambda ledger, shared, size: asked.append((shared, size)), _room=lambda shared: others)
-    assert beside._host_left(100) == 30 and beside._host_left(20) == 20
-    assert reserver(_room=lambda shared: Room(30, (), ()))._host_left(100) == 100, "alone: all that is free"
-    for pinned in (reserve.PINNED, reserve.PINNED + 1):
-        beside._claim(SimpleNamespace(needed=7, bytes=SimpleNamespace(host=pinned)))
-    assert asked == [("the card", 7), ("the card", 7), ("the machine", reserve.PINNED + 1)], "in this order"
-
-
-def test_nothing_is_planned_on_a_ledger_that_settles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserve, "SETTLING", 0.001)
-    rooms = [Room(9, (), (), settling=True), Room(9, (), (), settling=True), Room(1, (), ())]
-    waits = reserver(ledger=SimpleNamespace(room=lambda *_, **__: rooms.pop(0)))
-    assert waits._room(SimpleNamespace(name=HOST, memory=None, share=0.85)).left == 1 and not rooms
-
-
-def test_what_is_granted_is_renewed_and_given_back() -> None:
-    kept: list[Any] = []
-    claim = SimpleNamespace(granted=True, keep=kept.append, release=lambda: kept.append("released"))
-    shared = reserve.Shared(torch.device("cpu"), HOST, 0.85)
-    with ExitStack() as held:
-        assert reserver(held=held)._granted(shared, claim)
-        assert kept == [shared.measure]
-    assert kept == [shared.measure, "released"]
+    others = Availability(left=30, holders=("another run",), ahead=())  # type: ignore[arg-type]
+    run: Any = reserve.Reserver.__new__(reserve.Reserver)
+    vars(run).update(ledger=Ledger, on_gpu=True, device="the card", host="the machine", seconds=0.0)
+    vars(run).update(_reserve=lambda device, size, _: asked.append((device, size)), _available=lambda device: others)
+    assert run._host_left(100) == 30 and run._host_left(20) == 20
+    run._available = lambda device: Availability(30, (), ())
+    assert run._host_left(100) == 100, "alone: all free memory"
+    for host in (reserve.LEAST_HOST_BYTES, reserve.LEAST_HOST_BYTES + 1):
+        run._reserve_all(SimpleNamespace(needed=7, bytes=SimpleNamespace(host=host)))
+    assert asked == [("the card", 7), ("the card", 7), ("the machine", reserve.LEAST_HOST_BYTES + 1)], "in this order"
 
 
 def test_a_signal_ends_the_wait_and_the_place_in_the_queue(ledger, other, tiny_folder, tmp_path) -> None:
-    asked = settings(tiny_folder, tmp_path / "run", memory_share=other.entry.planned / total_bytes(), wait_gpu=600)
+    asked = settings(
+        tiny_folder, tmp_path / "run", memory_share=other.reservation.planned / total_bytes(), wait_gpu=600
+    )
 
     def stop() -> None:
         limit = time.monotonic() + 60
-        while all(entry.granted for entry in ledger.entries()) and time.monotonic() < limit:
+        while all(one.granted for one in ledger.reservations()) and time.monotonic() < limit:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -193,38 +172,27 @@ def test_a_signal_ends_the_wait_and_the_place_in_the_queue(ledger, other, tiny_f
     result = train(asked, console=Console(quiet=True))
     thread.join()
     assert (result.signal, result.started) == (signal.SIGTERM, False) and not (tmp_path / "run").exists()
-    assert [entry.id for entry in ledger.entries()] == [other.entry.id]
+    assert [one.id for one in ledger.reservations()] == [other.reservation.id]
 
 
 def test_a_session_that_trains_nothing_enters_what_it_has_taken(ledger, tiny_folder) -> None:
     session = graftune.open(str(tiny_folder("llama-shallow")), device="cpu", quiet=True)
-    reserve.enter(session, Console(quiet=True), "chat llama-shallow")
-    (entry,) = ledger.entries()
+    reserve.register(session, Console(quiet=True), "chat llama-shallow")
+    (entry,) = ledger.reservations()
     assert entry.granted and entry.task == "chat llama-shallow" and entry.planned == entry.measured > 1 << 20
     session.close()
     del session
     gc.collect()
-    assert ledger.entries() == []
+    assert ledger.reservations() == []
 
 
-def test_a_damaged_ledger_delays_a_run_and_stops_none(ledger, tiny_folder, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(ledger_book, "BEAT", 0.1)
+def test_a_run_repairs_a_damaged_ledger(ledger, tiny_folder, tmp_path) -> None:
     ledger.check()
-    for name in (ledger.store.name, ledger.store.name + ".copy"):
-        (ledger.store.folder / name).write_text("garbage")
-    monkeypatch.setattr(reserve, "SETTLING", 0.05)
-    looks, real = [0], Ledger.room
-
-    def room(self: Ledger, *given: Any, **named: Any) -> Any:
-        looks[0] += 1
-        assert looks[0] < 100, "it never settles"
-        return real(self, *given, **named)
-
-    monkeypatch.setattr(Ledger, "room", room)
-    said = io.StringIO()
-    train(settings(tiny_folder, tmp_path / "run"), console=Console(stderr=said))
-    assert said.getvalue().count("was damaged and is put aside") == 1 and (tmp_path / "run" / "adapter").is_dir()
-    assert ledger.entries() == []
+    ledger.path.write_text("garbage")
+    errors = io.StringIO()
+    train(settings(tiny_folder, tmp_path / "run"), console=Console(stderr=errors))
+    assert errors.getvalue().count("was damaged and moved to") == 1 and (tmp_path / "run" / "adapter").is_dir()
+    assert ledger.reservations() == []
 
 
 def test_a_ledger_that_cannot_be_written_is_said(tiny_folder, tmp_path, monkeypatch) -> None:

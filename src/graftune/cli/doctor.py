@@ -189,9 +189,9 @@ def _ledger() -> dict[str, Any]:
     found = shared_ledger()
     if found is None:
         return {"path": None, "reservations": []}
-    report: dict[str, Any] = {"path": str(found.store.path), "reservations": []}
+    report: dict[str, Any] = {"path": str(found.path), "reservations": []}
     try:
-        report["reservations"] = [entry.document() for entry in found.entries()]
+        report["reservations"] = [one.document() for one in found.reservations()]
     except (GraftuneError, OSError) as error:
         report["error"] = str(error)
     return report

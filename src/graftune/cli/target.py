@@ -31,7 +31,7 @@ def open_target(target: str, settings: Any, needs_adapter: str | None, console: 
     run = (
         api.open(base, adapter=target, console=console, **flags) if base else api.open(target, console=console, **flags)
     )
-    reserve.enter(run, console, f"{task} {Path(target).name or 'the bundled base'}")
+    reserve.register(run, console, f"{task} {Path(target).name or 'the bundled base'}")
     adapter = run.describe().get("adapter") or ""
     if checkpoint := re.search(r"checkpoints/step-(\d+)$", adapter):
         console.note(f"taking the checkpoint of step {checkpoint[1]}")

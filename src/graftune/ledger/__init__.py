@@ -1,20 +1,20 @@
-"""Which processes have reserved how much memory of which device: a ledger that they share.
+"""The ledger: how much memory of which device each process on this machine has reserved.
 
-A run that is still loading has taken little of what it will take, so free memory does not tell two runs that start
-together that only one of them fits. Each enters what its plan says before it loads anything, under one lock, and sees
-what the others have entered.
+A run that is still loading has allocated little of what it will need, so free memory alone cannot tell two runs that
+start together that only one of them fits. Each run reserves the bytes of its plan before it loads anything, and plans
+within the bytes that the others leave.
 
-entry.py   one reservation, and whether whoever made it still lives
-store.py   the file of entries, in a folder that several users can write to, and its lock
-book.py    what is left of a device, the queue for it, and a claim on it
+reservation.py   one reservation, and whether its process is alive
+ledger.py        the shared file and its lock, the bytes left of a device, the queue, and a claim on memory
 
-Nothing here needs torch: how much memory a device has, and how much of it is free, is given by the caller.
+Nothing here imports torch: the caller passes a device's total and free memory.
 """
 
 from __future__ import annotations
 
-from graftune.ledger.book import BEAT, SHARE, Claim, Ledger, Memory, Room, shared_ledger
-from graftune.ledger.entry import HOST, LEASE, Entry
-from graftune.ledger.store import VARIABLE
+from graftune.ledger.ledger import SHARE, VARIABLE, Availability, Claim, Ledger, Memory, shared_ledger
+from graftune.ledger.reservation import HOST, LEASE, Reservation
 
-__all__ = ["BEAT", "HOST", "LEASE", "SHARE", "VARIABLE", "Claim", "Entry", "Ledger", "Memory", "Room", "shared_ledger"]
+__all__ = [
+    "HOST", "LEASE", "SHARE", "VARIABLE", "Availability", "Claim", "Ledger", "Memory", "Reservation", "shared_ledger",
+]  # fmt: skip

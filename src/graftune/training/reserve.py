@@ -1,9 +1,9 @@
-"""A run's claim on the memory of its device, in the ledger that all runs of a machine share.
+"""Reserves the memory of a run's device in the ledger that all runs of a machine share.
 
-What the others leave is what a run is planned within: `auto` finds settings that fit there. If none does, the run is
-refused with the names of those who hold the memory, or (`wait_gpu`) planned for the device as it will be without them,
-and queued. Between a plan and its claim somebody may have been faster; then it is planned anew. Rejected: to claim all
-that is free first and to give back what the plan leaves, which would refuse everybody who starts meanwhile.
+A run is planned within the memory that other runs leave, so `auto` picks settings that fit there. If none fit, the run
+is refused with the names of the holders; with `wait_gpu` it is planned for the device without them, and queued. Another
+run may reserve memory between a plan and its claim; then the run is planned again. Rejected: reserving all free memory
+first and returning what the plan leaves, which would refuse every run that starts meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.ledger import HOST, SHARE, VARIABLE, Claim, Entry, Ledger, Memory, Room, shared_ledger
+from graftune.ledger import HOST, SHARE, VARIABLE, Availability, Claim, Ledger, Memory, Reservation, shared_ledger
 from graftune.observe.console import Console
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, own_bytes, total_bytes
 from graftune.plan import Job, Plan, best, refusal, resolve_auto
@@ -30,30 +30,30 @@ from graftune.settings.config import Config
 from graftune.training.ranks import SingleProcess
 
 RESOLVED = ("recompute", "tokens_per_micro_batch", "base_dtype", "base_on", "shard_base")  # the same on every rank
-UNIFIED_SHARE = 0.6  # where CPU and GPU share one memory; of other devices it is SHARE
-TRIES = 5  # plans that others may be faster than
-PINNED = 1 << 28  # bytes of host memory beside a GPU that are claimed, too
-SETTLING = 0.2  # seconds between two looks at a ledger whose entries were lost
+UNIFIED_SHARE = 0.6  # where CPU and GPU share one memory; SHARE on other devices
+ATTEMPTS = 5  # plans, if other runs reserve the memory first
+LEAST_HOST_BYTES = 1 << 28  # a run on a GPU reserves host memory, too, if it needs more than this
 NOT_RESERVED = "the memory of this run is not reserved against other runs"
-NAMED = 3  # holders that a sentence names
+NAMED = 3  # holders that a message names
 
-Make = Callable[[int], Job]  # a job that is planned within so many bytes; 0: within what is free
+MakeJob = Callable[[int], Job]  # a job planned within this many bytes; 0: within the free memory
 
 
 @dataclass(frozen=True)
-class Shared:
-    """A device as the ledger knows it: a GPU by its UUID, or the machine's own memory."""
+class SharedDevice:
+    """A device as the ledger names it: a GPU by its UUID, or the machine's memory."""
 
     device: torch.device
     name: str
-    share: float  # of it that runs may reserve together
+    share: float  # of its memory that runs may reserve together
 
     @staticmethod
-    def of(device: torch.device, config: Config) -> Shared:
+    def of(device: torch.device, config: Config) -> SharedDevice:
         if device.type != "cuda":
-            return Shared(device, HOST, config.run.memory_share or SHARE)
+            return SharedDevice(device, HOST, config.run.memory_share or SHARE)
         unified = bool(torch.cuda.get_device_properties(device).is_integrated)
-        return Shared(device, device_uuid(device), config.run.memory_share or (UNIFIED_SHARE if unified else SHARE))
+        share = config.run.memory_share or (UNIFIED_SHARE if unified else SHARE)
+        return SharedDevice(device, device_uuid(device), share)
 
     @property
     def memory(self) -> Memory:
@@ -62,11 +62,11 @@ class Shared:
         return Memory(torch.cuda.mem_get_info(self.device)[1], free_bytes(self.device))
 
     def measure(self) -> int:
-        """What this process has taken of it. Asks the device nothing."""
+        """Bytes that this process has allocated, without synchronising with the device."""
         return own_bytes() if self.name == HOST else torch.cuda.memory_reserved(self.device)
 
-    def within(self, left: int, limit: int = 0) -> int:
-        """`left` bytes as the limit that a job takes: never 0, and on a GPU with what is taken of it."""
+    def limit(self, left: int, limit: int = 0) -> int:
+        """The memory limit of a job that may take `left` bytes: at least 1, and on a GPU including the used bytes."""
         memory = self.memory
         found = max(1, left if self.name == HOST else memory.total - memory.free + left)
         return min(found, limit) if limit else found
@@ -76,7 +76,7 @@ class Shared:
 
 
 class Reserver:
-    """One process's claims, all of them given back when `held` is closed. Every rank makes one."""
+    """The claims of one process, released when `held` is closed. Every rank has one."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class Reserver:
         self.console, self.held, self.ranks = console, held, ranks
         self.seconds, self.task, self.group = config.run.wait_gpu, task, ranks.from_lead(lambda: os.urandom(16).hex())
         self.ledger = _ledger(console, required=self.seconds > 0)
-        self.device, self.host = Shared.of(device, config), Shared.of(torch.device("cpu"), config)
+        self.device, self.host = SharedDevice.of(device, config), SharedDevice.of(torch.device("cpu"), config)
         self.on_gpu = device.type == "cuda"
-        self._claimed: set[Shared] = set()
+        self._claimed: set[SharedDevice] = set()
 
     def planned(self, config: Config, make: Callable[[Config, int], Job]) -> tuple[Config, Job, Plan]:
-        """Planned within what other runs leave, and claimed. `make` gives the job of these settings within so many
-        bytes. What rank 0 resolves is what the others ask for: whether it fits with them is theirs to say."""
+        """Plans within the memory that other runs leave, and reserves it. `make` returns the job of these settings
+        within so many bytes. Rank 0 resolves `auto`; the other ranks check that its settings fit on their devices."""
         limit, host_free = self.ranks.memory(self.device.device), None
         if self.on_gpu:
             host_free = self._host_left(self.ranks.host_share(available_bytes()))
@@ -110,193 +110,174 @@ class Reserver:
 
         resolved: dict[str, Any] = {}
         if self.ranks.leads:
-            job, plan = self._planned(within, limit)
+            for _ in range(ATTEMPTS):
+                job, plan, waits = self._fitting(within, limit)
+                if waits or self._reserve(self.device, plan.needed, 0.0) is None:
+                    break
+            self._reserve_all(plan)
             resolved = {name: plan.settings[name] for name in RESOLVED}
         resolved = self.ranks.from_lead(lambda: resolved)
         if not self.ranks.leads:
             config = config.replace(**resolved)
             job, plan, _ = self._fitting(within, limit)
-        self.ranks.one_by_one(lambda: self._claim(plan))
+        self.ranks.one_by_one(lambda: self._reserve_all(plan))
         return config, job, plan
 
-    def _planned(self, make: Make, limit: int) -> tuple[Job, Plan]:
-        for _ in range(TRIES):
-            job, plan, waits = self._fitting(make, limit)
-            if waits or self.ledger is None or self._take(self.ledger, plan):
-                break
-        self._claim(plan)
-        return job, plan
-
-    def _fitting(self, make: Make, limit: int) -> tuple[Job, Plan, bool]:
-        """A plan within what is left now; or else, and True, within what there will be once the others have gone."""
+    def _fitting(self, make: MakeJob, limit: int) -> tuple[Job, Plan, bool]:
+        """A plan within the memory that is left now, and False; or one for the device without the other runs, and
+        True: the run has to wait for it."""
         if self.ledger is None:
             job = make(limit)
             return job, resolve_auto(job), False
-        room = self._room(self.device)
-        job = make(limit if room.alone else self.device.within(room.left, limit))
+        found = self._available(self.device)
+        job = make(limit if found.alone else self.device.limit(found.left, limit))
         plan = best(job)
         if plan.fits:
-            if not room.alone:
-                self.console.note(_within(self.device, room))
+            if not found.alone:
+                self.console.note(_planned_within(self.device, found))
             return job, plan, False
-        if room.alone and not self.seconds:
+        if found.alone and not self.seconds:
             raise refusal(job, plan)
-        later = make(self.device.within(self._once_gone(room), limit))
+        later = make(self.device.limit(self._without_holders(found), limit))
         whole = resolve_auto(later)
         if not self.seconds:
-            raise self._refused(self.device, plan.needed, room)
+            raise self._refused(self.device, plan.needed, found)
         return later, whole, True
 
-    def _claim(self, plan: Plan) -> None:
-        """What was not granted yet: within `wait_gpu`, or refused. Of the host memory beside a GPU always after the
-        GPU's own, so that no two runs wait for each other."""
-        if self.ledger is None:
-            return
+    def _reserve_all(self, plan: Plan) -> None:
+        """Reserves what is not reserved yet, waiting up to `wait_gpu` seconds, or raises. Host memory comes after the
+        GPU's in every run, so no two runs wait for each other."""
         sizes = {self.device: plan.needed}
-        if self.on_gpu and plan.bytes.host > PINNED:
+        if self.on_gpu and plan.bytes.host > LEAST_HOST_BYTES:
             sizes[self.host] = plan.bytes.host
-        for shared, size in sizes.items():
-            if shared not in self._claimed:
-                self._wait(self.ledger, shared, size)
+        for device, size in sizes.items():
+            if (refused := self._reserve(device, size, self.seconds)) is not None:
+                raise self._refused(device, size, refused)
+
+    def _reserve(self, device: SharedDevice, size: int, seconds: float) -> Availability | None:
+        """None once the memory is reserved, or if there is no ledger; otherwise what was found at the end."""
+        if self.ledger is None or device in self._claimed:
+            return None
+        claim = self.ledger.claim(device.name, size, task=self.task, share=device.share, group=self.group)
+        last = ""
+
+        def waiting(found: Availability) -> None:
+            nonlocal last
+            text = _users(found)
+            if text != last:
+                self.console.note(f"waiting up to {seconds:g} s for {human_bytes(size)} of {device}: {text}")
+                last = text
+
+        with self.console.working("waiting for memory") if seconds else nullcontext():
+            found = claim.wait(lambda: device.memory, seconds, waiting)
+        if not claim.granted:
+            return found
+        self._claimed.add(device)
+        self.held.callback(self._release, claim)
+        claim.keep(device.measure)
+        return None
 
     def _host_left(self, free: int) -> int:
-        """Of the host's free memory, for a run on a GPU."""
-        if self.ledger is None:
-            return free
-        room = self._room(self.host)
-        return free if room.alone else min(free, room.left)
-
-    def _take(self, ledger: Ledger, plan: Plan) -> bool:
-        """At once or not at all."""
-        claim = self._new(ledger, self.device, plan.needed)
-        claim.take(self.device.memory)
-        return self._granted(self.device, claim)
-
-    def _wait(self, ledger: Ledger, shared: Shared, size: int) -> None:
-        claim, said = self._new(ledger, shared, size), [""]
-
-        def told(room: Room) -> None:
-            text = _said(room)
-            if text != said[0]:
-                self.console.note(f"waiting up to {self.seconds:g} s for {human_bytes(size)} of {shared}: {text}")
-                said[0] = text
-
-        with self.console.working("waiting for memory") if self.seconds else nullcontext():
-            room = claim.wait(lambda: shared.memory, self.seconds, told)
-        if not self._granted(shared, claim):
-            raise self._refused(shared, size, room)
-
-    def _new(self, ledger: Ledger, shared: Shared, size: int) -> Claim:
-        return ledger.claim(shared.name, size, task=self.task, share=shared.share, group=self.group)
-
-    def _granted(self, shared: Shared, claim: Claim) -> bool:
-        if claim.granted:
-            self._claimed.add(shared)
-            self.held.callback(self._release, claim)
-            claim.keep(shared.measure)
-        return claim.granted
+        """Bytes of the free host memory that a run on a GPU may take."""
+        found = None if self.ledger is None else self._available(self.host)
+        return free if found is None or found.alone else min(free, found.left)
 
     def _release(self, claim: Claim) -> None:
         try:
             claim.release()
-        except GraftuneError as error:  # whoever looks next sees that this process has gone
+        except GraftuneError as error:  # the next run sees that this process has ended
             self.console.warn(f"the memory of this run stays reserved until it ends: {error}")
 
-    def _room(self, shared: Shared) -> Room:
+    def _available(self, device: SharedDevice) -> Availability:
         assert self.ledger is not None
-        while True:
-            room = self.ledger.room(shared.name, shared.memory, share=shared.share, group=self.group)
-            if not room.settling:
-                return room
-            time.sleep(SETTLING)
+        return self.ledger.available(device.name, device.memory, share=device.share, group=self.group)
 
-    def _once_gone(self, room: Room) -> int:
-        """Bytes that will be free without the holders; of a GPU also without programs that are not in the ledger."""
+    def _without_holders(self, found: Availability) -> int:
+        """Bytes that will be free once the holders have ended; on a GPU also programs without a reservation."""
         memory = self.device.memory
-        back = memory.free + sum(entry.measured for entry in room.holders)
-        return max(back, memory.total - CONTEXT_BYTES) if self.on_gpu else back
+        freed = memory.free + sum(one.measured for one in found.holders)
+        return max(freed, memory.total - CONTEXT_BYTES) if self.on_gpu else freed
 
-    def _refused(self, shared: Shared, size: int, room: Room) -> GraftuneError:
+    def _refused(self, device: SharedDevice, size: int, found: Availability) -> GraftuneError:
         waited = f" after {self.seconds:g} s" if self.seconds else ""
         longer = "longer " if self.seconds else ""
         return GraftuneError(
-            f"training needs {human_bytes(size)} of {shared} and {human_bytes(room.left)} are left{waited}: "
-            f"{_said(room)}",
+            f"training needs {human_bytes(size)} of {device} and {human_bytes(found.left)} are left{waited}: "
+            f"{_users(found)}",
             fix=f"wait {longer}by setting wait_gpu to seconds, or let runs reserve more together with memory_share",
         )
 
 
 def left_by_others(config: Config, console: Console) -> int:
-    """For a plan that reserves nothing: the limit that its job takes. 0: nobody has reserved any of the device."""
+    """The memory limit of a plan that reserves nothing; 0 if no run has reserved memory of the device."""
     device, ledger = device_of(config.base.device), shared_ledger()
     if ledger is None or device.type not in ("cuda", "cpu"):
         return 0
-    shared = Shared.of(device, config)
-    room = ledger.look(shared.name, shared.memory, share=shared.share)
-    if room.alone:
+    shared = SharedDevice.of(device, config)
+    found = ledger.available(shared.name, shared.memory, share=shared.share)
+    if found.alone:
         return 0
-    console.note(_within(shared, room))
-    return shared.within(room.left)
+    console.note(_planned_within(shared, found))
+    return shared.limit(found.left)
 
 
-def enter(session: Session, console: Console, task: str) -> None:
-    """What a session that trains nothing has taken, for others to see, until it is gone. Nothing is refused."""
+def register(session: Session, console: Console, task: str) -> None:
+    """Records the memory of a session that does not train, until it is closed. Nothing is refused."""
     device = session.runtime.device
     ledger = _ledger(console, required=False) if device.type in ("cuda", "cpu") else None
     if ledger is None:
         return
-    shared = Shared.of(device, session.config)
+    shared = SharedDevice.of(device, session.config)
     claim = ledger.claim(shared.name, shared.measure(), task=task)
     try:
-        claim.enter()
+        claim.register()
     except GraftuneError as error:
         console.warn(f"{NOT_RESERVED}: {error}")
         return
     claim.keep(shared.measure)
-    weakref.finalize(session, _given_back, claim)
+    weakref.finalize(session, _release_quietly, claim)
 
 
-def _given_back(claim: Claim) -> None:
-    with suppress(GraftuneError):  # the process ends, and with it what it has reserved
+def _release_quietly(claim: Claim) -> None:
+    with suppress(GraftuneError):  # the reservation ends with the process
         claim.release()
 
 
 def _ledger(console: Console, *, required: bool) -> Ledger | None:
-    """None, and that is said, where there is none that can be written: then it is the free memory that counts."""
+    """None, with a warning, where the ledger cannot be written; then only the free memory counts."""
     ledger = shared_ledger(console.warn)
-    if ledger is None:
-        if required:
+    try:
+        if ledger is not None:
+            ledger.check()
+        elif required:
             raise GraftuneError(
                 f"wait_gpu is set and {VARIABLE} is off", where="environment", fix="unset one of the two"
             )
-        return None
-    try:
-        ledger.check()
+        return ledger
     except GraftuneError as error:
         if required:
             raise
         console.warn(f"{NOT_RESERVED}: {error}")
         return None
-    return ledger
 
 
-def _within(shared: Shared, room: Room) -> str:
-    return f"planned within {human_bytes(room.left)} that are left of {shared}: {_said(room)}"
+def _planned_within(device: SharedDevice, found: Availability) -> str:
+    return f"planned within {human_bytes(found.left)} that are left of {device}: {_users(found)}"
 
 
-def _said(room: Room) -> str:
-    """Who has it, and who waits."""
+def _users(found: Availability) -> str:
+    """The runs that hold the memory or wait for it."""
     parts = []
-    if room.ahead:
-        count = len(room.ahead)
+    if found.ahead:
+        count = len(found.ahead)
         parts.append(f"{count} {'run is' if count == 1 else 'runs are'} ahead in the queue")
-    if room.holders:
-        more = len(room.holders) - NAMED
+    if found.holders:
+        more = len(found.holders) - NAMED
         others = [f"{more} more"] if more > 0 else []
-        parts.append("reserved by " + ", ".join([*map(described, room.holders[:NAMED]), *others]))
+        parts.append("reserved by " + ", ".join([*map(described, found.holders[:NAMED]), *others]))
     return "; ".join(parts) or "programs that reserve nothing use it"
 
 
-def described(entry: Entry) -> str:
-    since = time.strftime("%H:%M", time.localtime(entry.started))
-    return f"process {entry.pid} of {entry.user} ({entry.task}, {human_bytes(entry.booked)} since {since})"
+def described(one: Reservation) -> str:
+    since = time.strftime("%H:%M", time.localtime(one.started))
+    return f"process {one.pid} of {one.user} ({one.task}, {human_bytes(one.booked)} since {since})"
