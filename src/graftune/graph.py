@@ -31,7 +31,7 @@ _unfinished: list[torch.cuda.CUDAGraph] = []  # torch's allocator asks those who
 class Captured:
     """`work`, replayed from its second call on. With `enabled` false it simply runs."""
 
-    def __init__(self, work: Callable[[], None], *, enabled: bool = True, pool: Any = None):
+    def __init__(self, work: Callable[[], object], *, enabled: bool = True, pool: Any = None):
         self.work, self.enabled, self.pool = work, enabled, pool
         self.graph: torch.cuda.CUDAGraph | None = None
         self.timed: dict[spans.Turn, tuple[torch.cuda.CUDAGraph, spans.Timeline]] = {}
@@ -51,6 +51,7 @@ class Captured:
         main, ahead = torch.cuda.current_stream(), stream("capture", priority=-1)
         torch.cuda.empty_cache()  # what other streams have let go of, this one could not take
         ahead.wait_stream(main)
+        spans.end()
         with spans.recording(None):  # this graph is for all calls that are not timed
             with torch.cuda.stream(ahead):
                 self.work()
@@ -60,10 +61,16 @@ class Captured:
         self.graph = graph  # only now: a capture that failed is none
 
     def _replay_timed(self, timeline: spans.Timeline) -> None:
+        timeline.end()
         if timeline.turn not in self.timed:
             graph, inner = torch.cuda.CUDAGraph(), timeline.nested()
+
+            def work() -> None:
+                self.work()
+                inner.end()
+
             with spans.recording(inner):
-                capture(self.work, graph, stream("capture", priority=-1), self.pool)
+                capture(work, graph, stream("capture", priority=-1), self.pool)
             self.timed[timeline.turn] = graph, inner
             timeline.captures = True
         graph, inner = self.timed[timeline.turn]
@@ -71,7 +78,7 @@ class Captured:
         timeline.inner.append(inner)
 
 
-def capture(work: Callable[[], None], graph: torch.cuda.CUDAGraph, on: torch.cuda.Stream, pool: Any = None) -> None:
+def capture(work: Callable[[], object], graph: torch.cuda.CUDAGraph, on: torch.cuda.Stream, pool: Any = None) -> None:
     """`work` into the graph, on a stream; nothing runs. What breaks a capture is what is raised."""
     torch.cuda.synchronize()
     gc.collect()
@@ -146,16 +153,28 @@ def event(device: torch.device | None = None) -> Any:
     return NullEvent() if _in_order(device) else torch.cuda.Event()
 
 
+def wait(device: torch.device, *for_these: Any, operation: str) -> None:
+    """Let the current stream wait for streams and events; in a profile the wait is an operation."""
+    spans.operation(operation)
+    main = current_stream(device)
+    for one in for_these:
+        if isinstance(one, NullStream | torch.cuda.Stream):
+            main.wait_stream(one)
+        else:
+            main.wait_event(one)
+
+
 @contextmanager
-def on(side: Any) -> Iterator[None]:
-    """Work inside goes to this stream."""
+def on(side: Any, operation: str = "") -> Iterator[None]:
+    """Work inside goes to this stream; a profile lists it under the operation's name, apart from the main stream's."""
     if not isinstance(side, NullStream):
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), spans.aside(operation):
             yield
         return
     before, _Null.current = _Null.current, side
     try:
-        yield
+        with spans.aside(operation):
+            yield
     finally:
         _Null.current = before
 

@@ -1,21 +1,25 @@
-"""Who owns the time of a step: the code says which phase, layer and operation it is at, and a timeline takes stamps.
+"""Attributes the time of a step to phases, layers and operations, by stamps on a timeline.
+
+Kernels name their own operation (`launch.operation` in kernels/launch.py), so a step has few calls of this file:
 
     spans.phase("forward")        what follows belongs to this phase; takes no stamp
     spans.layer(3)                and to this layer; takes no stamp
-    spans.operation("qkv")        and to this operation: one stamp, which ends the span before it and begins this one
+    spans.operation("router")     starts this operation, for torch's own functions: one stamp
+    spans.product("qkv")          the name of the matrix products that follow: a kernel does not know which one it is
+    with spans.covering("final norm"):    everything inside is this operation, whatever its kernels are called
 
-With no timeline each of them is a test for None. Nothing is launched, allocated or synchronised then, and a graph that
-is captured has the nodes that it would have without this file. Neighbours share a stamp, so a pass of n spans costs
-n + 1 of them; a pair of stamps around every operation was the alternative, at twice the price.
+An operation lasts until the next one starts: a stamp ends one span and begins the next, so a pass of n spans costs
+n + 1 of them; a pair of stamps around every operation was the alternative, at twice the price. Without a timeline each
+call is a test for None: nothing is launched, allocated or synchronised, and a captured graph has no additional node.
 
 On a CPU a stamp is the host's clock. On a GPU it is a CUDA event. In a captured pass the event is a node of the graph
-(`external=True`), recorded anew by every replay. A timeline that is active while a captured callable is called makes
+(`external=True`), recorded again by every replay. A timeline that is active while a captured callable is called makes
 `graph.Captured` capture it once more, with the spans inside, and replay that one: see `Timeline.nested`.
 
 An event costs a captured pass 4 to 7 microseconds, since kernels do not follow each other closely across it. Where a
 step is short, only some layers are stamped at a time (`Turn`), and those between them are one span.
 
-Work on a second stream runs beside the spans of the first one: `aside` notes it apart.
+Work on a second stream runs beside the spans of the first one: `aside` (see `graph.on`) records it separately.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 OTHERS = -1  # in place of a layer
+PRODUCT = ""  # the operation of a matrix product, whose name is the last one given to `product`
 
 
 class Name(NamedTuple):
-    """Of a span. Layers that another turn stamps are one span: their layer is OTHERS and their operation empty."""
+    """The name of a span. Layers that another turn stamps are one span with layer OTHERS and an empty operation."""
 
     phase: str
     layer: int | None
@@ -39,12 +44,12 @@ class Name(NamedTuple):
 
 
 class Clock(Protocol):
-    """Takes stamps, and says how many milliseconds lie between two."""
+    """Takes stamps and measures the milliseconds between two of them."""
 
     def stamp(self) -> Any: ...
     def ms(self, begin: Any, end: Any) -> float: ...
     def wait(self) -> None:
-        """Until every stamp that was taken can be read."""
+        """Wait until every stamp that was taken can be read."""
 
 
 class HostClock:
@@ -58,7 +63,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """By events on the current stream; in a capture they become nodes of the graph."""
+    """Stamps are events on the current stream; in a capture they become nodes of the graph."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -97,36 +102,57 @@ class Timeline:
 
     def __init__(self, clock: Clock, turn: Turn = EVERY_LAYER):
         self.clock, self.turn = clock, turn
-        self.stamps: list[tuple[Name | None, Any]] = []  # from the stamp on the time is the name's; None: nobody's
+        self.stamps: list[tuple[Name | None, Any]] = []  # the span that begins at the stamp; None: no span
         self.apart: list[tuple[Name, Any, Any]] = []  # on other streams: begin and end
         self.inner: list[Timeline] = []  # captured passes, one entry a replay
-        self.captures = False  # something was captured within it, which takes time: it says nothing of a step
+        self.captures = False  # something was captured within it, which takes time: it is not a sample of a step
         self._phase = ""
         self._layer: int | None = None
-        self._operation = self._before = ""
+        self._product = "product"
+        self._covered = False
 
-    def phase(self, name: str, layer: int | None = None) -> None:
+    def phase(self, name: str, layer: int | None = None, operation: str | None = None) -> None:
         self._phase, self._layer = name, layer
+        if operation is not None:
+            self.operation(operation)
 
     def layer(self, index: int | None) -> None:
         self._layer = index
 
-    def operation(self, name: str) -> None:
-        self._before, self._operation = self._operation, name
-        self._switch(self._name(name))
+    def product(self, name: str) -> None:
+        self._product = name
 
-    def back(self) -> None:
-        self.operation(self._before)
+    def operation(self, name: str) -> None:
+        if not self._covered:
+            self._switch(self._name(name or self._product))
 
     def end(self) -> None:
-        """Nobody owns what follows."""
+        """Close the span."""
         self._switch(None)
 
     @contextmanager
+    def covering(self, name: str) -> Iterator[None]:
+        self.operation(name)
+        with self._cover():
+            yield
+
+    @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        begin = self.clock.stamp()
-        yield
-        self.apart.append((self._name(name), begin, self.clock.stamp()))
+        """The operations inside run on another stream: they take no stamp of this one."""
+        detailed = self.turn.details(self._layer)
+        begin = self.clock.stamp() if detailed else None
+        with self._cover():
+            yield
+        if detailed:
+            self.apart.append((self._name(name), begin, self.clock.stamp()))
+
+    @contextmanager
+    def _cover(self) -> Iterator[None]:
+        before, self._covered = self._covered, True
+        try:
+            yield
+        finally:
+            self._covered = before
 
     def nested(self) -> Timeline:
         """A new timeline for what is captured within this one."""
@@ -160,9 +186,9 @@ def recording(timeline: Timeline | None) -> Iterator[None]:
         _now = before
 
 
-def phase(name: str, layer: int | None = None) -> None:
+def phase(name: str, layer: int | None = None, operation: str | None = None) -> None:
     if _now is not None:
-        _now.phase(name, layer)
+        _now.phase(name, layer, operation)
 
 
 def layer(index: int | None) -> None:
@@ -175,10 +201,9 @@ def operation(name: str) -> None:
         _now.operation(name)
 
 
-def back() -> None:
-    """To the operation before this one: for a part of an operation that does not know whose part it is."""
+def product(name: str) -> None:
     if _now is not None:
-        _now.back()
+        _now.product(name)
 
 
 def end() -> None:
@@ -186,6 +211,10 @@ def end() -> None:
         _now.end()
 
 
+def covering(name: str) -> AbstractContextManager[None]:
+    return nullcontext() if _now is None else _now.covering(name)
+
+
 def aside(name: str) -> AbstractContextManager[None]:
     """Around work on another stream, which is the current one."""
-    return nullcontext() if _now is None or not _now.turn.details(_now._layer) else _now.aside(name)
+    return nullcontext() if _now is None else _now.aside(name)

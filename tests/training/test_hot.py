@@ -17,7 +17,7 @@ from graftune.kernels import attention
 from graftune.losses import CrossEntropy
 from graftune.model import projection
 from graftune.model.context import SideStreams
-from graftune.step.pipeline import DeviceLoop, Flat, Shape
+from graftune.step.pipeline import BatchBuffer, BatchShape, DeviceLoop
 from graftune.step.step import Step
 from graftune.step.tail import RankSignals
 from tests.kernels.test_whole_step import batch
@@ -61,15 +61,15 @@ def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Ma
     loop: Any = SimpleNamespace(free=queue.SimpleQueue(), copies=Mark(), device="cpu")
 
     def slot(tokens: int) -> Any:
-        shape = Shape(tokens, 2, 4)
-        return DeviceLoop._slot(loop, shape, Flat(shape).size)
+        shape = BatchShape(tokens, 2, 4)
+        return DeviceLoop._slot(loop, shape, BatchBuffer(shape).size)
 
     first = slot(64)
     loop.free.put(first)
     assert slot(64) is first and first.arrived.said == [("synchronize", None)] and not loop.copies.said
     loop.free.put(first)
     other = slot(32)
-    assert other is not first and len(other.host) == Flat(Shape(32, 2, 4)).size
+    assert other is not first and len(other.host) == BatchBuffer(BatchShape(32, 2, 4)).size
     assert first.arrived.said[1:] == [("synchronize", None)], "its pinned memory was read until then"
     assert loop.copies.said == [("wait", first.taken)], "and its copy on the device until then"
 

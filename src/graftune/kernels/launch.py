@@ -13,14 +13,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from graftune import spans
 from graftune.kernels import rehearsal
 from graftune.private import storage_id
 
 ALIGNMENT = 256  # of what an allocator gives out
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def operation(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator for the functions that compute: a profile counts their time under this name. `spans.PRODUCT` is for
+    matrix products, which the projections name."""
+
+    def named(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **options: P.kwargs) -> T:
+            spans.operation(name)
+            return function(*args, **options)
+
+        return run
+
+    return named
 
 
 class Kernel:

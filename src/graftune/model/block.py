@@ -51,7 +51,6 @@ class Branch(Generic[SomePart]):
         if self.out_norm is None:
             y = out if self.scale == 1 else out.mul_(self.scale)
             return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, None, None)
-        spans.operation("norm")
         y = torch.empty_like(out)
         _, out_rstd = rms_norm.add_forward(out, None, self.out_norm.of(ctx.adapted), self.norm_eps, y)
         return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, out, out_rstd)
@@ -100,10 +99,10 @@ class Branch(Generic[SomePart]):
         """The gradient of what the part returned, in a buffer with the adapter columns of its last projection."""
         if self.out_norm is None and self.scale == 1:
             return grad
-        spans.operation("norm")
         width = saved.x.shape[1]
         grad_out = augmented_buffer(grad, len(grad), width, self.adapter_columns)
         if self.out_norm is None:
+            spans.operation("norm")
             torch.mul(grad[:, :width], self.scale, out=grad_out[:, :width])
         else:
             assert saved.out is not None and saved.out_rstd is not None
@@ -117,10 +116,10 @@ class Branch(Generic[SomePart]):
         """The stream's gradient with what came through the part: in place, or elsewhere while sums on other streams
         still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
         multiply."""
-        spans.operation("norm")
         width = read.x.shape[1]
         after = grad if ctx.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:
+            spans.operation("norm")
             torch.add(grad[:, :width], grad_read, out=after[:, :width])
         elif wrote is not None and self.norm.grad is None:
             normed = Normed(read.rstd, self.norm.of(ctx.adapted))

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graftune import graph, spans
+from graftune import graph
 from graftune.arithmetic import ceil_div
 from graftune.kernels import launch
 
@@ -231,8 +231,7 @@ class Bundles:
         if any(on_its_way is buffer for on_its_way, *_ in self.pending):
             self._send(len(self.pending))
         if buffer.arrived is not None:
-            spans.operation("wait for weights")
-            graph.current_stream(self.device).wait_event(buffer.arrived)
+            graph.wait(self.device, buffer.arrived, operation="wait for weights")
             buffer.arrived = None
 
     def leave(self, key: Key, following: Key) -> None:
@@ -269,10 +268,9 @@ class Bundles:
         if not pieces:
             return
         self.side.wait_stream(graph.current_stream(self.device))  # what was sent there may still read the buffer
-        with graph.on(self.side):
-            with spans.aside("fetching weights"):
-                for _, into, kept in pieces:
-                    self.home.fetch(kept, into)
+        with graph.on(self.side, "fetching weights"):
+            for _, into, kept in pieces:
+                self.home.fetch(kept, into)
             arrived = graph.event(self.device)
             arrived.record(self.side)
         pieces[-1][0].arrived = arrived

@@ -100,15 +100,14 @@ class SideStreams:
             stream.wait_stream(graph.current_stream(self.device))
         for number, (work, reads, product) in enumerate(self.queued):
             aside = self.streams[0 if product else number % len(self.streams)]
-            with graph.on(aside), spans.aside("weight gradients"):
+            with graph.on(aside, "weight gradients"):
                 work()
             self.in_use.append(reads)
         self.queued.clear()
 
     def join(self) -> None:
         if self.in_use:
-            for stream in self.streams:
-                graph.current_stream(self.device).wait_stream(stream)
+            graph.wait(self.device, *self.streams, operation="wait for weight gradients")
             self.in_use.clear()
 
     def forget(self) -> None:
@@ -134,9 +133,8 @@ class PassContext:
         """Run `work` now, or later on a side stream where there is one. `reads` are the tensors that it uses, which
         must not change until `join`. `product`: it is large enough to fill the GPU."""
         if self.side_streams is None:
-            spans.operation("weight gradients")
-            work()
-            spans.back()
+            with spans.covering("weight gradients"):
+                work()
         else:
             self.side_streams.queue(work, *reads, product=product)
 

@@ -96,7 +96,6 @@ class Decoder:
 
         The last feed-forward sees no other row: its output elsewhere is never used. `tape` keeps what `backward` needs.
         """
-        spans.operation("embedding")
         self.bundles.begin()
         x, y = self.embed(tokens, ctx.adapted), None
         for block in self.blocks:
@@ -142,15 +141,11 @@ class Decoder:
             need = trainable_below or below is not None
             stream, ready = block.mixing.backward(stream, ready, mixed, ctx, below, need)
             self.bundles.leave(block.index, following=block.index - 2)
-            if ctx.side_streams is not None:
-                spans.operation("wait for weight gradients")
             ctx.join()
             del mixed
             if stream is None:
                 break
         spans.phase("backward")
-        if ctx.side_streams is not None:
-            spans.operation("wait for weight gradients")
         ctx.flush()
         ctx.join()
         if trainable_below and stream is not None:
@@ -166,7 +161,8 @@ class Decoder:
     def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
         """Lookup in the base's table and, from its end on, in the rows of added tokens; scaled as the family has it."""
         self.bundles.enter(EMBEDDING)
-        x = self._lookup(tokens, adapted)
+        with spans.covering("embedding"):
+            x = self._lookup(tokens, adapted)
         self.bundles.leave(EMBEDDING, following=HEAD)
         return x if self.spec.embedding_scale == 1 else x * self._embedding_scale
 
@@ -209,7 +205,8 @@ class Decoder:
         """Final norm and head over the rows of a forward pass: what a loss computes from."""
         self.bundles.enter(HEAD)
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
-        x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
+        with spans.covering("final norm"):
+            x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
         head, spec = self.head.of(adapted), self.spec
         return Output(
             head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, spec.logit_scale, spec.logit_cap

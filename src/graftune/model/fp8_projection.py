@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from graftune import spans
 from graftune.kernels.fp8 import Rows
 from graftune.model.context import PassContext
 from graftune.model.frozen.fp8 import MOST_RANK, FetchedFp8, Fp8, Workspace
@@ -58,7 +57,6 @@ class Fp8Projection(Projection):
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if self._from_codes(ctx):
-            spans.operation("norm")
             return self.frozen.after_norm(x, y, weight, eps)
         return super().after_norm(x, y, weight, eps, ctx, wide=wide, h=h)
 
@@ -66,13 +64,11 @@ class Fp8Projection(Projection):
         self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._from_codes(ctx) and kind == "silu":
-            spans.operation("gated unit")
             return self.frozen.after_act(gate_up)
         return super().after_act(gate_up, ctx, kind)
 
     def low_after_act(self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu") -> torch.Tensor | None:
         if self._from_codes(ctx) and kind == "silu":
-            spans.operation("gated unit")
             return self.frozen.low_after_act(gate_up)
         return super().low_after_act(gate_up, ctx, kind)
 
@@ -81,7 +77,6 @@ class Fp8Projection(Projection):
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
         if not (self._from_codes(ctx) and kind == "silu"):
             return super().act_backward(grad_act, gate_up, ctx, kind)
-        spans.operation("gated unit")
         grad, act = self._act_buffers(grad_act, gate_up)
         read, out = gate_up[:, : self.width_out], grad[:, : self.width_out]
         return grad, act, GradCodes(self.frozen.act_backward(grad_act, read, out, act))
@@ -116,7 +111,6 @@ class Fp8Projection(Projection):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A `wide` product is as any other: the columns that its gradient needs are those of the codes."""
         if self._from_codes(ctx):
-            spans.operation("quantise")
             return self.frozen.forward(x[:, : self.width_in])
         return super().forward(x, ctx, h=h)
 
@@ -131,7 +125,6 @@ class Fp8Projection(Projection):
         if self.lora is None or h is None or not need_input or not self._from_codes(ctx):
             return super().backward(grad, h, ctx, need_input)
         assert ready is None or isinstance(ready, GradCodes)
-        spans.operation("adapters" if ready else "quantise")
         grad_y, low = grad[:, : self.width_out], self.lora.low(h)
         grad_up = self._grad_up_with_g(grad_y, low, ctx)
         return self.frozen.backward(grad_y, low, rows=ready.rows if ready else None, grad_up=grad_up)

@@ -45,20 +45,14 @@ class Head:
         return Head(self.frozen, replace(self.added, value=self.added.start))
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        spans.operation("head")
+        spans.product("head")
         logits = self.frozen.matmul(x)
         if self.added is not None:
             logits = torch.cat((logits, x @ self.added.value.t()), 1)
-        spans.operation("cross-entropy")  # whoever asked for logits
         return logits
 
     def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        spans.operation("head")
-        found = self._input_grad(grad, x)
-        spans.operation("cross-entropy")
-        return found
-
-    def _input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        spans.product("head")
         if isinstance(self.frozen, Trained):
             self.frozen.accumulate_grad(grad, x)
         if self.added is None:
@@ -121,5 +115,6 @@ class Output:
         """The gradient of the normed rows -> that of the stream, in a buffer for `Decoder.backward` to work in."""
         width = self.x.shape[1]
         out = augmented_buffer(self.x, len(self.x), width, self.adapter_columns)
-        rms_norm.add_backward(grad, self.x, self.rstd, self.weight, None, self.weight_grad, out[:, :width])
+        with spans.covering("final norm"):
+            rms_norm.add_backward(grad, self.x, self.rstd, self.weight, None, self.weight_grad, out[:, :width])
         return out

@@ -219,7 +219,6 @@ class Entry:
                 self.x, self.y, self.weight, self.eps, self.ctx, wide=wide, h=h
             )
             return product, h
-        spans.operation("residual add")
         self._add()
         read = self.x
         if projection.adapter_columns:
@@ -229,7 +228,6 @@ class Entry:
 
     def tensor(self) -> torch.Tensor:
         """The input itself, [T, D]."""
-        spans.operation("residual add" if self.weight is None else "norm")
         if self.weight is None:
             self._add()
             return self.x
@@ -238,6 +236,7 @@ class Entry:
         return normed
 
     def _add(self) -> None:
+        spans.operation("residual add")
         self.x = self.x if self.y is None else self.y.add_(self.x)
 
 

@@ -93,7 +93,6 @@ class Projection:
         h: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(s = x + y, rstd, the product of norm(s), h). y is overwritten by the sum. See `forward`."""
-        spans.operation("norm")
         normed = self.input_buffer(x, len(x))
         x, rstd = rms_norm.add_forward(x, y, weight, eps, normed[:, : self.width_in])
         return x, rstd, *self.forward(normed, ctx, wide=wide, h=h)
@@ -102,7 +101,6 @@ class Projection:
         self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The product of the gated unit of gate_up, and h."""
-        spans.operation("gated unit")
         act = self.input_buffer(gate_up, len(gate_up))
         swiglu.forward(gate_up, act[:, : self.width_in], kind)
         return self.forward(act, ctx)
@@ -111,17 +109,14 @@ class Projection:
         """The h of `after_act` without its product."""
         if self.lora is None or not ctx.adapted:
             return None
-        spans.operation("gated unit")
         act = augmented_buffer(gate_up, len(gate_up), self.width_in, 0)
         swiglu.forward(gate_up, act, kind)
-        spans.operation("adapters")
         return lora_linear.down(self._dropped(act, ctx), self.lora.down)
 
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
         """swiglu.backward -> (our gradient buffer, the activation, what `backward` is given as `ready`)."""
-        spans.operation("gated unit")
         grad, act = self._act_buffers(grad_act, gate_up)
         swiglu.backward(grad_act, gate_up[:, : self.width_out], grad[:, : self.width_out], act, kind)
         return grad, act, None
@@ -165,21 +160,18 @@ class Projection:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """An input buffer -> (y, h for the backward). A `wide` y comes with the adapter columns that its gradient will
         need; an `h` from an earlier forward is not computed again."""
+        spans.product(self.name)
         plain = x[:, : self.width_in]
         if self.lora is None or not ctx.adapted:
-            spans.operation(self.name)
             return self.frozen.matmul(plain), None
-        spans.operation("adapters")
         tail = x[:, self.width_in :] if self.adapter_columns else None
         if h is None:
             h = lora_linear.down(self._dropped(plain, ctx), self.lora.down, tail)
         elif tail is not None:
             tail[:, : h.shape[1]].copy_(h)
             tail[:, h.shape[1] :].zero_()
-        spans.operation(self.name)
         if not self.adapter_columns:
             y = self.frozen.matmul(plain)
-            spans.operation("adapters")
             return lora_linear.add_(y, self.lora.low(h)), h
         assert isinstance(self.frozen, Augmented)
         if not wide:
@@ -202,11 +194,10 @@ class Projection:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A gradient buffer -> (dX if needed, g for `accumulate_grad`); adds dB. `ready`: what `act_backward`,
         `norm_backward` or `rope_backward` left."""
+        spans.product(self.name)
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
-            spans.operation(self.name)
             return (self.frozen.input_grad(grad_y) if need_input else None), None
-        spans.operation("adapters")
         low, inside = lora.low(h), bool(self.adapter_columns) and ctx.dropout is None and need_input
         tail = grad[:, self.width_out : self.width_out + self.adapter_columns] if inside else None
         grad_up = self._grad_up_with_g(grad_y, low, ctx)
@@ -216,7 +207,6 @@ class Projection:
             g = lora_linear.up_both(grad_y, low, grad_up, tail)
         if not need_input:
             return None, g
-        spans.operation(self.name)
         if inside:
             assert isinstance(self.frozen, Augmented)
             return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.adapter_columns]), g

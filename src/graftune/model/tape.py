@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graftune import graph, spans
+from graftune import graph
 from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import SAVED
 from graftune.model.block import Block, BranchSaved
@@ -82,9 +82,8 @@ class Offloaded:
         main = graph.current_stream(self.device)
         self._let_go(1)
         self.side.wait_stream(main)
-        with graph.on(self.side):
-            with spans.aside("keeping inputs on the host"):
-                self.homes[block.index].copy_(mixed.x, non_blocking=True)
+        with graph.on(self.side, "keeping inputs on the host"):
+            self.homes[block.index].copy_(mixed.x, non_blocking=True)
             done = graph.event(self.device)
             done.record(self.side)
         self.leaving.append((mixed.x, done))
@@ -94,8 +93,7 @@ class Offloaded:
         if block.index not in self.coming:
             self._fetch(block.index)
         x, arrived = self.coming.pop(block.index)
-        spans.operation("wait for inputs")
-        graph.current_stream(self.device).wait_event(arrived)
+        graph.wait(self.device, arrived, operation="wait for inputs")
         if block.index:
             self._fetch(block.index - 1)
         return block.again(x, ctx, rows)
@@ -103,9 +101,8 @@ class Offloaded:
     def _fetch(self, index: int) -> None:
         x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=self.device)
         self.side.wait_stream(graph.current_stream(self.device))  # x's memory may still be read by what came before
-        with graph.on(self.side):
-            with spans.aside("fetching inputs"):
-                x.copy_(self.homes[index], non_blocking=True)
+        with graph.on(self.side, "fetching inputs"):
+            x.copy_(self.homes[index], non_blocking=True)
             arrived = graph.event(self.device)
             arrived.record(self.side)
         self.coming[index] = (x, arrived)

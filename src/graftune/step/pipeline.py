@@ -83,7 +83,7 @@ def pipeline_for(step: Step, *, graph: bool = True) -> Loop:
     return DeviceLoop(step, graph) if step.arena.device.type == "cuda" else HostLoop(step)
 
 
-class Steps:
+class BaseLoop:
     """One optimizer step out of its parts, the same on every device."""
 
     ahead = 0  # further steps that may have been sent before the caller is given a step's figures
@@ -92,9 +92,37 @@ class Steps:
     work: Step
 
     def micro(self, staged: Any, dropout_seed: int) -> None:
-        raise NotImplementedError
+        """Add the loss and the gradients of a staged batch."""
+        self._begin()
+        spans.phase("host to device", operation="batch")
+        self._micro(staged, dropout_seed)
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
+        """Apply the gradients that have added up; `tag` comes back with the figures of the step."""
+        spans.phase("host to device", operation="hyperparameters")
+        self._upload(hyper)
+        self.work.reduce_outside_graph()
+        self._update()
+        spans.phase("update", operation="figures")
+        self._fetch_report(tag)
+        # After the first update, too: ranks that begin with other weights are noticed.
+        if self.work.reduce is not None and self.count % FINGERPRINT_EVERY == 0:
+            self.work.tail.fingerprint(self.work.arena.weights)
+        self.count += 1
+
+    def _begin(self) -> None:
+        """Called before every micro-batch."""
+
+    def _micro(self, staged: Any, dropout_seed: int) -> None:
+        raise NotImplementedError
+
+    def _upload(self, hyper: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _fetch_report(self, tag: Any) -> None:
         raise NotImplementedError
 
     def step(
@@ -112,14 +140,8 @@ class Steps:
             self.in_micro = False
         self.update(hyper, tag)
 
-    def _updated(self) -> None:
-        """After an update was sent. The first one of a run, too: ranks that begin with other weights are noticed."""
-        if self.work.reduce is not None and self.count % FINGERPRINT_EVERY == 0:
-            self.work.tail.fingerprint(self.work.arena.weights)
-        self.count += 1
 
-
-class HostLoop(Steps):
+class HostLoop(BaseLoop):
     """Everything at once, in order."""
 
     captures = 0
@@ -134,25 +156,21 @@ class HostLoop(Steps):
     def stage(self, batch: PackedBatch) -> PackedBatch:
         return batch.to(self.work.arena.device)
 
-    def micro(self, staged: PackedBatch, dropout_seed: int) -> None:
-        spans.phase("host to device")
-        spans.operation("batch")
+    def _micro(self, staged: PackedBatch, dropout_seed: int) -> None:
         self.work.set_dropout_seed(dropout_seed)
         self.work.micro_step(staged)
 
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
         self.micro(self.stage(batch), dropout_seed)
 
-    def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
-        spans.phase("host to device")
-        spans.operation("hyperparameters")
+    def _upload(self, hyper: Mapping[str, float]) -> None:
         self.work.set_hyper(hyper)
-        self.work.reduce_outside_graph()
-        report = self.work.update_step().tolist()
-        spans.phase("update")
-        spans.operation("figures")
-        self.done.append(Figures.of(tag, self.work, report))
-        self._updated()
+
+    def _update(self) -> None:
+        self.work.update_step()
+
+    def _fetch_report(self, tag: Any) -> None:
+        self.done.append(Figures.of(tag, self.work, self.work.report.tolist()))
 
     def finished(self, wait: bool = False) -> list[Figures]:
         done, self.done = self.done, []
@@ -162,23 +180,23 @@ class HostLoop(Steps):
         return self.done.pop(0)
 
 
-class Shape(NamedTuple):
+class BatchShape(NamedTuple):
     tokens: int
     documents: int
     rows: int
     extra: tuple[tuple[str, torch.dtype, int], ...] = ()  # name, dtype and length of what the loss adds
 
     @staticmethod
-    def of(batch: PackedBatch) -> Shape:
+    def of(batch: PackedBatch) -> BatchShape:
         extra = tuple((name, value.dtype, len(value)) for name, value in batch.extra.items())
-        return Shape(len(batch.tokens), len(batch.cu_seqlens) - 1, len(batch.rows), extra)
+        return BatchShape(len(batch.tokens), len(batch.cu_seqlens) - 1, len(batch.rows), extra)
 
 
-class Flat:
+class BatchBuffer:
     """The tensors of a batch of one shape as views into one flat int64 buffer, so that it travels in one copy: first
     what every batch has, then the fields of the loss."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: BatchShape):
         numbers = {"tokens": shape.tokens, "positions": shape.tokens, "rows": shape.rows, "labels": shape.rows}
         self.fields = [(name, torch.int64, count) for name, count in numbers.items()]
         self.fields.append(("cu_seqlens", torch.int32, shape.documents + 1))
@@ -202,22 +220,22 @@ class Flat:
 
 
 @dataclass
-class Slot:
+class TransferSlot:
     """Buffers for one batch in transfer: pinned memory, its copy on the device, and the two events that guard them."""
 
     host: torch.Tensor
     device: torch.Tensor
-    shape: Shape
+    shape: BatchShape
     arrived: torch.cuda.Event
     taken: torch.cuda.Event
     used: bool = False
 
 
-class Inputs:
+class MicroStepInputs:
     """The fixed tensors a captured micro-step reads, and the micro-step."""
 
-    def __init__(self, step: Step, shape: Shape, graph: bool, pool: Any):
-        flat = Flat(shape)
+    def __init__(self, step: Step, shape: BatchShape, graph: bool, pool: Any):
+        flat = BatchBuffer(shape)
         self.flat = torch.zeros(flat.size, dtype=torch.int64, device=step.arena.device)
         own, extra = flat.views(self.flat)
         # Lengths on the host are for the CPU's attention alone; the captured step reads cu_seqlens.
@@ -225,7 +243,7 @@ class Inputs:
         self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
 
 
-class DeviceLoop(Steps):
+class DeviceLoop(BaseLoop):
     ahead = AHEAD
 
     def __init__(self, step: Step, graph: bool):
@@ -233,9 +251,9 @@ class DeviceLoop(Steps):
         self.device = step.arena.device
         self.pool = torch.cuda.graph_pool_handle() if graph else None
         self.copies = stream("copies", self.device)
-        self.inputs: dict[Shape, Inputs] = {}
-        self.update_step = Captured(self._update, enabled=graph, pool=self.pool)
-        self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self.inputs: dict[BatchShape, MicroStepInputs] = {}
+        self.update_step = Captured(step.update_step, enabled=graph, pool=self.pool)
+        self.free: queue.SimpleQueue[TransferSlot] = queue.SimpleQueue()
         self.rows = torch.empty(AHEAD + 2, len(step.uploaded), pin_memory=True)
         self.reports = torch.empty(AHEAD + 2, len(step.report), pin_memory=True)
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
@@ -248,10 +266,10 @@ class DeviceLoop(Steps):
         """Micro-steps captured so far: one a shape, and a run has one shape."""
         return sum(inputs.run.graph is not None for inputs in self.inputs.values())
 
-    def stage(self, batch: PackedBatch) -> Slot:
+    def stage(self, batch: PackedBatch) -> TransferSlot:
         """Send a batch over; called by the loader's thread, which may wait for a slot's earlier copy."""
-        shape = Shape.of(batch)
-        flat = Flat(shape)
+        shape = BatchShape.of(batch)
+        flat = BatchBuffer(shape)
         slot = self._slot(shape, flat.size)
         flat.fill(slot.host, batch)
         with torch.cuda.stream(self.copies):
@@ -267,10 +285,7 @@ class DeviceLoop(Steps):
             self.work.longest = longest
             self.inputs.clear()
 
-    def micro(self, staged: Slot, dropout_seed: int) -> None:
-        self._begin()
-        spans.phase("host to device")
-        spans.operation("batch")
+    def _micro(self, staged: TransferSlot, dropout_seed: int) -> None:
         main, inputs = torch.cuda.current_stream(), self._inputs(staged.shape)
         main.wait_event(staged.arrived)
         inputs.flat.copy_(staged.device)
@@ -279,7 +294,6 @@ class DeviceLoop(Steps):
         if self.work.dropout:
             self.work.set_dropout_seed(dropout_seed)
         self.work.decoder.bundles.settle()  # an evaluation leaves other blocks in the buffers than a replay begins with
-        spans.end()
         inputs.run()
 
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
@@ -300,22 +314,20 @@ class DeviceLoop(Steps):
             self.waited += time.perf_counter() - began
         self.begun = True
 
-    def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
-        spans.phase("host to device")
-        spans.operation("hyperparameters")
+    def _upload(self, hyper: Mapping[str, float]) -> None:
         place = self.count % len(self.rows)
         self.rows[place] = torch.tensor(self.work.row_of(hyper))
         self.work.uploaded.copy_(self.rows[place], non_blocking=True)
-        spans.end()
-        self.work.reduce_outside_graph()
+
+    def _update(self) -> None:
         self.update_step()
-        spans.phase("update")
-        spans.operation("figures")
+
+    def _fetch_report(self, tag: Any) -> None:
+        place = self.count % len(self.rows)
         self.reports[place].copy_(self.work.report, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream())
         self.under_way.append((place, tag, done))
-        self._updated()
         self.begun = False
 
     def finished(self, wait: bool = False) -> list[Figures]:
@@ -333,7 +345,7 @@ class DeviceLoop(Steps):
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Steps of the shapes that are captured run eagerly inside, by the same callables."""
+        """BaseLoop of the shapes that are captured run eagerly inside, by the same callables."""
         captured = [*(inputs.run for inputs in self.inputs.values()), self.update_step]
         for one in captured:
             one.enabled = False
@@ -343,16 +355,13 @@ class DeviceLoop(Steps):
             for one in captured:
                 one.enabled = self.graph
 
-    def _update(self) -> None:
-        self.work.update_step()
-
-    def _inputs(self, shape: Shape) -> Inputs:
+    def _inputs(self, shape: BatchShape) -> MicroStepInputs:
         assert self.work.longest is not None, "a captured step needs a bound on document lengths: call hold first"
         if shape not in self.inputs:
-            self.inputs[shape] = Inputs(self.work, shape, self.graph, self.pool)
+            self.inputs[shape] = MicroStepInputs(self.work, shape, self.graph, self.pool)
         return self.inputs[shape]
 
-    def _slot(self, shape: Shape, size: int) -> Slot:
+    def _slot(self, shape: BatchShape, size: int) -> TransferSlot:
         try:
             slot = self.free.get_nowait()
         except queue.Empty:
@@ -365,7 +374,7 @@ class DeviceLoop(Steps):
             with torch.cuda.stream(self.copies):  # from that stream's memory: no work of another may still be on it
                 host = torch.zeros(size, dtype=torch.int64, pin_memory=True)  # and of that device's context
                 device = torch.empty(size, dtype=torch.int64, device=self.device)
-            slot = Slot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
+            slot = TransferSlot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
         slot.shape, slot.used = shape, True
         return slot
 

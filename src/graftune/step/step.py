@@ -118,8 +118,7 @@ class Step:
         """Adds the batch's loss and gradients to the sums. `any_shape`: this shape is not expected again, so nothing is
         planned or timed for it."""
         decoder = self.decoder
-        spans.phase("forward")
-        spans.operation("rotary tables")
+        spans.phase("forward", operation="rotary tables")
         if self.side_streams is not None:
             self.side_streams.forget()
         dropout = Dropout(self.dropout, self.dropout_seed) if self.dropout else None
@@ -144,25 +143,20 @@ class Step:
                 batch.rows,
                 tape,
             )
-        spans.end()
 
     def grad_of_loss(self, stream: Stream, batch: PackedBatch, reference: torch.Tensor | None) -> torch.Tensor:
         """Adds the loss and its figures to their sums; returns the gradient of the stream's rows."""
         spans.phase("loss")
-        spans.operation("final norm")
         scale = self.scaler.scale * self.unit if self.scaler else None
         with rehearsal.owned(LOGITS):
             output = self.decoder.read_out(stream)
             total, grad, figures = self.loss(output, batch, reference, scale=scale)
+            self.loss_sum.add_(total, alpha=self.unit)
+            self.token_sum.add_((batch.labels >= 0).sum())
+            if figures is not None:
+                self.figure_sums.add_(figures, alpha=self.unit)
             assert grad is not None
-            spans.operation("final norm")
-            grad = output.backward(grad)
-        spans.operation("cross-entropy")
-        self.loss_sum.add_(total, alpha=self.unit)
-        self.token_sum.add_((batch.labels >= 0).sum())
-        if figures is not None:
-            self.figure_sums.add_(figures, alpha=self.unit)
-        return grad
+            return output.backward(grad)
 
     def _choose_attention(self, batch: PackedBatch) -> None:
         """Time the backends with a block's own scale and row strides, so that the plans built here serve the step. A
@@ -181,10 +175,9 @@ class Step:
     def update_step(self) -> torch.Tensor:
         """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""
         arena, state = self.arena, self.scaler.state if self.scaler else None
-        spans.phase("update")
         if self.reduce is not None and self.reduce.captured:
             self._add_up_ranks(self.reduce)
-        spans.operation("gradient norm")
+        spans.phase("update", operation="gradient norm")
         if self.loss.figures:
             torch.div(self.figure_sums, adamw.Hyper(*self.row).divisor, out=self.report[self.own_figures])
             self.figure_sums.zero_()
@@ -195,11 +188,8 @@ class Step:
         self.token_sum.zero_()
         if self.scaler is not None:
             self.report[4].copy_(self.scaler.scale)
-        spans.operation("AdamW")
         adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)
-        spans.operation("adapters to their weights")
         arena.publish(cast=False)
-        spans.end()
         return self.report
 
     def reduce_outside_graph(self) -> None:
@@ -208,8 +198,7 @@ class Step:
             self._add_up_ranks(self.reduce)
 
     def _add_up_ranks(self, reduce: Reduce) -> None:
-        spans.phase("update")
-        spans.operation("sum over ranks")
+        spans.phase("update", operation="sum over ranks")
         self.tail.fill()
         reduce(self.arena.sums)
         self.tail.report(self.report[self.own_figures.stop :])

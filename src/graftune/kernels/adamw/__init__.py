@@ -15,6 +15,7 @@ from graftune.kernels.blocks import BlockTable
 __all__ = ["Hyper", "step", "update"]
 
 
+@launch.operation("AdamW")
 def step(
     weights: torch.Tensor,
     grads: torch.Tensor,

@@ -102,6 +102,7 @@ def _ours(head_width: int, reason: str) -> Choice:
     return Choice("triton", f"our own kernels: {reason}")
 
 
+@launch.operation("attention")
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,6 +143,7 @@ def forward(
     return out, kernel.forward(q, k, v, docs, scale, window, out, cap)
 
 
+@launch.operation("attention")
 def backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,

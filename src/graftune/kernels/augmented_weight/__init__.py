@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from graftune import spans
 from graftune.kernels import launch
 from graftune.kernels.augmented_weight import reference
 from graftune.kernels.augmented_weight.reference import Adapters
@@ -21,6 +22,7 @@ from graftune.kernels.augmented_weight.reference import Adapters
 __all__ = ["Adapters", "below", "beside"]
 
 
+@launch.operation(spans.PRODUCT)
 def beside(target: torch.Tensor, adapters: Adapters) -> None:
     """Writes all of target [out, adapter_columns]: s B of each member in its rows and ranks, zero elsewhere."""
     assert target.dtype == adapters.up.dtype and target.shape[1] >= adapters.width and target.stride(1) == 1
@@ -32,6 +34,7 @@ def beside(target: torch.Tensor, adapters: Adapters) -> None:
         reference.beside(target, adapters)
 
 
+@launch.operation(spans.PRODUCT)
 def below(target: torch.Tensor, adapters: Adapters) -> None:
     """Writes all of target [adapter_columns, in]: the stacked A's, and zero below them."""
     assert target.dtype == adapters.down.dtype and len(target) >= len(adapters.down) and target.stride(1) == 1

@@ -11,6 +11,7 @@ from graftune.kernels.dropout import reference
 __all__ = ["apply"]
 
 
+@launch.operation("adapters")
 def apply(x: torch.Tensor, p: float, seed: torch.Tensor, mask_id: int) -> torch.Tensor:
     """x with a share p of its values zero and the rest divided by 1 - p. `seed` is an int64 scalar beside x, so that a
     captured step can change it; `mask_id` (below 2^32) tells the dropouts of one step apart."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from graftune import spans
 from graftune.kernels import launch
 from graftune.kernels.experts import reference
 from graftune.kernels.experts.reference import Starts
@@ -13,6 +14,7 @@ from graftune.kernels.experts.reference import Starts
 __all__ = ["Starts", "add_multiplied_", "add_products_", "multiply"]
 
 
+@launch.operation(spans.PRODUCT)
 def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts) -> torch.Tensor:
     """y [S, out]: each row times the weight of its expert."""
     assert x.dim() == 2 and weight.shape[2] == x.shape[1] and len(starts.at) == len(weight) + 1
@@ -23,6 +25,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts) -> torch.Ten
     return reference.multiply(x, weight, starts)
 
 
+@launch.operation("adapters")
 def add_multiplied_(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, starts: Starts, scale: float) -> None:
     """y += scale * the same."""
     assert y.shape == (len(x), weight.shape[1]) and weight.shape[2] == x.shape[1] and len(starts.at) == len(weight) + 1
@@ -34,6 +37,7 @@ def add_multiplied_(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, star
         reference.add_multiplied_(y, x, weight, starts, scale)
 
 
+@launch.operation("weight gradients")
 def add_products_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, starts: Starts, scale: float = 1.0) -> None:
     """total [E, M, N] (fp32) += scale * a_e' b_e, a [S, M] and b [S, N]."""
     assert total.shape == (len(starts.at) - 1, a.shape[1], b.shape[1]) and len(a) == len(b)

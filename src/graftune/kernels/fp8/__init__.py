@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from graftune import spans
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear, matmul, rope
@@ -88,6 +89,7 @@ def buffer(rows: int, width: int, device: torch.device, *, zero: bool = False) -
     return make(rows, aligned(width), dtype=torch.uint8, device=device).view(E4M3)[:, :width]
 
 
+@launch.operation("quantise")
 def quantise(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -107,6 +109,7 @@ def quantise(
     return reference.quantise(x, codes, factor, _times(reach, slack))
 
 
+@launch.operation("adapters")
 def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
     """h [T, n] (rows may have a stride) as codes behind the first `width` columns of rows."""
     tail = rows.codes[:, width:]
@@ -119,6 +122,7 @@ def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
         reference.lay(h, rows.scale, shift, tail)
 
 
+@launch.operation(spans.PRODUCT)
 def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
     """a [M, K], b [N, K] -> a b' [M, N], a fresh tensor. Where there are no fp8 units the same values, dequantised."""
     assert a.codes.shape[1] == b.codes.shape[1] and a.codes.shape[1] % 16 == 0 and len(b.codes) % 16 == 0
@@ -127,6 +131,7 @@ def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
     return matmul.scaled_mm(a.codes, b.codes.t(), (a.scale, b.scale), dtype)
 
 
+@launch.operation(spans.PRODUCT)
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
     """codes [M, N] -> out [N, M], M and N multiples of 4."""
     assert out.shape == codes.shape[::-1] and all(n % 4 == 0 for n in (*out.shape, codes.stride(0), out.stride(0)))
@@ -138,6 +143,7 @@ def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
         reference.transpose(codes, out)
 
 
+@launch.operation("adapters to their weights")
 def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
     """Brings the codes of adapters and their figures up to date; three launches on a GPU."""
     if groups and launch.fused(groups[0].down):
@@ -148,6 +154,7 @@ def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Te
         reference.quantise_adapters(groups)
 
 
+@launch.operation("adapters")
 def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """h = x A' [T, n], of what the codes of x say, and h's own codes behind those. The adapters read what the weight
     reads: up to THIN columns x in bf16 need not exist, and half as many bytes are moved."""
@@ -163,6 +170,7 @@ def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> t
     return h
 
 
+@launch.operation("adapters")
 def up_backward(grad_y: torch.Tensor, low: LowRank, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
     """g = s dY B [T, n] and its codes behind those of dY."""
     width = grad_y.shape[1]
@@ -176,6 +184,7 @@ def up_backward(grad_y: torch.Tensor, low: LowRank, rows: Rows, shift: torch.Ten
     return g
 
 
+@launch.operation("adapters")
 def up_both(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
     """`up_backward`, and dB added into `grad_up` [sum of outs, R] (fp32), in one pass over dY where that is ours."""
     width = grad_y.shape[1]
@@ -195,6 +204,7 @@ def up_both(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, rows: Row
     return up_backward(grad_y, low, rows, shift)
 
 
+@launch.operation("norm")
 def norm(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -214,6 +224,7 @@ def norm(
     return reference.norm(x, y, weight, eps, codes, reach)
 
 
+@launch.operation("norm")
 def norm_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,
@@ -237,6 +248,7 @@ def norm_backward(
     return reference.norm_backward(grad_y, x, rstd, weight, residual, out, codes, factor, reach)
 
 
+@launch.operation("gated unit")
 def act(gate_up: torch.Tensor, codes: torch.Tensor, *, reach: torch.Tensor | None = None) -> torch.Tensor:
     """SwiGLU of gate_up [T, 2F] into codes [T, F]; returns the scale [T]."""
     assert gate_up.is_contiguous() and gate_up.shape == (len(codes), 2 * codes.shape[1]) and codes.stride(1) == 1
@@ -247,6 +259,7 @@ def act(gate_up: torch.Tensor, codes: torch.Tensor, *, reach: torch.Tensor | Non
     return reference.act(gate_up, codes, reach)
 
 
+@launch.operation("gated unit")
 def act_backward(
     grad: torch.Tensor,
     gate_up: torch.Tensor,
@@ -267,6 +280,7 @@ def act_backward(
     return reference.act_backward(grad, gate_up, out, act, codes, factor, reach)
 
 
+@launch.operation("rope")
 def rope_backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad_qkv: torch.Tensor,

@@ -23,6 +23,7 @@ def is_quantised(kind: str) -> bool:
     return kind in KINDS and kind not in PLAIN
 
 
+@launch.operation("dequantise")
 def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
     """Writes all rows of the weight to `out`, or those that `rows` [len(out)] (int32 or int64) names, in its order."""
     assert blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.is_contiguous()
@@ -52,6 +53,7 @@ def scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.cat([each[:, at : at + 2] for at in SCALES[kind]]).view(torch.float16)
 
 
+@launch.operation("dequantise")
 def cast(values: torch.Tensor, out: torch.Tensor) -> None:
     """Floats [rows, width] in any of three dtypes to those of `out`, whose rows may lie apart."""
     assert values.dtype in _OUT and values.shape == out.shape and values.is_contiguous() and out.stride(1) == 1

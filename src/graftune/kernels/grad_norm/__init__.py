@@ -16,6 +16,7 @@ from graftune.kernels.grad_norm.reference import clip_factors, norms, rescale
 __all__ = ["clip", "clip_factors", "norms", "rescale"]
 
 
+@launch.operation("gradient norm")
 def clip(
     grads: torch.Tensor,
     table: BlockTable,

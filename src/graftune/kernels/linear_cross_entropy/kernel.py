@@ -128,6 +128,7 @@ def _passed(
     return losses, grad
 
 
+@launch.operation("cross-entropy")
 def to_gradient_(
     logits: torch.Tensor,
     labels: torch.Tensor,

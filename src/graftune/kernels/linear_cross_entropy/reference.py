@@ -71,6 +71,7 @@ def soft_capped(logits: torch.Tensor, factor: float, cap: float) -> torch.Tensor
     return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
+@launch.operation("cross-entropy")
 def to_gradient_(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -114,6 +115,7 @@ def log_probs(
     return found
 
 
+@launch.operation("cross-entropy")
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """log softmax(logits)[label] of every row, 0 where the label is -1."""
     wide = logits.float()

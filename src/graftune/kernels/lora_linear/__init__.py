@@ -33,6 +33,7 @@ __all__ = [
 THIN = 64  # columns up to which our kernels take a product: beyond, it is wide enough for a matrix library
 
 
+@launch.operation("adapters")
 def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
     """h = x A': x [T, in], weight [R * members, in]. Written to the first columns of `tail` as well, if there is one,
     whose other columns become zero."""
@@ -43,6 +44,7 @@ def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None
     return _filled(tail, x @ weight.t())
 
 
+@launch.operation("adapters")
 def up_backward(
     grad_y: torch.Tensor, low: LowRank, tail: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -65,6 +67,7 @@ def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:
         reference.up_grad(grad_y, low, grad_up)
 
 
+@launch.operation("adapters")
 def up_both(
     grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, tail: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -84,6 +87,7 @@ def _filled(tail: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+@launch.operation("adapters to their weights")
 def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor]) -> None:
     """target = scale * source, for each; one launch on a GPU, whose table is made at the first call."""
     if copies and launch.fused(copies[0].source):

@@ -61,6 +61,7 @@ def spread(copies: Sequence[Copy]) -> None:
         torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
 
 
+@launch.operation("adapters")
 def add_(y: torch.Tensor, low: LowRank) -> torch.Tensor:
     """y [T, out] += s * h B', in place."""
     if low.diagonal is not None:

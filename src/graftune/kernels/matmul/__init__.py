@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from graftune import spans
 from graftune.kernels import launch
 from graftune.private import find
 
@@ -31,6 +32,7 @@ def tuned(on: bool = True) -> Iterator[None]:
         _tuning = before
 
 
+@launch.operation(spans.PRODUCT)
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """a [M, K], b [K, N] -> [M, N], fresh or `out`; rows (or, of a and b transposed, columns) may lie apart."""
     if _tuning and launch.on_gpu(a) and a.dtype in (torch.bfloat16, torch.float16):
@@ -40,6 +42,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> tor
     return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 
+@launch.operation(spans.PRODUCT)
 def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:

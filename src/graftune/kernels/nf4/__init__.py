@@ -73,6 +73,7 @@ def _encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> 
         reference.encode(values, codes, absmax)
 
 
+@launch.operation("dequantise")
 def dequantise(
     nf4: Nf4,
     dtype: torch.dtype | None = None,

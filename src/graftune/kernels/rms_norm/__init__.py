@@ -14,6 +14,7 @@ from graftune.kernels.rms_norm.reference import backward, forward
 __all__ = ["add_backward", "add_forward", "apply", "backward", "forward"]
 
 
+@launch.operation("norm")
 def add_forward(
     x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,6 +30,7 @@ def add_forward(
     return reference.add_forward(x, y, weight, eps, out)
 
 
+@launch.operation("norm")
 def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The norm of x [T, D] again, bit for bit, from the rstd [T] that the forward left."""
     assert x.is_contiguous() and rstd.shape == x.shape[:1]
@@ -39,6 +41,7 @@ def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return reference.apply(x, rstd, weight)
 
 
+@launch.operation("norm")
 def add_backward(
     grad_y: torch.Tensor,
     x: torch.Tensor,

@@ -14,6 +14,7 @@ from graftune.kernels.rope.reference import rotate_, tables, unrotate_
 __all__ = ["finish_", "finish_backward", "rotate_", "tables", "unrotate_"]
 
 
+@launch.operation("rope")
 def finish_(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -48,6 +49,7 @@ def finish_(
     return reference.finish_(qkv, cos, sin, heads, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
 
+@launch.operation("rope")
 def finish_backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad_qkv: torch.Tensor,

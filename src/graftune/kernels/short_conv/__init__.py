@@ -14,6 +14,7 @@ from graftune.kernels.short_conv import reference
 __all__ = ["backward", "forward", "step_"]
 
 
+@launch.operation("convolution")
 def forward(bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     """Writes [T, D] to `out`."""
     _check(bcx, taps, positions, out)
@@ -25,6 +26,7 @@ def forward(bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out:
         reference.forward(bcx, taps, positions, out)
 
 
+@launch.operation("convolution")
 def backward(
     grad: torch.Tensor, bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor,
     mixed: torch.Tensor, grad_taps: torch.Tensor | None = None,

@@ -15,6 +15,7 @@ __all__ = ["KINDS", "backward", "forward"]
 KINDS = ("silu", "gelu")
 
 
+@launch.operation("gated unit")
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> None:
     """Writes the activation [T, F] to `act`."""
     assert gate_up.shape == (len(act), 2 * act.shape[1]) and gate_up.stride(1) == act.stride(1) == 1
@@ -27,6 +28,7 @@ def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> Non
         reference.forward(gate_up, act, kind)
 
 
+@launch.operation("gated unit")
 def backward(
     grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
 ) -> None:

@@ -104,9 +104,9 @@ class ExpertProjection:
 
     def forward(self, x: torch.Tensor, starts: Starts, adapted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] -> (y [S, out], h [S, R] for the backward)."""
-        spans.operation(self.name)
+        spans.product(self.name)
         y = self.weights.matmul(x, starts)
-        spans.operation("adapters")
+        spans.product("adapters")
         h = self.low(x, starts, adapted)
         if self.lora is not None and h is not None:
             grouped.add_multiplied_(y, h, self.lora.up, starts, self.lora.scale)
@@ -120,9 +120,9 @@ class ExpertProjection:
         self, grad: torch.Tensor, h: torch.Tensor | None, starts: Starts
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """dY [S, out] -> (dX [S, in], g = s dY B [S, R] for `accumulate_grad`)."""
-        spans.operation(self.name)
+        spans.product(self.name)
         grad_x = self.weights.input_grad(grad, starts)
-        spans.operation("adapters")
+        spans.product("adapters")
         if self.lora is None or h is None:
             return grad_x, None
         g = grouped.multiply(grad, self.lora.up.transpose(1, 2), starts).mul_(self.lora.scale)
@@ -133,7 +133,6 @@ class ExpertProjection:
         self, grad: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, starts: Starts
     ) -> None:
         """Adds dB = s dY' h and dA = g' x."""
-        spans.operation("weight gradients")
         if self.lora is not None and h is not None and g is not None:
             grouped.add_products_(self.lora.grad_up, grad, h, starts, self.lora.scale)
             grouped.add_products_(self.lora.grad_down, g, x, starts)

@@ -190,7 +190,6 @@ class Experts:
         return saved._replace(gate_up=self._first(read.tensor(), saved.routed, ctx)[0])
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
-        spans.operation("gated unit")
         act = gate_up.new_empty(len(gate_up), self.down.weights.in_features)
         swiglu.forward(gate_up, act)
         return act
@@ -211,14 +210,13 @@ class Experts:
         ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor:
-        spans.operation("rows of experts")
         gate_up, h_gate_up, h_down, routed = saved
         grad, normed = grad[:, : read.x.shape[1]], read.tensor()
+        spans.operation("rows of experts")
         starts, tokens = routed.starts, routed.tokens
         weights = _by_row(routed.weights, routed).to(grad.dtype).unsqueeze(1)
         rows = grad.index_select(0, tokens)
         grad_act, g = self.down.backward(rows, h_down, starts)
-        spans.operation("gated unit")
         signals = grad_act.mul(weights)
         in_place = launch.fused(signals)  # the kernel goes value by value
         grad_gate_up, act = (gate_up, signals) if in_place else (torch.empty_like(gate_up), torch.empty_like(signals))

@@ -206,7 +206,6 @@ class Fp8(Augmented):
         codes = self._buffer(len(x), self.in_features)
         total, rstd, scale = fp8.norm(x, y, weight, eps, codes[:, : self.in_features], reach=group.forward.reach)
         rows = Rows(codes, scale)
-        spans.operation("adapters")
         h = fp8.down(rows, self.in_features, group.down, group.forward.shift)
         return total, rstd, self._product(rows), h
 
@@ -223,14 +222,12 @@ class Fp8(Augmented):
         group, width = self._adapter_codes, self.in_features
         codes = self._buffer(len(gate_up), width)
         rows = Rows(codes, fp8.act(gate_up, codes[:, :width], reach=group.forward.reach))
-        spans.operation("adapters")
         return rows, fp8.down(rows, width, group.down, group.forward.shift)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, in] -> (x W' + s h B', h): h goes from its kernel straight into the codes."""
         group = self._adapter_codes
         rows = self._rows(x, None, group.forward.reach)
-        spans.operation("adapters")
         h = fp8.down(rows, self.in_features, group.down, group.forward.shift)
         return self._product(rows), h
 
@@ -281,7 +278,6 @@ class Fp8(Augmented):
         reach, shift = self._adapter_codes.backward
         if rows is None:
             rows = self._rows(grad, self.scale, reach)
-        spans.operation("adapters")
         g = fp8.up_backward(grad, low, rows, shift) if grad_up is None else fp8.up_both(grad, low, grad_up, rows, shift)
         return self._grad_product(rows), g
 
@@ -307,13 +303,13 @@ class Fp8(Augmented):
         return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack))
 
     def _product(self, rows: Rows, width: int | None = None) -> torch.Tensor:
-        spans.operation(self.name)
+        spans.product(self.name)
         weight = Rows(self.storage[: self.out_features, :width], self.scale)
         return fp8.mm(rows, weight, self.compute)
 
     def _grad_product(self, rows: Rows, height: int | None = None) -> torch.Tensor:
         """By the first `height` rows of the storage, or all."""
-        spans.operation(self.name)
+        spans.product(self.name)
         if self.kept is not None:
             turned = self.kept[:, :height]
         else:

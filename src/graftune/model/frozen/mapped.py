@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from graftune import spans
 from graftune.kernels import gguf_dequant, launch, rehearsal
 from graftune.kernels.lora_linear import add_product_
 from graftune.model.bundles import Place
@@ -60,6 +61,7 @@ class Mapped(ByPieces):
         return self.sources[0].gather(ids).to(self.device, self.dtype)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        spans.operation(spans.PRODUCT)
         at = 0
         for source in self.sources:
             for start, stop in pieces(source.shape[0], self.in_features):

@@ -104,12 +104,10 @@ class Unpacked(Augmented):
 
     def unpack(self) -> None:
         """Dequantise the weight into the scratch; the adapters beside and below it are left as they are."""
-        spans.operation("dequantise")
         at, weight = 0, self.weight
         for member in self.members:
             member.unpack(weight[at : at + member.shape[0]])
             at += member.shape[0]
-        spans.back()
 
 
 class Table(ByPieces):
@@ -138,7 +136,6 @@ class Table(ByPieces):
         for start in range(0, self.out_features, self.step):
             stop = min(start + self.step, self.out_features)
             weight = self.scratch.matrix(stop - start, self.in_features)
-            spans.operation("dequantise")
             self.packed.unpack(weight, start)
-            spans.back()
+            spans.operation(spans.PRODUCT)
             yield slice(start, stop), weight

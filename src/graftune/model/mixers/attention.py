@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from graftune import spans
 from graftune.kernels import attention, rope
 from graftune.model.context import PassContext, Past, Sequences
 from graftune.model.part import Bias, CacheBytes, Entry, Input, Maker, MixerSpec, NormWeight
@@ -128,12 +127,10 @@ class Attention:
 
     def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
-        spans.operation("rope")
         raw = rope.finish_(
             qkv, *ctx.tables[self.rope], self.heads, bias=self.bias.value if self.bias else None,
             q_norm=_weight(self.q_norm, ctx), k_norm=_weight(self.k_norm, ctx), eps=self.norm_eps,
         )  # fmt: skip
-        spans.operation("attention")
         mixed = self.o.input_buffer(entry.x, len(entry.x))
         stats = self._attend(*self._split(qkv), self._by_head(mixed), ctx.sequences)
         out, h_o = self.o.forward(mixed, ctx)
@@ -153,7 +150,6 @@ class Attention:
         assert grad_mixed is not None
         self.o.accumulate_grad(grad, g, mixed[:, : self.o.width_in], ctx)
 
-        spans.operation("attention")
         documents = ctx.sequences.documents
         assert documents is not None, "generation has no backward"
         window, backend = self._how(ctx.sequences, documents)
@@ -170,7 +166,6 @@ class Attention:
         del grad_mixed
         if grad_qkv is None:  # only now: it need not lie beside attention's own memory
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
-        spans.operation("rope")
         tables, ready = ctx.tables[self.rope], None
         if need_input and self.q_norm is None:
             ready = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, ctx)
