@@ -1,6 +1,6 @@
 """Draws a GPU's record: every participant of a step as a multiple of the floor, and the curves of the sweeps.
 
-    python benchmarks/plots.py [RECORD.json FOLDER]    step-GPU.png and sweeps-GPU.png, and scale.png of scale.json;
+    python benchmarks/plots.py [RECORD.json FOLDER]    step-GPU.png and sweeps-GPU.png;
                                                        default: the documents' images
 
 The bars stand on 1, the floor, on a logarithmic scale: at small batches the peers are twenty times off and at large
@@ -21,14 +21,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from graftune.arithmetic import ceil_div
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = [ROOT / "benchmarks" / "results" / name for name in ("h200.json", "scale.json")]
+RECORDS = [ROOT / "benchmarks" / "results" / "h200.json"]
 IMAGES = ROOT / "docs" / "images"
 BAR, GAP, LEAST, WIDEST = 1.0, 0.9, 2.7, 32.0  # of a bar, between groups, of a group, of a row
 NAMES = {
@@ -59,11 +58,8 @@ AXES = {
 
 
 def images(record: Path, folder: Path) -> list[Path]:
-    """step-GPU.png and sweeps-GPU.png of GPU.json, as far as it has them; scale.png of scale.json."""
+    """step-GPU.png and sweeps-GPU.png of GPU.json, as far as it has them."""
     result, made = json.loads(record.read_text()), []
-    if "scale" in result:
-        scale(result["scale"], target := folder / f"{record.stem}.png")
-        return [target]
     if bars(result, target := folder / f"step-{record.stem}.png"):
         made.append(target)
     found = {axis: result["sweeps"][axis]["curves"] for axis in AXES if axis in result.get("sweeps", {})}
@@ -237,51 +233,6 @@ def curve(figure: Any, axis: str, curves: Mapping[str, Any], title: str) -> None
     if places:
         below.set_xticks(sorted(places), [str(x) for x in sorted(places)])
     below.xaxis.set_minor_locator(NullLocator())
-
-
-def scale(record: Mapping[str, Any], target: Path) -> None:
-    """A panel for each size and network; others' measurements where they have the panel's size and its network."""
-    shapes = ("8b", "70b", "405b")
-    networks = {"InfiniBand": "InfiniBand, 400 Gb/s a GPU", "Ethernet": "Ethernet, 100 Gb/s a node"}
-    # Two ways often lie on each other: one line is wide and pale.
-    looks: dict[str, dict[str, Any]] = {
-        "sharded in each node": {"color": "#92c5de", "linewidth": 6.0},
-        "sharded": {"color": "#d6604d", "linewidth": 1.6},
-        "replicated": {"color": "#1b7837", "linewidth": 1.6},
-    }
-    figure, panels = plt.subplots(2, 3, figsize=(13.5, 8.2), sharex=True, sharey=True, layout="constrained")
-    for axes, (network, shape) in zip(panels.flat, [(n, s) for n in networks for s in shapes], strict=True):
-        for way, look in looks.items():
-            for curve in record["curves"]:
-                if (curve["model"].split()[0], curve["network"], curve["way"]) == (shape, network, way):
-                    style = {"bf16": "-", "nf4": "--"}[curve["model"].split()[1]]
-                    axes.plot(curve["ranks"], [100 * share for share in curve["share"]], style, **look)
-        for mark in record["marks"]:
-            if network == "InfiniBand" and mark.get("model", "").split()[:1] == [shape]:
-                place = mark["ranks"][1], 100 * mark["theirs"]
-                axes.plot(*place, "D", color=COLOURS["floor"], fillstyle="none", markersize=8)
-                said = f"{mark['who']}, {mark['ranks'][0]} to {mark['ranks'][1]} GPUs\n(measured by them)"
-                below = {"textcoords": "offset points", "va": "top", "fontsize": 8}
-                side = {"ha": "left"} if place[0] < 32 else {"ha": "center"}
-                axes.annotate(said, place, xytext=(0, -9), **below, **side)
-        axes.set_title(f"{shape.upper()}, {networks[network]}", fontsize=10, loc="left")
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(0, 104)
-        axes.grid(color="#dddddd", linewidth=0.7)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    ranks = record["curves"][0]["ranks"]
-    for axes in panels[1]:
-        axes.set_xticks(ranks, [str(rank) for rank in ranks])
-        axes.set_xlabel("GPUs, 8 in a node")
-    for axes in panels[:, 0]:
-        axes.set_ylabel("% of one GPU's speed that each GPU keeps")
-    handles = [Line2D([], [], **look, label=f"base {way}") for way, look in reversed(looks.items())]
-    handles += [Line2D([], [], color="#444444", linestyle=s, label=b) for s, b in (("-", "bf16"), ("--", "NF4"))]
-    figure.legend(handles=handles, frameon=False, fontsize=9, ncols=len(handles), loc="outside lower center")
-    figure.suptitle("A model, not a measurement: LoRA of rank 16, 8,192 tokens a GPU and step", fontsize=11)
-    figure.savefig(target, dpi=120)
-    plt.close(figure)
 
 
 def _line(points: list[dict[str, Any]], who: str) -> tuple[list[int], list[float]]:

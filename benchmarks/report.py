@@ -65,6 +65,16 @@ def records(kind: str = "") -> list[dict[str, Any]]:
     return [record for record in found if kind in record]
 
 
+def reliability() -> str:
+    """The long checks of tests/soak, each with its command, its count and its outcome."""
+    lines = ["| check | times | outcome | commit |", "|---|---|---|---|"]
+    for record in records("reliability"):
+        for row in record["reliability"]:
+            check = f"{row['check']}<br>`{row['command']}`"
+            lines.append(f"| {check} | {row['tried']:,} | {row['found']} | {row['commit']} |")
+    return "\n".join(lines)
+
+
 def speed() -> str:
     """Four rows for the README, each from one run with its fastest peer."""
     lines = ["| one step | graftune | fastest peer in the same run | ratio |", "|---|---|---|---|"]
@@ -245,34 +255,6 @@ def scale() -> str:
     for (model, way), cells in found.items():
         shown = [cells.get(column, "does not fit") for column in columns]
         lines.append("| " + " | ".join([_model(model), way, needs[model, way], *shown]) + " |")
-    return "\n".join(lines)
-
-
-def scale_hidden() -> str:
-    """Tokens of a micro-batch from which computing a block takes as long as gathering the one after the next."""
-    columns = [("InfiniBand", 8), ("InfiniBand", 64), ("InfiniBand", 1024), ("Ethernet", 16), ("Ethernet", 1024)]
-    named = " | ".join("8 (NVLink)" if ranks == 8 else f"{ranks} ({network})" for network, ranks in columns)
-    lines = [f"| model | {named} |", "|---" * (1 + len(columns)) + "|"]
-    found: dict[str, dict[tuple[str, int], str]] = {}
-    for curve in _scale()["curves"]:
-        if curve["way"] == "sharded":
-            tokens = {
-                (curve["network"], n): f"{t:,}" for n, t in zip(curve["ranks"], curve["hidden_from"], strict=True)
-            }
-            found.setdefault(curve["model"], {}).update(tokens)
-    for model, cells in found.items():
-        shown = [cells.get(column, "does not fit") for column in columns]
-        lines.append("| " + " | ".join([_model(model), *shown]) + " |")
-    return "\n".join(lines)
-
-
-def scale_marks() -> str:
-    """Others' measurements beside the model's ratio over the same number of GPUs."""
-    lines = ["| who | what | GPUs | measured by them | this model |", "|---|---|---|---|---|"]
-    for mark in _scale()["marks"]:
-        ours = f"{100 * mark['ours']:.1f}%" if "ours" in mark else "has no such link"
-        span = "{} to {}".format(*mark["ranks"])
-        lines.append(f"| {mark['who']} | {mark['what']} | {span} | {100 * mark['theirs']:.0f}% | {ours} |")
     return "\n".join(lines)
 
 

@@ -10,11 +10,9 @@ NCCL's own cost model, hops and bytes, with its latencies and with the rates tha
     all-gather    of a sharded base, each block's bytes twice a micro-batch, into two buffers (model/bundles.py): while
                   block i + 1 computes, block i + 2 arrives, so the slower of the two decides
 
-Every rank computes one micro-batch of 4x2048 tokens a step, however many ranks there are: 1,024 of them make steps of
-8.4 million tokens. Left out, because nobody here has measured it: ranks that are slower than others, what collectives
-and matrix products take from each other on one GPU (but for the lower rate of NVLink beside compute), congestion.
-So it is a bound from above, and what others measured (MARKS) lies below it. A simulator would add detail where the
-inputs have none.
+Every rank computes one micro-batch of 4x2048 tokens per step, however many ranks there are: 1,024 ranks make steps of
+8.4 million tokens. The model leaves out what was not measured: slow ranks, congestion, and what collectives and matrix
+products take from each other on one GPU (except for the lower NVLink rate beside compute). It is an upper bound.
 """
 
 from __future__ import annotations
@@ -49,13 +47,7 @@ NVLINK, NVLINK_BESIDE_COMPUTE = 370e9, 300e9
 START, RING_NEAR, TREE_NEAR, FAR = 8.4 * US, 3.4 * US, 4.0 * US, 14.0 * US
 TREE_SHARE = 0.9  # of a ring's rate
 NETWORKS = {"InfiniBand": 8 * 47e9, "Ethernet": 0.94 * 12.5e9}  # into one node: 400 Gb/s a GPU; 100 Gb/s a node
-WAYS = ("replicated", "sharded", "sharded in each node")
-# Others' measurements: who, what, from and to how many GPUs, tokens/s of a GPU there over here, and a curve like it.
-MARKS = (
-    ("NeMo Automodel", "LoRA, Llama 3 70B, H100", 8, 16, 985 / 1092, "70b bf16", "sharded"),
-    ("torchtitan", "every weight, Llama 3.1 8B, FSDP2, H100", 8, 128, 6514 / 6667, "8b bf16", "sharded"),
-    ("Surogate", "LoRA, Qwen3 8B, RTX 5090 over PCIe", 1, 4, 14.6 / 4 / 3.8, "", ""),
-)
+WAYS = ("replicated", "sharded")
 
 
 def ring(size: float, ranks: int, laps: int, network: float, nvlink: float = NVLINK) -> float:
@@ -195,7 +187,6 @@ class StepTime:
     compute: float
     waiting: float  # for blocks that have not arrived
     reduce: float
-    hidden_from: float  # tokens of a micro-batch from which a forward block takes as long as its gather
 
     @property
     def seconds(self) -> float:
@@ -223,20 +214,19 @@ def step(model: Model, way: str, ranks: int, network: float) -> StepTime:
     layers, compute = model.shape.layers, compute_seconds(model)
     reduce = all_reduce(4 * model.adapter_values, ranks, network)  # fp32
     if way == "replicated":
-        return StepTime(compute, 0.0, reduce, 0.0)
-    group = ranks if way == "sharded" else min(ranks, NODE)
+        return StepTime(compute, 0.0, reduce)
     # Head and embedding travel piece by piece between the blocks, one in the forward, one in the backward.
-    gather = all_gather(model.block_bytes, group, network) + all_gather(model.table_bytes, group, network) / layers
+    gather = all_gather(model.block_bytes, ranks, network) + all_gather(model.table_bytes, ranks, network) / layers
     forward, head, backward = parts_seconds(model)
     waiting = max(0.0, overlapped(layers, forward, head, backward, gather) - compute)  # sums of 252 blocks round
-    return StepTime(compute, waiting, reduce, model.case().micro_tokens * gather / forward)
+    return StepTime(compute, waiting, reduce)
 
 
 def curves() -> Iterator[dict[str, Any]]:
     """Of every model, way and network, at those numbers of ranks on which it fits."""
     for name, model in MODELS.items():
         for way in WAYS[:1] if name.startswith("1b") else WAYS:
-            groups = {ranks: {WAYS[0]: 1, WAYS[1]: ranks, WAYS[2]: NODE}[way] for ranks in RANKS}
+            groups = {ranks: 1 if way == "replicated" else ranks for ranks in RANKS}
             fitting = [ranks for ranks in RANKS if held_bytes(model, groups[ranks]) <= MEMORY]
             for network, rate in NETWORKS.items() if fitting else ():
                 steps = [step(model, way, ranks, rate) for ranks in fitting]
@@ -249,7 +239,6 @@ def curves() -> Iterator[dict[str, Any]]:
                     "waiting_ms": [round(1e3 * one.waiting, 2) for one in steps],
                     "reduce_ms": [round(1e3 * one.reduce, 3) for one in steps],
                     "share": [round(one.share, 4) for one in steps],
-                    "hidden_from": [round(one.hidden_from) for one in steps],
                     "gb_a_gpu": [round(held_bytes(model, groups[ranks]) / 1e9, 1) for ranks in fitting],
                 }
 
@@ -258,20 +247,8 @@ def checks() -> dict[str, dict[str, float]]:
     """Two measured steps beside what the model makes of them from the 8B alone."""
     one, eight = parse("1b-4x2048"), parse("8b-4x2048")
     small = measured()[eight.name]["ms"] * flops_of(one) / flops_of(eight)
-    foretold = {"70b-nf4-1x2048-full": 1e3 * compute_seconds(MODELS["70b nf4"]) / 4, one.name: small}
-    return {name: {"model_ms": round(ms, 1), "measured_ms": measured()[name]["ms"]} for name, ms in foretold.items()}
-
-
-def marks() -> list[dict[str, Any]]:
-    """Each beside the model's own ratio, where the links are alike."""
-    found = []
-    for who, what, first, last, theirs, model, way in MARKS:
-        mark: dict[str, Any] = {"who": who, "what": what, "ranks": [first, last], "theirs": round(theirs, 3)}
-        if model:
-            shares = [step(MODELS[model], way, n, NETWORKS["InfiniBand"]).share for n in (first, last)]
-            mark |= {"model": model, "ours": round(shares[1] / shares[0], 3)}
-        found.append(mark)
-    return found
+    predicted = {"70b-nf4-1x2048-full": 1e3 * compute_seconds(MODELS["70b nf4"]) / 4, one.name: small}
+    return {name: {"model_ms": round(ms, 1), "measured_ms": measured()[name]["ms"]} for name, ms in predicted.items()}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -279,7 +256,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--json", default="", help="where the record is written, or - to print it")
     options = parser.parse_args(words)
     found = list(curves())
-    record = {"scale": {"curves": found, "checks": checks(), "marks": marks()}}
+    record = {"scale": {"curves": found, "checks": checks()}}
     if options.json == "-":
         print(json.dumps(record))
         return 0

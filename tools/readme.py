@@ -57,8 +57,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "speed": report.speed,
     "ranked": report.ranked,
     "scale": report.scale,
-    "scale hidden": report.scale_hidden,
-    "scale marks": report.scale_marks,
+    "reliability": report.reliability,
     "fit": report.fit,
     "fit by policy": report.fit_by_policy,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measure, plots, scale
+from benchmarks import measure, scale
 
 INFINIBAND, ETHERNET = scale.NETWORKS["InfiniBand"], scale.NETWORKS["Ethernet"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,25 +104,22 @@ def test_what_grows_grows(name: str) -> None:
         faster = zip(steps[way, "InfiniBand"], steps[way, "Ethernet"], strict=True)
         assert all(a <= b for a, b in faster), way
     for network in scale.NETWORKS:
-        by_way = zip(*(steps[way, network] for way in ("replicated", "sharded in each node", "sharded")), strict=True)
-        assert all(a <= b + 1e-9 and b <= c + 1e-9 for a, b, c in by_way), network
+        assert all(a <= b + 1e-9 for a, b in zip(steps["replicated", network], steps["sharded", network], strict=True))
     sizes = [scale.held_bytes(model, ranks) for ranks in scale.RANKS]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_the_record_is_current_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_record_is_current(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scale.json"
     assert scale.main(["--json", str(path)]) == 0
     assert "A model, not a measurement" in capsys.readouterr().out
     kept = measure.RESULTS / "scale.json"
     assert json.loads(path.read_text()) == json.loads(kept.read_text()), (
-        "run `python benchmarks/scale.py --json benchmarks/results/scale.json`, benchmarks/plots.py and tools/readme.py"
+        "run `python benchmarks/scale.py --json benchmarks/results/scale.json` and tools/readme.py"
     )
     assert scale.main(["--json", "-"]) == 0
     record = json.loads(capsys.readouterr().out)["scale"]
     assert all(0 < share <= 1 for curve in record["curves"] for share in curve["share"])
-    assert plots.images(path, tmp_path) == [tmp_path / "scale.png"]
-    assert (tmp_path / "scale.png").stat().st_size > 1000
 
 
 def test_the_page_tells_how_far_to_trust_it() -> None:
@@ -130,4 +127,4 @@ def test_the_page_tells_how_far_to_trust_it() -> None:
     page = (ROOT / "docs" / "scale.md").read_text()
     for both in scale.checks().values():
         assert f"{both['model_ms']:,.0f} ms" in page and f"{both['measured_ms']:,.0f})" in page
-    assert "others' measurements" in page and "Nothing below was measured on several GPUs" in page
+    assert "no measurement on several GPUs has confirmed them" in page
