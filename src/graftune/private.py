@@ -16,7 +16,7 @@ import torch
 
 from graftune.errors import GraftuneError
 
-TORCH, JINJA, GGUF = "torch 2.11 to 2.13", "jinja2 3.1", "gguf 0.19"
+TORCH, GGUF = "torch 2.11 to 2.13", "gguf 0.19"
 NAMES = {
     # Attention without cuDNN: the public functions take no packed documents, or hide the statistics of the backward.
     "torch.ops.aten._flash_attention_forward.default": TORCH,
@@ -53,11 +53,6 @@ NAMES = {
     "torch.ops.aten._flash_attention_backward": TORCH,
     # Which types of blocks gguf can dequantise.
     "gguf.quants._type_traits": GGUF,
-    # The sandbox watches loops and sums in the parsed template, and joins what was rendered by a bounded function.
-    "jinja2.visitor.NodeTransformer": JINJA,
-    "jinja2.utils.Namespace": JINJA,
-    "jinja2.environment.Environment.concat": JINJA,
-    "jinja2.environment.Template.root_render_func": JINJA,
 }
 
 

@@ -30,7 +30,7 @@ from graftune.errors import GraftuneError
 from graftune.io.json_file import NotJson, read_object
 from graftune.settings.config import Config
 from graftune.settings.sources import Source
-from graftune.tokenizer import examine, from_folder, guard
+from graftune.tokenizer import core, examine, examine_process, from_folder
 from graftune.weights import checkpoint
 from tests.fuzz import seeds
 
@@ -38,9 +38,9 @@ from tests.fuzz import seeds
 def test_a_tokenizer_is_examined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its content: a file that was found whole is not examined again, and another one is."""
     monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / "cache"))
-    asked: list[str] = []
-    real = examine.fault_of
-    monkeypatch.setattr(examine, "fault_of", lambda text: asked.append(text) or real(text))
+    asked: list[Any] = []
+    real = examine.faults_of
+    monkeypatch.setattr(examine, "faults_of", lambda files: asked.append(files) or real(files))
     tokenizer = seeds.tokenizer_json()
     for place in (tmp_path / "a", tmp_path / "b"):
         place.mkdir()
@@ -48,7 +48,7 @@ def test_a_tokenizer_is_examined_once(tmp_path: Path, monkeypatch: pytest.Monkey
         assert from_folder(place).encode("ab")
     assert len(asked) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(guard.tokenizers, "__version__", "of next year")
+        patch.setattr(examine.tokenizers, "__version__", "of next year")
         from_folder(tmp_path / "b")
         assert len(asked) == 2, "another version of the library may fail on it"
     asked.pop()
@@ -70,33 +70,36 @@ def test_a_panic_is_a_sentence_and_a_signal_is_none() -> None:
         pass
 
     said = r"a\.json: the tokenizer cannot be loaded \(index out of bounds\)"
-    with pytest.raises(GraftuneError, match=said), guard.guarded("be loaded", "a.json"):
+    with pytest.raises(GraftuneError, match=said), core.guarded("be loaded", "a.json"):
         raise PanicException("index out of bounds")
     for other in (Stopped, KeyboardInterrupt, MemoryError):
-        with pytest.raises(other), guard.guarded("be loaded"):
+        with pytest.raises(other), core.guarded("be loaded"):
             raise other
 
 
-def test_who_examines_a_tokenizer_has_limits_and_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library in place of the real one says which limits, from inside of the child, or aborts it."""
+def test_the_process_that_examines_a_tokenizer_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library in place of the real one reports the limits from inside the process."""
     (tmp_path / "tokenizers.py").write_text(
-        "import os, resource as r\n"
+        "import resource as r\n"
         "class Tokenizer:\n"
         "    def from_str(text):\n"
-        "        text or os.abort()\n"
         "        raise Exception([r.getrlimit(kind)[0] for kind in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_CORE)])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert examine.fault_of("{}").endswith(str([examine.BYTES + 2 * examine.PER_BYTE, examine.SECONDS, 0]))
-    assert examine.fault_of("") == "the tokenizers library ends the process that loads it (signal 6)"
+    limits = [examine_process.BYTES + 2 * examine_process.PER_BYTE, examine_process.SECONDS + 1, 0]
+    (fault,) = examine.faults_of([examine.Untrusted("tokenizer", "{}", "t")])
+    assert fault.endswith(str(limits))
 
 
 def test_an_id_beyond_all_vocabularies_is_a_fault() -> None:
     """The library makes an array of that length."""
     tokenizer = seeds.tokenizer_json()
-    assert examine.examined(json.dumps(tokenizer)) == ""
-    tokenizer["model"]["vocab"]["a"] = examine.LARGEST_ID + 1
-    assert examine.examined(json.dumps(tokenizer)) == f"a token has the id {examine.LARGEST_ID + 1}"
+    assert examine_process.examine_tokenizer(json.dumps(tokenizer)) == ""
+    tokenizer["model"]["vocab"]["a"] = examine_process.LARGEST_ID + 1
+    assert (
+        examine_process.examine_tokenizer(json.dumps(tokenizer))
+        == f"a token has the id {examine_process.LARGEST_ID + 1}"
+    )
 
 
 def test_padding_and_truncation_of_a_file_are_not_ours(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from graftune.tokenizer import guard
+from graftune.tokenizer import examine
 from tests.fuzz import formats, mutate, seeds, text
 from tests.fuzz.judge import judged
 from tests.support.thorough import THOROUGH
@@ -35,7 +35,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, formats.Format]
 
 
 def test_damaged_inputs(known: dict[str, formats.Format], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "check", formats.examined_here)
+    monkeypatch.setattr(examine, "faults_of", formats.examined_here)
     monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / "cache"))
     refused = dict.fromkeys(known, 0)
     (tmp_path / "input").mkdir()

@@ -19,10 +19,10 @@ def main() -> None:
     import atheris
 
     with atheris.instrument_imports(include=["graftune"]):
-        from graftune.tokenizer import guard
+        from graftune.tokenizer import examine
         from tests.fuzz import formats
         from tests.fuzz.judge import judged
-    guard.check = formats.examined_here
+    examine.faults_of = formats.examined_here
     place = Path(tempfile.mkdtemp(prefix="atheris-"))
     one = {known.name: known for known in formats.all_formats(place / "seeds")}[sys.argv.pop(1)]
     (place / "input").mkdir()

@@ -92,11 +92,11 @@ def draw_of(seed: int, name: str, number: int) -> random.Random:
 def work(args: argparse.Namespace) -> None:
     """One worker: from the input behind the one on the board to the last."""
     _limit()
-    from graftune.tokenizer import guard
+    from graftune.tokenizer import examine
     from tests.fuzz import formats
     from tests.fuzz.judge import judged
 
-    guard.check = formats.examined_here
+    examine.faults_of = formats.examined_here
     home = Path(args.home)
     place = Path(tempfile.mkdtemp(dir=home, prefix=f"worker{args.worker}-"))
     known = _chosen(formats.all_formats(place / "seeds"), args.only)
@@ -302,12 +302,12 @@ def keep(args: argparse.Namespace, faults: list[dict[str, Any]], known: list[Any
 
 def one_input(args: argparse.Namespace) -> int:
     _limit()
-    from graftune.tokenizer import guard
+    from graftune.tokenizer import examine
     from tests.fuzz import formats
     from tests.fuzz.judge import judged
 
     if not args.alone:
-        guard.check = formats.examined_here
+        examine.faults_of = formats.examined_here
     with tempfile.TemporaryDirectory() as place:
         known = _chosen(formats.all_formats(Path(place) / "seeds"), args.only)
         one = known[max(0, args.place)]

@@ -87,10 +87,8 @@ def test_broken_source(source: Any) -> None:
         "{{ 1 / 0 }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].__class__.__mro__[1].__subclasses__() }}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ 'a' + 1 }}",
         "{{ messages | tojson(indent='x', separators=3) }}",
-        "{{ namespace(_x=1) }}",
         "{{ range(10000000) | list }}",
         "{% include 'other' %}",
     ],
@@ -123,14 +121,11 @@ def test_messages_are_left_alone() -> None:
         "{{ messages | attr('__class__') }}",
         "{% if not add_generation_prompt %}{{ messages.append(1) }}{% endif %}",
         "{{ raise_exception('no') if messages[0].role == 'system' else messages.clear() }}",
-        "{{ 'a' * 999999999 }}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
-def test_a_template_that_is_not_carried_on(addition: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftune.tokenizer.sandbox.SECONDS", 0.1)
+def test_a_template_that_is_not_carried_on(addition: str) -> None:
     template = ChatTemplate(SOURCES["blocks"] + addition, name="my.jinja")
-    with pytest.raises(GraftuneError, match=r"my\.jinja: the template (reaches|makes|takes)") as error:
+    with pytest.raises(GraftuneError, match=r"my\.jinja: the template reaches") as error:
         template.checked_source()
     assert "\n" not in str(error.value)
 

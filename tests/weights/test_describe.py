@@ -71,12 +71,11 @@ def test_doctor_of_an_adapter_names_its_base(tiny_folder: Any, tmp_path: Path, c
         assert "is not a base but an adapter" in said.err and str(base) in said.err and "rank" in said.out
 
 
-def test_doctor_tries_the_template(tiny_folder: Any, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
-    from graftune.tokenizer import sandbox
-
-    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+def test_doctor_tries_the_template(tiny_folder: Any, tmp_path: Path, capsys: Capture) -> None:
     base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    (base / "chat_template.jinja").write_text(loop)
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
     assert main(["doctor", str(base), "--json"]) == 0
-    assert "takes longer than" in json.loads(capsys.readouterr().out)["template"]
+    assert "leaves out the answer" in json.loads(capsys.readouterr().out)["template"]
+    (base / "chat_template.jinja").write_text("{{ 'a' * 999999999 }}")
+    assert main(["doctor", str(base)]) == 2
+    assert "the chat template is refused: it exhausts the memory" in capsys.readouterr().err

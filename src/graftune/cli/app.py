@@ -82,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = app(line.arguments, exit_on_error=False, print_error=False, result_action="return_value")
             sys.stdout.flush()  # here, where a full disk or a closed pipe can still be answered
         return int(code or 0)
-    except KeyboardInterrupt:
-        print("graftune: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        # A note says what was interrupted, such as a row of the data whose rendering does not end.
+        print(" ".join(["graftune: interrupted", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
         return 130
     except Stopped as stopped:
         with suppress(OSError):  # the terminal may be what has gone

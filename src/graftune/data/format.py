@@ -19,9 +19,8 @@ from graftune.data.record import Message
 from graftune.data.source import Refusal
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
-from graftune.tokenizer.sandbox import LONGEST_CONVERSATION
-from graftune.tokenizer.template import Unbounded
 
+LONGEST_CONVERSATION = 4 << 20  # characters of a conversation that is rendered at all
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -151,8 +150,6 @@ class ChatFormat:
             messages = [self._as_wanted(message) for message in messages]
         try:
             return self.renderer.render(messages, tools=tools, add_generation_prompt=generate, **self.variables)
-        except Unbounded:
-            raise  # not of this row: each of the others would take as long
         except GraftuneError as error:
             raise Refusal("refused by the chat template", error.what) from None
 

@@ -85,11 +85,20 @@ class Maker:
         # A search for any of hundreds of names is slow; almost no text has even their first letters.
         self.openings = {name[0] for name in special_tokens(tokenizer).values() if name}
         self.fitter: Fitter | None = None
+        self.at = ""  # the rows that are being rendered or encoded
         if config.template != "auto":  # a file that is not there is a mistake whatever the rows are
             self._open()
 
     def chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
-        """Every row's examples, in order."""
+        """Every row's examples, in order. Ctrl-C and other signals are raised with a note that names the row."""
+        try:
+            yield from self._chunks(rows)
+        except BaseException as error:
+            if not isinstance(error, Exception) and self.at:
+                error.add_note(f"while encoding {self.path}, {self.at}")
+            raise
+
+    def _chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
         with no_collections(), ThreadPoolExecutor(1, thread_name_prefix="graftune-encode") as worker:
             before: tuple[list[Pending], Future[Encoded]] | None = None
             for pending in self._pending(rows):
@@ -114,6 +123,7 @@ class Maker:
             yield held
 
     def _rendered(self, row: Row) -> Pending:
+        self.at = row.place
         try:
             if isinstance(row.value, Refusal):
                 raise row.value
@@ -146,6 +156,7 @@ class Maker:
         return fitter.passages(messages, record.tools, trained)
 
     def _chunk(self, pending: list[Pending], coming: Future[Encoded]) -> Chunk:
+        self.at = f"{pending[0].row.place} to {pending[-1].row.number}"
         chunk, encoded, done = Chunk(rows=len(pending)), coming.result(), 0
         for one in pending:
             count = len(one.texts)
@@ -156,6 +167,7 @@ class Maker:
     def _account(self, one: Pending, encoded: Encoded, chunk: Chunk) -> None:
         summary, row = self.summary, one.row
         summary.rows += 1
+        self.at = row.place
         try:
             if one.refusal is not None:
                 raise one.refusal

@@ -20,7 +20,6 @@ from graftune.data.format import REASONING_KEYS, ChatFormat, Reasoning, Renderer
 from graftune.data.record import Message
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
-from graftune.tokenizer.template import Unbounded
 
 # The probes differ in their first and in their last character, so that what two renderings share stops at the content.
 ANSWERS = ("Axq zero one", "Byk zero two")
@@ -56,8 +55,6 @@ def probe(
             messages = [m | {"content": in_parts(m["content"])} if m["content"] else m for m in messages]
         try:
             return renderer.render(messages, tools=tools, add_generation_prompt=generate, **variables)
-        except Unbounded:
-            raise
         except GraftuneError as error:
             first_error = first_error or error
             return None

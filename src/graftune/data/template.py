@@ -13,7 +13,7 @@ from graftune.data.probe import probe
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.settings.config import DataConfig
-from graftune.tokenizer import ChatTemplate, Tokenizer
+from graftune.tokenizer import ChatTemplate, Tokenizer, examine
 
 __all__ = [
     "ChatFormat",
@@ -84,6 +84,7 @@ def template_from_file(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         raise GraftuneError(
             f"the chat template cannot be read ({why})", where=name, fix="template is auto, none or a Jinja file"
         ) from None
+    examine.check(examine.Untrusted("template", source, name))
     return ChatTemplate(
         source, bos_token=tokenizer.bos_token or "", eos_token=tokenizer.eos_token or "", name=Path(name).name
     )

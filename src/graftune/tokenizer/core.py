@@ -12,14 +12,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
 
 from graftune.errors import GraftuneError
 from graftune.io.files import write_file
-from graftune.tokenizer.guard import guarded
 from graftune.tokenizer.offsets import ByteOffsets, Offsets
 from graftune.tokenizer.template import ChatTemplate
 
@@ -53,6 +53,26 @@ TURN_ENDS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
+
+
+@contextmanager
+def guarded(doing: str, where: str = "", fix: str = "") -> Iterator[None]:
+    """Turn errors of the tokenizers library into a GraftuneError; `doing` completes "the tokenizer cannot ...".
+
+    The library raises plain Exception for faults of a vocabulary or a text, and a panic of its Rust code is an
+    exception outside Exception."""
+    try:
+        yield
+    except (GraftuneError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise GraftuneError(
+            f"the tokenizer cannot {doing} ({str(error) or type(error).__name__})",
+            where=where or None,
+            fix=fix or "use the tokenizer of another version of the model, or other text",
+        ) from None
 
 
 def _copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

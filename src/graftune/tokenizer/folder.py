@@ -21,8 +21,8 @@ import tokenizers
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, open_plain
 from graftune.io.json_file import NotJson, read_object
-from graftune.tokenizer.core import Tokenizer, check_text, find_stop_ids
-from graftune.tokenizer.guard import guarded, loaded
+from graftune.tokenizer import examine
+from graftune.tokenizer.core import Tokenizer, check_text, find_stop_ids, guarded
 from graftune.tokenizer.template import ChatTemplate
 
 LONGEST = 128 << 20  # characters of a tokenizer.json: four times those of the largest vocabularies
@@ -31,8 +31,18 @@ LONGEST = 128 << 20  # characters of a tokenizer.json: four times those of the l
 def from_folder(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder (tokenizer.json and the files beside it)."""
     folder = Path(folder)
-    backend = _backend(folder)
+    path, text = folder / "tokenizer.json", _tokenizer_text(folder)
     config = _json_object(folder / "tokenizer_config.json")
+    source, name = _template_source(folder, config)
+    files = [examine.Untrusted("tokenizer", text, str(path))]
+    if source is not None:
+        files.append(examine.Untrusted("template", source, name))
+    examine.check(*files)
+    with guarded("be loaded", str(path), "fetch it again from the model's repository"):
+        backend = tokenizers.Tokenizer.from_str(text)
+        # Some repositories ship the padding and truncation of their last training run inside the file.
+        backend.no_padding()
+        backend.no_truncation()
     specials = _json_object(folder / "special_tokens_map.json")
     generation = _json_object(folder / "generation_config.json")
     _add_missing(backend, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
@@ -47,7 +57,6 @@ def from_folder(folder: Path) -> Tokenizer:
     stops = find_stop_ids(backend, [eos, *ends])
     if saved is not None:  # written by Tokenizer.save: the exact set, so that a saved tokenizer restores itself
         stops = tuple(sorted(_ids(saved, backend, folder / "tokenizer_config.json")))
-    source, name = _template_source(folder, config)
     template = None
     if source is not None:
         template = ChatTemplate(
@@ -68,7 +77,7 @@ def from_folder(folder: Path) -> Tokenizer:
     )
 
 
-def _backend(folder: Path) -> tokenizers.Tokenizer:
+def _tokenizer_text(folder: Path) -> str:
     path = folder / "tokenizer.json"
     if not _is_there(path):
         if not folder.is_dir():
@@ -81,7 +90,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             if others
             else "copy tokenizer.json and tokenizer_config.json from the model's repository",
         )
-    return loaded(_text(path), path)
+    return _text(path)
 
 
 def _add_missing(backend: tokenizers.Tokenizer, listed: object, path: Path) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from graftune.tokenizer import pretokenize, token_kinds
-from graftune.tokenizer.core import Tokenizer, find_stop_ids
+from graftune.tokenizer import examine, pretokenize, token_kinds
+from graftune.tokenizer.core import Tokenizer, find_stop_ids, guarded
 from graftune.tokenizer.gguf_keys import Keys
-from graftune.tokenizer.guard import guarded
 from graftune.tokenizer.pretokenize import PreRule
 from graftune.tokenizer.template import ChatTemplate
 
@@ -173,4 +172,6 @@ def _template(metadata: Mapping[str, Any], bos: str | None, eos: str | None) -> 
     source = metadata.get(key)
     if source is None or source == "":
         return None
+    if isinstance(source, str):
+        examine.check(examine.Untrusted("template", source, f"GGUF key {key}"))
     return ChatTemplate(source, bos_token=bos or "", eos_token=eos or "", name=f"GGUF key {key}")

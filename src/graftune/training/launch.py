@@ -87,6 +87,8 @@ def _train(
                             run.start()
                         made.clear()
         except Stopped as stopped:
+            for note in getattr(stopped, "__notes__", ()):  # such as the row of the data whose rendering does not end
+                console.note(f"interrupted {note}")
             folder = Path(resume or config.run.out)
             return TrainResult(folder, 0, "interrupted", None, None, {}, stopped.number, started=False)
         return run.go()
