@@ -126,8 +126,8 @@ def examine_template(source: str) -> str:
         size = len(json.dumps([messages, tools]))
         for generate in (False, True):
             began, text = time.process_time(), ""
-            given = {"messages": messages, "tools": tools, "add_generation_prompt": generate, "documents": None}
-            given |= {"bos_token": "<s>", "eos_token": "</s>", "strftime_now": time.strftime}
+            given: dict[str, Any] = {"messages": messages, "tools": tools, "add_generation_prompt": generate}
+            given |= {"documents": None, "bos_token": "<s>", "eos_token": "</s>", "strftime_now": time.strftime}
             try:
                 text = template.render(given)
             except MemoryError:
