@@ -42,10 +42,10 @@ test-templates: $(VENV)/test.stamp
 # Then 500 kills at random moments and disks that are full at every write, half an hour each.
 soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak/soak_ranks.py $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak_long.py
-	$(BIN)/python tests/soak/soak_ledger.py
-	$(BIN)/python tests/soak/soak_page.py
-	$(BIN)/python tests/soak/soak_fuzz.py --count 1130000 --seconds 7200
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.soak_long
+	$(BIN)/python -m tests.soak.soak_ledger
+	$(BIN)/python -m tests.soak.soak_page
+	$(BIN)/python -m tests.soak.soak_fuzz --count 1130000 --seconds 7200
 	$(BIN)/python -m tests.soak.soak_kills
 	$(BIN)/python -m tests.soak.soak_disk
 

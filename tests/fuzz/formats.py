@@ -45,6 +45,7 @@ from graftune.weights.base import open_base
 from graftune.weights.gguf_io import read_model
 from tests.fuzz import binary, ledger, mutate, seeds, text
 from tests.fuzz.judge import bad_message
+from tests.support import oracle
 
 Files = dict[str, bytes | None]  # by name below the input's folder; None: a folder
 BINARY, TREE = 4.0, 40.0  # bytes of memory per byte of a file, beside those that are always allowed
@@ -176,6 +177,8 @@ def _opened(path: Path) -> None:
     for tensor in base.tensors.values():
         tensor.read(0, 1)
     _encoded(base.tokenizer)
+    for base_dtype in ("keep", "fp32"):
+        oracle.place(base, seeds.LORA, base_dtype)
 
 
 def _model_folder(draw: Random, model: Path, parts: list[Any]) -> Files:
@@ -216,7 +219,7 @@ def _adapters(place: Path, model: Path) -> Iterator[Format]:
         return {"adapter_config.json": told, "adapter_model.safetensors": made}
 
     yield Format("adapter", TREE, 8, adapter, lambda f: _loaded(f))
-    apr = binary.apart(seeds.apr_bytes(folder, model, place / "a.apr"))
+    apr = binary.apr(seeds.apr_bytes(folder, model, place / "a.apr"))
     yield Format("apr", BINARY, 8, lambda draw: {"a.apr": binary.some_apr(draw, apr)}, lambda f: _loaded(f / "a.apr"))
     small = seeds.gguf_adapter()
     yield Format(
@@ -253,19 +256,8 @@ def _folders(place: Path, model: Path) -> Iterator[Format]:
         tree = mutate.some_tree(draw, state) if draw.random() < 0.8 else state
         tensors = binary.some_safetensors(draw, header, data) if draw.random() < 0.3 else _joined(header, data)
         told = mutate.dumped(_signed(tree, tensors) if draw.random() < 0.8 else tree)
-        name = draw.choice(
-            (
-                "step-3",
-                "step-3",
-                "step-3",
-                "step-\u00b2",
-                "step-3.old",
-                "step-03",
-                "step-3.part",
-                "step-" + "9" * 20,
-                "step--1",
-            )
-        )
+        others = ("step-\u00b2", "step-3.old", "step-03", "step-3.part", "step-" + "9" * 20, "step--1")
+        name = "step-3" if draw.random() < 0.4 else draw.choice(others)
         return {
             f"checkpoints/{name}/state.json": told,
             f"checkpoints/{name}/state.safetensors": tensors,
@@ -523,12 +515,3 @@ class _Now:
 
     def result(self) -> Any:
         return self.value
-
-
-def digest(files: Files) -> str:
-    return hashlib.sha256(
-        b"".join(name.encode() + b"\0" + (content or b"") for name, content in files.items())
-    ).hexdigest()[:12]
-
-
-__all__ = ["BINARY", "TREE", "Format", "all_formats", "digest", "write"]

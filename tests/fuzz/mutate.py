@@ -59,6 +59,11 @@ def any_value(draw: Random) -> Any:
     return draw.choice((None, True, False))
 
 
+def extreme(draw: Random) -> int:
+    """A number that fits into 64 bits and into few other places."""
+    return int(draw.choice(NUMBERS[:23])) & (2**64 - 1)
+
+
 # Bytes.
 
 
@@ -73,7 +78,7 @@ def some_bytes(draw: Random, whole: bytes, times: int | None = None) -> bytes:
             data[at] = draw.choice((0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)))
         elif kind in (2, 3):
             size = 8 if kind == 2 else 4
-            data[at : at + size] = (draw.choice(NUMBERS[:23]) & (2**64 - 1)).to_bytes(8, "little")[:size]
+            data[at : at + size] = extreme(draw).to_bytes(8, "little")[:size]
         elif kind == 4:
             del data[at : at + draw.choice((1, 2, 4, 8, 64, 1000))]
         elif kind == 5:
@@ -121,7 +126,7 @@ def paths(tree: Any) -> list[Path]:
         value = at_path(tree, path)
         if isinstance(value, dict):
             found += [(*path, key) for key in value]
-        elif isinstance(value, list):
+        elif isinstance(value, list | tuple):
             found += [(*path, i) for i in range(min(len(value), 40))]
     return found
 
@@ -138,7 +143,7 @@ def edited(tree: Any, path: Path, change: Callable[[Any], Any]) -> Any:
         return change(tree)
     copy = dict(tree) if isinstance(tree, dict) else list(tree)
     copy[path[0]] = edited(copy[path[0]], path[1:], change)
-    return copy
+    return tuple(copy) if isinstance(tree, tuple) else copy
 
 
 def some_tree(draw: Random, tree: Any, times: int | None = None) -> Any:
@@ -159,17 +164,7 @@ def _changed(draw: Random, value: Any, tree: Any, places: list[Path]) -> Any:
     if isinstance(value, dict) and value:
         return _changed_keys(draw, value)
     if isinstance(value, list) and value:
-        at, copy = draw.randrange(len(value)), list(value)
-        how = draw.randrange(4)
-        if how == 0:
-            del copy[at]
-        elif how == 1:
-            copy[at:at] = [copy[at]] * draw.choice((1, 2, 12, 40))
-        elif how == 2:
-            copy[at] = any_value(draw)
-        else:
-            copy.reverse()
-        return copy
+        return _changed_list(draw, value, any_value(draw))
     if isinstance(value, bool) or value is None:
         return any_value(draw)
     if isinstance(value, int):
@@ -190,6 +185,40 @@ def _changed(draw: Random, value: Any, tree: Any, places: list[Path]) -> Any:
     if isinstance(value, str):
         return some_text(draw, value)
     return any_value(draw)
+
+
+def _changed_list(draw: Random, value: list[Any], other: Any) -> list[Any]:
+    at, copy, how = draw.randrange(len(value)), list(value), draw.randrange(4)
+    if how == 0:
+        del copy[at]
+    elif how == 1:
+        copy[at:at] = [copy[at]] * draw.choice((1, 2, 12, 40))
+    elif how == 2:
+        copy[at] = other
+    else:
+        copy.reverse()
+    return copy
+
+
+def some_fields(draw: Random, tree: Any) -> Any:
+    """Numbers, bytes and names replaced by others of their type, lists grown or cut; tuples keep their length. So the
+    tree can still be packed."""
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        path = draw.choice([found for found in paths(tree) if not isinstance(at_path(tree, found), dict)])
+        tree = edited(tree, path, lambda value: _other_of_its_type(draw, value))
+    return tree
+
+
+def _other_of_its_type(draw: Random, value: Any) -> Any:
+    if isinstance(value, int):
+        return draw.choice((extreme(draw), draw.randrange(48), value + 1, value - 1, value + 32, value * 2))
+    if isinstance(value, str):
+        return draw.choice((*TEXTS, "F8_E4M3", "I64", "U8", "BOOL", "F4", "F6_E2M3", "C64", "F64", "BF16"))
+    if isinstance(value, bytes):
+        return draw.choice((some_bytes(draw, value, 1), draw.choice(TEXTS).encode("utf-8", "surrogatepass")))
+    if isinstance(value, list) and value:
+        return _changed_list(draw, value, draw.choice(value))
+    return value
 
 
 def _changed_keys(draw: Random, value: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from graftune.weights import checkpoint
 from graftune.weights.adapter import load_adapter, save_adapter
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, open_base
-from tests.fuzz.binary import Gguf, typed
+from tests.fuzz.binary import Tree, gguf
 
 LAYERS, WIDTH, HEADS, FFN = 1, 32, 2, 32
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -200,7 +200,7 @@ GGUF_NAMES = {
 }  # fmt: skip
 
 
-def gguf_model() -> Gguf:
+def gguf_model() -> Tree:
     keys: dict[str, Any] = {
         "general.architecture": "llama", "general.name": "seed", "general.alignment": 32, "llama.context_length": 64,
         "llama.embedding_length": WIDTH, "llama.block_count": LAYERS, "llama.feed_forward_length": FFN,
@@ -218,18 +218,18 @@ def gguf_model() -> Gguf:
         ours = f"blk.{block}.{GGUF_NAMES[rest]}" if short.startswith("layers.") else GGUF_NAMES[short]
         made.append((f"{ours}.weight".encode(), tuple(value.shape)[::-1], 0, len(data)))
         data += value.numpy().tobytes()
-    return Gguf([(key.encode(), typed(value)) for key, value in keys.items()], made, data)
+    return gguf(keys, made, data)
 
 
-def gguf_adapter() -> Gguf:
+def gguf_adapter() -> Tree:
     keys = {"general.type": "adapter", "general.architecture": "llama", "adapter.type": "lora", "adapter.lora.alpha": 8.0,
             "graftune.base": "x", "graftune.template": "auto"}  # fmt: skip
     shapes = {"blk.0.attn_q.weight.lora_a": (WIDTH, 4), "blk.0.attn_q.weight.lora_b": (4, WIDTH)}
     made = [(name.encode(), shape, 0, i * 512) for i, (name, shape) in enumerate(shapes.items())]
-    return Gguf([(key.encode(), typed(value)) for key, value in keys.items()], made, bytes(1024))
+    return gguf(keys, made, bytes(1024))
 
 
-def small_gguf() -> Gguf:
+def small_gguf() -> Tree:
     """Few bytes, many kinds of values and blocks."""
     keys = {
         "general.alignment": 32,
@@ -238,6 +238,7 @@ def small_gguf() -> Gguf:
         "float": 1.5,
         "yes": True,
         "text": "t",
+        "nested": [[[1, 2]], [[3]]],
     }
     shapes = [
         (b"a", (4, 3), 0, 0),
@@ -246,7 +247,7 @@ def small_gguf() -> Gguf:
         (b"d", (256,), 12, 160),
         (b"e", (3,), 30, 320),
     ]
-    return Gguf([(key.encode(), typed(value)) for key, value in keys.items()], shapes, bytes(range(256)) * 2)
+    return gguf(keys, shapes, bytes(range(256)) * 2)
 
 
 def fp8_tensors() -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Coverage-guided damage where atheris is installed: `python tests/soak/soak_atheris.py gguf -runs=20000`.
+"""Coverage-guided damage where atheris is installed: `python -m tests.soak.soak_atheris gguf -runs=20000`.
 
 The bytes that atheris makes are the file itself, so this suits formats of one file. What may come of them is judged as
 in soak_fuzz.py; a failure is raised, and atheris keeps the input. It is no dependency of the tests.
@@ -10,9 +10,6 @@ import random
 import sys
 import tempfile
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 
 def main() -> None:

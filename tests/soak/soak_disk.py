@@ -15,18 +15,18 @@ end in the adapter of an undisturbed run. The cases:
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.soak.runner import run
 
 KIB = 1024
 
@@ -194,7 +194,8 @@ def clock(bench: Bench) -> str:
     return "set back a day amid the run and another at the resume: the same adapter"
 
 
-def soak(root: Path, every: int, only: str) -> None:
+def soak(root: Path, every: int = 1, only: str = "") -> None:
+    """`every`: try every so many-th write and size; `only`: one of the cases."""
     began, bench = time.monotonic(), Bench(root)
     cases: dict[str, Callable[[], str]] = {
         "clock": lambda: clock(bench),
@@ -222,19 +223,5 @@ def on_small_disk(bench: Bench, case: Callable[[Bench, Path, int], str], every: 
         return "not tried: this user may not mount a file system" if disk is None else case(bench, disk, every)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="one of the cases")
-    parser.add_argument("--every", type=int, default=1, help="try every so many-th write and size")
-    asked = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="graftune-disk-"))
-    os.environ |= {"GRAFTUNE_CACHE": str(root / "cache"), "OMP_NUM_THREADS": "1"}
-    try:
-        soak(root, asked.every, asked.only)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(soak)

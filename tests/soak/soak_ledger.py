@@ -1,4 +1,4 @@
-"""The ledger of reserved memory at length: `make soak`, or python tests/soak/soak_ledger.py [--rounds 1000].
+"""The ledger of reserved memory at length: `make soak`, or python -m tests.soak.soak_ledger [--rounds 1000].
 
 Three judges, none of which asks the ledger: how many processes of a race say that they were granted 60 of 100 units at
 the same time; in which order those of a queue wrote their names into a log; and whether a ledger whose writers are
@@ -7,20 +7,16 @@ killed at random moments is ever damaged or keeps what they held. `make test` ha
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from graftune.ledger import Ledger, Memory
 from graftune.ledger import ledger as ledger_file
+from tests.soak.runner import run
 from tests.support.ledger_race import race
 
 ALL = Memory(100, 100)
@@ -87,29 +83,20 @@ def kills(folder: str, count: int) -> list[str]:
     return said
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--processes", type=int, default=32)
-    parser.add_argument("--queues", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=2000)
-    asked = parser.parse_args()
+def soak(root: Path, rounds: int = 1000, processes: int = 32, queues: int = 20, count: int = 2000) -> bool:
     assert "torch" not in sys.modules
-    with tempfile.TemporaryDirectory() as folder:
-        found = race(folder, asked.rounds, asked.processes)
-        print(f"race: {found}", flush=True)
-        failed = found["granted"] != {1: asked.rounds} or found["left"] != 0
-    with tempfile.TemporaryDirectory() as folder:
-        wrong = 0
-        for _ in range(asked.queues):
-            should, served = queue(folder, asked.processes)
-            wrong += should != served
-        print(f"queue: {asked.queues} queues of {asked.processes}, {wrong} served in another order", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        said = kills(folder, asked.kills)
-        print(f"kills: {asked.kills} writers killed, {len(said)} faults {said[:3]}", flush=True)
-    return 1 if failed or wrong or said else 0
+    folders = [root / name for name in ("race", "queue", "kills")]
+    for folder in folders:
+        folder.mkdir()
+    found = race(str(folders[0]), rounds, processes)
+    print(f"race: {found}", flush=True)
+    orders = [queue(str(folders[1]), processes) for _ in range(queues)]
+    wrong = sum(should != served for should, served in orders)
+    print(f"queue: {queues} queues of {processes}, {wrong} served in another order", flush=True)
+    said = kills(str(folders[2]), count)
+    print(f"kills: {count} writers killed, {len(said)} faults {said[:3]}", flush=True)
+    return found["granted"] == {1: rounds} and found["left"] == 0 and not wrong and not said
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(soak)

@@ -1,4 +1,4 @@
-"""A long run: does anything grow? `make soak`, or python tests/soak/soak_long.py [--device cuda] [--steps N].
+"""A long run: does anything grow? `make soak`, or python -m tests.soak.soak_long [--device cuda] [--steps N].
 
 One run of a tiny model with all that a run does besides stepping: evaluations and checkpoints at the end of every
 epoch, checkpoints between, sample answers. Every so many steps the process is measured: resident memory, open handles,
@@ -9,21 +9,15 @@ fifth of the run (libraries load, caches fill) nothing but metrics.jsonl, which 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import random
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
@@ -31,6 +25,7 @@ from graftune.api import train
 from graftune.observe.console import Console
 from graftune.observe.events import Event
 from graftune.settings.config import Config
+from tests.soak import runner
 
 LOG = "metrics.jsonl"
 WARM = 0.2  # share of the run before the first measurement that counts
@@ -157,35 +152,22 @@ def figures(found: list[Measured], seconds: float) -> list[str]:
     return lines
 
 
-def main() -> int:
-    asked = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    asked.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    asked.add_argument("--steps", type=int, default=0, help="10^5 on a CPU, 10^4 on a GPU")
-    asked.add_argument("--family", default="", help="of the tiny model: llama-shallow on a CPU, llama on a GPU")
-    given = asked.parse_args()
+def soak(work: Path, device: str = "cpu", steps: int = 0, family: str = "") -> bool:
+    """10^5 steps of llama-shallow on a CPU, 10^4 of llama on a GPU, unless others are given."""
     from tests.support import tiny
 
-    steps = given.steps or (100_000 if given.device == "cpu" else 10_000)
-    family = given.family or ("llama-shallow" if given.device == "cpu" else "llama")
-    with tempfile.TemporaryDirectory(prefix="graftune-soak-") as name:
-        work = Path(name)
-        os.environ["GRAFTUNE_CACHE"] = str(work / "cache")
-        base = tiny.make_folder(family, work / "base")
-        gc.collect()
-        gc.freeze()  # what transformers and torch have made is not counted again at every look
-        began = time.monotonic()
-        found = run(base, work, steps, given.device, rows=max(100, steps // 50))
-        seconds = time.monotonic() - began
-        gc.unfreeze()
-    print(f"soak_long on {given.device}, torch {torch.__version__}")
-    for line in figures(found, seconds):
-        print(" ", line)
+    steps = steps or (100_000 if device == "cpu" else 10_000)
+    base = tiny.make_folder(family or ("llama-shallow" if device == "cpu" else "llama"), work / "base")
+    gc.collect()
+    gc.freeze()  # what transformers and torch have made is not counted again at every look
+    began = time.monotonic()
+    found = run(base, work, steps, device, rows=max(100, steps // 50))
+    gc.unfreeze()
+    print(f"soak_long on {device}, torch {torch.__version__}", *figures(found, time.monotonic() - began), sep="\n  ")
     problems = grown(found)
-    for line in problems:
-        print("  GREW:", line)
-    print("  nothing grew" if not problems else f"  {len(problems)} things grew")
-    return 1 if problems else 0
+    print("", *(problems or ["nothing grew"]), sep="\n  ")
+    return not problems
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runner.run(soak)

@@ -1,4 +1,4 @@
-"""The page's server under attack, by raw sockets: python tests/soak/soak_page.py [--only NAME,...] [--connections N].
+"""The page's server under attack, by raw sockets: python -m tests.soak.soak_page [--only NAME,...] [--connections N].
 
 A real `graftune watch` over a folder that holds a run as it should be and several that a stranger made. One attack
 after the other; during each the page is asked for its list, and after each the server's resident memory, its open
@@ -8,7 +8,6 @@ MOST_MIB, the goal of benchmarks/page.py. tests/dashboard has the short form of 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -17,17 +16,14 @@ import resource
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from tests.page.folders import RunFolder
+from tests.soak.runner import run
 
 MOST_MIB, PATIENCE = 150.0, 10.0
 STEP = {"event": "step", "time": 1.0, "step": 1, "loss": 1.0}
@@ -41,8 +37,19 @@ class Target:
         self.peak_mib, self.peak_handles, self.slowest = 0.0, 0, 0.0
 
     def connect(self) -> socket.socket:
-        made = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        return made
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def connect_many(self, stack: ExitStack, count: int, *requests: str) -> list[socket.socket]:
+        """Connections that send one of the requests, each in turn, and read nothing. The server may refuse some."""
+        opened = []
+        for number in range(count):
+            with contextlib.suppress(OSError):
+                stream = stack.enter_context(self.connect())
+                if requests:
+                    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    stream.sendall(requests[number % len(requests)].encode())
+                opened.append(stream)
+        return opened
 
     def send(self, request: str | bytes, *, wait: float = 5.0) -> bytes:
         """All that comes back for some bytes, until the server closes or nothing more comes for `wait` seconds."""
@@ -129,24 +136,24 @@ def hostile_runs(folder: Path) -> None:
     """Runs of a stranger. Each has a first event, so that it is listed."""
     RunFolder(folder / "good", steps=2000).start().train(2000).ended()
 
-    def run(name: str, *lines: bytes) -> None:
+    def write(name: str, *lines: bytes) -> None:
         (folder / name).mkdir(parents=True)
         with open(folder / name / "metrics.jsonl", "wb") as file:
             file.write(b'{"event": "run_start", "time": 1, "steps": 9}\n')
             file.writelines(line + b"\n" for line in lines)
 
     nan = b", ".join(b'"n%d": NaN' % n for n in range(1_000_000))
-    run("million-names", b'{"event": "step", "step": 1, ' + nan + b"}")
-    run("million-short-lines", *([b'{"event":"w"}'] * 1_000_000))
-    run("wide-start", b'{"event": "run_start", "a": [' + b"{}," * 300_000 + b"{}]}")
-    run("deep", *(b'{"event": "warning", "text": ' + b"[" * d + b"]" * d + b"}" for d in (500, 900, 980, 100_000)))
-    run("not-finite", b'{"event": "eval", "step": 1, "loss": NaN}', b'{"event": "eval", "step": 2, "loss": 1e999}')
-    run("proto", b'{"event": "step", "step": 1, "__proto__": 1, "constructor": 2}', b'{"event": "__proto__"}')
-    run("long-line", b'{"event": "warning", "text": "' + b"x" * (100 << 20) + b'"}', json.dumps(STEP).encode())
-    run("large-warnings", *([b'{"event": "warning", "step": 1, "text": "%s"}' % (b"y" * 500_000)] * 200))
-    run("evals", *(b'{"event": "eval", "step": %d, "loss": %d}' % (n, n) for n in range(500_000)))
+    write("million-names", b'{"event": "step", "step": 1, ' + nan + b"}")
+    write("million-short-lines", *([b'{"event":"w"}'] * 1_000_000))
+    write("wide-start", b'{"event": "run_start", "a": [' + b"{}," * 300_000 + b"{}]}")
+    write("deep", *(b'{"event": "warning", "text": ' + b"[" * d + b"]" * d + b"}" for d in (500, 900, 980, 100_000)))
+    write("not-finite", b'{"event": "eval", "step": 1, "loss": NaN}', b'{"event": "eval", "step": 2, "loss": 1e999}')
+    write("proto", b'{"event": "step", "step": 1, "__proto__": 1, "constructor": 2}', b'{"event": "__proto__"}')
+    write("long-line", b'{"event": "warning", "text": "' + b"x" * (100 << 20) + b'"}', json.dumps(STEP).encode())
+    write("large-warnings", *([b'{"event": "warning", "step": 1, "text": "%s"}' % (b"y" * 500_000)] * 200))
+    write("evals", *(b'{"event": "eval", "step": %d, "loss": %d}' % (n, n) for n in range(500_000)))
     wide = ", ".join(f'"c{n}": 0.5' for n in range(60))
-    run("wide-steps", *(f'{{"event": "step", "step": {n}, {wide}}}'.encode() for n in range(1, 150_000)))
+    write("wide-steps", *(f'{{"event": "step", "step": {n}, {wide}}}'.encode() for n in range(1, 150_000)))
     for name, content in (("profile.json", b"1" * (40 << 20)), ("plan.json", b"[" + b"{}," * 1_300_000 + b"{}]")):
         (folder / "deep" / name).write_bytes(content)
     token = b'{"tokens": [' + b",".join([b'"a"'] * 300_000) + b'], "trained": [' + b",".join([b"1"] * 300_000) + b"]}\n"
@@ -156,10 +163,7 @@ def hostile_runs(folder: Path) -> None:
 def silent(at: Target, count: int) -> str:
     """Connections on which nothing is ever said."""
     with ExitStack() as stack:
-        opened = []
-        for _ in range(count):
-            with contextlib.suppress(OSError):
-                opened.append(stack.enter_context(at.connect()))
+        opened = at.connect_many(stack, count)
         time.sleep(1)
         held = handles(at)
         left = closed_within(opened, 15)
@@ -194,7 +198,7 @@ def is_closed(stream: socket.socket) -> bool:
 def slow_headers(at: Target, count: int) -> str:
     """A header that grows by a byte at a time."""
     with ExitStack() as stack:
-        opened = [stack.enter_context(at.connect()) for _ in range(min(count, 300))]
+        opened = at.connect_many(stack, min(count, 300))
         end, left = time.monotonic() + 20, opened
         while left and time.monotonic() < end:
             for stream in left:
@@ -210,10 +214,8 @@ def slow_body(at: Target, count: int) -> str:
     """A body that never ends, byte by byte; and one that is announced and does not come."""
     head = f"POST /api/chat HTTP/1.1\r\nHost: 127.0.0.1:{at.port}\r\nContent-Type: application/json\r\n"
     with ExitStack() as stack:
-        opened = [stack.enter_context(at.connect()) for _ in range(200)]
-        for number, stream in enumerate(opened):
-            kind = "Content-Length: 1000" if number % 2 else "Transfer-Encoding: chunked"
-            stream.sendall(f"{head}{kind}\r\n\r\n".encode())
+        kinds = ("Content-Length: 1000", "Transfer-Encoding: chunked")
+        opened = at.connect_many(stack, 200, *(f"{head}{kind}\r\n\r\n" for kind in kinds))
         left = closed_within(opened, 20)
     return f"{len(opened)} opened, {left} left after 20 s"
 
@@ -276,15 +278,10 @@ def readers(at: Target, count: int) -> str:
     """Streams of events that nobody reads, on a log that is long and one that grows."""
     live = RunFolder(at.folder / "live", steps=10**6).start().train(20_000).held()
     with ExitStack() as stack:
-        opened = []
-        for number in range(600):
-            run = "live" if number % 4 else "large-warnings"
-            path = "api/events" if number % 2 else f"api/runs/{run}/events?since=0"
-            with contextlib.suppress(OSError):
-                stream = stack.enter_context(at.connect())
-                stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                stream.sendall(f"GET /{path} HTTP/1.1\r\nHost: 127.0.0.1:{at.port}\r\n\r\n".encode())
-                opened.append(stream)
+        paths = ("api/runs/large-warnings/events?since=0", "api/events", "api/runs/live/events?since=0", "api/events")
+        opened = at.connect_many(
+            stack, 600, *(f"GET /{path} HTTP/1.1\r\nHost: 127.0.0.1:{at.port}\r\n\r\n" for path in paths)
+        )
         since = 20_000
         for _ in range(20):
             live.train(since + 200, since=since)
@@ -298,14 +295,8 @@ def answers_unread(at: Target, count: int) -> str:
     """Large answers that are asked for and not read."""
     paths = ["/api/runs/deep/profile", "/api/runs/large-warnings", "/api/runs/deep/preview?search=a", "/api/runs/deep"]
     with ExitStack() as stack:
-        opened = []
-        for number in range(200):
-            with contextlib.suppress(OSError):
-                stream = stack.enter_context(at.connect())
-                stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                head = f"GET {paths[number % len(paths)]} HTTP/1.1\r\nHost: 127.0.0.1:{at.port}\r\n\r\n"
-                stream.sendall(head.encode())
-                opened.append(stream)
+        requests = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{at.port}\r\n\r\n" for path in paths]
+        opened = at.connect_many(stack, 200, *requests)
         time.sleep(15)
     return f"{len(opened)} asked"
 
@@ -328,21 +319,21 @@ def hostile(at: Target, count: int) -> str:
         raise AssertionError(f"{name} is no JSON")
 
     said, at_once = [], time.monotonic()
-    for run in sorted(path.name for path in at.folder.iterdir()):
+    for name in sorted(path.name for path in at.folder.iterdir()):
         took = time.monotonic()
         for view in ("", "/series", "/preview", "/profile"):
-            status, body = at.get(f"/api/runs/{run}{view}")
-            assert status in (200, 404), f"{run}{view}: {status} {body[:200]!r}"
+            status, body = at.get(f"/api/runs/{name}{view}")
+            assert status in (200, 404), f"{name}{view}: {status} {body[:200]!r}"
             if view != "/profile" or status == 404:
                 json.loads(body, parse_constant=refuse)
             at.measure()
         with at.connect() as stream, contextlib.suppress(TimeoutError):
-            stream.sendall(f"GET /api/runs/{run}/events?since=0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            stream.sendall(f"GET /api/runs/{name}/events?since=0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             stream.settimeout(1.5)
             end = time.monotonic() + 3
             while time.monotonic() < end and stream.recv(1 << 20):
                 at.measure()
-        said.append(f"{run} {time.monotonic() - took:.1f} s {at.peak_mib:.0f} MiB")
+        said.append(f"{name} {time.monotonic() - took:.1f} s {at.peak_mib:.0f} MiB")
     return f"{time.monotonic() - at_once:.0f} s: " + ", ".join(said)
 
 
@@ -354,31 +345,24 @@ ATTACKS: dict[str, Callable[[Target, int], str]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(ATTACKS))
-    parser.add_argument("--connections", type=int, default=10_000)
-    given = parser.parse_args()
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    bad = []
-    with tempfile.TemporaryDirectory() as at:
-        folder = Path(at) / "runs"
-        hostile_runs(folder)
-        # The server keeps the limit of handles that it would have; the attacker takes all that it may have.
-        with target(folder) as found:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, given.connections + 1000), hard))
-            for name in given.only.split(","):
-                try:
-                    with found.watched():
-                        said = ATTACKS[name](found, given.connections)
-                except AssertionError as error:
-                    said = f"FAILED: {error}"
-                good = found.peak_mib < MOST_MIB and found.slowest < PATIENCE and not said.startswith("FAILED")
-                bad += [] if good else [name]
-                print(f"{'holds' if good else 'FAILS'}  {name}: {said}; {found.peak_mib:.0f} MiB, "
-                      f"{found.peak_handles} handles, slowest answer {found.slowest:.2f} s", flush=True)  # fmt: skip
-    sys.exit(f"did not hold: {', '.join(bad)}" if bad else 0)
+def soak(root: Path, only: str = ",".join(ATTACKS), connections: int = 10_000) -> bool:
+    bad, hard = [], resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    hostile_runs(root / "runs")
+    # The server keeps the limit of handles that it would have; the attacker takes all that it may have.
+    with target(root / "runs") as found:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, connections + 1000), hard))
+        for name in only.split(","):
+            try:
+                with found.watched():
+                    said = ATTACKS[name](found, connections)
+            except AssertionError as error:
+                said = f"FAILED: {error}"
+            good = found.peak_mib < MOST_MIB and found.slowest < PATIENCE and not said.startswith("FAILED")
+            bad += [] if good else [name]
+            print(f"{'holds' if good else 'FAILS'}  {name}: {said}; {found.peak_mib:.0f} MiB, "
+                  f"{found.peak_handles} handles, slowest answer {found.slowest:.2f} s", flush=True)  # fmt: skip
+    return not bad
 
 
 if __name__ == "__main__":
-    main()
+    run(soak)
