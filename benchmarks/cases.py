@@ -53,10 +53,13 @@ class Shape:
     kv_heads: int
     vocab: int
     tied: bool
+    head: int = 0  # width of a head; 0: width / heads
+    experts: int = 0  # of each layer, `ffn` being the width of one; 0: a dense model
+    chosen: int = 0  # experts for each token
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.head or self.width // self.heads
 
     @property
     def qkv(self) -> int:
@@ -64,7 +67,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        block = self.qkv * self.width + self.width * self.width + 3 * self.ffn * self.width
+        attention = (self.qkv + self.heads * self.head_width) * self.width
+        block = attention + 3 * max(1, self.experts) * self.ffn * self.width
         return self.layers * block + self.vocab * self.width * (1 if self.tied else 2)
 
     @property
@@ -88,6 +92,17 @@ class Shape:
             "bos_token_id": 0,
             "eos_token_id": 1,
             "pad_token_id": 2,
+        } | (self._mixture if self.experts else {})
+
+    @property
+    def _mixture(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": self.ffn,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "norm_topk_prob": True,
         }
 
 
@@ -98,6 +113,7 @@ SHAPES = {
         Shape("1b", 2048, 8192, 16, 32, 8, 128256, tied=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936, tied=True),
         Shape("8b", 4096, 14336, 32, 32, 8, 128256, tied=False),
+        Shape("30ba3b", 2048, 768, 48, 32, 4, 151936, tied=False, head=128, experts=128, chosen=8),
         Shape("70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
         Shape("405b", 16384, 53248, 126, 128, 8, 128256, tied=False),
         Shape("tiny", 64, 96, 2, 4, 2, 300, tied=True),  # for the tests
@@ -202,10 +218,17 @@ def parse(name: str) -> Case:
 def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     """Those asked for, as far as the case is theirs; by default the floor and ours. The floor comes first."""
     peers = ["hf", "hf-compiled"] if case.method == "full" else ["peft", "peft-fp32", "liger", "liger-bf16", "unsloth"]
-    ours_alone = case.base not in ("bf16", "nf4") or case.where != "device" or case.recompute == "selective"
+    ours_alone = (
+        case.shape.experts > 0
+        or case.base not in ("bf16", "nf4")
+        or case.where != "device"
+        or case.recompute == "selective"
+    )
     if ours_alone or case.shape.parameters > LARGE:
         peers = []  # they have nothing like it
-    floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
+    floor = (
+        ["floor"] if case.recompute == "none" and not case.shape.experts else []
+    )  # what recomputing adds is not in the floor
     able = [*floor, "ours", "eager", "ranked", "api", "profile", *peers]
     return [name for name in able if name in (asked or ("floor", "ours"))]
 
