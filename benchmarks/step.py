@@ -62,7 +62,7 @@ def opened(case: Case, device: torch.device, *, ranked: bool = False, **more: An
     if case.method == "lora" and device.type == "cuda":
         runtime = resolve(str(device), config.base.compute_dtype)
         placement = choose_placement(base, config.base.base_dtype, runtime, torch.cuda.mem_get_info(device)[0])
-        placement = placement.lying(case.where == "host", 1 if case.where == "shard" else 0)
+        placement = placement.placed_at(case.where == "host", 1 if case.where == "shard" else 0)
     return open_session(config, base=base, placement=placement, world=world)
 
 

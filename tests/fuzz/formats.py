@@ -160,16 +160,16 @@ def _read_gguf(folder: Path) -> None:
 
 
 def _read_safetensors(folder: Path) -> None:
-    from graftune.weights import bnb_io, fp8_io
+    from graftune.model.frozen.formats import assembled
 
     (folder / "config.json").write_text("{}")
-    fp8, others = fp8_io.assembled(safetensors_io.open_folder(folder), folder)
-    for tensor in fp8.values():
-        tensor.values()
-    for tensor in others.values():
+    tensors = safetensors_io.open_folder(folder)
+    for tensor in tensors.values():
         if tensor.nbytes < SMALL:
             tensor.values()
-    bnb_io.assembled(others, folder)
+    for weight in assembled(tensors, folder).values():
+        if weight.nbytes < SMALL:
+            weight.values()
 
 
 def _opened(path: Path) -> None:

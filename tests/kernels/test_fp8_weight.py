@@ -11,10 +11,10 @@ from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.model.bundles import Bundles, HostMemory
 from graftune.model.frozen.fp8 import FetchedFp8, Fp8, Workspace
+from graftune.model.frozen.weight_format import Option
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.placement import Placement
-from graftune.weights.way import Option
 from tests.kernels.test_fp8_kernel import NAN, adapters, close, low_of, members_of, rows_of, same
 from tests.kernels.test_fp8_kernel import honest_rounding as _honest_rounding  # noqa: F401  (a fixture of every test)
 from tests.kernels.test_whole_step import batch

@@ -284,5 +284,5 @@ def test_quantising_holds_a_few_rows_at_a_time(tiny_folder, monkeypatch):
     assert max(longest) <= 5 * 48 and pieces(11, 48) == [(0, 5), (5, 10), (10, 11)]
     for block in ours.decoder.blocks:
         for projection in block.projections:
-            for source in projection.frozen.sources:
+            for source in projection.frozen.members:
                 assert not any(t.is_floating_point() and t.numel() > 300 for t in source.nf4.tensors.values())

@@ -20,6 +20,8 @@ from graftune.kernels import attention, nf4
 from graftune.kernels.attention import timing
 from graftune.losses import Anchored, CrossEntropy
 from graftune.losses.interface import WEIGHTED
+from graftune.model.frozen.formats import fp8 as fp8_format
+from graftune.model.frozen.weight_format import Option
 from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
@@ -30,7 +32,7 @@ from graftune.runtime import Runtime
 from graftune.session import attention_for
 from graftune.settings.config import Config, LoraConfig
 from graftune.training import prepare
-from graftune.weights import fp8_way, placement
+from graftune.weights import placement
 from graftune.weights.base import open_base
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
@@ -53,7 +55,7 @@ def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.
     where = torch.device(device)
     shape, lora = more.pop("shape", Capacities(96, 4, 33, 40)), more.pop("lora", LoraConfig(rank=4))
     base = random_base(more.pop("spec", spec()), where)
-    placed = Placement(kind, "for the test").lying(more.pop("on_host", False), more.pop("ranks", 0))
+    placed = Placement(kind, "for the test").placed_at(more.pop("on_host", False), more.pop("ranks", 0))
     values = {"backend": "cudnn" if where.type == "cuda" else "cpu", "card": CARD} | more
     return Setup(base, lora, Runtime(where, compute, "for the test"), placed, shape, **values)
 
@@ -340,7 +342,7 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
         assert (placed.option == "both") is expected and ("codes kept" in placed.why) is expected
     assert prepare.job_of(config, QUIET, memory=8 << 30).placement.option == "both"
     assert not prepare.job_of(config, QUIET, memory=job.CONTEXT_BYTES + least - 1).placement.option
-    monkeypatch.setattr(fp8_way, "SPARE", 1e9)  # given up where a step would otherwise not fit as it is asked for
+    monkeypatch.setattr(fp8_format, "SPARE", 1e9)  # given up where a step would otherwise not fit as it is asked for
     wide = spec(width=256, ffn=1024, vocab=4000)
 
     def asked(free: int) -> job.Job:
@@ -359,7 +361,7 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
         assert choose.best(tight).settings["recompute"] == policy and (tight.placement.option == "both") is both
         assert ("codes kept" in tight.placement.why) is both
     once = gpu(kind="fp8", spec=wide)
-    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", (fp8_way.Option("both"),)))
+    twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", (Option("both"),)))
     codes = sum(out * into for out, into in wide.layer(0).projections.values()) * wide.layers
     first, second = (rehearse(each).phases["step"]["base"] for each in (once, twice))
     largest = 2 * 1024 * 256

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from graftune.kernels import launch
-from graftune.model.frozen import Nf4Rows, fill
+from graftune.model.frozen import fill
+from graftune.model.frozen.formats.nf4 import Nf4Rows
 from graftune.model.frozen.mapped import read_to
 from graftune.weights.base import FirstRows, default_base, open_base
 from graftune.weights.gguf_io import GgufTensor

@@ -16,7 +16,9 @@ from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.kernels.gguf_dequant import KINDS
 from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
-from graftune.model.frozen import FloatRows, GgufRows, Scratch, Table, Unpacked
+from graftune.model.frozen import Scratch, Table, Unpacked, mapped
+from graftune.model.frozen.formats.floats import FloatRows
+from graftune.model.frozen.formats.gguf import GgufRows
 from graftune.settings.config import LoraConfig
 from graftune.weights import finite
 from graftune.weights.base import open_base
@@ -72,7 +74,7 @@ def test_no_kind_of_tensor_is_left_out(family: str, name: str, lora: LoraConfig,
 
 
 def test_every_piece_of_a_file_is_looked_at(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "pieces", lambda rows, width: [(row, min(row + 5, rows)) for row in range(0, rows, 5)])
+    monkeypatch.setattr(mapped, "pieces", lambda rows, width: [(row, min(row + 5, rows)) for row in range(0, rows, 5)])
     bad = spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", "model.layers.0.mlp.up_proj.weight", float("nan"))
     with pytest.raises(GraftuneError, match=r"tensor layers\.0\.mlp\.up_proj\.weight holds"):
         oracle.place(open_base(str(bad)), LORA, "keep")

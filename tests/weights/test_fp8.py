@@ -193,7 +193,7 @@ def test_damaged_scales(tiny_folder: Any, tmp_path: Path) -> None:
     assert "has 2 tensors of scales" in damaged(fresh(), weight_scale_inv=torch.ones(1))
     assert "its scales are [71, 1]" in damaged(fresh(), weight_scale=torch.ones(71, 1))
     assert "its scales are [5, 3]" in damaged(fresh("block"), weight_scale_inv=torch.ones(5, 3))
-    assert "are no numbers" in damaged(fresh(), weight_scale=torch.full((72, 1), torch.nan))
+    assert "are not finite" in damaged(fresh(), weight_scale=torch.full((72, 1), torch.nan))
     assert "are I32" in damaged(fresh(), weight_scale=torch.ones(72, 1, dtype=torch.int32))
     assert "has the shape [3456]" in damaged(fresh(), weight=torch.zeros(3456, dtype=torch.float8_e4m3fn))
     assert "is F8_E5M2" in damaged(fresh(), weight=torch.zeros(72, 48, dtype=torch.float8_e5m2))

@@ -3,23 +3,20 @@
 Quantising x or dY in a pass of its own would read them once more (norms.py, gated.py and rotary.py of kernels/fp8 count
 the bytes). So norm, SwiGLU and rope are here in one kernel with the codes of what they compute, and the thin products
 of the adapters write their own codes behind those. Where the adapters read something else than the weight (dropout, or
-adapters off), and of what attention writes, codes are made in a pass of their own.
+adapters off), and for attention's output, codes are made in a pass of their own.
 
-This file and frozen/fp8.py are all that the model knows of FP8.
+Only this file, frozen/fp8.py and frozen/formats/fp8.py import FP8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from graftune.kernels.fp8 import Rows
 from graftune.model.context import PassContext
-from graftune.model.frozen.fp8 import MOST_RANK, FetchedFp8, Fp8, Workspace
-from graftune.model.frozen.interface import RowSource
-from graftune.model.lora import LoraGroup
+from graftune.model.frozen.fp8 import Fp8
 from graftune.model.projection import Normed, Projection, ReadyGrad
 
 
@@ -128,40 +125,3 @@ class Fp8Projection(Projection):
         grad_y, low = grad[:, : self.width_out], self.lora.low(h)
         grad_up = self._grad_up_with_g(grad_y, low, ctx)
         return self.frozen.backward(grad_y, low, rows=ready.rows if ready else None, grad_up=grad_up)
-
-
-class Fp8Projections:
-    """Makes a model's projections over FP8, which share a workspace. `products`: (out, in, ranks of the adapters) of
-    each. `both`: codes are kept transposed too (frozen/fp8.py). `fetched`: blocks share their memory."""
-
-    def __init__(
-        self,
-        products: Iterable[tuple[int, int, int]],
-        device: torch.device,
-        compute: torch.dtype,
-        *,
-        dropout: float = 0.0,
-        both: bool = False,
-        fetched: bool = False,
-    ):
-        found = list(products)
-        self.device, self.compute, self.both = device, compute, both
-        self.kind = FetchedFp8 if fetched else Fp8
-        self.slack = 1 / (1 - dropout)  # by this dropout may lengthen what the adapters read
-        size = 0 if both else max(Workspace.size(*product) for product in found)
-        self.workspace = Workspace(size, max(width for _, width, _ in found), device)
-
-    def make(
-        self, sources: Sequence[RowSource], adapter_columns: int, lora: LoraGroup | None, mask_id: int, name: str
-    ) -> Projection:
-        adapter_columns = adapter_columns if lora is not None and lora.up.shape[1] <= MOST_RANK else 0
-        weight = self.kind.of(
-            sources,
-            self.device,
-            self.compute,
-            self.workspace,
-            adapter_columns=adapter_columns,
-            slack=self.slack,
-            both=self.both,
-        )
-        return Fp8Projection(weight, lora, mask_id, name)

@@ -52,7 +52,6 @@ def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise GraftuneError(
             f"activation {activation!r} is not known", where=where, fix=f"known are {', '.join(ACTIVATIONS)}"
         )
-    _check_quantisation(config.get("quantization_config") or {}, where)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     if heads % kv_heads:
         raise GraftuneError(
@@ -213,28 +212,3 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
         ),
         local_theta,
     )
-
-
-def _check_quantisation(quantisation: Any, where: str) -> None:
-    """Of prequantised checkpoints, bitsandbytes' NF4 and FP8 are read; all others are refused by name."""
-    if not quantisation:
-        return
-    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-    kind = method or "its method is not named"
-    if method == "bitsandbytes":
-        kind = "llm_int8" if quantisation.get("load_in_8bit") else quantisation.get("bnb_4bit_quant_type", "fp4")
-        if kind == "nf4":
-            return
-    if method == "fp8" or (method == "compressed-tensors" and _is_fp8(quantisation.get("config_groups"))):
-        return
-    raise GraftuneError(
-        f"is a quantised checkpoint ({kind}), of which only bitsandbytes' NF4 and FP8 are read",
-        where=where,
-        fix="give an NF4, FP8 or the unquantised model, or a GGUF file",
-    )
-
-
-def _is_fp8(groups: Any) -> bool:
-    """Whether compressed-tensors holds all its weights as floats of eight bits."""
-    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [{}]
-    return all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights)

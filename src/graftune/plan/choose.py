@@ -47,7 +47,7 @@ def best(job: Job) -> Plan:
     first: tuple[Plan, Placement] | None = None
     found = list(choices(job))
     for on_host, ranks in job.places:
-        job.placement = job.placement.lying(on_host, ranks)
+        job.placement = job.placement.placed_at(on_host, ranks)
         for policy, capacity in found:
             plan = job.plan(policy, capacity)
             # What a placement takes to save a little time is the first thing that is given up.
@@ -175,7 +175,7 @@ def _placements(job: Job, has: str) -> list[Placement]:
     if _kind(job) == "cuda" and job.config.base.base_on == "device" and job.config.train.method == "lora":
         places.append((True, job.placement.ranks))
     kinds = [job.placement if kind == has else job.place(kind) for kind in _fewer_bits(job, has)]
-    return [kind.lying(*place) for place in places for kind in kinds]
+    return [kind.placed_at(*place) for place in places for kind in kinds]
 
 
 def _fewer_bits(job: Job, has: str) -> list[str]:

@@ -145,7 +145,7 @@ class Job:
             self.base = with_new_tokens(self.base, lora.new_tokens)
         self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
         self.places = self._places()
-        self.placement = self.place(self.config.base.base_dtype).lying(*self.places[0])
+        self.placement = self.place(self.config.base.base_dtype).placed_at(*self.places[0])
         with self._as_there() as runtime:
             self.attention = attention_for(self.base, runtime, self.config.data.longest(self.base.spec.max_positions))
         self.host_free = available_bytes() if self.card is not None and self.card.here else None
@@ -156,7 +156,7 @@ class Job:
             return place(self.base, asked, runtime, self.free)
 
     def _places(self) -> list[tuple[bool, int]]:
-        """Where the frozen weights may lie, as Placement.lying takes it; the best place first."""
+        """Where the frozen weights may lie, as Placement.placed_at takes it; the best place first."""
         if self.config.train.method != "lora":
             return [(False, 0)]
         asked = self.config.base

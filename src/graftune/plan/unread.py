@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from graftune.arithmetic import ceil_div
-from graftune.kernels.nf4 import Nf4
-from graftune.kernels.nf4.reference import BLOCK, GROUP
-from graftune.model.frozen import Nf4Rows
+from graftune.model.frozen.interface import CheckpointWeight
 from graftune.plan.tally import MAPPED, Tally
 from graftune.weights.synthetic import RandomRows
 
@@ -49,24 +45,6 @@ class Unread:
         with self._given_out:
             return torch.empty(self.shape, dtype=self._dtype)
 
-    def raw(self, start: int, stop: int) -> torch.Tensor:
-        return torch.empty(stop - start, self.nbytes // self.shape[0], dtype=torch.uint8)  # type: ignore[attr-defined]
-
-    def load(self, device: torch.device) -> Nf4Rows:
-        """A checkpoint's NF4, with its scales' scales where it has them. On a CPU it stays in the map."""
-        with self.tally.owner(MAPPED) if device.type == "cpu" else nullcontext():
-            return self._loaded(device)
-
-    def _loaded(self, device: torch.device) -> Nf4Rows:
-        count = math.prod(self.shape)
-        blocks, parts = ceil_div(count, BLOCK), vars(self)["parts"]
-        codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=device)
-        if not any(name.endswith(".nested_absmax") for name in parts):
-            return Nf4Rows(Nf4(self.shape, torch.bfloat16, codes, torch.empty(blocks, device=device)))
-        scales = torch.empty(blocks, dtype=torch.uint8, device=device)
-        groups, entries, offset = (torch.empty(n, device=device) for n in ((ceil_div(blocks, GROUP),), (256,), ()))
-        return Nf4Rows(Nf4(self.shape, torch.bfloat16, codes, scales, groups, entries, offset))
-
     @property
     def _given_out(self) -> AbstractContextManager[None]:
         return self.tally.owner(MAPPED) if hasattr(self, "shard") else nullcontext()
@@ -77,9 +55,28 @@ class Unread:
         return DTYPES.get(self.dtype_name, torch.float32) if hasattr(self, "shard") else torch.float32
 
 
+class UnreadBlocks(Unread):
+    """Of a source that also gives out a GGUF's blocks."""
+
+    nbytes: int
+
+    def raw(self, start: int, stop: int) -> torch.Tensor:
+        return torch.empty(stop - start, self.nbytes // self.shape[0], dtype=torch.uint8)
+
+
+class UnreadWeight(Unread):
+    """Of a checkpoint's quantised weight, which is loaded as a whole. On a CPU it stays in the map."""
+
+    def load(self, device: torch.device) -> Any:
+        with self.tally.owner(MAPPED) if device.type == "cpu" else nullcontext():
+            return self.empty(device)  # type: ignore[attr-defined]
+
+
 def _without_contents(source: Any, tally: Tally) -> Any:
     """Still an instance of its own class, which loading asks for."""
-    kind = type("Unread" + type(source).__name__, (Unread, type(source)), {})
+    unread = UnreadWeight if isinstance(source, CheckpointWeight) else Unread
+    unread = UnreadBlocks if hasattr(source, "raw") else unread
+    kind = type("Unread" + type(source).__name__, (unread, type(source)), {})
     copy: Any = object.__new__(kind)
     vars(copy)["tally"] = tally
     for name, value in vars(source).items():

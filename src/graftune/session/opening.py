@@ -108,7 +108,7 @@ def _placed(config: Config, base: Base, runtime: Runtime, world: World | None) -
     if len(found) > 1:
         held, free = held_bytes(base, placement.base_dtype, runtime.compute), free_bytes(runtime.device)
         found = [(on_host, ranks) for on_host, ranks in found if on_host or held < free * max(1, ranks)] or found[-1:]
-    return placement.lying(*found[0])
+    return placement.placed_at(*found[0])
 
 
 def home_of(placement: Placement, base: Base, runtime: Runtime, world: World | None) -> Home | None:

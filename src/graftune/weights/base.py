@@ -23,12 +23,13 @@ from graftune.io import digest
 from graftune.io.files import check_inside
 from graftune.io.json_file import NotJson, read_object
 from graftune.model.frozen import BlockSource, RowSource
+from graftune.model.frozen.formats import assembled, check_quantisation
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
 from graftune.model.lora import norm_names
 from graftune.model.spec import LISTS, ModelSpec
 from graftune.settings.recognise import default_base
-from graftune.weights import bnb_io, experts, fp8_io, hub, names, safetensors_io
+from graftune.weights import experts, hub, names, safetensors_io
 from graftune.weights import rows as rows_
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -307,8 +308,7 @@ def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, An
 
 def _open_folder(name: str, folder: Path) -> Base:
     described = _open_config(name, _config_in(folder))
-    fp8, others = fp8_io.assembled(safetensors_io.open_folder(folder), folder)
-    found: dict[str, RowSource] = {**fp8, **bnb_io.assembled(others, folder)}
+    found = assembled(safetensors_io.open_folder(folder), folder)
     tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
     tensors = rows_.from_hf_norms(tensors, described.spec)
     if described.spec.experts:
@@ -332,5 +332,6 @@ def _open_config(name: str, config: Path) -> Base:
     except OSError as error:
         raise GraftuneError(f"cannot be read ({error.strerror})", where=str(config), fix="check the file") from None
     with _sound(config):
+        check_quantisation(values.get("quantization_config"), str(config))
         spec = _checked_spec(from_config(values, str(config)), config)
     return Base(name, config, "config", spec, tok.from_folder(config.parent), {})

@@ -16,7 +16,7 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.model.bundles import Reading
 from graftune.model.frozen import RowSource
-from graftune.weights.bnb_io import Nf4Tensor
+from graftune.model.frozen.interface import CheckpointWeight
 from graftune.weights.rows import Over
 
 
@@ -25,7 +25,7 @@ def divided(tensors: Mapping[str, RowSource], reading: Reading) -> dict[str, Row
 
 
 def _divided(source: RowSource, reading: Reading) -> RowSource:
-    if isinstance(source, Nf4Tensor):  # read as a whole, part by part
+    if isinstance(source, CheckpointWeight):  # read as a whole, part by part
         parts = {name: Divided(part, reading) for name, part in source.parts.items()}
         return dataclasses.replace(source, parts=cast(Any, parts))
     kind = DividedCodes if hasattr(source, "read_codes") else Divided

@@ -13,7 +13,7 @@ cheap test for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.io import digest
-from graftune.kernels import gguf_dequant, rehearsal
-from graftune.model.frozen import Dense, FloatRows, GgufRows, Mapped, Nf4Rows, RowSource, Table, Trained, Unpacked
-from graftune.model.frozen.mapped import pieces
+from graftune.kernels import rehearsal
+from graftune.model.frozen.mapped import numbers
 from graftune.weights import names, safetensors_io
 from graftune.weights.base import Base
 
@@ -111,42 +110,15 @@ def refusal_of(base: Base) -> GraftuneError | None:
 
 
 def _members(weight: Any) -> list[Any]:
-    """What a frozen weight is made of: one for each tensor, or one for all."""
-    if isinstance(weight, Unpacked):
+    """What a weight is made of: one member for each tensor, or one for all."""
+    if hasattr(weight, "members"):
         return list(weight.members)
-    if isinstance(weight, Mapped):
-        return list(weight.sources)
-    if isinstance(weight, Table):
-        return [weight.packed]
-    return [weight.weight] if isinstance(weight, Dense | Trained) else [weight]
+    return [getattr(weight, "weight", weight)]
 
 
-def _numbers(member: Any) -> Iterator[torch.Tensor]:
+def _numbers(member: Any) -> Iterable[torch.Tensor]:
     """Floats that are all finite exactly where the member's values are."""
-    if isinstance(member, torch.Tensor):
-        yield member
-    elif isinstance(member, FloatRows):
-        yield member.tensor
-    elif isinstance(member, Nf4Rows):
-        held = member.nf4
-        yield from (x for x in held.tensors.values() if x.is_floating_point())
-    elif isinstance(member, GgufRows):
-        yield gguf_dequant.scales(member.blocks, member.dtype_name)
-    elif hasattr(member, "read"):
-        yield from _of_source(member)
-
-
-def _of_source(source: RowSource) -> Iterator[torch.Tensor]:
-    """Of a file, a few rows at a time."""
-    if len(source.shape) != 2:
-        yield source.values()
-        return
-    blocks = gguf_dequant.is_quantised(source.dtype_name) and hasattr(source, "raw")
-    for start, stop in pieces(*source.shape):
-        if blocks:
-            yield gguf_dequant.scales(source.raw(start, stop), source.dtype_name)  # type: ignore[attr-defined]
-        else:
-            yield source.read(start, stop)
+    return (member,) if isinstance(member, torch.Tensor) else numbers(member)
 
 
 def _key(base: Base, held: str) -> str:

@@ -1,7 +1,7 @@
-"""From an opened base to a decoder on the device: each weight is placed as the run wants it, tensor by tensor.
+"""Builds a decoder on the device from an opened base, tensor by tensor.
 
-placement.py has the ways and chooses among them. However a weight is placed, beside the result no more than a few of
-its rows exist at any time.
+placement.py chooses the format of the weights, and the table of formats (model/frozen/formats) knows how each is read
+and multiplied. In every format no more than a few rows of a weight exist beside the result at any time.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,39 +20,24 @@ from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Home, Key
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
-from graftune.model.frozen import (
-    BlockSource,
-    Dense,
-    Fetched,
-    FloatRows,
-    Frozen,
-    GgufRows,
-    Mapped,
-    Nf4Rows,
-    Packed,
-    RowSource,
-    Scratch,
-    Table,
-    Trained,
-    Unpacked,
-    fill,
-)
+from graftune.model.frozen import Augmented, Frozen, RowSource, Scratch, Trained, fill
+from graftune.model.frozen.builder import WeightBuilder
+from graftune.model.frozen.formats import FORMATS, checkpoint_format, stored_format
+from graftune.model.frozen.interface import CheckpointWeight
+from graftune.model.frozen.weight_format import WeightFormat
 from graftune.model.head import Head, NewRows
 from graftune.model.lora import Arena, adapter_columns_of, expert_lora, lora_group, targets_of
 from graftune.model.part import Bias, FeedForwardSpec, NormWeight, PartSpec
 from graftune.model.projection import Projection
 from graftune.model.spec import ModelSpec
-from graftune.runtime import DTYPES, Runtime
+from graftune.runtime import Runtime
 from graftune.settings.config import LoraConfig
-from graftune.weights.base import Base, FirstRows
-from graftune.weights.bnb_io import Nf4Tensor, is_quantised
+from graftune.weights.base import Base
 from graftune.weights.divided import divided
 from graftune.weights.finite import FiniteCheck
 from graftune.weights.placement import Placement
-from graftune.weights.way import Projections
 
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
-STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # floats of files
 
 
 def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:
@@ -79,13 +63,8 @@ def build_decoder(
     return _Placer(base, arena, lora, runtime, placement, home).decoder()
 
 
-def _in_memory(source: RowSource) -> RowSource:
-    """A prequantised weight, which is read as a whole, is read once."""
-    return source.load(torch.device("cpu")) if isinstance(source, Nf4Tensor) else source
-
-
 class _Placer:
-    """Takes tensors out of the base by name, checks their shapes and puts them where the placement says."""
+    """Takes tensors out of the base by name, checks their shapes and builds the weights that the placement asks for."""
 
     def __init__(
         self, base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement, home: Home | None
@@ -93,7 +72,20 @@ class _Placer:
         self.base, self.arena, self.lora, self.placement = base, arena, lora, placement
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
         self.on_gpu = launch.augments(runtime.device)
-        self.quantised = is_quantised(base.tensors)
+        self.float_format = FORMATS[runtime.compute_name]
+        self.asked = placement.format
+        # A checkpoint that is quantised in the format asked for stays as it is, with the tensors it left unquantised.
+        self.as_stored = self.asked is None or self.asked is checkpoint_format(base.tensors)
+        self.builder = WeightBuilder(
+            runtime.device,
+            runtime.compute,
+            scratch_values(self.spec, lora, tables=self.asked is None or not self.asked.quantises),
+            products=list(_products(self.spec, lora)),
+            rank=lora.rank,
+            dropout=lora.dropout,
+            option=placement.option,
+            fetched=home is not None,
+        )
         self.bundles = None if home is None else Bundles(home, runtime.device)
         self.made: list[Any] = []  # frozen weights of the bundle that is being made
         self.finite = FiniteCheck(base, f"{placement.base_dtype} {runtime.compute}")
@@ -167,113 +159,47 @@ class _Placer:
             )
         return found
 
-    def projection(self, names: Sequence[str], shapes: Sequence[tuple[int, int]], adapter_columns: int) -> Frozen:
-        """One weight, whose rows are those of its members one behind the other."""
-        if names[0] in self.arena.slots:
-            return self.trained(names, shapes[0][1])
-        sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
-        if self.placement.base_dtype == "nf4" and not self.quantised:
-            with self.finite.naming(names):
-                members = [Nf4Rows.quantised(source, self.device) for source in sources]
-            return self.unpacked(members, adapter_columns)
-        made = self.frozen(sources, adapter_columns)
-        self.finite.note(names, made)
-        return made
+    def format_of(self, source: RowSource) -> WeightFormat:
+        """The format that a projection's tensor is held in."""
+        if self.as_stored or self.asked is None:
+            return stored_format(source) or self.float_format
+        return self.asked
 
-    @cached_property
-    def own(self) -> Projections | None:
-        """Makes the projections, where the base is held in a way that has its own."""
-        way = self.placement.way
-        if way is None or self.arena.full:
-            return None
-        return way.projections(
-            self.placement.option,
-            _products(self.spec, self.lora),
-            self.device,
-            self.compute,
-            dropout=self.lora.dropout,
-            fetched=self.bundles is not None,
-        )
+    def projection(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, int]], adapter_columns: int
+    ) -> tuple[Frozen, WeightFormat]:
+        """One weight out of the rows of all members, and the format that joins it with its adapters."""
+        if names[0] in self.arena.slots:
+            return self.trained(names, shapes[0][1]), self.float_format
+        sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
+        formats = [self.format_of(source) for source in sources]
+        with self.finite.naming(names):
+            weight = self.builder.weight(sources, formats, adapter_columns, as_stored=self.as_stored)
+        self.made.append(weight)
+        if self.as_stored or not formats[0].quantises:  # what quantises a weight also refuses NaN and Inf
+            self.finite.note(names, weight)
+        return weight, formats[0]
 
     def table(self, name: str) -> Frozen:
-        """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the
-        checkpoint's own is quantised."""
+        """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the checkpoint
+        stores it quantised."""
         if name in self.arena.slots:
             return self.trained([name], self.spec.width)
         source = self.source(name, (self.spec.vocab, self.spec.width))
-        if (self.own or self.placement.base_dtype == "nf4") and not isinstance(source, Nf4Tensor):
-            made = self.resident([source], self.compute, 0)
-        else:
-            made = self.frozen([source], 0)
-        self.finite.note([name], made)
-        return made
+        form, as_stored = self.format_of(source), self.as_stored
+        if self.asked is not None and self.asked.quantises:
+            as_stored = isinstance(source, CheckpointWeight)
+            form = (stored_format(source) if as_stored else None) or self.float_format
+        weight = self.builder.weight([source], [form], as_stored=as_stored)
+        self.made.append(weight)
+        self.finite.note([name], weight)
+        return weight
 
     def trained(self, names: Sequence[str], width: int) -> Trained:
         for name in names:
             self.start(name)
         place = self.arena.span(names[0], names[-1])
         return Trained(self.arena.compute[place].view(-1, width), self.arena.grads[place].view(-1, width))
-
-    def frozen(self, sources: Sequence[RowSource], adapter_columns: int) -> Frozen:
-        asked = self.placement.base_dtype
-        if asked in DTYPES:
-            return self.resident(sources, DTYPES[asked], adapter_columns)
-        return self.kept(
-            sources, adapter_columns
-        )  # nf4 too, of a checkpoint that is: what it left unquantised stays so
-
-    def resident(self, sources: Sequence[RowSource], dtype: torch.dtype, adapter_columns: int) -> Frozen:
-        sources = [_in_memory(source) for source in sources]
-        if self.on_gpu and dtype != self.compute:
-            return self.unpacked([FloatRows.loaded(source, dtype, self.device) for source in sources], adapter_columns)
-        kind = Dense if self.bundles is None else Fetched
-        return self.noted(kind.of(sources, self.device, dtype, self.compute, adapter_columns))
-
-    def kept(self, sources: Sequence[RowSource], adapter_columns: int) -> Frozen:
-        """As the file has them."""
-        if not self.on_gpu and self.bundles is None:
-            return Mapped([_in_memory(source) for source in sources], self.device, self.compute)
-        if self.on_gpu and all(self.float_of(source) == self.compute for source in sources):
-            return self.resident(sources, self.compute, adapter_columns)
-        return self.unpacked([self.uploaded(source) for source in sources], adapter_columns)
-
-    def uploaded(self, source: RowSource) -> Packed:
-        if isinstance(source, Nf4Tensor):
-            return source.load(self.device)
-        dtype = self.float_of(source)
-        if dtype is not None:
-            return FloatRows.loaded(source, dtype, self.device)
-        file = source.source if isinstance(source, FirstRows) else source
-        return GgufRows.uploaded(cast(BlockSource, file), source.shape[0], self.device)
-
-    def unpacked(self, members: Sequence[Packed], adapter_columns: int) -> Frozen:
-        """Weights in memory that products dequantise: as a whole into the scratch, or on a CPU by pieces."""
-        return self.noted(self._unpacked(members, adapter_columns))
-
-    def noted(self, weight: Frozen) -> Frozen:
-        self.made.append(weight)
-        return weight
-
-    def _unpacked(self, members: Sequence[Packed], adapter_columns: int) -> Frozen:
-        if not self.on_gpu:
-            return Mapped(members, self.device, self.compute)
-        rows, width = sum(member.shape[0] for member in members), members[0].shape[1]
-        if Scratch.size(rows, width, adapter_columns) <= len(self.scratch.flat):
-            return Unpacked(members, self.scratch, adapter_columns)
-        assert len(members) == 1 and not adapter_columns, "the scratch holds every projection"
-        return Table(members[0], self.scratch)
-
-    @cached_property
-    def scratch(self) -> Scratch:
-        """Made for the first weight that needs it, and shared by all."""
-        values = scratch_values(self.spec, self.lora, tables=self.placement.base_dtype != "nf4")
-        return Scratch(values, self.device, self.compute)
-
-    def float_of(self, source: RowSource) -> torch.dtype | None:
-        """What the file's floats are; None where they are blocks."""
-        if isinstance(source, Nf4Tensor) or (self.base.kind == "gguf" and source.dtype_name not in STORED):
-            return None
-        return STORED.get(source.dtype_name, self.compute)
 
     def start(self, name: str) -> None:
         """A weight that trains begins as the base has it; one without weights is filled by `start_from_scratch`."""
@@ -339,33 +265,28 @@ class _PartMaker:
         names = [f"{self.stem}.{member}.weight" for member in members]
         shapes = [self.part.projections[member] for member in members]
         mask_id = self.layer * 8 + self.first + list(self.part.groups).index(group)
-        if placer.own:
-            sources = [_in_memory(placer.source(name, shape)) for name, shape in zip(names, shapes, strict=True)]
-            with placer.finite.naming(names):
-                made = placer.own.make(sources, adapter_columns, adapter, mask_id, group)
-            placer.noted(made.frozen)
-            return made
-        return Projection(placer.projection(names, shapes, adapter_columns), adapter, mask_id, group)
+        weight, form = placer.projection(names, shapes, adapter_columns)
+        return form.projection(weight, adapter, mask_id, group)
 
     def experts(self, group: str) -> ExpertProjection:
         adapter = expert_lora(self.placer.arena, f"{self.stem}.experts.{group}", self.placer.lora)
         return ExpertProjection(self._expert_weights(group), adapter, group.removesuffix("_proj"))
 
     def _expert_weights(self, group: str) -> ExpertWeights:
-        """On a GPU one weight, all experts' rows one behind the other; on a CPU each by itself."""
+        """On a GPU one weight with the rows of all experts; on a CPU one for each expert."""
         placer, part = self.placer, self.part
         assert isinstance(part, ExpertsSpec)
-        if placer.own:
-            held = placer.placement.base_dtype
-            raise GraftuneError(
-                f"experts are not held in {held} here", where=placer.base.name, fix="use bf16, nf4 or keep"
-            )
         shapes = [part.projections[member] for member in PARAMETERS[group]]
         names = [[f"layers.{self.layer}.{n}" for n in part.names_of(e, group)] for e in range(part.experts)]
+        form = placer.format_of(placer.source(names[0][0], shapes[0]))
+        if not form.experts:
+            raise GraftuneError(
+                f"experts are not held in {form.name} here", where=placer.base.name, fix="use bf16, nf4 or keep"
+            )
         if not placer.on_gpu:
-            return Several([placer.projection(one, shapes, 0) for one in names])
-        weight = placer.projection([n for one in names for n in one], shapes * part.experts, 0)
-        assert isinstance(weight, Dense | Unpacked)
+            return Several([placer.projection(one, shapes, 0)[0] for one in names])
+        weight, _ = placer.projection([n for one in names for n in one], shapes * part.experts, 0)
+        assert isinstance(weight, Augmented)
         return Stacked(weight, part.experts)
 
     def bias(self, group: str) -> Bias:

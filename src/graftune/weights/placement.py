@@ -1,15 +1,15 @@
-"""How the frozen weights of a run are held: what was asked for, or what fits.
+"""Chooses the format and the place of a run's frozen weights: what was asked for, or what fits.
 
     bf16 fp16 fp32   resident
     nf4              projections quantised while they are read (or taken from a checkpoint that already is); embedding
                      and head in the compute dtype, as bitsandbytes has them
     fp8              likewise in 8-bit floats, and multiplied as such, on GPUs that have units for it
-    keep             as the file has it: on a GPU its very bytes, uploaded; on a CPU left in the map
+    keep             every tensor in the format of the file: a GPU gets its bytes, a CPU leaves it in the map
 
-Where they lie is a second question: on the device, in host memory, or in equal parts on the ranks (model/bundles.py).
+The place is the device, host memory, or the ranks in equal parts (model/bundles.py).
 
-`auto` takes the compute dtype if that fits comfortably in the memory that is free; if not, the blocks of a GGUF stay
-what they are, and other weights become NF4 on a GPU or stay in the file on a CPU. load.py does what is decided here.
+`auto` takes the compute dtype if that fits comfortably in the memory that is free. If not, GGUF blocks stay as they
+are, and other weights become NF4 on a GPU or stay in the file on a CPU. load.py does what is decided here.
 """
 
 from __future__ import annotations
@@ -20,26 +20,22 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
-from graftune.kernels.gguf_dequant import KINDS as GGUF_KINDS
+from graftune.model.frozen.formats import FORMATS, checkpoint_format, stored_format
+from graftune.model.frozen.weight_format import Option, WeightFormat
 from graftune.observe.memory import free_bytes, human_bytes
-from graftune.runtime import DTYPES, Runtime
+from graftune.runtime import Runtime
 from graftune.weights.base import Base
-from graftune.weights.bnb_io import is_quantised
-from graftune.weights.fp8_way import Fp8Way
-from graftune.weights.way import Option, Way
 
 COMFORTABLE = 0.6  # share of the free memory that a resident base may take
-# The ways to hold a weight that are multiplied by a projection of their own.
-WAYS: dict[str, Way] = {"fp8": Fp8Way()}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How the frozen weights are held, and the sentence that says why."""
+    """The format and the place of the frozen weights, and the sentence that says why."""
 
     base_dtype: str  # keep | bf16 | fp16 | fp32 | nf4 | fp8
     reason: str  # without what the option adds
-    options: tuple[Option, ...] = (Option(),)  # of a way with a price in memory, from the one taken on, the best first
+    options: tuple[Option, ...] = (Option(),)  # of the format, the one in use first, then those with less memory
     on_host: bool = False  # fetched from host memory, block by block
     ranks: int = 0  # gathered, block by block, from so many ranks; 0: not divided
 
@@ -47,8 +43,8 @@ class Placement:
     def fetched(self) -> bool:
         return self.on_host or self.ranks > 0
 
-    def lying(self, on_host: bool, ranks: int) -> Placement:
-        """The same elsewhere. What is fetched takes the option with the least memory."""
+    def placed_at(self, on_host: bool, ranks: int) -> Placement:
+        """The same weights elsewhere. Weights that are fetched take the option with the least memory."""
         options = self.options[-1:] if on_host or ranks else self.options
         return replace(self, options=options, on_host=on_host, ranks=ranks)
 
@@ -58,7 +54,7 @@ class Placement:
 
     @property
     def option(self) -> str:
-        """The name of the one that is taken."""
+        """The name of the option in use."""
         return self.options[0].name
 
     @property
@@ -72,13 +68,13 @@ class Placement:
 
     @property
     def fixed(self) -> Placement:
-        """As it is now, with no other option left: of weights that are loaded."""
+        """The same with no other option left, for weights that are loaded."""
         return replace(self, options=self.options[:1])
 
     @property
-    def way(self) -> Way | None:
-        """What makes the projections, where it is not load.py."""
-        return WAYS.get(self.base_dtype)
+    def format(self) -> WeightFormat | None:
+        """The format asked for; None: each tensor keeps its own."""
+        return FORMATS.get(self.base_dtype)
 
 
 def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
@@ -86,10 +82,11 @@ def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None 
     chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime, free)
     if chosen.base_dtype == "keep" and launch.augments(runtime.device):
         check_blocks(base)
-    if chosen.way is not None:
-        chosen.way.check(runtime)
-        return replace(chosen, options=chosen.way.options(base, free or 0))
-    return chosen
+    if chosen.format is None:
+        return chosen
+    chosen.format.check(runtime.device, runtime.compute)
+    options = chosen.format.options(base.tensors.values(), base.spec.parameters, free or 0)
+    return replace(chosen, options=options)
 
 
 def places(base_on: str, shard_base: str, ranks: int, device: torch.device) -> list[tuple[bool, int]]:
@@ -110,25 +107,24 @@ def places(base_on: str, shard_base: str, ranks: int, device: torch.device) -> l
 
 def held_bytes(base: Base, base_dtype: str, compute: torch.dtype) -> int:
     """About what the frozen weights take."""
-    spec, size = base.spec, compute.itemsize
-    if base_dtype in DTYPES:
-        return spec.parameters * DTYPES[base_dtype].itemsize
-    if base_dtype == "keep":
+    spec, form = base.spec, FORMATS.get(base_dtype)
+    if form is None:
         return sum(tensor.nbytes for tensor in base.tensors.values())
-    tables = spec.vocab * spec.width * (1 if spec.tied else 2)
-    return tables * size + int((spec.parameters - tables) * (1.0 if base_dtype == "fp8" else 0.516))
+    tables = spec.vocab * spec.width * (1 if spec.tied else 2) if form.quantises else 0
+    return tables * compute.itemsize + int((spec.parameters - tables) * form.value_bytes)
 
 
 def table_bytes(base: Base, base_dtype: str, compute: torch.dtype) -> int:
     """About what the embedding takes of it."""
-    if base_dtype == "keep":
+    form = FORMATS.get(base_dtype)
+    if form is None:
         return base.tensors["embed_tokens.weight"].nbytes
-    return base.spec.vocab * base.spec.width * DTYPES.get(base_dtype, compute).itemsize
+    return int(base.spec.vocab * base.spec.width * (compute.itemsize if form.quantises else form.value_bytes))
 
 
 def _automatic(base: Base, runtime: Runtime, free: int | None) -> Placement:
-    if is_quantised(base.tensors):
-        return Placement("nf4", "as the checkpoint has it")
+    if quantised := checkpoint_format(base.tensors):
+        return Placement(quantised.name, "as the checkpoint has it")
     need = base.spec.parameters * runtime.compute.itemsize
     free = free_bytes(runtime.device) if free is None else free
     figures = f"{human_bytes(need)} of {human_bytes(free)} free"
@@ -143,7 +139,7 @@ def _automatic(base: Base, runtime: Runtime, free: int | None) -> Placement:
 
 
 def check_blocks(base: Base) -> None:
-    """That our kernels know all of the blocks."""
+    """Refuses a file with blocks that no kernel dequantises."""
     if name := _without_kernel(base):
         raise GraftuneError(
             f"tensor {name} is {base.tensors[name].dtype_name}, of which no GPU kernel knows the blocks",
@@ -153,17 +149,16 @@ def check_blocks(base: Base) -> None:
 
 
 def _without_kernel(base: Base) -> str:
-    """The first tensor of a GGUF whose blocks no kernel knows; nothing where all are known."""
-    unknown = (
-        name
-        for name, tensor in base.tensors.items()
-        if base.kind == "gguf" and len(tensor.shape) == 2 and tensor.dtype_name not in GGUF_KINDS
-    )
-    return next(unknown, "")
+    """The name of the first matrix that no kernel dequantises; "" if there is none."""
+    for name, tensor in base.tensors.items():
+        form = stored_format(tensor) if len(tensor.shape) == 2 else None
+        if form is not None and not form.has_kernel(tensor):
+            return name
+    return ""
 
 
 def nothing_frozen(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
-    """Of a run that trains every weight: there is nothing to place, but the arena has to fit."""
+    """The placement of a run that trains every weight: nothing is frozen, but the arena has to fit."""
     if asked not in ("auto", runtime.compute_name):
         raise GraftuneError(
             f"base_dtype is {asked} and every weight trains, so that none is frozen",

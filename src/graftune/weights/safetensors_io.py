@@ -20,7 +20,6 @@ from graftune.io.files import check_plain, new_file
 from graftune.io.json_file import NotJson, read_object
 
 MOST_DIMENSIONS = 8
-READABLE = ("BF16", "F16", "F32")
 _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "F64": 8}
 
 
@@ -62,8 +61,8 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
-    """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name; of any
-    dtype: what is not READABLE is for bnb_io.py to make sense of, or to refuse."""
+    """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name and
+    of any dtype: the table of weight formats puts quantised weights together and refuses unknown ones."""
     index, single = folder / INDEX, folder / SINGLE
     if index.exists():
         return _open_shards(folder, index)

@@ -14,7 +14,7 @@ import torch
 from graftune import spans
 from graftune.kernels import experts as grouped
 from graftune.kernels.experts import Starts
-from graftune.model.frozen import Dense, Frozen, Unpacked
+from graftune.model.frozen import Augmented, Frozen
 
 
 class ExpertWeights(Protocol):
@@ -63,7 +63,7 @@ class Stacked:
     """All experts' rows one behind the other in one weight [E out, in] on a GPU: resident, or dequantised together into
     the scratch for each product (a micro-batch of training reaches nearly all of them)."""
 
-    def __init__(self, weight: Dense | Unpacked, experts: int):
+    def __init__(self, weight: Augmented, experts: int):
         self.frozen, self.experts, self.kind = weight, experts, weight.kind
         self.out_features, self.in_features = weight.out_features // experts, weight.in_features
 
@@ -78,9 +78,7 @@ class Stacked:
         return grouped.multiply(grad, self._weight().transpose(1, 2), starts)
 
     def _weight(self) -> torch.Tensor:
-        if isinstance(self.frozen, Unpacked):
-            self.frozen.unpack()
-        return self.frozen.weight.unflatten(0, (self.experts, self.out_features))
+        return self.frozen.dense().unflatten(0, (self.experts, self.out_features))
 
 
 @dataclass(frozen=True)

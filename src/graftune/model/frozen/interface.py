@@ -1,8 +1,11 @@
-"""What the trainer asks of a weight, and what weights are made of."""
+"""Interfaces of frozen weights (`Frozen`, `Augmented`) and of the tensors they are made of (`RowSource`, `Packed`)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -19,7 +22,7 @@ def row_stride(width: int, adapter_columns: int) -> int:
 
 
 class RowSource(Protocol):
-    """Rows of a weight matrix, wherever they lie. Read in fp32 (or in their own float dtype where that is narrower)."""
+    """Rows of a weight matrix, in a file or in memory. Read in fp32, or in their own float dtype if it is narrower."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,7 +33,7 @@ class RowSource(Protocol):
     def read(self, start: int, stop: int) -> torch.Tensor: ...
     def gather(self, ids: torch.Tensor) -> torch.Tensor: ...
     def values(self) -> torch.Tensor:
-        """All of it, in its own shape: for vectors."""
+        """The whole tensor in its own shape: for vectors."""
         ...
 
 
@@ -47,10 +50,11 @@ class BlockSource(Protocol):
 
 
 class Packed(RowSource, Protocol):
-    """Rows of a weight matrix in memory, in another form than the products want."""
+    """Rows of a weight matrix in memory, in a format that products cannot read. Values are computed in fp32 and rounded
+    once, to the dtype asked for."""
 
     def unpack(self, out: torch.Tensor, start: int = 0) -> None:
-        """Rows from `start` on into out [rows, in], rounded to its dtype; the rows of `out` may lie apart."""
+        """Dequantises rows from `start` on into out [rows, in]; `out` may have a row stride."""
         ...
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -60,6 +64,51 @@ class Packed(RowSource, Protocol):
     def moved(self, place: Place) -> Packed:
         """The same with its tensors elsewhere (model/bundles.py)."""
         ...
+
+    def numbers(self) -> Iterator[torch.Tensor]:
+        """Floats that are all finite exactly where all values are: of codes, their scales."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointWeight(ABC):
+    """A quantised weight that a checkpoint stores in several tensors and that is read as a whole (a RowSource). The
+    last one that was read stays in memory, since rows are read in runs."""
+
+    name: str
+    parts: Mapping[str, RowSource]
+    shape: tuple[int, ...]
+    dtype_name: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @abstractmethod
+    def load(self, device: torch.device) -> Packed: ...
+
+    @abstractmethod
+    def empty(self, device: torch.device) -> Packed:
+        """What `load` returns, with memory but without contents: for a plan."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return _on_cpu(self).read(start, stop)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return _on_cpu(self).gather(ids.cpu())
+
+    def values(self) -> torch.Tensor:
+        return _on_cpu(self).values()
+
+
+@lru_cache(maxsize=1)
+def _on_cpu(weight: CheckpointWeight) -> Packed:
+    return weight.load(torch.device("cpu"))
+
+
+def loaded(source: RowSource) -> RowSource:
+    """The source; a weight that is read as a whole is read once, into host memory."""
+    return source.load(torch.device("cpu")) if isinstance(source, CheckpointWeight) else source
 
 
 class Frozen(Protocol):
@@ -85,8 +134,8 @@ class Frozen(Protocol):
 
 
 class Augmented(ABC):
-    """A frozen weight in a storage [out + adapter_columns, in + adapter_columns], so that one product serves weight and
-    adapters (projection.py). With 0 adapter columns it is an ordinary one."""
+    """A frozen weight in a storage [out + adapter_columns, in + adapter_columns], so that one product multiplies weight
+    and adapters (projection.py). With 0 adapter columns it is an ordinary one."""
 
     kind: str
     storage: torch.Tensor
@@ -110,15 +159,19 @@ class Augmented(ABC):
 
     @property
     def shared(self) -> tuple[torch.Tensor, ...]:
-        """What it works in and has in common with the others: not in its bytes."""
+        """Buffers that it shares with other weights; `nbytes` does not count them."""
         return ()
+
+    def dense(self) -> torch.Tensor:
+        """The weight [out, in] as floats of the compute dtype, valid until the next product of the model."""
+        return self.weight
 
     @property
     @abstractmethod
     def nbytes(self) -> int: ...
     @abstractmethod
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
-        """Let the adapters live beside and below the weight. Returns what is to be copied there when they change."""
+        """Puts the adapters beside and below the weight. Returns the copies to make when they change."""
 
     @abstractmethod
     def matmul(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -128,7 +181,7 @@ class Augmented(ABC):
     def rows(self, ids: torch.Tensor) -> torch.Tensor: ...
     @abstractmethod
     def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[x | h] [W | sB]', written to `out` [T, out] if given, whose rows may lie apart."""
+        """[x | h] [W | sB]', written to `out` [T, out] if given, which may have a row stride."""
 
     @abstractmethod
     def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Products over a weight of which only some rows exist at a time."""
+"""Products with a weight of which only some rows are dequantised at a time, and the reading of rows by pieces."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class ByPieces(ABC):
 
 
 class Mapped(ByPieces):
-    """As the file has it. Every product dequantises the rows it needs into a small buffer and lets them go."""
+    """A weight on a CPU, in the file or in memory: every product dequantises it a few rows at a time."""
 
     def __init__(self, sources: Sequence[RowSource], device: torch.device, dtype: torch.dtype):
-        self.sources, self.device, self.dtype = list(sources), device, dtype
+        self.members, self.device, self.dtype = list(sources), device, dtype
         self.out_features, self.in_features = sum(s.shape[0] for s in sources), sources[0].shape[1]
         self.kind = "+".join(dict.fromkeys(s.dtype_name for s in sources))
 
     @property
     def nbytes(self) -> int:
-        return sum(s.nbytes for s in self.sources)
+        return sum(s.nbytes for s in self.members)
 
     def move(self, place: Place) -> None:
-        """Only where all sources are in memory (packed.py)."""
-        self.sources = [cast(Packed, source).moved(place) for source in self.sources]
+        """Only where all members are in memory."""
+        self.members = [cast(Packed, source).moved(place) for source in self.members]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        assert len(self.sources) == 1, "lookups are made in a single table"
-        return self.sources[0].gather(ids).to(self.device, self.dtype)
+        assert len(self.members) == 1, "lookups are made in a single table"
+        return self.members[0].gather(ids).to(self.device, self.dtype)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
         spans.operation(spans.PRODUCT)
         at = 0
-        for source in self.sources:
+        for source in self.members:
             for start, stop in pieces(source.shape[0], self.in_features):
                 yield slice(at + start, at + stop), source.read(start, stop).to(self.device, self.dtype)
             at += source.shape[0]
@@ -89,9 +89,24 @@ def read_to(source: RowSource, start: int, stop: int, device: torch.device) -> t
 
 
 def dequantised_there(source: RowSource, device: torch.device) -> bool:
-    """Whether a source has GGUF blocks that are sent to a GPU as they are and become numbers there, to the same bits.
-    On the CPU the same work would take every core, and two runs that start at once would wait for each other."""
+    """Whether a source has GGUF blocks that are copied to a GPU as they are and dequantised there, to the same bits.
+    The CPU would need every core for it, and two runs that start at the same time would wait for each other."""
     return launch.on_gpu(device) and gguf_dequant.is_quantised(source.dtype_name) and hasattr(source, "raw")
+
+
+def numbers(source: RowSource) -> Iterator[torch.Tensor]:
+    """Floats that are all finite exactly where the source's values are; of a file, a few rows at a time."""
+    if hasattr(source, "numbers"):
+        yield from source.numbers()
+    elif len(source.shape) != 2:
+        yield source.values()
+    else:
+        blocks = gguf_dequant.is_quantised(source.dtype_name) and hasattr(source, "raw")
+        for start, stop in pieces(*source.shape):
+            if blocks:
+                yield gguf_dequant.scales(cast(BlockSource, source).raw(start, stop), source.dtype_name)
+            else:
+                yield source.read(start, stop)
 
 
 def _blocks(source: RowSource, start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -99,6 +114,6 @@ def _blocks(source: RowSource, start: int, stop: int, device: torch.device) -> t
 
 
 def pieces(rows: int, width: int) -> list[tuple[int, int]]:
-    """Runs of rows that take MAPPED_ROWS_BYTES in fp32."""
+    """Ranges of rows that take MAPPED_ROWS_BYTES in fp32."""
     size = max(1, MAPPED_ROWS_BYTES // (4 * width))
     return rehearsal.few_runs([(start, min(start + size, rows)) for start in range(0, rows, size)])

@@ -79,12 +79,10 @@ class Unpacked(Augmented):
         return []
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        self.unpack()
-        return matmul.mm(x, self.weight.t())
+        return matmul.mm(x, self.dense().t())
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        self.unpack()
-        return matmul.mm(grad, self.weight)
+        return matmul.mm(grad, self.dense())
 
     def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self.adapters is not None
@@ -102,6 +100,10 @@ class Unpacked(Augmented):
         assert len(self.members) == 1, "lookups are made in a single table"
         return self.members[0].lookup(ids, self.storage.dtype)
 
+    def dense(self) -> torch.Tensor:
+        self.unpack()
+        return self.weight
+
     def unpack(self) -> None:
         """Dequantise the weight into the scratch; the adapters beside and below it are left as they are."""
         at, weight = 0, self.weight
@@ -115,7 +117,7 @@ class Table(ByPieces):
     fit."""
 
     def __init__(self, packed: Packed, scratch: Scratch):
-        self.packed, self.scratch = packed, scratch
+        self.members, self.scratch = [packed], scratch
         self.out_features, self.in_features = packed.shape
         self.kind = packed.dtype_name
         fits = len(scratch.flat) // self.in_features
@@ -124,18 +126,18 @@ class Table(ByPieces):
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes
+        return self.members[0].nbytes
 
     def move(self, place: Place) -> None:
-        self.packed = self.packed.moved(place)
+        self.members = [self.members[0].moved(place)]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.packed.lookup(ids, self.scratch.dtype)
+        return self.members[0].lookup(ids, self.scratch.dtype)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
         for start in range(0, self.out_features, self.step):
             stop = min(start + self.step, self.out_features)
             weight = self.scratch.matrix(stop - start, self.in_features)
-            self.packed.unpack(weight, start)
+            self.members[0].unpack(weight, start)
             spans.operation(spans.PRODUCT)
             yield slice(start, stop), weight

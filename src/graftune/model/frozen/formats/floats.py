@@ -1,0 +1,81 @@
+"""Floats: resident in the compute dtype, or on a GPU in another float dtype, cast for each product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from graftune.kernels import gguf_dequant
+from graftune.model.bundles import Place
+from graftune.model.frozen.builder import WeightBuilder
+from graftune.model.frozen.interface import Frozen, RowSource, loaded
+from graftune.model.frozen.mapped import fill
+from graftune.model.frozen.resident import KINDS, Dense, Fetched
+from graftune.model.frozen.weight_format import WeightFormat
+from graftune.runtime import DTYPES
+
+
+@dataclass(frozen=True)
+class FloatRows:
+    """Floats of another dtype than the products'."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return KINDS[self.tensor.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
+        gguf_dequant.cast(self.tensor[start : start + len(out)], out)
+
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.tensor.index_select(0, ids).to(dtype)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor[start:stop]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor.index_select(0, ids)
+
+    def values(self) -> torch.Tensor:
+        return self.tensor
+
+    def moved(self, place: Place) -> FloatRows:
+        return replace(self, tensor=place(self.tensor))
+
+    def numbers(self) -> Iterator[torch.Tensor]:
+        yield self.tensor
+
+
+class FloatFormat(WeightFormat):
+    def __init__(self, name: str, stored: str):
+        self.name, self.stored, self.dtype = name, stored, DTYPES[name]
+        self.merged_dtype, self.value_bytes = self.dtype, self.dtype.itemsize
+
+    def claims(self, source: RowSource) -> bool:
+        return source.dtype_name == self.stored
+
+    def pack(self, source: RowSource, device: torch.device) -> FloatRows:
+        tensor = torch.empty(source.shape, dtype=self.dtype, device=device)
+        fill(tensor, loaded(source))
+        return FloatRows(tensor)
+
+    def weight(self, sources: Sequence[RowSource], builder: WeightBuilder, adapter_columns: int) -> Frozen | None:
+        if builder.on_gpu and self.dtype != builder.compute:
+            return None
+        kind = Fetched if builder.fetched else Dense
+        found = [loaded(source) for source in sources]
+        return kind.of(found, builder.device, self.dtype, builder.compute, adapter_columns)
+
+
+FORMATS = (FloatFormat("bf16", "BF16"), FloatFormat("fp16", "F16"), FloatFormat("fp32", "F32"))

@@ -1,0 +1,79 @@
+"""GGUF blocks, byte for byte as in the file: a GPU dequantises them for each product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from graftune.kernels import gguf_dequant
+from graftune.kernels.gguf_dequant.reference import PLAIN
+from graftune.model.bundles import Place
+from graftune.model.frozen.interface import BlockSource, RowSource
+from graftune.model.frozen.mapped import pieces
+from graftune.model.frozen.weight_format import WeightFormat
+
+
+@dataclass(frozen=True)
+class GgufRows:
+    blocks: torch.Tensor  # [rows, bytes of a row] uint8
+    dtype_name: str
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.blocks), self.width
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes
+
+    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
+        gguf_dequant.dequantise(self.blocks[start : start + len(out)], self.dtype_name, out)
+
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return gguf_dequant.gather(self.blocks, self.dtype_name, ids, dtype)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, self.width, dtype=torch.float32, device=self.blocks.device)
+        self.unpack(out, start)
+        return out
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lookup(ids, torch.float32)
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, len(self.blocks))
+
+    def moved(self, place: Place) -> GgufRows:
+        return replace(self, blocks=place(self.blocks))
+
+    def numbers(self) -> Iterator[torch.Tensor]:
+        yield gguf_dequant.scales(self.blocks, self.dtype_name)
+
+
+class GgufFormat(WeightFormat):
+    """All block types of GGUF, but for its floats. The setting `keep` leaves them as they are; no setting asks for them
+    by name."""
+
+    name = "gguf"
+
+    def claims(self, source: RowSource) -> bool:
+        return hasattr(source, "raw") and source.dtype_name not in PLAIN
+
+    def has_kernel(self, source: RowSource) -> bool:
+        return source.dtype_name in gguf_dequant.KINDS
+
+    def pack(self, source: RowSource, device: torch.device) -> GgufRows:
+        """Copied from the map straight to the device."""
+        rows, width = source.shape
+        size = gguf_dequant.row_bytes(source.dtype_name, width)
+        blocks = torch.empty(rows, size, dtype=torch.uint8, device=device)
+        for start, stop in pieces(rows, width):
+            blocks[start:stop].copy_(cast(BlockSource, source).raw(start, stop))
+        return GgufRows(blocks, source.dtype_name, width)
+
+
+FORMATS = (GgufFormat(),)
