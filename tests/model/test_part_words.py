@@ -98,17 +98,17 @@ def test_a_layer_leaves_something_for_later_ones(
 
     def leaving(self: Attention, entry: Any, run: Any) -> Any:
         if self.layer == 0:
-            run.left[0] = run.adapted
-        assert run.left == {0: run.adapted}
-        passes[id(run.left)] = run.adapted
+            run.shared[0] = run.adapted
+        assert run.shared == {0: run.adapted}
+        passes[id(run.shared)] = run.adapted
         return forward(self, entry, run)
 
     def told_back(self: Attention, grad: Any, ready: Any, read: Any, saved: Any, run: Any, need: bool) -> Any:
-        assert run.left == {0: True}
+        assert run.shared == {0: True}
         if self.layer:
-            run.left_grads[0] = run.left_grads.get(0, 0) + 1
+            run.shared_grads[0] = run.shared_grads.get(0, 0) + 1
         else:
-            told.append(run.left_grads[0])
+            told.append(run.shared_grads[0])
         return backward(self, grad, ready, read, saved, run, need)
 
     monkeypatch.setattr(Attention, "forward", leaving)

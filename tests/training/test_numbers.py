@@ -58,7 +58,7 @@ def test_the_first_layer_that_is_not_finite_is_found(made, monkeypatch: pytest.M
     assert first_not_finite(step, bad, 3) == NotFinite("the output of the embedding", [1])
     assert first_not_finite(step, good, 3) is None
 
-    down = ours.decoder.blocks[1].feeding.part.down.frozen
+    down = ours.decoder.blocks[1].feed_forward.down.frozen
     assert isinstance(down, Dense)
     kept = down.weight[0, 0].clone()
     down.weight[0, 0] = math.nan

@@ -131,7 +131,7 @@ class TokenStep:
         if self.fixed is None or self.replayed is None:
             return _step(self.decoder, chosen, self.cache, self.adapted)
         self.fixed.tokens.index_copy_(0, self.rows, chosen)
-        self.decoder.bundles.settle()  # somebody may have trained or evaluated since the last token
+        self.decoder.bundles.restore_first_blocks()  # somebody may have trained or evaluated since the last token
         self.replayed()
         logits = self.fixed.logits
         assert logits is not None

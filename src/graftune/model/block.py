@@ -1,27 +1,56 @@
-"""One layer: a mixer and a feed-forward, each on a branch of the residual stream.
+"""One layer: a list of branches of the residual stream, most often a mixer and a feed-forward.
 
 A branch is what all parts have in common: a norm before the part, behind it or both, a scale on what it adds to the
-stream, and the add itself. The add is left to the norm that reads the sum, which makes it one pass less: a branch takes
-the stream x and what is still to be added to it, y, and hands both on. The backward keeps the stream as the branch read
-it and what the part saves; norms are recomputed, which costs little.
+stream, and the add itself. The add is left to the norm that reads the sum, which saves a pass: a branch takes the
+stream x and what is still to be added to it, y, and returns both for the next branch. The backward keeps the stream as
+the branch read it and what the part saves; norms are recomputed, which costs little.
 
-Legend: T tokens, D width.
+Legend: T tokens, R rows that predict something, D width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from graftune import spans
 from graftune.kernels import rms_norm
 from graftune.model.context import PassContext
-from graftune.model.part import Entry, FeedForward, Input, Mixer, NormWeight, Part
+from graftune.model.part import FeedForward, Mixer, NormWeight, Part, PartInput, SavedInput
 from graftune.model.projection import Normed, Projection, ReadyGrad, augmented_buffer
 
-SomePart = TypeVar("SomePart", bound=Part[Any])
+
+@dataclass
+class Stream:
+    """The residual stream x and what is still to be added to it. A block replaces both in place: no caller keeps an
+    earlier stream alive."""
+
+    x: torch.Tensor  # [T, D]
+    y: torch.Tensor | None = None
+
+    def total(self) -> torch.Tensor:
+        """The sum, which overwrites y."""
+        return self.x if self.y is None else self.y.add_(self.x)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Drop all rows but these."""
+        self.x, self.y = self.x.index_select(0, rows), None if self.y is None else self.y.index_select(0, rows)
+
+
+@dataclass
+class StreamGrad:
+    """The stream's gradient in the backward. A block replaces it in place, as it does with `Stream`."""
+
+    grad: torch.Tensor | None  # [T, D + adapter columns]; None: nothing below trains
+    ready: ReadyGrad | None = None  # the same in the form that the projection below multiplies
+
+    def expand(self, rows: torch.Tensor, tokens: int, width: int) -> None:
+        """Undo `Stream.select`: the other rows have no gradient."""
+        if self.grad is not None:
+            whole = augmented_buffer(self.grad, tokens, width, self.grad.shape[1] - width)
+            self.grad, self.ready = whole.zero_().index_add_(0, rows, self.grad), None
 
 
 class BranchSaved(NamedTuple):
@@ -34,88 +63,134 @@ class BranchSaved(NamedTuple):
     out_rstd: torch.Tensor | None  # [T] fp32
 
 
-@dataclass
-class Branch(Generic[SomePart]):
-    part: SomePart
-    norm: NormWeight | None  # before the part; None: it reads the stream as it is
-    out_norm: NormWeight | None  # behind it, ahead of the residual add
+class ParallelSaved(NamedTuple):
+    """What a branch of several parts keeps for its backward."""
+
+    parts: tuple[BranchSaved, ...]
+    out: torch.Tensor | None  # [T, D], the sum that the norm behind the parts read; None without one
+    out_rstd: torch.Tensor | None  # [T] fp32
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self.parts[0].x
+
+
+@dataclass(kw_only=True)
+class _Adds:
+    """What a branch does to its output before it is added to the stream: a norm, a scale, both or neither."""
+
+    out_norm: NormWeight | None
     norm_eps: float
-    scale: float = 1.0  # of what the branch adds to the stream
+    scale: float = 1.0
 
-    def forward(
-        self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext
-    ) -> tuple[torch.Tensor, torch.Tensor, BranchSaved]:
-        """(x, y) -> (s = x + y, scale * norm(part(norm(s))), what the backward needs). y is overwritten by the sum."""
-        entry = self._entry(x, y, ctx)
-        out, saved = self.part.forward(entry, ctx)
+    @property
+    def _plain(self) -> bool:
+        return self.out_norm is None and self.scale == 1
+
+    def _added(
+        self, out: torch.Tensor, ctx: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(scale * norm(out), what the norm read, its rstd); `out` may be overwritten."""
+        y, read, rstd = out, None, None
+        if self.out_norm is not None:
+            y, read = torch.empty_like(out), out
+            _, rstd = rms_norm.add_forward(out, None, self.out_norm.of(ctx.adapted), self.norm_eps, y)
+        return y if self.scale == 1 else y.mul_(self.scale), read, rstd
+
+    def _added_backward(
+        self, grad: torch.Tensor, saved: BranchSaved | ParallelSaved, ctx: PassContext, into: torch.Tensor
+    ) -> None:
+        """The gradient of what is added [T, D] -> that of `_added`'s input, written to `into`."""
         if self.out_norm is None:
-            y = out if self.scale == 1 else out.mul_(self.scale)
-            return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, None, None)
-        y = torch.empty_like(out)
-        _, out_rstd = rms_norm.add_forward(out, None, self.out_norm.of(ctx.adapted), self.norm_eps, y)
-        return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, out, out_rstd)
+            spans.operation("norm")
+            torch.mul(grad, self.scale, out=into)
+            return
+        assert saved.out is not None and saved.out_rstd is not None
+        grad = grad if self.scale == 1 else grad * self.scale
+        weight, trained = self.out_norm.of(ctx.adapted), self.out_norm.grad
+        rms_norm.add_backward(grad, saved.out, saved.out_rstd, weight, None, trained, into)
 
-    def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, ctx: PassContext,
-        below: Branch[Any] | None, need_input: bool = True,
-    ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
-        """The stream's gradient after the branch, in a buffer with adapter columns and perhaps `ready` for the part's
-        last projection -> both before the branch. `below` is the branch that wrote the stream before this one; without
-        one, the gradient may not be needed."""
-        read = self._read(saved, ctx)
-        need_input = need_input or (self.norm is not None and self.norm.grad is not None)
-        grad_out = self._grad_out(grad, saved, ctx)
-        grad_read = self.part.backward(grad_out, ready, read, saved.part, ctx, need_input)
-        if grad_read is None:
-            return None, None
-        return self._to_stream(grad_read, read, grad, ctx, below.wrote if below is not None else None)
 
-    def light(self, saved: BranchSaved) -> BranchSaved:
-        """What the policy `selective` keeps of it."""
-        return saved._replace(part=self.part.light(saved.part))
+@dataclass(kw_only=True)
+class Branch(_Adds):
+    """A branch with one part: x + scale * out_norm(part(norm(x)))."""
 
-    def complete(self, saved: BranchSaved, ctx: PassContext) -> BranchSaved:
-        """The same with what `light` left out, made again."""
-        return saved._replace(part=self.part.complete(saved.part, self._read(saved, ctx), ctx))
+    part: Part[Any]
+    norm: NormWeight | None  # before the part; None: it reads the stream as it is
+
+    @property
+    def parts(self) -> tuple[Part[Any], ...]:
+        return (self.part,)
 
     @property
     def wrote(self) -> Projection | None:
         """The part's last projection, if its dY is the stream's gradient as it is."""
-        return self.part.last if self.out_norm is None and self.scale == 1 else None
+        return self.part.last if self._plain else None
 
     @property
     def adapter_columns(self) -> int:
         """Columns that the stream's gradient has beside it, for the part's last projection."""
         return 0 if self.part.last is None else self.part.last.adapter_columns
 
-    def _entry(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> Entry:
-        return Entry(x, y, None if self.norm is None else self.norm.of(ctx.adapted), self.norm_eps, ctx)
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor, BranchSaved]:
+        """(x, y) -> (s = x + y, what the branch adds to s, what the backward needs). y is overwritten by the sum."""
+        entry = self._input(x, y, ctx)
+        out, saved = self.part.forward(entry, ctx)
+        y, read, rstd = self._added(out, ctx)
+        return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, read, rstd)
 
-    def _read(self, saved: BranchSaved, ctx: PassContext) -> Input:
+    def recompute(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> BranchSaved:
+        """What `forward` saves, for the last branch of a block: what it adds is not needed again, so a part may leave
+        out its last product, unless a norm reads that."""
+        if self.out_norm is not None:
+            return self.forward(x, y, ctx)[2]
+        entry = self._input(x, y, ctx)
+        saved = self.part.recompute(entry, ctx)
+        return BranchSaved(entry.x, entry.rstd, saved, None, None)
+
+    def backward(
+        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, ctx: PassContext,
+        wrote: Projection | None, need_input: bool = True, added: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
+        """The stream's gradient after the branch, in a buffer with adapter columns and perhaps `ready` for the part's
+        last projection -> both before the branch, unless no input's gradient is needed. `wrote` is the projection that
+        wrote the stream before this branch. `added`: the gradient [T, D] of what the branch adds, where that is not the
+        stream's."""
+        read = self._saved_input(saved, ctx)
+        need_input = need_input or (self.norm is not None and self.norm.grad is not None)
+        grad_out = grad
+        if added is not None or not self._plain:
+            width = saved.x.shape[1]
+            grad_out = augmented_buffer(grad, len(grad), width, self.adapter_columns)
+            self._added_backward(grad[:, :width] if added is None else added, saved, ctx, grad_out[:, :width])
+        grad_read = self.part.backward(grad_out, ready, read, saved.part, ctx, need_input)
+        if grad_read is None:
+            return None, None
+        return self._to_stream(grad_read, read, grad, ctx, wrote)
+
+    def drop_recomputable(self, saved: BranchSaved) -> BranchSaved:
+        """What the policy `selective` keeps."""
+        return saved._replace(part=self.part.drop_recomputable(saved.part))
+
+    def recompute_dropped(self, saved: BranchSaved, ctx: PassContext) -> BranchSaved:
+        """Undo `drop_recomputable`."""
+        return saved._replace(part=self.part.recompute_dropped(saved.part, self._saved_input(saved, ctx), ctx))
+
+    def _input(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> PartInput:
+        return PartInput(x, y, None if self.norm is None else self.norm.of(ctx.adapted), self.norm_eps, ctx)
+
+    def _saved_input(self, saved: BranchSaved, ctx: PassContext) -> SavedInput:
         weight = None if self.norm is None else self.norm.of(ctx.adapted)
-        return Input(saved.x, saved.rstd, weight, self.norm_eps)
-
-    def _grad_out(self, grad: torch.Tensor, saved: BranchSaved, ctx: PassContext) -> torch.Tensor:
-        """The gradient of what the part returned, in a buffer with the adapter columns of its last projection."""
-        if self.out_norm is None and self.scale == 1:
-            return grad
-        width = saved.x.shape[1]
-        grad_out = augmented_buffer(grad, len(grad), width, self.adapter_columns)
-        if self.out_norm is None:
-            spans.operation("norm")
-            torch.mul(grad[:, :width], self.scale, out=grad_out[:, :width])
-        else:
-            assert saved.out is not None and saved.out_rstd is not None
-            weight, learns = self.out_norm.of(ctx.adapted), self.out_norm.grad
-            rms_norm.add_backward(grad[:, :width], saved.out, saved.out_rstd, weight, None, learns, grad_out[:, :width])
-        return grad_out
+        return SavedInput(saved.x, saved.rstd, weight, self.norm_eps)
 
     def _to_stream(
-        self, grad_read: torch.Tensor, read: Input, grad: torch.Tensor, ctx: PassContext, wrote: Projection | None
+        self, grad_read: torch.Tensor, read: SavedInput, grad: torch.Tensor, ctx: PassContext, wrote: Projection | None
     ) -> tuple[torch.Tensor, ReadyGrad | None]:
-        """The stream's gradient with what came through the part: in place, or elsewhere while sums on other streams
-        still read it. It is dY of the projection that `wrote` the stream before, which may want it ready to
-        multiply."""
+        """The stream's gradient plus what came through the part: in place, or in a new buffer while weight gradients on
+        other streams still read it. It is dY of the projection that `wrote` the stream before, which may want it ready
+        to multiply."""
         width = read.x.shape[1]
         after = grad if ctx.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:
@@ -125,45 +200,180 @@ class Branch(Generic[SomePart]):
             normed = Normed(read.rstd, self.norm.of(ctx.adapted))
             return after, wrote.norm_backward(grad_read, read.x, normed, grad[:, :width], after, ctx)
         else:
-            weight, learns = self.norm.of(ctx.adapted), self.norm.grad
-            rms_norm.add_backward(grad_read, read.x, read.rstd, weight, grad[:, :width], learns, after[:, :width])
+            weight, trained = self.norm.of(ctx.adapted), self.norm.grad
+            rms_norm.add_backward(grad_read, read.x, read.rstd, weight, grad[:, :width], trained, after[:, :width])
         return after, None
 
 
-class FeedForwardBranch(Branch[FeedForward[Any]]):
-    def again(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> BranchSaved:
-        """What `forward` keeps. What it adds is in the stream already, so the last product is not made again, unless a
-        norm behind the part wants to know."""
+@dataclass(kw_only=True)
+class ParallelBranch(_Adds):
+    """A branch with several parts that read the same stream, each through norms of its own:
+    x + scale * out_norm(sum of the branches' outputs)."""
+
+    branches: tuple[Branch, ...]
+
+    wrote = None
+    adapter_columns = 0
+
+    @property
+    def parts(self) -> tuple[Part[Any], ...]:
+        return tuple(branch.part for branch in self.branches)
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor, ParallelSaved]:
+        """As of `Branch`. The first part's norm makes the sum x + y, which the others read."""
+        total, saved = None, []
+        for branch in self.branches:
+            x, out, kept = branch.forward(x, y, ctx)
+            y, total = None, out if total is None else total.add_(out)
+            saved.append(kept)
+        assert total is not None, "a branch has at least one part"
+        y, read, rstd = self._added(total, ctx)
+        return x, y, ParallelSaved(tuple(saved), read, rstd)
+
+    def recompute(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> ParallelSaved:
         if self.out_norm is not None:
             return self.forward(x, y, ctx)[2]
-        entry = self._entry(x, y, ctx)
-        saved = self.part.again(entry, ctx)
-        return BranchSaved(entry.x, entry.rstd, saved, None, None)
+        saved: list[BranchSaved] = []
+        for branch in self.branches:
+            saved.append(branch.recompute(x, y, ctx))
+            x, y = saved[-1].x, None
+        return ParallelSaved(tuple(saved), None, None)
+
+    def backward(
+        self, grad: torch.Tensor, ready: ReadyGrad | None, saved: ParallelSaved, ctx: PassContext,
+        wrote: Projection | None, need_input: bool = True,
+    ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
+        """As of `Branch`. Each part's share is added to the stream's gradient, so the gradient of the sum is a copy."""
+        width = saved.x.shape[1]
+        added = grad.new_empty(len(grad), width)
+        self._added_backward(grad[:, :width], saved, ctx, added)
+        after: torch.Tensor | None = None
+        for branch, kept in reversed(list(zip(self.branches, saved.parts, strict=True))):
+            below = wrote if branch is self.branches[0] else None
+            after, ready = branch.backward(grad, None, kept, ctx, below, need_input, added)
+            grad = grad if after is None else after
+        return after, ready
+
+    def drop_recomputable(self, saved: ParallelSaved) -> ParallelSaved:
+        pairs = zip(self.branches, saved.parts, strict=True)
+        return saved._replace(parts=tuple(branch.drop_recomputable(kept) for branch, kept in pairs))
+
+    def recompute_dropped(self, saved: ParallelSaved, ctx: PassContext) -> ParallelSaved:
+        pairs = zip(self.branches, saved.parts, strict=True)
+        return saved._replace(parts=tuple(branch.recompute_dropped(kept, ctx) for branch, kept in pairs))
 
 
 @dataclass
 class Block:
+    """A layer. Where only some rows are needed behind the last block, the branches behind its last mixer read only
+    those: a feed-forward works on every row by itself."""
+
     index: int
-    mixing: Branch[Mixer[Any]]
-    feeding: FeedForwardBranch
+    branches: tuple[Branch | ParallelBranch, ...]
+    stream_scale: torch.Tensor | None = None  # [1], frozen: multiplies the stream behind the last branch
+
+    def __post_init__(self) -> None:
+        mixing = [any(isinstance(part, Mixer) for part in branch.parts) for branch in self.branches]
+        self.mixing = max((number + 1 for number, mixes in enumerate(mixing) if mixes), default=0)
+
+    @property
+    def parts(self) -> tuple[Part[Any], ...]:
+        return tuple(part for branch in self.branches for part in branch.parts)
 
     @property
     def mixer(self) -> Mixer[Any]:
-        return self.mixing.part
+        return next(part for part in self.parts if isinstance(part, Mixer))
 
     @property
     def feed_forward(self) -> FeedForward[Any]:
-        return self.feeding.part
+        return next(part for part in self.parts if isinstance(part, FeedForward))
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        return *self.mixer.projections, *self.feed_forward.projections
+        return tuple(projection for part in self.parts for projection in part.projections)
 
-    def again(
-        self, x: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None
-    ) -> tuple[BranchSaved, BranchSaved]:
-        """What both branches keep, made again from the block's input; the feed-forward's of the given rows only."""
-        x, y, mixed = self.mixing.forward(x, None, ctx)
-        if rows is not None:
-            x, y = x.index_select(0, rows), y.index_select(0, rows)
-        return mixed, self.feeding.again(x, y, ctx)
+    @property
+    def adapter_columns(self) -> int:
+        return max(branch.adapter_columns for branch in self.branches)
+
+    @property
+    def wrote(self) -> Projection | None:
+        """The projection whose dY is the gradient of the stream behind this block, as it is."""
+        return self.branches[-1].wrote if self.stream_scale is None else None
+
+    def forward(self, stream: Stream, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
+        """Replaces the stream; returns what each branch saves. `rows`: the only rows that are needed behind it."""
+        saved = []
+        for number, branch in enumerate(self.branches):
+            self._select(stream, number, rows)
+            stream.x, stream.y, kept = branch.forward(stream.x, stream.y, self._ctx(number, ctx, rows))
+            saved.append(kept)
+        self._select(stream, len(self.branches), rows)
+        if self.stream_scale is not None:
+            stream.x, stream.y = stream.total().mul_(self.stream_scale), None
+        return saved
+
+    def recompute(self, x: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
+        """What `forward` saves, computed again from the block's input."""
+        stream, saved, last = Stream(x), list[Any](), len(self.branches) - 1
+        del x
+        for number, branch in enumerate(self.branches[:-1]):
+            self._select(stream, number, rows)
+            stream.x, stream.y, kept = branch.forward(stream.x, stream.y, self._ctx(number, ctx, rows))
+            saved.append(kept)
+        self._select(stream, last, rows)
+        return [*saved, self.branches[-1].recompute(stream.x, stream.y, self._ctx(last, ctx, rows))]
+
+    def drop_recomputable(self, saved: list[Any]) -> list[Any]:
+        """What the policy `selective` keeps."""
+        return [branch.drop_recomputable(kept) for branch, kept in zip(self.branches, saved, strict=True)]
+
+    def recompute_dropped(self, saved: list[Any], ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
+        """Undo `drop_recomputable`."""
+        return [
+            branch.recompute_dropped(saved[number], self._ctx(number, ctx, rows))
+            for number, branch in enumerate(self.branches)
+        ]
+
+    def backward(
+        self, stream: StreamGrad, saved: list[Any], ctx: PassContext, rows: torch.Tensor | None,
+        wrote: Projection | None, need_input: bool,
+    ) -> None:  # fmt: skip
+        """Replaces the stream's gradient behind the block by that before it, and empties `saved`. `wrote` is the
+        projection that wrote the stream before this block; `need_input`: something below trains."""
+        width = saved[0].x.shape[1]
+        self._scale_grad(stream, ctx, width)
+        for number, branch in reversed(list(enumerate(self.branches))):
+            if rows is not None and number + 1 == self.mixing:
+                spans.operation("response rows")
+                stream.expand(rows, len(ctx.positions), width)
+            assert stream.grad is not None
+            stream.grad, stream.ready = branch.backward(
+                stream.grad,
+                stream.ready,
+                saved.pop(),
+                self._ctx(number, ctx, rows),
+                self.branches[number - 1].wrote if number else wrote,
+                need_input or number > 0,
+            )
+        if rows is not None and not self.mixing:
+            stream.expand(rows, len(ctx.positions), width)
+
+    def _select(self, stream: Stream, number: int, rows: torch.Tensor | None) -> None:
+        """Before branch `number`: drop all rows but these behind the last branch that has a mixer."""
+        if rows is not None and number == self.mixing:
+            spans.operation("response rows")
+            stream.select(rows)
+
+    def _ctx(self, number: int, ctx: PassContext, rows: torch.Tensor | None) -> PassContext:
+        return ctx if rows is None or number < self.mixing else ctx.of_rows(rows)
+
+    def _scale_grad(self, stream: StreamGrad, ctx: PassContext, width: int) -> None:
+        """In a new buffer while weight gradients on other streams still read the old one."""
+        if self.stream_scale is not None and stream.grad is not None:
+            grad = stream.grad
+            after = augmented_buffer(grad, len(grad), width, grad.shape[1] - width) if ctx.side_streams else grad
+            torch.mul(grad[:, :width], self.stream_scale, out=after[:, :width])
+            stream.grad, stream.ready = after, None

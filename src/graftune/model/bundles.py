@@ -111,7 +111,7 @@ class Residents:
     def begin(self) -> None: ...
     def enter(self, key: Key) -> None: ...
     def leave(self, key: Key, following: Key) -> None: ...
-    def settle(self) -> None: ...
+    def restore_first_blocks(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Bundles:
             if isinstance(key, int):
                 self._send(self.at_once)
 
-    def settle(self) -> None:
+    def restore_first_blocks(self) -> None:
         """As a captured pass begins, and a backward ends: the first bundles are there, and nothing is under way."""
         self.begin()
         for key in (EMBEDDING, 0, 1):

@@ -1,8 +1,9 @@
-"""What all blocks of a pass share: rotary tables, which tokens belong together, adapters on or off, dropout."""
+"""What all blocks of a pass share: rotary tables, documents, adapters on or off, dropout, per-layer inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +12,19 @@ import torch
 from graftune import graph, spans
 from graftune.kernels import dropout as dropouts
 from graftune.kernels.attention import Documents
+
+
+class LayerInputs(Protocol):
+    """What the parts of a layer may read beside the residual stream, computed from the tokens of a pass: a per-layer
+    embedding, say."""
+
+    def of(self, layer: int) -> torch.Tensor:
+        """[T, P]."""
+        ...
+
+    def add_grad(self, layer: int, grad: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Add the gradient of `of(layer)`, of all rows [T, P] or of the given ones [R, P]. Frozen inputs ignore it."""
+        ...
 
 
 class LayerCache(Protocol):
@@ -116,7 +130,7 @@ class SideStreams:
         self.join()
 
 
-@dataclass(frozen=True)
+@dataclass
 class PassContext:
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cos and sin [T, R/2] for each kind of layer
     positions: torch.Tensor  # [T], from 0 in every document
@@ -124,10 +138,28 @@ class PassContext:
     adapted: bool = True
     dropout: Dropout | None = None
     side_streams: SideStreams | None = None
-    # What a layer's mixer leaves for those of later layers in this pass, by its layer: keys and values that several of
-    # them read. It stays until the backward is done, where the later ones, which come first, leave its gradients.
-    left: dict[int, Any] = field(default_factory=dict, init=False)
-    left_grads: dict[int, Any] = field(default_factory=dict, init=False)
+    # What a layer's mixer stores for later layers of the same pass, by its layer: keys and values that several layers
+    # share. It stays until the backward has finished, where the later layers, which come first, store its gradients.
+    shared: dict[int, Any] = field(default_factory=dict, init=False)
+    shared_grads: dict[int, Any] = field(default_factory=dict, init=False)
+    layer_inputs: LayerInputs | None = field(default=None, init=False)  # set by the decoder's forward
+    rows: torch.Tensor | None = field(default=None, init=False)  # the tokens that the stream's rows are; None: all
+
+    def of_rows(self, rows: torch.Tensor) -> PassContext:
+        """The context of branches whose stream has only these rows."""
+        found = copy(self)
+        found.rows = rows
+        return found
+
+    def layer_input(self, layer: int) -> torch.Tensor:
+        """The layer's own input for the rows of the stream, [T, P]."""
+        assert self.layer_inputs is not None, f"layer {layer} reads a per-layer input, and the decoder has none"
+        found = self.layer_inputs.of(layer)
+        return found if self.rows is None else found.index_select(0, self.rows)
+
+    def add_layer_input_grad(self, layer: int, grad: torch.Tensor) -> None:
+        assert self.layer_inputs is not None
+        self.layer_inputs.add_grad(layer, grad, self.rows)
 
     def defer(self, work: Callable[[], object], *reads: torch.Tensor, product: bool = False) -> None:
         """Run `work` now, or later on a side stream where there is one. `reads` are the tensors that it uses, which

@@ -1,38 +1,29 @@
 """The whole forward, top to bottom: embed, blocks, final norm, head.
 
-One decoder for every family: they differ by values of the spec (parts of each layer, where norms lie, bias, QK norm,
-window, ropes, scales, caps), never by a copy of this file. It works on packed tokens [T] without a batch dimension;
-which of them belong together is the business of `PassContext.sequences`.
+One decoder for every family: they differ by values of the spec (branches, parts and norms of each layer, ropes, scales,
+caps), never by a copy of this file. It works on packed tokens [T] without a batch dimension; `PassContext.sequences`
+says which of them belong together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from graftune import spans
 from graftune.batch import PackedBatch
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
-from graftune.model.block import Block
+from graftune.model.block import Block, Stream, StreamGrad
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Residents
-from graftune.model.context import Dropout, PassContext, Sequences, SideStreams
+from graftune.model.context import Dropout, LayerInputs, PassContext, Sequences, SideStreams
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.head import Head, NewRows, Output
 from graftune.model.part import NormWeight
-from graftune.model.projection import augmented_buffer
 from graftune.model.rotary import Rope
 from graftune.model.spec import ModelSpec
 from graftune.model.tape import Tape
-
-
-class Stream(NamedTuple):
-    """The residual stream x and what is still to be added to it."""
-
-    x: torch.Tensor
-    y: torch.Tensor
 
 
 @dataclass
@@ -46,7 +37,9 @@ class Decoder:
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None
-    bundles: Bundles | Residents = field(default_factory=Residents)  # brings frozen weights here that lie elsewhere
+    bundles: Bundles | Residents = field(default_factory=Residents)  # fetches frozen weights from elsewhere
+    # Tokens [T] and their embeddings [T, D] -> what parts read beside the residual stream; None: no part does.
+    layer_inputs: Callable[[torch.Tensor, torch.Tensor], LayerInputs] | None = None
 
     def begin(
         self,
@@ -92,71 +85,53 @@ class Decoder:
     def forward(
         self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None, tape: Tape | None = None
     ) -> Stream:
-        """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D].
-
-        The last feed-forward sees no other row: its output elsewhere is never used. `tape` keeps what `backward` needs.
-        """
+        """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D], which are selected
+        behind the last mixer. `tape` keeps what `backward` needs."""
         self.bundles.begin()
-        x, y = self.embed(tokens, ctx.adapted), None
+        stream = Stream(self.embed(tokens, ctx.adapted))
+        ctx.layer_inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, stream.x)
         for block in self.blocks:
             spans.layer(block.index)
             self.bundles.enter(block.index)
-            x, y, mixed = block.mixing.forward(x, y, ctx)
-            if rows is not None and block is self.blocks[-1]:
-                spans.operation("response rows")
-                x, y = x.index_select(0, rows), y.index_select(0, rows)
-            x, y, fed = block.feeding.forward(x, y, ctx)
+            saved = block.forward(stream, ctx, rows if block is self.blocks[-1] else None)
             self.bundles.leave(block.index, following=block.index + 2)
             if tape is not None:
-                tape.keep(block, mixed, fed)
-            del mixed, fed
+                tape.keep(block, saved)
+            del saved
         spans.layer(None)
-        assert y is not None, "a decoder has at least one block"
-        return Stream(x, y)
+        return stream
 
     def backward(
         self, grad: torch.Tensor, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor, tape: Tape
     ) -> None:
-        """The gradient that `Output.backward` gave of the rows -> everything that learns has its gradient added."""
-        stream: torch.Tensor | None = grad
+        """The gradient that `Output.backward` gave of the rows -> every trained weight has its gradient added."""
+        stream = StreamGrad(grad)
         del grad
-        trainable_below, ready = self.added is not None or isinstance(self.embedding, Trained), None
+        embedding_trains = self.added is not None or isinstance(self.embedding, Trained)
         self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):
-            last = block is self.blocks[-1]
+            needed = rows if block is self.blocks[-1] else None
             spans.phase("recompute", block.index)
             self.bundles.enter(block.index)
-            mixed, fed = tape.take(block, ctx, rows if last else None)
+            saved = tape.take(block, ctx, needed)
             spans.phase("backward", block.index)
-            assert stream is not None
-            stream, ready = block.feeding.backward(stream, ready, fed, ctx, below=block.mixing)
-            assert stream is not None
-            del fed
-            if last:  # rows that predict nothing have no gradient from the last feed-forward
-                spans.operation("response rows")
-                stream = self._stream_buffer(stream, len(tokens)).zero_().index_add_(0, rows, stream)
-                ready = None
-            # In the first block nothing below learns, so the input's gradient is not computed.
-            below = self.blocks[block.index - 1].feeding if block.index else None
-            need = trainable_below or below is not None
-            stream, ready = block.mixing.backward(stream, ready, mixed, ctx, below, need)
+            # Nothing below the first block trains, most often: then its input's gradient is not computed.
+            below = self.blocks[block.index - 1] if block.index else None
+            wrote = None if below is None else below.wrote
+            block.backward(stream, saved, ctx, needed, wrote, below is not None or embedding_trains)
             self.bundles.leave(block.index, following=block.index - 2)
             ctx.join()
-            del mixed
-            if stream is None:
-                break
         spans.phase("backward")
         ctx.flush()
         ctx.join()
-        if trainable_below and stream is not None:
+        if embedding_trains and stream.grad is not None:
             spans.operation("embedding")
-            self._embed_backward(tokens, stream[:, : self.spec.width])
-        self.bundles.settle()
+            self._embed_backward(tokens, stream.grad[:, : self.spec.width])
+        self.bundles.restore_first_blocks()
 
     def hidden(self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The same without a backward: [T, D] or [R, D]."""
-        x, y = self.forward(tokens, ctx, rows)
-        return y.add_(x)
+        return self.forward(tokens, ctx, rows).total()
 
     def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
         """Lookup in the base's table and, from its end on, in the rows of added tokens; scaled as the family has it."""
@@ -192,14 +167,10 @@ class Decoder:
         known = self.embedding.out_features
         return (tokens - known).clamp(min=0), (tokens >= known).unsqueeze(1)
 
-    def _stream_buffer(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, D + adapter_columns] for the stream's gradient."""
-        return augmented_buffer(like, rows, self.spec.width, self._adapter_columns)
-
     @property
     def _adapter_columns(self) -> int:
-        """The stream's gradient is what the parts' last projections read, so it has their adapter columns."""
-        return max(max(block.mixing.adapter_columns, block.feeding.adapter_columns) for block in self.blocks)
+        """The last projections of the parts read the stream's gradient, so it has their adapter columns."""
+        return max(block.adapter_columns for block in self.blocks)
 
     def read_out(self, stream: Stream, *, adapted: bool = True) -> Output:
         """Final norm and head over the rows of a forward pass: what a loss computes from."""
@@ -217,7 +188,7 @@ class Decoder:
         self.bundles.enter(HEAD)
         normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)
         logits = self.head.of(adapted).matmul(normed).float()
-        self.bundles.settle()  # the next token's pass may be a replay
+        self.bundles.restore_first_blocks()  # the next token's pass may be a replay
         return linear_cross_entropy.soft_capped(logits, self.spec.logit_scale, self.spec.logit_cap)
 
 

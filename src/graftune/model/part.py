@@ -1,9 +1,9 @@
-"""What a layer is made of: a mixer (attention and its kin) and a feed-forward, each described here as a part.
+"""The interface of a layer's parts: mixers (attention and the like) and feed-forwards.
 
-A part comes in two objects. Its spec says which tensors it has, by name and shape, and which of them are projections
-that adapters may lie on: the arena, the loader, exports and the plan ask it, and know no kind of layer themselves. The
-part itself computes: forward, backward, what it saves, and what recomputation makes again. block.py adds what every
-part has in common: norms before and behind it and the residual stream.
+A part has two objects. Its spec states its tensors by name and shape, and which of them are projections that adapters
+may be attached to: the arena, the loader, exports and the plan ask the spec and contain no code for a kind of layer.
+The part itself computes: forward, backward, what it saves and what it recomputes. block.py adds what all parts have in
+common: norms before and behind them and the residual stream.
 
 To add a kind of layer, write both in one file of mixers/ or feed_forward/ and name it in spec.py (docs/extending.md).
 
@@ -15,17 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from graftune import spans
 from graftune.kernels import rms_norm
 from graftune.model.context import LayerCache, PassContext
+from graftune.model.feed_forward.expert_projection import ExpertProjection
 from graftune.model.projection import Normed, Projection, ReadyGrad
-
-if TYPE_CHECKING:
-    from graftune.model.feed_forward.expert_projection import ExpertProjection
 
 Saved = TypeVar("Saved")
 
@@ -95,7 +93,7 @@ class PartSpec:
         """The projections whose product goes into the residual stream."""
         raise NotImplementedError
 
-    def build(self, make: Maker) -> Part[Any]:
+    def build(self, make: PartPlacer) -> Part[Any]:
         raise NotImplementedError
 
     def start_of(self, name: str, generator: torch.Generator) -> torch.Tensor | None:
@@ -140,7 +138,7 @@ class CacheBytes(NamedTuple):
 
 
 class MixerSpec(PartSpec):
-    def build(self, make: Maker) -> Mixer[Any]:
+    def build(self, make: PartPlacer) -> Mixer[Any]:
         raise NotImplementedError
 
     def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
@@ -153,11 +151,11 @@ class MixerSpec(PartSpec):
 
 
 class FeedForwardSpec(PartSpec):
-    def build(self, make: Maker) -> FeedForward[Any]:
+    def build(self, make: PartPlacer) -> FeedForward[Any]:
         raise NotImplementedError
 
 
-class Maker(Protocol):
+class PartPlacer(Protocol):
     """Places the tensors of one part on the device (weights/load.py)."""
 
     layer: int
@@ -179,7 +177,7 @@ class Maker(Protocol):
         ...
 
 
-class Input(NamedTuple):
+class SavedInput(NamedTuple):
     """A part's input as its backward finds it: the residual stream behind the add, and the norm before the part."""
 
     x: torch.Tensor  # [T, D]
@@ -191,18 +189,18 @@ class Input(NamedTuple):
     def normed(self) -> Normed | None:
         return None if self.weight is None else Normed(self.rstd, self.weight)
 
-    def entry(self, ctx: PassContext) -> Entry:
-        """The input once more, for what is made again."""
-        return Entry(self.x, None, self.weight, self.eps, ctx)
+    def part_input(self, ctx: PassContext) -> PartInput:
+        """The input of the forward, for a part that recomputes something."""
+        return PartInput(self.x, None, self.weight, self.eps, ctx)
 
     def tensor(self) -> torch.Tensor:
         """What the part read, [T, D]."""
         return self.x if self.normed is None else self.normed.of(self.x)
 
 
-class Entry:
-    """The input of a part as it computes: norm(x + y), or the plain sum where the family has no norm there. The part
-    says in which form it wants that, once; `x` then is the sum, in the memory of y, and `rstd` what the norm found."""
+class PartInput:
+    """The input of a part in the forward: norm(x + y), or the plain sum where the family has no norm there. The part
+    asks once, for a product of it or for the tensor; `x` then is the sum, in the memory of y, and `rstd` the norm's."""
 
     def __init__(
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor | None, eps: float, ctx: PassContext
@@ -240,45 +238,52 @@ class Entry:
         self.x = self.x if self.y is None else self.y.add_(self.x)
 
 
-class Part(Protocol[Saved]):
+class Part(Generic[Saved]):
     """A mixer or a feed-forward. `Saved` is a NamedTuple of tensors: what its backward needs beside its input."""
 
     @property
-    def projections(self) -> tuple[Projection, ...]: ...
+    def projections(self) -> tuple[Projection, ...]:
+        return ()
 
     @property
     def last(self) -> Projection | None:
-        """The projection whose product the part returns; None where several together make it."""
-        ...
+        """The projection whose product the part returns; None where the output is no single product."""
+        return None
 
-    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, Saved]:
-        """The part's output [T, D], and what to save."""
-        ...
+    def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, Saved]:
+        """The part's output [T, D], which the caller may overwrite, and what to save."""
+        raise NotImplementedError
+
+    def recompute(self, entry: PartInput, ctx: PassContext) -> Saved:
+        """What `forward` saves. A part may leave out the product that `forward` returns."""
+        return self.forward(entry, ctx)[1]
 
     def backward(
-        self, grad: torch.Tensor, ready: ReadyGrad | None, read: Input, saved: Saved, ctx: PassContext, need_input: bool
+        self,
+        grad: torch.Tensor,
+        ready: ReadyGrad | None,
+        read: SavedInput,
+        saved: Saved,
+        ctx: PassContext,
+        need_input: bool,
     ) -> torch.Tensor | None:
         """The gradient of the output, in a gradient buffer of `last` (`ready`: also in the form that `last` multiplies)
         -> that of the input, if needed. Gradients of adapters are added to the arena's."""
-        ...
+        raise NotImplementedError
 
-    def light(self, saved: Saved) -> Saved:
-        """What the policy `selective` saves: without what is large and cheap to make again."""
-        ...
+    def drop_recomputable(self, saved: Saved) -> Saved:
+        """What the policy `selective` saves: not what is large and cheap to recompute."""
+        return saved
 
-    def complete(self, saved: Saved, read: Input, ctx: PassContext) -> Saved:
-        """`light` undone: what was left out, made again."""
-        ...
-
-
-class Mixer(Part[Saved], Protocol[Saved]):
-    """Moves information between the tokens of a document; `run.sequences` says which those are. Its `forward` also
-    serves generation: where there is a cache, it reads and writes its layer's."""
+    def recompute_dropped(self, saved: Saved, read: SavedInput, ctx: PassContext) -> Saved:
+        """Undo `drop_recomputable`."""
+        return saved
 
 
-class FeedForward(Part[Saved], Protocol[Saved]):
+class Mixer(Part[Saved]):
+    """Moves information between the tokens of a document; `ctx.sequences` says which tokens those are. Its `forward`
+    also serves generation: where there is a cache, it reads and writes its layer's."""
+
+
+class FeedForward(Part[Saved]):
     """Works on every token by itself."""
-
-    def again(self, entry: Entry, ctx: PassContext) -> Saved:
-        """What `forward` saves, without the product that `forward` returns."""
-        ...

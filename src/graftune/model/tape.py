@@ -1,13 +1,13 @@
-"""What the forward keeps for the backward, by policy.
+"""What the forward saves for the backward, by policy.
 
-    none        all that the parts' backward wants: nothing but norms, rope and gated units is computed twice
-    selective   not what the parts call large and cheap to make again: of attention and a gated MLP the gate_up product,
+    none        all that the parts' backward needs: only norms, rope and gated units are computed twice
+    selective   not what the parts call large and cheap to recompute: for attention and a gated MLP the gate_up product,
                 60% of the whole, so that one product of eight is computed twice
-    full        only each block's input: the block's forward is computed twice, but for its last product
-    offload     as full, and the inputs wait in pinned host memory; copies run on a stream of their own, an input ahead
+    full        only each block's input: the block's forward is computed twice, except for its last product
+    offload     as full, and the inputs wait in pinned host memory; copies run on a stream of their own, one block ahead
 
-The tape is explicit instead of autograd's: it says what is kept, lets go of it as soon as it is used, and is the one
-place where a policy lives. It asks the parts of a block and knows no kind of them.
+The tape is explicit instead of autograd's: it states what is kept, releases it as soon as it is used, and is the only
+place that knows a policy. It asks the branches of a block and contains no code for a kind of part.
 """
 
 from __future__ import annotations
@@ -20,94 +20,100 @@ import torch
 from graftune import graph
 from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import SAVED
-from graftune.model.block import Block, BranchSaved
+from graftune.model.block import Block
 from graftune.model.context import PassContext
 
 
 class Tape(Protocol):
-    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None: ...
-    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
-        """What was kept of a block, complete again; blocks are taken in reverse order, each once."""
+    def keep(self, block: Block, saved: list[Any]) -> None:
+        """Take what each branch of a block has saved."""
+        ...
+
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
+        """What the branches saved, complete again. Blocks are taken in reverse order, each once."""
         ...
 
 
 @dataclass
-class Everything:
-    kept: list[tuple[BranchSaved, BranchSaved]] = field(default_factory=list)
+class SaveAll:
+    kept: list[list[Any]] = field(default_factory=list)
 
-    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
-        self.kept.append((mixed, fed))
-        rehearsal.give(SAVED, mixed, fed)
+    def keep(self, block: Block, saved: list[Any]) -> None:
+        self.kept.append(saved)
+        rehearsal.give(SAVED, saved)
 
-    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         return self.kept.pop()
 
 
-class Selective(Everything):
-    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
-        super().keep(block, block.mixing.light(mixed), block.feeding.light(fed))
+class DropRecomputable(SaveAll):
+    """`selective`."""
 
-    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
-        mixed, fed = self.kept.pop()
-        return block.mixing.complete(mixed, ctx), block.feeding.complete(fed, ctx)
+    def keep(self, block: Block, saved: list[Any]) -> None:
+        super().keep(block, block.drop_recomputable(saved))
+
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
+        return block.recompute_dropped(self.kept.pop(), ctx, rows)
 
 
 @dataclass
-class Inputs:
-    """`full`: a block's forward is made again from its input."""
+class SaveBlockInputs:
+    """`full`."""
 
     kept: list[torch.Tensor] = field(default_factory=list)
 
-    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
-        self.kept.append(mixed.x)
-        rehearsal.give(SAVED, mixed.x)
+    def keep(self, block: Block, saved: list[Any]) -> None:
+        self.kept.append(saved[0].x)
+        rehearsal.give(SAVED, saved[0].x)
 
-    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
-        return block.again(self.kept.pop(), ctx, rows)
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
+        return block.recompute(self.kept.pop(), ctx, rows)
 
 
-class Offloaded:
+class OffloadBlockInputs:
     """`offload`: inputs go to pinned memory and come back one block before they are needed.
 
-    A tensor that a copy still reads is held until the main stream has waited for that copy: the allocator may then
-    hand its memory to anybody."""
+    A tensor that a copy still reads is held until the main stream has waited for that copy: only then may the allocator
+    reuse its memory."""
 
-    def __init__(self, homes: list[torch.Tensor], device: torch.device):
-        self.homes, self.device = homes, device  # the homes are pinned, one a block
+    def __init__(self, pinned: list[torch.Tensor], device: torch.device):
+        self.pinned, self.device = pinned, device  # one host tensor for each block
         self.side = graph.stream("offload", device)
         self.leaving: list[tuple[torch.Tensor, Any]] = []
         self.coming: dict[int, tuple[torch.Tensor, Any]] = {}
 
-    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
-        main = graph.current_stream(self.device)
-        self._let_go(1)
+    def keep(self, block: Block, saved: list[Any]) -> None:
+        x, main = saved[0].x, graph.current_stream(self.device)
+        self._release(1)
         self.side.wait_stream(main)
         with graph.on(self.side, "keeping inputs on the host"):
-            self.homes[block.index].copy_(mixed.x, non_blocking=True)
+            self.pinned[block.index].copy_(x, non_blocking=True)
             done = graph.event(self.device)
             done.record(self.side)
-        self.leaving.append((mixed.x, done))
+        self.leaving.append((x, done))
 
-    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
-        self._let_go(0)
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
+        self._release(0)
         if block.index not in self.coming:
             self._fetch(block.index)
         x, arrived = self.coming.pop(block.index)
         graph.wait(self.device, arrived, operation="wait for inputs")
         if block.index:
             self._fetch(block.index - 1)
-        return block.again(x, ctx, rows)
+        return block.recompute(x, ctx, rows)
 
     def _fetch(self, index: int) -> None:
-        x = torch.empty(self.homes[index].shape, dtype=self.homes[index].dtype, device=self.device)
-        self.side.wait_stream(graph.current_stream(self.device))  # x's memory may still be read by what came before
+        pinned = self.pinned[index]
+        x = torch.empty(pinned.shape, dtype=pinned.dtype, device=self.device)
+        self.side.wait_stream(graph.current_stream(self.device))  # earlier work may still read x's memory
         with graph.on(self.side, "fetching inputs"):
-            x.copy_(self.homes[index], non_blocking=True)
+            x.copy_(pinned, non_blocking=True)
             arrived = graph.event(self.device)
             arrived.record(self.side)
         self.coming[index] = (x, arrived)
 
-    def _let_go(self, left: int) -> None:
+    def _release(self, left: int) -> None:
+        """Wait for the oldest copies, until so many are left, and drop the tensors that they read."""
         while len(self.leaving) > left:
             _, done = self.leaving[0]
             graph.current_stream(self.device).wait_event(done)
@@ -116,20 +122,21 @@ class Offloaded:
 
 @dataclass
 class Tapes:
-    """Makes a tape for every pass; `offload`'s pinned memory is taken once a shape, and kept: graphs copy into it."""
+    """Makes a tape for every pass. Pinned memory of `offload` is allocated once for each shape and stays: captured
+    graphs copy into it."""
 
     policy: str = "none"
-    homes: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    pinned: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def new(self, blocks: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Tape:
         if self.policy == "none":
-            return Everything()
+            return SaveAll()
         if self.policy == "selective":
-            return Selective()
+            return DropRecomputable()
         if self.policy == "full":
-            return Inputs()
+            return SaveBlockInputs()
         assert self.policy == "offload", self.policy
-        if (tokens, width) not in self.homes:
-            pinned = [torch.empty(tokens, width, dtype=dtype, pin_memory=True) for _ in range(blocks)]
-            self.homes[tokens, width] = pinned
-        return Offloaded(self.homes[tokens, width], device)
+        if (tokens, width) not in self.pinned:
+            made = [torch.empty(tokens, width, dtype=dtype, pin_memory=True) for _ in range(blocks)]
+            self.pinned[tokens, width] = made
+        return OffloadBlockInputs(self.pinned[tokens, width], device)

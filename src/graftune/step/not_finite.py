@@ -11,14 +11,15 @@ from the last layer to the first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from graftune.batch import PackedBatch
 from graftune.losses import reference_log_probs
-from graftune.model.block import Block, BranchSaved
+from graftune.model.block import Block
 from graftune.model.context import Dropout, PassContext
+from graftune.model.layer_spec import BranchPart
 from graftune.model.spec import ModelSpec
 from graftune.step.step import Step
 
@@ -64,7 +65,11 @@ def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
         run = decoder.begin_batch(batch, step.eager_backend, dropout=dropout)
         reference = reference_log_probs(step.loss, decoder, batch, run, step.start)
         stream = decoder.forward(batch.tokens, run, batch.rows, looking)
-        looking.at(stream.x.float() + stream.y.float(), looking.after(decoder.spec.layers), batch.rows)
+        looking.at(
+            stream.x if stream.y is None else stream.x.float() + stream.y.float(),
+            looking.after(decoder.spec.layers),
+            batch.rows,
+        )
         if reference is not None and not bool(reference.isfinite().all()):
             looking.found.append(NotFinite("what the loss compares with"))
         output = decoder.read_out(stream)
@@ -80,18 +85,23 @@ class _Looking:
     def __init__(self, batch: PackedBatch, spec: ModelSpec):
         self.batch, self.spec, self.found = batch, spec, list[NotFinite]()
 
-    def keep(self, block: Block, mixed: BranchSaved, fed: BranchSaved) -> None:
+    def keep(self, block: Block, saved: list[Any]) -> None:
+        """Each branch saved the stream that it read, which the branch before it wrote."""
         index = block.index
-        self.at(mixed.x, self.after(index))
-        rows = self.batch.rows if index == self.spec.layers - 1 else None
-        self.at(fed.x, f"layers.{index}.{self.spec.layer(index).mixer.module}", rows)
+        written = [self.after(index), *(branch[0].part.module for branch in self._branches(index)[:-1])]
+        for number, (kept, name) in enumerate(zip(saved, written, strict=True)):
+            selected = index == self.spec.layers - 1 and number >= block.mixing
+            self.at(kept.x, name if number == 0 else f"layers.{index}.{name}", self.batch.rows if selected else None)
 
-    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> tuple[BranchSaved, BranchSaved]:
+    def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         raise AssertionError("nothing is kept for a backward pass")
 
     def after(self, index: int) -> str:
-        """Who wrote the stream that block `index` reads."""
-        return f"layers.{index - 1}.{self.spec.layer(index - 1).feed_forward.module}" if index else "the embedding"
+        """What wrote the stream that block `index` reads."""
+        return f"layers.{index - 1}.{self._branches(index - 1)[-1][0].part.module}" if index else "the embedding"
+
+    def _branches(self, index: int) -> list[tuple[BranchPart, ...]]:
+        return [branch.parts for branch in self.spec.layer(index).branches]
 
     def at(self, stream: torch.Tensor, name: str, rows: torch.Tensor | None = None) -> None:
         """`rows`: the batch's tokens that the stream's rows are, where they are not all."""

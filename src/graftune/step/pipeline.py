@@ -293,7 +293,7 @@ class DeviceLoop(BaseLoop):
         self.free.put(staged)
         if self.work.dropout:
             self.work.set_dropout_seed(dropout_seed)
-        self.work.decoder.bundles.settle()  # an evaluation leaves other blocks in the buffers than a replay begins with
+        self.work.decoder.bundles.restore_first_blocks()  # an evaluation left other blocks in the buffers
         inputs.run()
 
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:

@@ -24,8 +24,9 @@ from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, reference_log_probs
+from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
-from graftune.model.decoder import Decoder, Stream
+from graftune.model.decoder import Decoder
 from graftune.model.frozen import row_stride
 from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
@@ -164,7 +165,8 @@ class Step:
         from graftune.kernels.attention import timing
 
         names, self.other_backends = (self.backend, *self.other_backends), ()
-        one = next((block.mixer for block in self.decoder.blocks if isinstance(block.mixer, Attention)), None)
+        parts = (part for block in self.decoder.blocks for part in block.parts)
+        one = next((part for part in parts if isinstance(part, Attention)), None)
         if one is None:
             return
         longest = max(batch.lengths) if self.longest is None else self.longest

@@ -15,7 +15,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
-from graftune.model.block import Block, Branch, FeedForwardBranch
+from graftune.model.block import Block, Branch, ParallelBranch
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Home, Key
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
@@ -26,8 +26,9 @@ from graftune.model.frozen.formats import FORMATS, checkpoint_format, stored_for
 from graftune.model.frozen.interface import CheckpointWeight
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.model.head import Head, NewRows
+from graftune.model.layer_spec import NormSpec
 from graftune.model.lora import Arena, adapter_columns_of, expert_lora, lora_group, targets_of
-from graftune.model.part import Bias, FeedForwardSpec, NormWeight, PartSpec
+from graftune.model.part import Bias, NormWeight, PartSpec
 from graftune.model.projection import Projection
 from graftune.model.spec import ModelSpec
 from graftune.runtime import Runtime
@@ -130,22 +131,36 @@ class _Placer:
             return self._block(index)
 
     def _block(self, index: int) -> Block:
-        layer = self.spec.layer(index)
-        first = 0
-        branches: list[Branch[Any]] = []
-        for branch in layer.branches:
-            (only,) = branch.parts
-            part: Any = only.part.build(_PartMaker(self, only.part, index, first))
-            first += len(only.part.groups)
-            norm, out_norm = (
-                None if each is None else self.norm(f"layers.{index}.{each.name}.weight", each.width)
-                for each in (only.norm, only.out_norm)
-            )
-            kind = FeedForwardBranch if isinstance(only.part, FeedForwardSpec) else Branch
-            branches.append(kind(part, norm, out_norm, self.spec.norm_eps, branch.scale))
-        mixing, feeding = branches
-        assert isinstance(feeding, FeedForwardBranch)
-        return Block(index, mixing, feeding)
+        layer, first = self.spec.layer(index), 0
+        branches: list[Branch | ParallelBranch] = []
+        for spec in layer.branches:
+            made: list[Branch] = []
+            for each in spec.parts:
+                part = each.part.build(_PartPlacer(self, each.part, index, first))
+                first += len(each.part.groups)
+                norm, out_norm = self._layer_norm(index, each.norm), self._layer_norm(index, each.out_norm)
+                eps = next((one.eps for one in (each.norm, each.out_norm) if one is not None), 0.0)
+                made.append(Branch(part=part, norm=norm, out_norm=out_norm, norm_eps=eps))
+            if len(made) == 1 and spec.out_norm is None:
+                branches += made
+                made[0].scale = spec.scale
+            else:
+                norm, eps = self._layer_norm(index, spec.out_norm), 0.0 if spec.out_norm is None else spec.out_norm.eps
+                branches.append(ParallelBranch(branches=tuple(made), out_norm=norm, norm_eps=eps, scale=spec.scale))
+        return Block(index, tuple(branches), self._stream_scale(index, layer.stream_scale))
+
+    def _layer_norm(self, index: int, norm: NormSpec | None) -> NormWeight | None:
+        return None if norm is None else self.norm(f"layers.{index}.{norm.name}.weight", norm.width)
+
+    def _stream_scale(self, index: int, name: str | None) -> torch.Tensor | None:
+        """A constant, also where every weight trains: it has a place in the arena then, but never a gradient."""
+        if name is None:
+            return None
+        stored = f"layers.{index}.{name}"
+        if stored not in self.arena.slots:
+            return self.vector(stored, 1).to(self.compute)
+        self.start(stored)
+        return self.arena.view(stored, self.arena.compute)
 
     def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
         found = self.base.tensors.get(name)
@@ -250,8 +265,8 @@ class _Placer:
         return NewRows(self.arena.view(name, self.arena.compute), self.arena.view(name, self.arena.grads), before)
 
 
-class _PartMaker:
-    """Makes what one part of a layer is built of (model/part.py's Maker)."""
+class _PartPlacer:
+    """Places the tensors of one part of a layer (model/part.py's PartPlacer)."""
 
     def __init__(self, placer: _Placer, part: PartSpec, layer: int, first: int):
         self.placer, self.part, self.layer, self.first = placer, part, layer, first

@@ -31,8 +31,8 @@ from graftune.kernels import launch, swiglu
 from graftune.kernels.experts import Starts
 from graftune.model.context import PassContext
 from graftune.model.feed_forward.expert_projection import ExpertProjection
-from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
-from graftune.model.projection import Projection, ReadyGrad
+from graftune.model.part import FeedForward, FeedForwardSpec, PartInput, PartPlacer, SavedInput
+from graftune.model.projection import ReadyGrad
 
 # transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -108,13 +108,13 @@ class ExpertsSpec(FeedForwardSpec):
             yield f"{self.module}.experts.{parameter}.lora_A.weight", (self.experts * rank, width)
             yield f"{self.module}.experts.{parameter}.lora_B.weight", (self.experts, out, rank)
 
-    def build(self, make: Maker) -> Experts:
+    def build(self, place: PartPlacer) -> Experts:
         return Experts(
-            router=make.tensor(ROUTER)[0],
+            router=place.tensor(ROUTER)[0],
             chosen=self.chosen,
             normalised=self.normalised,
-            gate_up=make.experts("gate_up_proj"),
-            down=make.experts("down_proj"),
+            gate_up=place.experts("gate_up_proj"),
+            down=place.experts("down_proj"),
         )
 
 
@@ -137,20 +137,12 @@ class ExpertsSaved(NamedTuple):
 
 
 @dataclass
-class Experts:
+class Experts(FeedForward[ExpertsSaved]):
     router: torch.Tensor  # [E, D] fp32
     chosen: int  # k
     normalised: bool  # whether the weights of a token's experts sum to one
     gate_up: ExpertProjection
     down: ExpertProjection
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return ()
-
-    @property
-    def last(self) -> None:
-        return None
 
     def route(self, normed: torch.Tensor) -> Routed:
         """In fp32, so that the choice does not hang on how logits were rounded."""
@@ -167,7 +159,7 @@ class Experts:
         tokens = rows.div(self.chosen, rounding_mode="floor")
         return Routed(probs, chosen, weights, tokens, places.view_as(chosen), Starts(at, host))
 
-    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
+    def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
         normed = entry.tensor()
         routed = self.route(normed)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
@@ -175,7 +167,7 @@ class Experts:
         spans.operation("sum of experts")
         return _weighed(said, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
-    def again(self, entry: Entry, ctx: PassContext) -> ExpertsSaved:
+    def recompute(self, entry: PartInput, ctx: PassContext) -> ExpertsSaved:
         normed = entry.tensor()
         routed = self.route(normed)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
@@ -183,10 +175,10 @@ class Experts:
         h_down = self.down.low(self._act(gate_up), routed.starts, ctx.adapted) if adapts else None
         return ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
-    def light(self, saved: ExpertsSaved) -> ExpertsSaved:
+    def drop_recomputable(self, saved: ExpertsSaved) -> ExpertsSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
-    def complete(self, saved: ExpertsSaved, read: Input, ctx: PassContext) -> ExpertsSaved:
+    def recompute_dropped(self, saved: ExpertsSaved, read: SavedInput, ctx: PassContext) -> ExpertsSaved:
         return saved._replace(gate_up=self._first(read.tensor(), saved.routed, ctx)[0])
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -205,7 +197,7 @@ class Experts:
         self,
         grad: torch.Tensor,
         ready: ReadyGrad | None,
-        read: Input,
+        read: SavedInput,
         saved: ExpertsSaved,
         ctx: PassContext,
         need_input: bool,

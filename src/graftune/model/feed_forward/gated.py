@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.model.context import PassContext
-from graftune.model.part import Entry, FeedForwardSpec, Input, Maker
+from graftune.model.part import FeedForward, FeedForwardSpec, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import Projection, ReadyGrad
 
 
@@ -42,8 +42,8 @@ class GatedSpec(FeedForwardSpec):
     def residual_outputs(self) -> tuple[str, ...]:
         return self.names[2:]
 
-    def build(self, make: Maker) -> GatedMlp:
-        return GatedMlp(make.projection("gate_up"), make.projection("down"), self.activation)
+    def build(self, place: PartPlacer) -> GatedMlp:
+        return GatedMlp(place.projection("gate_up"), place.projection("down"), self.activation)
 
 
 class GatedSaved(NamedTuple):
@@ -53,7 +53,7 @@ class GatedSaved(NamedTuple):
 
 
 @dataclass
-class GatedMlp:
+class GatedMlp(FeedForward[GatedSaved]):
     gate_up: Projection
     down: Projection
     activation: str
@@ -66,27 +66,27 @@ class GatedMlp:
     def last(self) -> Projection:
         return self.down
 
-    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, GatedSaved]:
+    def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, GatedSaved]:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
         out, h_down = self.down.after_act(gate_up[:, : self.gate_up.width_out], ctx, self.activation)
         return out, GatedSaved(gate_up, h_gate_up, h_down)
 
-    def again(self, entry: Entry, ctx: PassContext) -> GatedSaved:
+    def recompute(self, entry: PartInput, ctx: PassContext) -> GatedSaved:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
         h_down = self.down.low_after_act(gate_up[:, : self.gate_up.width_out], ctx, self.activation)
         return GatedSaved(gate_up, h_gate_up, h_down)
 
-    def light(self, saved: GatedSaved) -> GatedSaved:
+    def drop_recomputable(self, saved: GatedSaved) -> GatedSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
-    def complete(self, saved: GatedSaved, read: Input, ctx: PassContext) -> GatedSaved:
-        return saved._replace(gate_up=read.entry(ctx).product(self.gate_up, wide=True, h=saved.h_gate_up)[0])
+    def recompute_dropped(self, saved: GatedSaved, read: SavedInput, ctx: PassContext) -> GatedSaved:
+        return saved._replace(gate_up=read.part_input(ctx).product(self.gate_up, wide=True, h=saved.h_gate_up)[0])
 
     def backward(
         self,
         grad: torch.Tensor,
         ready: ReadyGrad | None,
-        read: Input,
+        read: SavedInput,
         saved: GatedSaved,
         ctx: PassContext,
         need_input: bool,

@@ -15,7 +15,7 @@ import torch
 
 from graftune.kernels import attention, rope
 from graftune.model.context import PassContext, Past, Sequences
-from graftune.model.part import Bias, CacheBytes, Entry, Input, Maker, MixerSpec, NormWeight
+from graftune.model.part import Bias, CacheBytes, Mixer, MixerSpec, NormWeight, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import Projection, ReadyGrad
 
 
@@ -69,14 +69,14 @@ class AttentionSpec(MixerSpec):
     def residual_outputs(self) -> tuple[str, ...]:
         return (self.out,)
 
-    def build(self, make: Maker) -> Attention:
-        q_norm, k_norm = (make.norm(name) for name in self.qk_norms) if self.qk_norm else (None, None)
+    def build(self, place: PartPlacer) -> Attention:
+        q_norm, k_norm = (place.norm(name) for name in self.qk_norms) if self.qk_norm else (None, None)
         return Attention(
-            layer=make.layer,
+            layer=place.layer,
             heads=(self.heads, self.kv_heads, self.head_width),
-            qkv=make.projection("qkv"),
-            o=make.projection("o"),
-            bias=make.bias("qkv") if self.bias else None,
+            qkv=place.projection("qkv"),
+            o=place.projection("o"),
+            bias=place.bias("qkv") if self.bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=self.norm_eps,
@@ -103,7 +103,7 @@ class AttentionSaved(NamedTuple):
 
 
 @dataclass
-class Attention:
+class Attention(Mixer[AttentionSaved]):
     layer: int
     heads: tuple[int, int, int]  # N, K, H
     qkv: Projection
@@ -125,7 +125,7 @@ class Attention:
     def last(self) -> Projection:
         return self.o
 
-    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
+    def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
         raw = rope.finish_(
             qkv, *ctx.tables[self.rope], self.heads, bias=self.bias.value if self.bias else None,
@@ -140,7 +140,7 @@ class Attention:
         self,
         grad: torch.Tensor,
         ready: ReadyGrad | None,
-        read: Input,
+        read: SavedInput,
         saved: AttentionSaved,
         ctx: PassContext,
         need_input: bool,
@@ -183,12 +183,6 @@ class Attention:
         grad_read, g = self.qkv.backward(grad_qkv, h_qkv, ctx, need_input, ready)
         self.qkv.accumulate_grad(grad_qkv, g, read.x, ctx, read.normed)
         return grad_read
-
-    def light(self, saved: AttentionSaved) -> AttentionSaved:
-        return saved
-
-    def complete(self, saved: AttentionSaved, read: Input, ctx: PassContext) -> AttentionSaved:
-        return saved
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sequences: Sequences

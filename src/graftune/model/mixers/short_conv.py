@@ -17,7 +17,7 @@ import torch
 
 from graftune.kernels import short_conv
 from graftune.model.context import PassContext
-from graftune.model.part import CacheBytes, Entry, Input, Maker, MixerSpec
+from graftune.model.part import CacheBytes, Mixer, MixerSpec, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import Projection, ReadyGrad
 
 TAPS = "conv.weight"
@@ -45,12 +45,12 @@ class ShortConvSpec(MixerSpec):
     def residual_outputs(self) -> tuple[str, ...]:
         return ("out_proj",)
 
-    def build(self, make: Maker) -> ShortConv:
-        taps, grad = make.tensor(TAPS)
+    def build(self, place: PartPlacer) -> ShortConv:
+        taps, grad = place.tensor(TAPS)
         return ShortConv(
-            layer=make.layer,
-            into=make.projection("in"),
-            out=make.projection("out"),
+            layer=place.layer,
+            into=place.projection("in"),
+            out=place.projection("out"),
             taps=taps[:, 0],
             grad_taps=None if grad is None else grad[:, 0],
         )
@@ -69,7 +69,7 @@ class ShortConvSaved(NamedTuple):
 
 
 @dataclass
-class ShortConv:
+class ShortConv(Mixer[ShortConvSaved]):
     layer: int
     into: Projection
     out: Projection
@@ -84,7 +84,7 @@ class ShortConv:
     def last(self) -> Projection:
         return self.out
 
-    def forward(self, entry: Entry, ctx: PassContext) -> tuple[torch.Tensor, ShortConvSaved]:
+    def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, ShortConvSaved]:
         bcx, h_in = entry.product(self.into)
         mixed = self.out.input_buffer(bcx, len(bcx))
         self._mix(bcx, mixed[:, : self.out.width_in], ctx)
@@ -95,7 +95,7 @@ class ShortConv:
         self,
         grad: torch.Tensor,
         ready: ReadyGrad | None,
-        read: Input,
+        read: SavedInput,
         saved: ShortConvSaved,
         ctx: PassContext,
         need_input: bool,
@@ -113,12 +113,6 @@ class ShortConv:
         grad_read, g = self.into.backward(grad_bcx, h_in, ctx, need_input)
         self.into.accumulate_grad(grad_bcx, g, read.x, ctx, read.normed)
         return grad_read
-
-    def light(self, saved: ShortConvSaved) -> ShortConvSaved:
-        return saved
-
-    def complete(self, saved: ShortConvSaved, read: Input, ctx: PassContext) -> ShortConvSaved:
-        return saved
 
     def _mix(self, bcx: torch.Tensor, mixed: torch.Tensor, ctx: PassContext) -> None:
         past, documents = ctx.sequences.past, ctx.sequences.documents
