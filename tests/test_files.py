@@ -124,7 +124,7 @@ def test_what_a_kill_left_under_its_old_name_is_not_lost(tmp_path: Path, monkeyp
         assert (whole(place) / "x").read_text() in (("new",) if done else ("old", "new"))
         leave()
     (tmp_path / "adapter.part").mkdir()
-    files.settle_folder(place)
+    files.recover_folder(place)
     assert (place / "x").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
@@ -224,7 +224,7 @@ def test_a_folder_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for _ in Deaths(monkeypatch).each(lambda: files.remove_at_once(tmp_path / "x")):
         there = tmp_path / "x"
         assert not there.exists() or len(list(there.iterdir())) == 2
-        files.settle_folder(there)
+        files.recover_folder(there)
         assert [path.name for path in tmp_path.iterdir()] == (["x"] if there.exists() else [])
         there.mkdir(exist_ok=True)
         for name in ("a", "b"):

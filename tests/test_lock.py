@@ -15,7 +15,7 @@ import pytest
 
 from graftune.errors import GraftuneError
 from graftune.io import lock as lock_module
-from graftune.io.lock import FolderLock, Holder
+from graftune.io.lock import FolderLock, LockOwner
 
 
 def test_a_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
             assert other.stdout is not None and other.stdout.readline() == "held\n"
             with pytest.raises(GraftuneError, match=f"process {other.pid} is training in this folder; wait until"):
                 FolderLock(tmp_path).acquire()
-            holder = Holder.read((tmp_path / ".lock").read_bytes())
+            holder = LockOwner.read((tmp_path / ".lock").read_bytes())
             assert holder is not None and (holder.pid, holder.is_here, holder.lives) == (other.pid, True, True)
             assert not replace(holder, began="1").lives, "another process of the same number"
         finally:
@@ -38,7 +38,7 @@ def test_a_lock_names_its_owner_and_dies_with_it(tmp_path: Path) -> None:
     with FolderLock(tmp_path) as lock, pytest.raises(GraftuneError, match=f"process {os.getpid()} "):
         FolderLock(tmp_path).acquire()
     assert not lock.unsupported
-    assert Holder.read((tmp_path / ".lock").read_bytes()) is None, "released"
+    assert LockOwner.read((tmp_path / ".lock").read_bytes()) is None, "released"
 
 
 def test_a_lock_beats_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 # Licences that let everybody use, change and pass on, also in a product. The MPL asks only that changes to its own
-# files be passed on; nobody here changes them.
+# files be passed on; we do not change them.
 ACCEPTED = re.compile(
     r"MIT|BSD|0BSD|Apache|ISC|PSF|Python Software Foundation|CNRI-Python|HPND|Zlib|BSL-1.0|CC0-1.0|LLVM-exception"
     r"|MPL-2.0|Mozilla Public License 2.0",

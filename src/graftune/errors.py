@@ -1,12 +1,12 @@
 """The one error a user sees: what is wrong, where, and how to fix it, in one sentence.
 
-A single class rather than a hierarchy: nobody catches graftune's mistakes by kind; the command line turns every
-one of them into one line on stderr and exit code 2. Broken invariants of our own are plain asserts.
+There is one class and no hierarchy: no caller needs to tell mistakes apart, and the command line turns each into one
+line on stderr and exit code 2. Broken invariants of our own are plain asserts.
 
-Names and values in a message often come from somebody's file. They are escaped and cut here, in the one place that
-every message passes, rather than where each of them is quoted: a tokenizer must not be able to clear somebody's
-terminal or fill it with a page of one token's name. So is what a service's own error may quote, a key or a password:
-messages go into logs and run folders, and those are sent to others.
+Names and values in a message often come from an untrusted file. They are escaped and cut here, where every message
+passes, rather than where each is quoted: a tokenizer must not be able to clear the user's terminal or fill it with one
+token's name. Keys and passwords, which a service's own error may quote, are removed here too: messages go into logs and
+run folders, and users send those to others.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ NAMES = {
     "torch.ops.aten.gelu_backward": TORCH,
     # FP8 products with row scales.
     "torch._scaled_mm": TORCH,
-    # Keeps the device busy while short products are queued, so that their times are not the host's.
+    # Keeps the device busy while short products are queued, so that host time is not measured.
     "torch.cuda._sleep": TORCH,
     # Segments that grow, set for a process that has begun: the public way is an environment variable at its start.
     "torch._C._accelerator_setAllocatorSettings": TORCH,
@@ -87,7 +87,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def _looked_up(name: str) -> Any:
-    """By attributes, and by importing where a part is a module that nobody has imported yet."""
+    """Look a name up by attributes, importing the parts that are modules."""
     path, *rest = name.split(".")
     found: Any = importlib.import_module(path)
     for part in rest:

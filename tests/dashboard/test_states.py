@@ -16,11 +16,11 @@ import pytest
 from graftune.dashboard import states
 from graftune.dashboard.glance import Glance
 from graftune.dashboard.states import Pulse, state_of
-from graftune.io.lock import FolderLock, Holder
+from graftune.io.lock import FolderLock, LockOwner
 from tests.dashboard.folders import append, end, start, step, write_run
 
 
-def state(run: Path, holder: Holder | None) -> tuple[str, str]:
+def state(run: Path, holder: LockOwner | None) -> tuple[str, str]:
     glance = Glance(run / "metrics.jsonl")
     glance.advance()
     return tuple(state_of(run, glance, holder))
@@ -31,7 +31,7 @@ def phase(name: str) -> dict[str, Any]:
 
 
 def test_from_beginning_to_end(tmp_path: Path) -> None:
-    run, me = write_run(tmp_path / "r"), replace(Holder.me(), since=999.0)
+    run, me = write_run(tmp_path / "r"), replace(LockOwner.me(), since=999.0)
     assert state(run, me)[0] == "preparing"
     append(run, start(9))
     assert state(run, me)[0] == "preparing"
@@ -75,7 +75,7 @@ def test_a_run_that_its_guard_stopped_is_not_finished(tmp_path: Path, stopped: s
 
 
 def test_a_resume_of_a_run_that_died_is_being_prepared(tmp_path: Path) -> None:
-    run, me = write_run(tmp_path / "r", start(9), phase("training"), step(3)), Holder.me()
+    run, me = write_run(tmp_path / "r", start(9), phase("training"), step(3)), LockOwner.me()
     preparing, says = state(run, me)
     assert preparing == "preparing" and says.startswith("a resume is being prepared, at step 3 of 9")
     append(run, {"event": "resume", "step": 2, "time": me.since + 1})
@@ -110,7 +110,7 @@ def test_a_run_of_another_machine_has_a_heartbeat(tmp_path: Path, monkeypatch: p
     now = [100.0]
     monkeypatch.setattr(states.time, "monotonic", lambda: now[0])
     path = tmp_path / ".lock"
-    path.write_text(json.dumps(asdict(replace(Holder.me(), machine="elsewhere"))))
+    path.write_text(json.dumps(asdict(replace(LockOwner.me(), machine="elsewhere"))))
     pulse = Pulse(tmp_path)
     assert pulse.holder() is not None
     now[0] += 16

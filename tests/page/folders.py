@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from graftune.io.lock import LOCK, Holder
+from graftune.io.lock import LOCK, LockOwner
 
 OWNERS = {
     "base": 269_030_400, "adapters": 19_537_920, "gradients": 19_537_920, "moments": 39_075_840,
@@ -134,7 +134,7 @@ class RunFolder:
     def held(self, pid: int | None = None, since: float = 0.0) -> RunFolder:
         """Locked, as by a run that goes on: by this process, or by another one that is here; before its first event,
         unless `since` says otherwise."""
-        holder = replace(Holder.me(), since=since)
+        holder = replace(LockOwner.me(), since=since)
         held = asdict(holder if pid is None else replace(holder, pid=pid, began=""))
         (self.folder / LOCK).write_text(json.dumps(held))
         return self

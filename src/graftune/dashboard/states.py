@@ -18,7 +18,7 @@ from typing import NamedTuple
 from graftune.dashboard.glance import Glance
 from graftune.dashboard.reading import read_bytes, stamp
 from graftune.errors import one_line
-from graftune.io.lock import LOCK, Holder
+from graftune.io.lock import LOCK, LockOwner
 
 SILENT = 15.0  # seconds without a heartbeat after which a run on another machine has died
 PHASES = ("preparing", "compiling", "training", "evaluating", "finalising")
@@ -40,10 +40,10 @@ class Pulse:
         self.path = folder / LOCK
         self._beat, self._seen = 0, 0.0
 
-    def holder(self) -> Holder | None:
+    def holder(self) -> LockOwner | None:
         """Who holds the lock, as far as is known; None if nobody does."""
         content = read_bytes(self.path, 4096)
-        found = Holder.read(content) if content else None
+        found = LockOwner.read(content) if content else None
         if found is None:
             return None
         try:
@@ -64,7 +64,7 @@ class Pulse:
         return now - self._seen <= SILENT
 
 
-def state_of(folder: Path, log: Glance, holder: Holder | None) -> State:
+def state_of(folder: Path, log: Glance, holder: LockOwner | None) -> State:
     """`holder`: of the run's lock, None if it is free."""
     if holder is not None and log.events and _taken_up(log, holder):
         return State("preparing", f"a resume is being prepared, at {_done(log)}: {PREPARING}")
@@ -106,7 +106,7 @@ def _running(log: Glance) -> State:
     return State(phase, said[phase])
 
 
-def _taken_up(log: Glance, holder: Holder) -> bool:
+def _taken_up(log: Glance, holder: LockOwner) -> bool:
     """Whether somebody has the run's lock since its last event: a resume that has not begun to write."""
     return log.updated is not None and holder.since > log.updated
 

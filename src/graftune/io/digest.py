@@ -1,8 +1,9 @@
-"""The digest of large files (a base, a data set), remembered: tens of gigabytes take tens of seconds, at every start.
+"""Computes digests of large files (a base, a data set) and stores them: hashing tens of gigabytes takes tens of
+seconds at every start.
 
-A file is taken for unchanged while its place, size, inode and times are the same, the time of its last change of state
-among them: contents put in its place under the old modification time are still seen. What was changed a moment ago is
-not remembered, since clocks of file systems are coarse, and small files are not worth it.
+A file counts as unchanged while its path, size, inode and times are the same, including the time of its last status
+change: new content under the old modification time is still noticed. Digests of recently changed files are not stored,
+since file systems have coarse clocks, and digests of small files are not worth storing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ State = list[tuple[str, int, int, int, tuple[int, int]]]  # of each file: its pl
 
 
 def sha256(files: Sequence[Path]) -> str:
-    """Of the files' bytes, one behind the other."""
+    """The digest of the files' bytes, concatenated."""
     before = _state(files)
     if sum(size for _, size, *_ in before) < SMALLEST:
         return _computed(files)
@@ -40,13 +41,13 @@ def sha256(files: Sequence[Path]) -> str:
 
 
 def settled_state(files: Sequence[Path]) -> State | None:
-    """By what the files are known to be unchanged; None where they are small, or were changed a moment ago."""
+    """What identifies the files while they are unchanged; None if they are small, or were changed a moment ago."""
     state = _state(files)
     return state if sum(size for _, size, *_ in state) >= SMALLEST and _is_settled(state) else None
 
 
 def note(kind: str, key: str) -> None:
-    """Remember that something was found of files in this state."""
+    """Store that a check has passed for files in this state."""
     user_cache.remember(kind, hashlib.sha256(key.encode()).hexdigest(), True, MOST)
 
 

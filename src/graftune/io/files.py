@@ -1,15 +1,14 @@
-"""The one way to write a file or a folder, and the way to open one that a stranger made.
+"""Writes files and folders atomically, and opens files from untrusted sources.
 
-Whatever is written goes into a neighbour first, is flushed to the disk, renamed over its place, and the rename is
-flushed too: at whatever moment the process or the machine dies, a reader finds the old content or the new, never half
-of it and never nothing. A file is renamed over the old one. A folder cannot be renamed over a full one, so the two
-exchange names in one system call where there is one (Linux's renameat2, macOS' renamex_np); elsewhere the old one
-steps aside for a moment under a name that `whole` finds. Rejected: writing in place with a journal, which every reader
-would have to understand; lock files with a process number in them, which a kill leaves behind.
+New content is written to a neighbouring path, flushed to the disk and renamed into place, and the rename is flushed
+too. If the process or the machine dies, a reader finds the old content or the new content, never a part. A folder
+cannot be renamed over a non-empty one, so the two exchange names in one system call (Linux's renameat2, macOS'
+renamex_np); on other systems the old folder is renamed to a name that `whole` finds. Rejected: writing in place with a
+journal, which every reader would have to understand; lock files with a process number, which a kill leaves behind.
 
-Under the name of a file there may be a pipe, which keeps its reader waiting for ever, a device that never ends, or a
-link to somebody's private file. Files are therefore opened by `open_plain`, those that a run writes to by `open_own`,
-and `check_inside` comes before what is copied onward.
+A path may lead to a pipe, which blocks its reader for ever, to an endless device, or through a link to a private file.
+So `open_plain` opens files to read, `open_own` opens files that a run writes to, and `check_inside` is called before a
+file's text is copied to an export.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 from graftune.errors import GraftuneError
 
 PART, OLD = ".part", ".old"  # what follows a name: still being written; stepping away
-_ABANDONED = 86400.0  # seconds without a write after which a half-written file is nobody's
+_ABANDONED = 86400.0  # seconds without a write after which a half-written file counts as abandoned
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 # The file system or the kernel has no exchange.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
@@ -45,7 +44,7 @@ _KINDS = {
 
 
 def special(path: str | Path) -> str:
-    """What lies there if it is neither a file nor a folder: "a pipe", "a device"; empty if it is one, or nothing."""
+    """The kind of a special file, such as "a pipe" or "a device"; empty for files, folders and missing paths."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -54,19 +53,19 @@ def special(path: str | Path) -> str:
 
 
 def open_plain(path: str | Path) -> io.BufferedReader:
-    """A file to read, through links too. GraftuneError where there is a pipe or a device; OSError as `open` has it."""
+    """Open a file to read, following links. GraftuneError for a pipe or a device; OSError as from `open`."""
     return os.fdopen(_opened(path, os.O_RDONLY), "rb")
 
 
 def check_plain(path: str | Path) -> None:
-    """Likewise for a library that opens a file by its name."""
+    """Check a file like `open_plain`, for a library that opens it by its name."""
     os.close(_opened(path, os.O_RDONLY))
 
 
 def open_own(path: str | Path, flags: int = 0) -> int:
-    """The handle of a file that is ours, to read and to write; made if there is none. A link is refused: it would write
-    to another place. An existing file is opened without O_CREAT, which Linux refuses for files of others in a folder
-    like /tmp (fs.protected_regular)."""
+    """Open a run's own file to read and write, creating it if needed, and return its handle. A link is refused, because
+    the run would write to another place. An existing file is opened without O_CREAT, which Linux refuses for files of
+    other users in a folder like /tmp (fs.protected_regular)."""
     flags |= os.O_RDWR | os.O_NOFOLLOW
     while True:
         try:
@@ -102,9 +101,9 @@ _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]+)/snapshots/[^/]+"
 
 
 def check_inside(path: Path) -> None:
-    """Refuse a link to a file of another name outside of the file's own folder: its text is copied onward, and might be
-    somebody's private file. A snapshot in the Hub's cache consists of links to the blobs beside it, and people make
-    folders of links to the files of a model."""
+    """Refuse a link to a file of another name outside of the file's own folder: exports copy its text, which might be a
+    private file. A snapshot in the Hub's cache consists of links to the blobs beside it, and users make folders of
+    links to the files of a model; both are accepted."""
     if not path.is_symlink():
         return
     folder, target = path.parent.resolve(), path.resolve()
@@ -130,7 +129,7 @@ def _is_link(path: str | Path) -> GraftuneError:
 
 
 def flush(path: Path) -> None:
-    """Down to the disk, file or folder."""
+    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -139,7 +138,7 @@ def flush(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """A folder with every file below it."""
+    """Flush a folder and every file below it."""
     for path in folder.iterdir():
         if path.is_dir():
             flush_folder(path)
@@ -157,11 +156,11 @@ def write_file(path: str | Path, content: bytes | str, *, unique: bool = False) 
 
 @contextmanager
 def new_file(path: str | Path, *, unique: bool = False) -> Iterator[Path]:
-    """A neighbour to write to; it takes the place of `path` at the end, and is gone if the body fails."""
+    """Yield a neighbouring path to write to. It replaces `path` at the end, or is removed if the body fails."""
     path = Path(path)
     aside = path.with_name(f"{path.name}.{os.getpid()}{PART}" if unique else path.name + PART)
     try:
-        if aside.is_symlink():  # of somebody who wants it written through
+        if aside.is_symlink():  # writing through it would overwrite another file
             aside.unlink()
         yield aside
         flush(aside)
@@ -175,7 +174,7 @@ def new_file(path: str | Path, *, unique: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(final: str | Path) -> Iterator[Path]:
-    """An empty neighbour to fill; it takes the place of `final` at the end, and is gone if the body fails."""
+    """Yield an empty neighbouring folder to fill. It replaces `final` at the end, or is removed if the body fails."""
     final = Path(final)
     aside = final.with_name(final.name + PART)
     remove(aside)
@@ -209,14 +208,14 @@ def replace_folder(aside: Path, final: Path) -> None:
 
 
 def whole(final: Path) -> Path:
-    """`final`, or what a kill between the two renames of a system without an exchange has left of it."""
+    """`final`, or its old folder if a kill came between the two renames on a system that cannot exchange names."""
     old = final.with_name(final.name + OLD)
     return old if not final.exists() and old.exists() else final
 
 
-def settle_folder(final: Path) -> None:
-    """After a kill, by the only one who writes there: what is unfinished goes, and a folder that was left under its old
-    name gets its own back."""
+def recover_folder(final: Path) -> None:
+    """Clean up after a kill: remove unfinished folders, and give a folder that was renamed aside its name back. Only
+    the process that writes there may call this."""
     old = final.with_name(final.name + OLD)
     if final.exists():
         remove(old)
@@ -226,7 +225,7 @@ def settle_folder(final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, link or folder, whether there is one or not."""
+    """Remove a file, link or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -234,7 +233,7 @@ def remove(path: Path) -> None:
 
 
 def remove_at_once(folder: Path) -> None:
-    """Delete a folder that is whole until it is gone: what a kill leaves of it has the name of something unfinished."""
+    """Delete a folder after renaming it, so that a kill leaves a folder that is marked as unfinished."""
     aside = folder.with_name(folder.name + PART)
     remove(aside)
     os.rename(folder, aside)
@@ -242,8 +241,9 @@ def remove_at_once(folder: Path) -> None:
 
 
 def prune_folder(keep: Path, limit: int) -> None:
-    """Keep the files beside `keep` with its ending within `limit` bytes together: those used longest ago go. So does
-    what was left half-written a day ago. Whoever has such a file open keeps what it mapped."""
+    """Keep the files beside `keep` that have its ending within `limit` bytes in total by deleting the least recently
+    used. Also deletes files that were abandoned half-written. A process that has mapped a deleted file can still
+    read it."""
     found = []
     with suppress(OSError):
         for path in keep.parent.iterdir():

@@ -2,8 +2,8 @@
 
 huggingface_hub does the work: files go to a cache that other programs share, a connection that breaks off is taken up
 where it ended, a later command fetches only the files that are not whole yet, and with HF_HUB_OFFLINE=1 or without a
-network the cache alone is asked. Here its errors become sentences, and its progress becomes lines where no terminal is:
-bars redrawn into a log file help nobody.
+network only the cache is used. This module turns its errors into sentences, and its progress bars into lines where
+stderr is not a terminal.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def download(name: str, revision: str, wanted: Sequence[str], kind: Kind = "mode
 
 
 def unreachable(name: str, error: Exception, also: str) -> GraftuneError:
-    """What to say when the Hub gave no answer."""
+    """The error for a Hub that cannot be reached."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

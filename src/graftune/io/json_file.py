@@ -1,9 +1,9 @@
-"""JSON out of somebody's file: of bounded size, and whatever is wrong with it is one kind of error.
+"""Reads JSON files of bounded size, and reports every fault as one kind of error.
 
-Python's reader takes what it can: the last of two equal keys, NaN for a number; and where a file is nested deeply it
-raises RecursionError, which is no ValueError (or, from 3.12 on, makes a value that nobody can walk through). Here a
-key that stands twice is refused, since two programs would read two different files, so is what is nested deeper than
-any file of ours, and every fault is a `NotJson`, a ValueError whose text completes a sentence about the file.
+Python's reader takes the last of two equal keys, and raises RecursionError for a deeply nested file (or, from 3.12 on,
+returns a value that cannot be walked through). This one refuses a key that occurs twice, since two programs would read
+two different files, and nesting deeper than any file of ours. Every fault is a `NotJson`, a ValueError whose text
+completes a sentence about the file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The claim of a process on a run folder: taken by whoever trains there, read by whoever watches.
+"""The lock of a run folder: the training process holds it, and the dashboard reads who that is.
 
-The lock itself belongs to an open file, so it dies with its process, however that ends. Beside it the file says who
-holds it: the process, when that process started, and the machine, so that others can ask without taking the lock. While
-it is held a thread renews the file's time every few seconds: a heartbeat for those who cannot see the process, on other
-machines of a shared disk or outside of its container. Rejected: /proc/locks, which lists no lock of another container,
-and in some sandboxes none at all.
+The lock belongs to an open file, so it ends with its process. The file's content names the owner: the process, when it
+started, and the machine, so that others can read it without taking the lock. While the lock is held a thread renews the
+file's time every few seconds, a heartbeat for readers that cannot see the process, on other machines of a shared disk
+or outside of its container. Rejected: /proc/locks, which lists no lock of another container, and in some sandboxes
+none at all.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Who holds a lock."""
+class LockOwner:
+    """The process that holds a lock."""
 
     pid: int
     began: str  # when the process started, in the system's own count: tells it from a later one of the same number
@@ -40,16 +40,16 @@ class Holder:
     file: int = 0  # the number (inode) of the lock's file, which a copy of the folder does not have; 0: not known
 
     @staticmethod
-    def me(file: int = 0) -> Holder:
-        return Holder(os.getpid(), process_start(os.getpid()) or "", machine(), round(time.time(), 3), file)
+    def me(file: int = 0) -> LockOwner:
+        return LockOwner(os.getpid(), process_start(os.getpid()) or "", machine(), round(time.time(), 3), file)
 
     @staticmethod
-    def read(content: bytes) -> Holder | None:
-        """Of the lock file's content; None if it names nobody."""
+    def read(content: bytes) -> LockOwner | None:
+        """Read the lock file's content; None if the lock is free."""
         try:
             found = json.loads(content)
             who = int(found["pid"]), str(found["began"]), str(found["machine"])
-            return Holder(*who, float(found["since"]), int(found.get("file", 0)))
+            return LockOwner(*who, float(found["since"]), int(found.get("file", 0)))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError):
             return None
 
@@ -74,8 +74,8 @@ def machine() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started, in the system's own count. None: there is no such process, or it has ended and nobody has
-    asked how. Empty: the system does not say, or hides the processes of others."""
+    """When a process started, in the system's own count. None: there is no such process, or it is a zombie. Empty: the
+    system does not say, or hides the processes of other users."""
     with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
@@ -89,9 +89,9 @@ def process_start(pid: int) -> str | None:
 
 
 class FolderLock:
-    """One process at a time writes to a folder. Never waits. The file stays, and is empty when nobody holds it.
+    """Lets one process at a time write to a folder. Never waits. The file stays, and is empty while the lock is free.
 
-    `unsupported` is why there is no lock, on file systems that have none: whoever asked should say so."""
+    `unsupported`: the reason why this file system has no locks, which the caller reports."""
 
     def __init__(self, folder: str | Path):
         self.path, self.unsupported = Path(folder) / LOCK, ""
@@ -113,7 +113,7 @@ class FolderLock:
                 os.close(handle)
         try:
             os.ftruncate(self._handle, 0)
-            me = Holder.me(os.fstat(self._handle).st_ino)
+            me = LockOwner.me(os.fstat(self._handle).st_ino)
             os.pwrite(self._handle, json.dumps(asdict(me)).encode() + b"\n", 0)
         except OSError as error:  # a full disk
             self.release()
@@ -133,7 +133,7 @@ class FolderLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = Holder.read(os.pread(handle, 4096, 0))
+            owner = LockOwner.read(os.pread(handle, 4096, 0))
             who = "another process" if owner is None else f"process {owner.pid}"
             raise GraftuneError(
                 f"{who} is training in this folder",

@@ -1,6 +1,6 @@
-"""Small facts that took time to find, remembered between runs: one JSON file a kind in the user's cache folder.
+"""Keeps small results that took time to compute between runs: one JSON file per kind in the user's cache folder.
 
-Whatever is unreadable, damaged or cannot be written is found again, no more: nothing but time hangs on it.
+If a file is damaged or cannot be written, the result is computed again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ def cache_folder() -> Path:
 
 
 def recall(kind: str) -> dict[str, Any]:
-    """All that is remembered of a kind. Who reads it checks what a value is: the file may be anyone's."""
+    """All stored results of a kind. The caller checks their types: the file may have been damaged."""
     try:
         values = read_object(cache_folder() / f"{kind}.json")
-    except (OSError, NotJson, RuntimeError):  # the last: nobody's home
+    except (OSError, NotJson, RuntimeError):  # RuntimeError: the user has no home folder
         return {}
     return values
 
 
 def remember(kind: str, key: str, value: Any, most: int) -> None:
-    """Beside the others, of which the latest `most` stay. Written aside and renamed; of two who write at once, one is
-    remembered."""
+    """Store a result and keep the latest `most` of its kind. Of two processes that write at once, one wins."""
     kept = {**recall(kind), key: value}
     with suppress(OSError, RuntimeError):  # a full disk, no home, a folder of others
         place = cache_folder() / f"{kind}.json"

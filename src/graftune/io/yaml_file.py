@@ -1,8 +1,8 @@
 """A YAML file of settings: read within limits, written with its schema named.
 
 PyYAML's safe loader takes everything that is valid: aliases that stand for billions of values, keys that occur twice
-(the last wins), nesting until Python's stack ends. So depth and number of the nodes are counted while they are read,
-and the tree is measured, with what stands behind aliases, before values are made of it.
+(the last wins), nesting until Python's stack ends. So the loader counts depth and values, with those behind aliases,
+while it reads, before it makes values of them.
 """
 
 from __future__ import annotations
@@ -69,12 +69,8 @@ def _constructed(text: str, where: str, most: int) -> Any:
 
     loader = None
     try:
-        loader = _loader()(text, where, most)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _measure(node, where, most)
-        return loader.construct_document(node)
+        loader = _loader()(text, where, most)  # it fails here where a character is not allowed
+        return loader.get_single_data()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
@@ -84,7 +80,7 @@ def _constructed(text: str, where: str, most: int) -> Any:
     except GraftuneError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-        # A number of thousands of digits, a date such as 2026-13-45, a tag on a value that is none of its kind.
+        # A number of thousands of digits, a date such as 2026-13-45, a tag that does not fit its value.
         raise GraftuneError("holds a value that cannot be read", where=where, fix="check its numbers") from None
     finally:
         if loader is not None:
@@ -95,67 +91,47 @@ def _constructed(text: str, where: str, most: int) -> Any:
 def _loader() -> Any:
     import yaml
 
-    class Bounded(yaml.SafeLoader):
-        """Stops where a file is nested too deeply or holds too much: its scanner takes quadratic time there."""
+    class BoundedLoader(yaml.SafeLoader):
+        """Stops where a file is nested too deeply, holds too much or has a key twice. It counts while it reads, because
+        PyYAML's scanner takes quadratic time on such a file."""
 
         def __init__(self, text: str, where: str, most: int):
             super().__init__(text)
-            self.where, self.left, self.depth = where, most, 0
+            self.where, self.most = where, most
+            self.depth, self.count = 0, 0  # levels above this node; values read so far, with those behind aliases
+            self.sizes: dict[int, int] = {}  # values in each finished node
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            self.depth, self.left = self.depth + 1, self.left - 1
+            is_alias = self.check_event(yaml.AliasEvent)
+            before = self.count
+            self.depth, self.count = self.depth + 1, self.count + 1
             if self.depth > DEEPEST + 1:
                 raise _too_deep(self.where)
-            if self.left < 0:
-                raise GraftuneError("holds too many values", where=self.where, fix="keep to settings")
             node = super().compose_node(parent, index)
+            if is_alias:
+                if id(node) not in self.sizes:
+                    raise GraftuneError("holds an alias of itself", where=self.where, fix="write the values out")
+                self.count += self.sizes[id(node)]
+            if self.count > self.most:
+                fix = "write them out without aliases" if is_alias else "keep to settings"
+                raise GraftuneError("holds too many values", where=self.where, fix=fix)
+            self.sizes.setdefault(id(node), self.count - before)
             self.depth -= 1
             return node
 
-    return Bounded
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines and name != "<<":
+                    what = f"{name[:80]} is given twice, at lines {lines[name]} and {line}"
+                    raise GraftuneError(what, where=self.where, fix="keep one of them")
+                lines[name] = line
+            return node
+
+    return BoundedLoader
 
 
 def _too_deep(where: str) -> GraftuneError:
     return GraftuneError("is nested too deeply", where=where, fix="settings are one or two levels deep")
-
-
-def _measure(root: Any, where: str, most: int) -> None:
-    """Refuses what would grow without bound, and keys that stand there twice."""
-    import yaml
-
-    sizes: dict[int, int] = {}  # of nodes that are done; an open one has 0
-
-    def size(node: Any, depth: int) -> int:
-        if id(node) in sizes:
-            if not sizes[id(node)]:
-                raise GraftuneError("holds an alias of itself", where=where, fix="write the values out")
-            return sizes[id(node)]
-        if depth > DEEPEST:
-            raise _too_deep(where)
-        sizes[id(node)] = 0
-        parts: list[Any] = []
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-            _no_twins(node, where)
-        elif isinstance(node, yaml.SequenceNode):
-            parts = node.value
-        total = 1
-        for part in parts:
-            total += size(part, depth + 1)
-            if total > most:
-                raise GraftuneError("holds too many values", where=where, fix="write them out without aliases")
-        sizes[id(node)] = total
-        return total
-
-    size(root, 0)
-
-
-def _no_twins(node: Any, where: str) -> None:
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        if name in lines and name != "<<":
-            raise GraftuneError(
-                f"{name[:80]} is given twice, at lines {lines[name]} and {line}", where=where, fix="keep one of them"
-            )
-        lines[name] = line

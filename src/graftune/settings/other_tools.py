@@ -1,4 +1,4 @@
-"""The names other tools use, and what they are called here.
+"""The names that other tools use for their settings, and our name for each.
 
 Unsloth, Axolotl, LLaMA-Factory, TRL and transformers (TrainingArguments, SFTConfig), PEFT (LoraConfig) and mlx-lm. A
 plain synonym, with the same meaning and the same unit, is in SAME and is taken. Every other name is in ANSWERS, with
@@ -207,8 +207,8 @@ def same(name: str) -> str | None:
 
 
 def answer(name: str, flags: bool) -> str | None:
-    """What to tell somebody who used this name, another tool's or an earlier version's; None if it is not known.
-    `flags`: show our settings as flags."""
+    """What to use instead of a name of another tool or an earlier version; None if the name is not known. `flags`: show
+    our settings as flags."""
     found = plain(name)
     if found in SAME:
         return f"here it is {_shown(SAME[found], flags)}"

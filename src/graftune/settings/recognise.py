@@ -140,7 +140,7 @@ def check_base(name: str, data: str = "", *, scratch: bool = False, command: str
     run = f"graftune train --resume {name} continues it; --adapter {name} starts a new run from its adapter"
     if (Path(name).expanduser() / "model").is_dir():
         run = f"graftune train --resume {name} continues it; give {Path(name) / 'model'} to start from what it trained"
-    mends = {
+    fixes = {
         "unread": _converted(name),
         "special": _READ_AGAIN,
         "run": run,
@@ -154,8 +154,8 @@ def check_base(name: str, data: str = "", *, scratch: bool = False, command: str
         "ggufs": "give one of them",
         "folder": "give a Hugging Face model folder, a .gguf file or a Hub name",
     }
-    if found.kind in mends:
-        raise _error(name, found.what, mends[found.kind])
+    if found.kind in fixes:
+        raise _error(name, found.what, fixes[found.kind])
     return name
 
 
@@ -168,7 +168,7 @@ def check_data(name: str, shown: str = "DATA") -> None:
         if name.lower().endswith((*DATA_ENDINGS, *UNREAD, *PACKED, *MODEL_ENDINGS)) or _is_path(name):
             raise _error(name, "no such file or folder", _siblings(name) or f"check the path given as {shown}")
         return
-    mends = {
+    fixes = {
         "special": _READ_AGAIN,
         "unread": _converted(name),
         "gguf": "give the base first and the data after it: graftune train BASE DATA",
@@ -180,9 +180,9 @@ def check_data(name: str, shown: str = "DATA") -> None:
         "lfs": "fetch it with `git lfs pull`, or download the data again",
         "pickle": "convert it to .jsonl, .csv or .parquet",
     }
-    if found.kind in mends:
+    if found.kind in fixes:
         plain = found.kind in ("lfs", "unread", "special")
-        raise _error(name, found.what if plain else f"{found.what}, not data", mends[found.kind])
+        raise _error(name, found.what if plain else f"{found.what}, not data", fixes[found.kind])
 
 
 def check_target(name: str) -> str:
@@ -196,7 +196,7 @@ def check_target(name: str) -> str:
     if found.kind == "missing":
         _check_absent(bare, "give a run, an adapter, a .gguf file, a model folder or a Hub name")
         return name
-    mends = {
+    fixes = {
         "special": _READ_AGAIN,
         "data": "give the run or the model first",
         "unread": "give the run or the model first",
@@ -207,8 +207,8 @@ def check_target(name: str) -> str:
         "ggufs": "give one of them",
         "checkpoint": f"give it as {_run_of(bare)}@{Path(bare).name}",
     }
-    if found.kind in mends:
-        raise _error(bare, found.what, mends[found.kind])
+    if found.kind in fixes:
+        raise _error(bare, found.what, fixes[found.kind])
     return name
 
 

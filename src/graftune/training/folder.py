@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from graftune.errors import GraftuneError
-from graftune.io.files import PART, check_own_folder, remove, settle_folder
+from graftune.io.files import PART, check_own_folder, recover_folder, remove
 from graftune.io.lock import LOCK, FolderLock
 from graftune.observe.console import Console
 from graftune.training.reporter import live_plot_of, write_pictures
@@ -40,7 +40,7 @@ def sweep(folder: Path) -> None:
         if _HALF.fullmatch(path.name):
             remove(path)
     for place in (*(folder / name for name in _FOLDERS), *_checkpoints(folder)):
-        settle_folder(place)
+        recover_folder(place)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
