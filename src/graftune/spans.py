@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from graftune.private import find
+
 OTHERS = -1  # in place of a layer
 PRODUCT = ""  # the operation of a matrix product, whose name is the last one given to `product`
 
@@ -218,3 +220,14 @@ def covering(name: str) -> AbstractContextManager[None]:
 def aside(name: str) -> AbstractContextManager[None]:
     """Around work on another stream, which is the current one."""
     return nullcontext() if _now is None else _now.aside(name)
+
+
+_profiler_runs = find("torch.autograd._profiler_enabled")
+
+
+def marked(name: str) -> AbstractContextManager[Any]:
+    """`with marked("evaluate"):` is the range "graftune: evaluate" in a trace of torch's profiler: for the points where
+    the host waits (the capture, evaluations, answers, checkpoints, the device when it is two steps behind)."""
+    if not _profiler_runs():
+        return nullcontext()
+    return torch.profiler.record_function(f"graftune: {name}")

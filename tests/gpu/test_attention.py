@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from graftune.kernels import attention
+from graftune.kernels import attention, rehearsal
 from graftune.kernels.attention import Documents, cudnn_frontend, flash
 from graftune.kernels.rope.reference import added_up
 from tests.kernels.test_attention_kernel import check, close, packed
@@ -34,9 +34,9 @@ def seqlens(lengths: tuple[int, ...]) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def poisoned_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN must not count on what it finds in its workspace: another layer's sums, as a rule."""
-    made = cudnn_frontend._workspace
+    made = rehearsal.workspace
     # NaN as fp32 and as bf16
-    monkeypatch.setattr(cudnn_frontend, "_workspace", lambda device, size: made(device, size).fill_(0xFF))
+    monkeypatch.setattr(rehearsal, "workspace", lambda size, device: made(size, device).fill_(0xFF))
 
 
 class Pass:

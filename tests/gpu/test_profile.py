@@ -12,7 +12,8 @@ from benchmarks.cases import parse
 from benchmarks.step import profile as profiled_case
 
 from graftune import spans
-from graftune.observe.profile import Profile, Recorder
+from graftune.observe.profile import Profile
+from graftune.observe.profiler import Recorder
 from graftune.spans import DeviceClock, Turn
 from tests.gpu.test_step import examples, ready, run
 

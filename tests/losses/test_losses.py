@@ -19,7 +19,7 @@ from graftune.losses import Anchored, CrossEntropy, Loss, choose
 from graftune.model.projection import augmented_buffer
 from graftune.settings.config import LoraConfig, TrainConfig
 from graftune.step.evaluate import evaluate
-from graftune.step.pipeline import Flat, HostLoop, Shape
+from graftune.step.pipeline import BatchBuffer, BatchShape, HostLoop
 from graftune.step.step import Step
 from tests.support import oracle, tiny
 from tests.support.pairwise import pairwise
@@ -237,7 +237,7 @@ def test_a_batch_travels_with_the_losss_fields() -> None:
         ),
     )
     batch = pack(data, layout=layout, capacity=64, max_docs=6, max_rows=33, longest=64)
-    flat = Flat(Shape.of(batch))
+    flat = BatchBuffer(BatchShape.of(batch))
     host = torch.full((flat.size,), -7)
     flat.fill(host, batch)
     own, extra = flat.views(host.clone())
@@ -248,8 +248,8 @@ def test_a_batch_travels_with_the_losss_fields() -> None:
     assert extra["chosen"].tolist() == [5, 6, 7, -1, -1, -1] and extra["weights"].dtype == torch.float32
     targets = (batch.labels >= 0).sum()
     assert extra["document"][:targets].tolist() == (batch.rows[:targets] + 1).tolist(), "of the label, not of its row"
-    plain = Shape.of(pack(data, capacity=64, max_docs=6, max_rows=33, longest=64))
-    assert Flat(plain).size == 2 * 64 + 2 * 33 + 4
+    plain = BatchShape.of(pack(data, capacity=64, max_docs=6, max_rows=33, longest=64))
+    assert BatchBuffer(plain).size == 2 * 64 + 2 * 33 + 4
 
 
 def test_groups_stay_together_in_their_order() -> None:

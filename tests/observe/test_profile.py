@@ -5,6 +5,7 @@ Times are those of a clock that ticks at every stamp: nothing here depends on ho
 
 from __future__ import annotations
 
+import ast
 import itertools
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftune import graph, spans
 from graftune.model.context import SideStreams
-from graftune.observe.profile import Profile, Recorder, Sample, Span, bottleneck, read
+from graftune.observe import profiler
+from graftune.observe.profile import Profile, Sample, Span, bottleneck, read
+from graftune.observe.profiler import Recorder
 from graftune.settings.config import LoraConfig
 from graftune.spans import Name, Timeline, Turn
-from graftune.step import profile as step_profile
 from graftune.step.pipeline import HostLoop
 from graftune.step.step import Step
 from tests.kernels.test_whole_step import HYPER, batch
@@ -231,11 +233,11 @@ def test_a_captured_callable_is_captured_again_with_its_spans_and_only_then(monk
 
 
 def test_stamps_take_a_small_share_of_a_short_step() -> None:
-    assert step_profile.turns_for(outside=24, inside=600, layers=32, plain_ms=400.0) == [Turn(0, 1)]
-    short = step_profile.turns_for(outside=24, inside=320, layers=16, plain_ms=12.0)
+    assert profiler.turns_for(outside=24, inside=600, layers=32, plain_ms=400.0) == [Turn(0, 1)]
+    short = profiler.turns_for(outside=24, inside=320, layers=16, plain_ms=12.0)
     stamps = 24 + (320 + 2 * 16) / len(short)
-    assert 1 < len(short) < 16 and stamps * step_profile.STAMP_MS <= step_profile.STAMPS_SHARE * 12.0
-    assert len(step_profile.turns_for(outside=24, inside=320, layers=16, plain_ms=0.1)) == 16
+    assert 1 < len(short) < 16 and stamps * profiler.STAMP_MS <= profiler.STAMPS_SHARE * 12.0
+    assert len(profiler.turns_for(outside=24, inside=320, layers=16, plain_ms=0.1)) == 16
 
 
 def test_hotspots_percentiles_and_the_sentence() -> None:
@@ -279,6 +281,20 @@ def test_a_trace_has_every_span_in_its_place(tiny_folder) -> None:
 
 def test_steps_are_profiled_in_turn_with_plain_ones(tiny_folder) -> None:
     loop = loop_of(tiny_folder("llama-shallow"))
-    found = step_profile.profiled(loop, lambda: sent(loop), torch.device("cpu"), steps=3)
+    found = profiler.profiled(loop, lambda: sent(loop), torch.device("cpu"), steps=3)
     assert len(found.samples) == len(found.plain) == 3 and found.facts["captured"] is False
     assert found.document()["owned"] > 0.95
+
+
+def test_the_hot_path_has_few_calls_of_spans_and_rehearsal() -> None:
+    """Kernels name their own operation, so a step need not."""
+    package = Path(spans.__file__).parent
+    files = [file for folder in ("step", "model", "losses", "kernels") for file in (package / folder).rglob("*.py")]
+    calls = [
+        node
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id in ("spans", "rehearsal")
+    ]
+    assert 40 < len(calls) <= 60

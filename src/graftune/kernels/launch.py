@@ -52,8 +52,9 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
-            if next(x for x in args if isinstance(x, torch.Tensor)).is_meta:
-                now = rehearsal.current()
+            first = next(x for x in args if isinstance(x, torch.Tensor))
+            if first.is_meta:
+                now = _rehearsal(first)
                 if now is not None and now.launched is not None:
                     now.launched(self.jitted, grid, args, options)
             else:
@@ -75,13 +76,13 @@ def on_gpu(place: torch.Tensor | torch.device) -> bool:
     """Whether a tensor lies, or would lie, on a GPU; or whether a device is one."""
     if isinstance(place, torch.Tensor):
         return place.is_cuda or (place.is_meta and kind_of(place) == "cuda")
-    about = rehearsal.device() if place.type == "meta" else None
+    about = _about(place)
     return place.type == "cuda" or (about is not None and about.kind == "cuda")
 
 
 def kind_of(x: torch.Tensor) -> str:
     """The kind of device that a tensor lies on, or would lie on."""
-    now = rehearsal.current() if x.is_meta else None
+    now = _rehearsal(x)
     return x.device.type if now is None else now.kind_of(x)
 
 
@@ -132,6 +133,10 @@ def is_elsewhere(device: torch.device) -> bool:
     """Whether a device is planned for that is not here: its libraries are taken to be installed."""
     about = _about(device)
     return about is not None and not about.here
+
+
+def _rehearsal(x: torch.Tensor) -> rehearsal.Rehearsal | None:
+    return rehearsal.current() if x.is_meta else None
 
 
 def _about(device: torch.device) -> rehearsal.Device | None:

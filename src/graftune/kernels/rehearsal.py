@@ -113,6 +113,12 @@ def owned(owner: str) -> AbstractContextManager[None]:
     return nullcontext() if _state.current is None else _state.current.owned(owner)
 
 
+def workspace(size: int, device: torch.device) -> torch.Tensor:
+    """So many bytes for a library to work in."""
+    with owned(WORKSPACES):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 def give(owner: str, *held: Any) -> None:
     """`held`: tensors, or sequences of them at any depth; other things are passed over."""
     if _state.current is not None:

@@ -211,9 +211,8 @@ class Projection:
             assert isinstance(self.frozen, Augmented)
             return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.adapter_columns]), g
         grad_x = self.frozen.input_grad(grad_y)
-        spans.operation("adapters")
         if ctx.dropout is None:
-            return grad_x.addmm_(g, lora.down), g
+            return lora_linear.add_input_grad_(grad_x, g, lora.down), g
         return grad_x.add_(ctx.dropout.apply(g @ lora.down, self.mask_id)), g
 
     def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, ctx: PassContext) -> torch.Tensor | None:

@@ -315,33 +315,3 @@ def bottleneck(found: Mapping[str, Any]) -> str:
     if found.get("floor_share"):
         text += f"; the whole step runs at {found['floor_share']:.0%} of the speed of the floor"
     return text + "."
-
-
-class Recorder:
-    """Takes the samples of a profile while steps are sent. Its timeline begins where the step before ended, so what
-    passes until the first batch is there is the phase `load`."""
-
-    def __init__(self, clock: Any, profile: Profile | None = None, most: int | None = None):
-        """`most`: samples of each turn that are kept, and plain steps; the oldest ones go. None: all of them."""
-        self.clock, self.profile, self.most = clock, profile or Profile(), most
-
-    def begin(self, turn: Turn = EVERY_LAYER) -> Timeline:
-        timeline = Timeline(self.clock, turn)
-        timeline.phase("load")
-        timeline.operation("waiting for a batch")
-        return timeline
-
-    def take(self, timeline: Timeline) -> bool:
-        """The step was sent and its end stamped: it is waited for and, unless it was captured meanwhile, kept."""
-        self.clock.wait()
-        if not timeline.captures:
-            self.profile.samples.append(read(timeline))
-            self._drop_oldest(timeline.turn)
-        return not timeline.captures
-
-    def _drop_oldest(self, turn: Turn) -> None:
-        profile = self.profile
-        mine = [place for place, sample in enumerate(profile.samples) if sample.turn == turn]
-        if self.most is not None and len(mine) > self.most:
-            del profile.samples[mine[0]]
-            del profile.plain[: -self.most]

@@ -34,7 +34,7 @@ from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime
 from graftune.settings.config import Config, LoraConfig
 from graftune.step.evaluate import EvalResult, evaluate
-from graftune.step.pipeline import Loop, pipeline_for
+from graftune.step.pipeline import BaseLoop, pipeline_for
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import save_adapter
@@ -166,7 +166,7 @@ class Parts:
         return self.start
 
     @cached_property
-    def pipeline(self) -> Loop:
+    def pipeline(self) -> BaseLoop:
         return pipeline_for(self.step, graph=self.config.train.graph)
 
     def _renew_step(self) -> None:

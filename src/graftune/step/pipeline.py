@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ from graftune import spans
 from graftune.arithmetic import ceil_div
 from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
-from graftune.observe.marks import marked
+from graftune.spans import marked
 from graftune.step.step import REPORTED, Step
 from graftune.step.tail import RankSignals
 
@@ -54,42 +55,51 @@ class Figures(NamedTuple):
         return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.signals(report))
 
 
-class Loop(Protocol):
-    waited: float
-    ahead: int
-    in_micro: bool
-
-    @property
-    def captures(self) -> int: ...
-
-    def bound_documents(self, longest: int) -> None: ...
-    def stage(self, batch: PackedBatch) -> Any: ...
-    def micro(self, staged: Any, dropout_seed: int) -> None: ...
-    def eager(self, batch: PackedBatch, dropout_seed: int) -> None: ...
-    def update(self, hyper: Mapping[str, float], tag: Any = None) -> None: ...
-    def step(
-        self,
-        staged: Sequence[Any],
-        hyper: Mapping[str, float],
-        dropout_seeds: Sequence[int],
-        tag: Any = None,
-        between: Callable[[], None] = lambda: None,
-    ) -> None: ...
-    def finished(self, wait: bool = False) -> list[Figures]: ...
-    def next(self) -> Figures: ...
-
-
-def pipeline_for(step: Step, *, graph: bool = True) -> Loop:
+def pipeline_for(step: Step, *, graph: bool = True) -> BaseLoop:
     return DeviceLoop(step, graph) if step.arena.device.type == "cuda" else HostLoop(step)
 
 
-class BaseLoop:
-    """One optimizer step out of its parts, the same on every device."""
+class BaseLoop(ABC):
+    """Sends one optimizer step after the other, in the same way on every device."""
 
     ahead = 0  # further steps that may have been sent before the caller is given a step's figures
+    captures = 0  # micro-steps captured so far
+    graph = False  # whether steps are captured and replayed
+    waited = 0.0  # seconds that the host waited for the device
     count = 0  # updates sent
     in_micro = False  # a micro-batch is computed, and the weights are those of the last update
     work: Step
+
+    @property
+    def layers(self) -> int:
+        return len(self.work.decoder.blocks)
+
+    def discard(self) -> None:
+        """Drop the gradients since the last update."""
+        self.work.discard()
+
+    def uncaptured(self) -> AbstractContextManager[None]:
+        """Steps of the shapes that are captured run eagerly inside, by the same callables."""
+        return nullcontext()
+
+    def bound_documents(self, longest: int) -> None:  # noqa: B027 (only captured steps have a bound)
+        """Documents of the micro-batches to come have at most `longest` tokens."""
+
+    @abstractmethod
+    def stage(self, batch: PackedBatch) -> Any:
+        """Send a batch to the device; `micro` takes the result."""
+
+    @abstractmethod
+    def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
+        """`micro` for a batch of a shape of its own, from the host."""
+
+    @abstractmethod
+    def finished(self, wait: bool = False) -> list[Figures]:
+        """Figures of the steps that are done; `wait`: of all."""
+
+    @abstractmethod
+    def next(self) -> Figures:
+        """The figures of the oldest step that was not asked for yet, waited for."""
 
     def micro(self, staged: Any, dropout_seed: int) -> None:
         """Add the loss and the gradients of a staged batch."""
@@ -110,20 +120,17 @@ class BaseLoop:
             self.work.tail.fingerprint(self.work.arena.weights)
         self.count += 1
 
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027 (a hook, not a duty)
         """Called before every micro-batch."""
 
-    def _micro(self, staged: Any, dropout_seed: int) -> None:
-        raise NotImplementedError
-
-    def _upload(self, hyper: Mapping[str, float]) -> None:
-        raise NotImplementedError
-
-    def _update(self) -> None:
-        raise NotImplementedError
-
-    def _fetch_report(self, tag: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _micro(self, staged: Any, dropout_seed: int) -> None: ...
+    @abstractmethod
+    def _upload(self, hyper: Mapping[str, float]) -> None: ...
+    @abstractmethod
+    def _update(self) -> None: ...
+    @abstractmethod
+    def _fetch_report(self, tag: Any) -> None: ...
 
     def step(
         self,
@@ -142,16 +149,10 @@ class BaseLoop:
 
 
 class HostLoop(BaseLoop):
-    """Everything at once, in order."""
-
-    captures = 0
-    waited = 0.0
+    """Runs eagerly and synchronously."""
 
     def __init__(self, step: Step):
         self.work, self.done = step, list[Figures]()
-
-    def bound_documents(self, longest: int) -> None:
-        """Nothing is captured, so nothing has to be bounded."""
 
     def stage(self, batch: PackedBatch) -> PackedBatch:
         return batch.to(self.work.arena.device)
@@ -259,11 +260,10 @@ class DeviceLoop(BaseLoop):
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
         self.ready: list[Figures] = []
         self.begun = False  # a micro-batch of the next update was sent
-        self.waited = 0.0  # seconds, for the device to come near: the host is AHEAD steps ahead of it and no more
 
     @property
-    def captures(self) -> int:
-        """Micro-steps captured so far: one a shape, and a run has one shape."""
+    def captures(self) -> int:  # type: ignore[override]
+        """One a shape, and a run has one shape."""
         return sum(inputs.run.graph is not None for inputs in self.inputs.values())
 
     def stage(self, batch: PackedBatch) -> TransferSlot:
@@ -297,7 +297,7 @@ class DeviceLoop(BaseLoop):
         inputs.run()
 
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
-        """A batch of a shape of its own: its kernels are launched one by one."""
+        """Kernels are launched one by one."""
         self._begin()
         if self.work.dropout:
             self.work.set_dropout_seed(dropout_seed)
@@ -331,14 +331,12 @@ class DeviceLoop(BaseLoop):
         self.begun = False
 
     def finished(self, wait: bool = False) -> list[Figures]:
-        """Figures of the steps that are done; `wait`: of all."""
         while self.under_way and (wait or self.under_way[0][2].query()):
             self._fetch_oldest()
         done, self.ready = self.ready, []
         return done
 
     def next(self) -> Figures:
-        """The figures of the oldest step that was not asked for yet, waited for."""
         if not self.ready:
             self._fetch_oldest()
         return self.ready.pop(0)

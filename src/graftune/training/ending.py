@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graftune.errors import GraftuneError
-from graftune.observe.marks import marked
 from graftune.observe.memory import peak_resident_bytes
+from graftune.spans import marked
 from graftune.training.stop import may_give_up
 from graftune.weights import checkpoint
 

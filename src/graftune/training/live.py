@@ -14,7 +14,7 @@ from graftune.observe.trackers import Tracking
 from graftune.session import Session
 from graftune.settings.config import Config
 from graftune.step.flops import StepFlops
-from graftune.step.pipeline import Loop
+from graftune.step.pipeline import BaseLoop
 from graftune.training import floors
 from graftune.training.prepare import Prepared
 from graftune.training.profiled_steps import ProfiledSteps, first_profiled
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graftune.training.trainer import Run
 
 
-def live_speed(session: Session, training: Dataset, loop: Loop, shape: Capacities | None) -> LiveSpeed:
+def live_speed(session: Session, training: Dataset, loop: BaseLoop, shape: Capacities | None) -> LiveSpeed:
     full = session.config.train.method != "lora"
     flops = StepFlops.of(session.base.spec, lengths_of(training.examples), full=full)
     if session.runtime.device.type != "cuda":

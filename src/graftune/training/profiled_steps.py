@@ -2,7 +2,7 @@
 
 The step before them is timed plain. A profiled step is waited for, which leaves the device idle, so between two of them
 one step passes untimed: like the steps of a run each begins while the one before it computes. On a GPU the first
-profiled step of a turn (step/profile.py) captures the step once more and is no sample; its graphs are kept, so that
+profiled step of a turn (observe/profiler.py) captures the step once more and is no sample; its graphs are kept, so that
 later occasions only replay them. An occasion that would begin while another is under way is left out. The profile is of
 the latest occasions: what is kept, and the time that a document takes, does not grow with the run.
 """
@@ -19,11 +19,11 @@ from typing import Any
 from graftune import spans
 from graftune.data.pack import Capacities
 from graftune.io.files import write_file
-from graftune.observe.profile import Profile, Recorder
+from graftune.observe.profile import Profile
+from graftune.observe.profiler import OF_A_LAYER, OUTSIDE, Recorder, turns_for
 from graftune.session import Session
 from graftune.spans import EVERY_LAYER, Timeline, Turn
-from graftune.step.pipeline import DeviceLoop, Loop
-from graftune.step.profile import OF_A_LAYER, OUTSIDE, turns_for
+from graftune.step.pipeline import BaseLoop
 from graftune.training import floors
 
 WARM = 5  # steps of a run before the first that is profiled
@@ -54,9 +54,9 @@ def first_profiled(every: int, done: int) -> int:
 class ProfiledSteps:
     """Told of every step that is sent; `every` 0: none is profiled."""
 
-    def __init__(self, every: int, folder: Path, loop: Loop, session: Session, shape: Capacities | None):
+    def __init__(self, every: int, folder: Path, loop: BaseLoop, session: Session, shape: Capacities | None):
         self.every, self.folder, self.loop, self.layers = every, folder, loop, session.base.spec.layers
-        self.captured = isinstance(loop, DeviceLoop) and loop.graph
+        self.captured = loop.graph
         self.floor_ms = floors.known(session, shape) if every else None
         facts = facts_of(session, shape) | {"captured": self.captured}
         self.recorder = Recorder(spans.clock_for(session.runtime.device), Profile(facts=facts), MOST)

@@ -29,7 +29,8 @@ from graftune.kernels.adamw import Hyper
 from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog, read_events
-from graftune.observe.marks import StepTrace, marked
+from graftune.observe.profiler import StepTrace
+from graftune.spans import marked
 from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.ending import answer_samples, ask_base, finish

@@ -25,7 +25,6 @@ from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.graph import is_capturing
 from graftune.kernels import launch, rehearsal
-from graftune.kernels.rehearsal import WORKSPACES
 
 if TYPE_CHECKING:
     from graftune.kernels.attention import Documents
@@ -250,8 +249,10 @@ def _build(device: torch.device, shape: Shape) -> Plan:
 
 def _run(plan: Plan, device: torch.device, tensors: dict[str, torch.Tensor], docs: Documents) -> None:
     lengths = _lengths(docs)
-    with rehearsal.owned(WORKSPACES):
-        workspace = _workspace(device, plan.workspace)
+    # For one call: 386 MiB at 8B and 8192 tokens, which serve the products between two calls. The allocator, or the
+    # graph's pool, gives it to whatever comes next on this stream, which is after the call. Its contents are undefined;
+    # the tests fill it with NaN.
+    workspace = rehearsal.workspace(max(plan.workspace, 1), device)
     if device.type == "meta":
         return
     cudnn = importlib.import_module("cudnn")
@@ -295,13 +296,6 @@ def _handle(cudnn: Any, device: torch.device) -> Any:
         with torch.cuda.device(device):
             _handles[index] = cudnn.create_handle()
     return _handles[index]
-
-
-def _workspace(device: torch.device, size: int) -> torch.Tensor:
-    """For one call: 386 MiB at 8B and 8192 tokens, which between two calls serve the products. The allocator, or the
-    graph's pool, gives them to whoever comes next on this stream, and that is after the call. What lies there before is
-    anybody's; the tests fill it with NaN."""
-    return torch.empty(max(size, 1), dtype=torch.uint8, device=device)
 
 
 def _index(device: torch.device) -> int:

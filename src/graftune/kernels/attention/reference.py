@@ -67,12 +67,12 @@ def backward(
 
 def documents(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
     """(first token, one past the last) of every document that has any."""
-    spans, start = [], 0
+    found, start = [], 0
     for length in lengths:
         if length:
-            spans.append((start, start + length))
+            found.append((start, start + length))
         start += length
-    return rehearsal.few(spans)
+    return rehearsal.few(found)
 
 
 def _grouped(x: torch.Tensor, key_heads: int) -> torch.Tensor:

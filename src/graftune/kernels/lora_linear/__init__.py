@@ -13,12 +13,13 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, rms_norm
 from graftune.kernels.lora_linear import reference
-from graftune.kernels.lora_linear.reference import Copy, LowRank, add_, add_product_, members
+from graftune.kernels.lora_linear.reference import Copy, LowRank, add_, add_input_grad_, add_product_, members
 
 __all__ = [
     "Copy",
     "LowRank",
     "add_",
+    "add_input_grad_",
     "add_product_",
     "backward",
     "down",

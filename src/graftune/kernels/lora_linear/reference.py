@@ -71,6 +71,12 @@ def add_(y: torch.Tensor, low: LowRank) -> torch.Tensor:
     return y
 
 
+@launch.operation("adapters")
+def add_input_grad_(grad_x: torch.Tensor, g: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """grad_x [T, in] += g A."""
+    return grad_x.addmm_(g, down)
+
+
 def up_backward(grad_y: torch.Tensor, low: LowRank) -> torch.Tensor:
     """g = s dY B, [T, R * members]."""
     if low.diagonal is not None:

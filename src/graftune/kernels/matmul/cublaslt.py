@@ -29,7 +29,6 @@ from graftune import graph
 from graftune.errors import GraftuneError
 from graftune.io import user_cache
 from graftune.kernels import launch, rehearsal
-from graftune.kernels.rehearsal import WORKSPACES
 from graftune.private import find
 
 CANDIDATES, ROUNDS = 16, 7
@@ -158,8 +157,7 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
     """Remembered, or asked for, timed and chosen. It waits for the device: this is for the first call of a shape."""
     device = operands.a.device
     # Also where nothing is timed: a run takes the memory that its plan says, the first time and every other.
-    with rehearsal.owned(WORKSPACES):
-        flush = torch.empty(flush_bytes(device), dtype=torch.uint8, device=device)
+    flush = rehearsal.workspace(flush_bytes(device), device)
     if device.type == "meta":
         _workspace(device, graph.current_stream(device).cuda_stream)
         return NOTHING
@@ -370,8 +368,7 @@ def _workspace(device: torch.device, stream: int) -> torch.Tensor:
     if (device, stream) not in _workspaces:
         if graph.is_capturing(device):  # a capture has a stream of its own: products there run in order
             return next(space for (where, _), space in _workspaces.items() if where == device)
-        with rehearsal.owned(WORKSPACES):
-            _workspaces[device, stream] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        _workspaces[device, stream] = rehearsal.workspace(WORKSPACE, device)
     return _workspaces[device, stream]
 
 
