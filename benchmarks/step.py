@@ -13,8 +13,8 @@ it is timed and when a time is refused, floor.py what nobody can beat, peers.py 
 ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce is in the graph), `api`
 a loop written with the Python API, and `profile` ours by operation (src/graftune/observe/profiler.py): how much of
 the step is attributed, what profiling adds to it, and its speed as a run says it live, beside the floor. Peers come
-from PYTHONPATH. Only ratios of one call count: machines of one kind differ by 2 to 3%. With --json the cases go into a GPU's
-record (measure.py), after every case; --json - prints them. The exit code is 1 where somebody failed.
+from PYTHONPATH. Only ratios of one call count: machines of one kind differ by 2 to 3%. With --json the cases go into a
+GPU's record (measure.py), after every case; --json - prints them. The exit code is 1 where a case failed.
 """
 
 from __future__ import annotations
