@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from graftune.batch import Example
 from graftune.data import cached, dataset, maker
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.encoded import Damaged, Examples, Store, distinct_tokens, take
+from graftune.data.encoded import DamagedStore, Examples, TokenStore, distinct_tokens, take
 from graftune.data.pack import pack
-from graftune.data.writer import Entry, Writer
+from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.observe.console import Console
@@ -76,14 +76,12 @@ examples_of = st.lists(
 def test_what_is_written_is_read(examples: list[Example], small: bool, chunk: int, times: int) -> None:
     if small:
         examples = [dataclasses.replace(e, tokens=[t % 500 for t in e.tokens]) for e in examples]
-    file = io.BytesIO()
-    writer = Writer(file, 500 if small else 70001)
+    writer = StoreWriter(500 if small else 70001)
     for start in range(0, len(examples), chunk):
         part = examples[start : start + chunk]
         details = [(e.row, f"why {e.row}\nä") for e in part]
-        writer.add([Entry(e, f"p{e.row}ü", "r", [{"role": "user", "content": "é"}], times) for e in part], details)
-    writer.close(fact=1)
-    store = Store(file.getvalue())
+        writer.add([NewExample(e, f"p{e.row}ü", "r", [{"role": "user", "content": "é"}], times) for e in part], details)
+    store = writer.in_memory(fact=1)
     found = Examples(store)
     want = [example for example in examples for _ in range(times)]
     assert list(found) == want and found == want and found != want[1:] and store.header["fact"] == 1
@@ -152,7 +150,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, encoded: list[int], damag
     elif damage == "trailer":
         content[-3] ^= 1
     elif damage == "index":
-        place = Store(bytes(content)).header["arrays"]["count"]
+        place = TokenStore(bytes(content)).header["arrays"]["tokens_end"][0]
         content[place] ^= 1
     else:
         prepare(write(tmp_path / "other.jsonl", *ROWS[1:]), CHAT, DataConfig())
@@ -166,16 +164,15 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, encoded: list[int], damag
 @settings(max_examples=150, deadline=None)
 @given(place=st.floats(0, 0.999), bit=st.integers(0, 7), cut=st.booleans())
 def test_no_damage_ends_in_a_traceback(place: float, bit: int, cut: bool) -> None:
-    file = io.BytesIO()
-    writer = Writer(file, 100)
-    writer.add([Entry(Example([1, 2, 3], [False, True, True], 1), "p", "r", [])])
-    writer.close(summary={})
+    file, writer = io.BytesIO(), StoreWriter(100)
+    writer.add([NewExample(Example([1, 2, 3], [False, True, True], 1), "p", "r", [])])
+    writer.close(file, summary={})
     content = bytearray(file.getvalue())
     at = int(place * len(content))
     content[at] ^= 1 << bit
     try:
-        store = Store(bytes(content[:at] if cut else content))
-    except Damaged:
+        store = TokenStore(bytes(content[:at] if cut else content))
+    except DamagedStore:
         return
     assert not cut and len(Examples(store)) == 1
 
@@ -212,7 +209,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytes
     os.utime(half, (5, 5))
     monkeypatch.setattr(cached, "LIMIT", sum(file.stat().st_size for file in kept()) + 100)
     prepare(paths[2], CHAT, DataConfig())
-    left = {Store.open(file).header["summary"]["rows"] for file in kept()}
+    left = {TokenStore.open(file).header["summary"]["rows"] for file in kept()}
     assert left == {20, 18} and not half.exists()
     assert [len(list(data.examples)) for data in (first, second)] == [20, 19], "what is in use stays readable"
 
@@ -225,11 +222,11 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path, capsys: 
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Writer, content: bytes) -> int:
+    def full(self: StoreWriter, name: str, content: bytes) -> int:
         raise OSError(28, "No space left on device")
 
     path = write(tmp_path / "d.jsonl", *ROWS)
-    monkeypatch.setattr(Writer, "_write", full)
+    monkeypatch.setattr(StoreWriter, "_append", full)
     with pytest.raises(GraftuneError, match=r"No space left on device.*GRAFTUNE_CACHE"):
         prepare(path, CHAT, DataConfig())
     assert list(cached.folder().iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import pytest
 
 from graftune.batch import Example
 from graftune.data.dataset import Dataset, prepare, split
-from graftune.data.encoded import Examples, Store, groups_of, numbers_of, take, token_numbers_of
+from graftune.data.encoded import Examples, groups_of, numbers_of, take, token_numbers_of
 from graftune.data.kind import ANSWERS, DataKind
-from graftune.data.writer import Entry, Writer
+from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, trained_runs, with_template
@@ -89,13 +88,11 @@ def test_groups_and_numbers_are_stored(times: int) -> None:
         Example([5, 6], [False, True], 2, weights=[1.0, 2.0], group=9, numbers={"label": 1.0}),
         Example([7, 8], [False, True], 3),
     ]
-    file = io.BytesIO()
-    writer = Writer(file, 10)
-    writer.add([Entry(example, "", "", [], times) for example in examples[:2]])
-    writer.add([Entry(example, "", "", [], times) for example in examples[2:]])
+    writer = StoreWriter(10)
+    writer.add([NewExample(example, "", "", [], times) for example in examples[:2]])
+    writer.add([NewExample(example, "", "", [], times) for example in examples[2:]])
     assert writer.duplicates() == 0, "a number more is another example"
-    writer.close(kind="pairs")
-    found = Examples(Store(file.getvalue()))
+    found = Examples(writer.in_memory(kind="pairs"))
     assert [example.tokens for example in found][: 2 * times] == [[1, 2, 3], [1, 4]] * times
     assert groups_of(found).tolist() == [n // 2 for n in range(4 * times)] + [-1] * times
     assert found[0].numbers == examples[0].numbers and list(found)[-1] == examples[-1]

@@ -7,14 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from tools import sample_data
 
-from graftune.data.sample import is_sample_hash, make, sample_path, score, score_all
+from graftune.data.sample import is_sample_hash, sample_path, score, score_all
 from graftune.data.sample.score import KEYS, TOPICS
 from graftune.data.source import sha256_of
 
 
 def test_the_file_is_what_the_generator_writes() -> None:
-    assert make.rendered() == sample_path().read_bytes()
+    assert sample_data.rendered() == sample_path().read_bytes()
 
 
 def rows() -> list[list[dict[str, str]]]:

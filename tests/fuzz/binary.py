@@ -138,7 +138,7 @@ def some_cache(draw: Random, whole: bytes) -> bytes:
     """The header as a tree and the arrays as bytes, under checksums that are right."""
     place, length, _, magic = encoded.TRAILER.unpack_from(whole, len(whole) - encoded.TRAILER.size)
     header, body = json.loads(whole[place : place + length]), bytearray(whole[:place])
-    first = min(header["arrays"].values())
+    first = header["columns_at"]
     for _ in range(draw.choice((0, 1, 1, 3))):
         at, size = draw.randrange(first, len(body) - 8), draw.choice((1, 4, 8))
         body[at : at + size] = number(extreme(draw))[:size]

@@ -416,9 +416,7 @@ def _read_cache(folder: Path) -> None:
     for name in ("prompt", "reference", "messages"):
         list(_Texts(examples, name))
     list(store.details())
-    from graftune.data.summary import Summary
-
-    Summary.of(store.header["summary"])
+    store.summary()
 
 
 # Data.

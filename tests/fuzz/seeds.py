@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from graftune.batch import Example
 from graftune.data.summary import Summary
-from graftune.data.writer import Entry, Writer
+from graftune.data.writer import NewExample, StoreWriter
 from graftune.model.lora import Arena, build_arena
 from graftune.settings.config import LoraConfig
 from graftune.weights import checkpoint
@@ -313,11 +313,10 @@ def write_checkpoint(run: Path, model: Path) -> Path:
 
 
 def cache_bytes() -> bytes:
-    file = io.BytesIO()
-    writer = Writer(file, 300)
+    file, writer = io.BytesIO(), StoreWriter(300)
     examples = [Example([1, 2, 3, 299], [False, True, True, True], 1), Example([7] * 20, [True] * 20, 2, [0.5] * 20)]
-    writer.add([Entry(one, "prompt", "reference", [{"role": "user", "content": "x"}]) for one in examples])
-    writer.close(kind="answers", key="k", summary=Summary(rows=2, lengths={4: 1, 20: 1}).document())
+    writer.add([NewExample(one, "prompt", "reference", [{"role": "user", "content": "x"}]) for one in examples])
+    writer.close(file, kind="answers", key="k", summary=Summary(rows=2, lengths={4: 1, 20: 1}).document())
     return file.getvalue()
 
 

@@ -134,7 +134,6 @@ def open_preview(key: Document) -> Answer:
     from graftune.data.dataset import Dataset, split
     from graftune.data.encoded import Examples
     from graftune.data.pieces import Pieces
-    from graftune.data.summary import Summary
     from graftune.errors import GraftuneError
     from graftune.settings.config import Config
     from graftune.training.preview import shown_example
@@ -145,7 +144,7 @@ def open_preview(key: Document) -> Answer:
         raise GraftuneError("its file is gone or damaged", fix="prepare the data again by starting a run")
     tokenizer, _ = tokenizer_of(config)
     pieces = Pieces(tokenizer)
-    whole = Dataset(Examples(store), Summary.of(store.header["summary"]), "", "", tokenizer)
+    whole = Dataset(Examples(store), store.summary(), "", "", tokenizer)
     held = 0.0 if config.data.eval_data else config.data.val_split
     examples = split(whole, held, config.train.seed)[0].examples
 
@@ -153,7 +152,7 @@ def open_preview(key: Document) -> Answer:
         """The examples that hold a text, and how many were looked at in the time that a reader waits."""
         found, until = [], time.monotonic() + LONGEST_SEARCH
         for index in range(len(examples)):
-            if search in tokenizer.decode(store.tokens(int(examples.chosen[index])).tolist()).lower():
+            if search in tokenizer.decode(examples[index].tokens).lower():
                 found.append(index)
             if time.monotonic() > until:
                 return found, index + 1

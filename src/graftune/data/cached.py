@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import mmap
 import os
 import tempfile
 import threading
@@ -24,9 +25,9 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from graftune.data.encoded import Damaged, Store
+from graftune.data.encoded import DamagedStore, TokenStore
 from graftune.data.kind import ANSWERS, DataKind
-from graftune.data.writer import Writer
+from graftune.data.writer import StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io import files, user_cache
 from graftune.settings.config import DataConfig
@@ -63,24 +64,22 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def find(key: str) -> Store | None:
-    """The entry, if there is a whole one."""
+def find(key: str) -> TokenStore | None:
+    """The entry, if there is a whole one. A damaged entry is made again in its place."""
     path = folder() / f"{key}{SUFFIX}"
     try:
-        store = Store.open(path)
-        if store.header.get("key") != key:
-            raise Damaged
-        store.check_summary()
-    except FileNotFoundError:
+        store = TokenStore.open(path)
+        store.summary()
+        if store.header.get("key") != key or not store.kind:
+            return None
+    except (OSError, KeyError, DamagedStore):
         return None
-    except (OSError, Damaged):  # made again in its place
-        return None
-    with suppress(OSError):  # somebody else's folder: read, but not marked as used
+    with suppress(OSError):  # another user's folder can be read, but the file not marked as used
         os.utime(path)
     return store
 
 
-def make(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -> tuple[Store, str]:
+def make(key: str, vocabulary: int, write: Callable[[StoreWriter], dict[str, Any]]) -> tuple[TokenStore, str]:
     """A new entry, and why it will not be found again, if so. `write` fills it and returns facts for the header."""
     with _making:
         path = folder() / f"{key}{SUFFIX}"
@@ -88,13 +87,14 @@ def make(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
-        except (OSError, RuntimeError) as error:  # the last: nobody's home
+        except (OSError, RuntimeError) as error:  # the last: there is no home folder
             return _temporary(key, vocabulary, write), getattr(error, "strerror", "") or str(error)
         try:
+            writer = StoreWriter(vocabulary, path.parent)
+            facts = write(writer)
             with files.new_file(path, unique=True) as aside, aside.open("wb") as file:
-                writer = Writer(file, vocabulary)
-                writer.close(key=key, **write(writer))
-            store = Store.open(path)
+                writer.close(file, key=key, **facts)
+            store = TokenStore.open(path)
         except OSError as error:
             raise GraftuneError(
                 f"the encoded data cannot be written ({error.strerror})",
@@ -105,10 +105,9 @@ def make(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -
         return store, ""
 
 
-def _temporary(key: str, vocabulary: int, write: Callable[[Writer], dict[str, Any]]) -> Store:
-    import mmap
-
+def _temporary(key: str, vocabulary: int, write: Callable[[StoreWriter], dict[str, Any]]) -> TokenStore:
+    """Encoded data in a file that lives as long as this process does."""
     with tempfile.TemporaryFile() as file:
-        writer = Writer(file, vocabulary)
-        writer.close(key=key, **write(writer))
-        return Store(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        writer = StoreWriter(vocabulary, Path(tempfile.gettempdir()))
+        writer.close(file, key=key, **write(writer))
+        return TokenStore(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,14 +22,14 @@ import numpy as np
 
 from graftune.batch import Example
 from graftune.data import cached
-from graftune.data.encoded import Examples, Store, groups_of, short, stored_json
+from graftune.data.encoded import Examples, groups_of, short, stored_json
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.maker import CHUNK_ROWS, Maker
 from graftune.data.memory import Lines
 from graftune.data.record import Message
 from graftune.data.source import Row, SourceFile, digest_of, rows, rows_of_lines, sources
 from graftune.data.summary import Summary, nothing_usable
-from graftune.data.writer import Entry, Writer
+from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.io.files import open_plain
@@ -52,7 +51,7 @@ class _Texts(Sequence[Any]):
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
-        text = self.examples.store.text(int(self.examples.chosen[place]), self.name)
+        text = self.examples.store.text(int(self.examples.stored[place]), self.name)
         if self.name != "messages":
             return text
         return stored_json(text) if text else []
@@ -98,12 +97,12 @@ class Dataset:
         kind: DataKind = ANSWERS,
     ) -> Dataset:
         """From examples in memory; `kind` says what their records are."""
-        file, none = io.BytesIO(), [""] * len(examples)
-        writer = Writer(file, 1 + max((max(e.tokens, default=0) for e in examples), default=0))
+        none = [""] * len(examples)
+        writer = StoreWriter(1 + max((max(e.tokens, default=0) for e in examples), default=0))
         texts = zip(examples, prompts or none, references or none, messages or [[] for _ in examples], strict=True)
-        writer.add([Entry(example, ask, answer, turns) for example, ask, answer, turns in texts])
-        writer.close(kind=kind.name)
-        return Dataset(Examples(Store(file.getvalue())), Summary(), "", path).subset(range(len(examples)))
+        writer.add([NewExample(example, ask, answer, turns) for example, ask, answer, turns in texts])
+        store = writer.in_memory(kind=kind.name)
+        return Dataset(Examples(store), Summary(), "", path).subset(range(len(examples)))
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -199,7 +198,7 @@ def prepare(
     else:
         data = _Input.of_files(value, config, note, kind)
 
-    def write(writer: Writer) -> dict[str, Any]:
+    def write(writer: StoreWriter) -> dict[str, Any]:
         maker, total = Maker(tokenizer, config, data.shown, kind), data.total()
         total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
         with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
@@ -215,17 +214,15 @@ def prepare(
         return {"summary": maker.summary.document(), "kind": kind.name}
 
     if isinstance(value, Lines) and not keep:
-        file = io.BytesIO()
-        writer = Writer(file, tokenizer.highest_id + 1)
-        writer.close(**write(writer))
-        store = Store(file.getvalue())
+        writer = StoreWriter(tokenizer.highest_id + 1)
+        store = writer.in_memory(**write(writer))
     else:
         key = cached.key_of([data.sha256, data.kinds], tokenizer, config, kind)
         found = cached.find(key)
         store, why = (found, "") if found is not None else cached.make(key, tokenizer.highest_id + 1, write)
         if why and console is not None:
             console.warn(f"encoded data cannot be kept in {cached.folder()} ({why}): the next start encodes it again")
-    summary = Summary.of(store.header["summary"])
+    summary = store.summary()
     summary.notes = notes | summary.notes
     return Dataset(Examples(store), summary, data.sha256, data.path, tokenizer)
 

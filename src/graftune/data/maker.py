@@ -24,7 +24,7 @@ from graftune.data.summary import KEPT_DETAILS, Summary
 from graftune.data.template import special_pattern, special_tokens, usable_format
 from graftune.data.text import windows
 from graftune.data.turns import as_unicode
-from graftune.data.writer import Entry
+from graftune.data.writer import NewExample
 from graftune.errors import GraftuneError
 from graftune.io.json_file import no_collections
 from graftune.settings.config import DataConfig
@@ -70,7 +70,7 @@ class Pending:
 
 @dataclass
 class Chunk:
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[NewExample] = field(default_factory=list)
     details: list[tuple[int, str]] = field(default_factory=list)
     rows: int = 0
 
@@ -239,7 +239,7 @@ class Maker:
             summary.longest = max(summary.longest, size)
             if one.records[0].text is not None:
                 summary.lengths[size] = summary.lengths.get(size, 0) + 1
-            chunk.entries.append(Entry(example, built.prompt, built.reference, built.messages, times))
+            chunk.entries.append(NewExample(example, built.prompt, built.reference, built.messages, times))
 
     def _detail(self, chunk: Chunk, row: Row, why: str) -> None:
         detail = (row.number, f"{why} (in {row.file})" if row.file else why)

@@ -1,37 +1,46 @@
-"""Writes encoded examples into the file that encoded.py describes, as they are made."""
+"""Writes encoded examples into the file that encoded.py describes, as they are made.
+
+Contents (tokens, texts ...) grow in temporary files of their own and are put behind each other at the end; columns are
+held in memory, about 110 bytes per example.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
+import json
+import shutil
+import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from graftune.batch import Example
 from graftune.data.encoded import (
+    COLUMNS,
     DIGEST,
-    GROUP,
-    INDEX,
     MAGIC,
     NUMBER,
     PER_TOKEN,
-    SHORTENED,
+    PER_TOKEN_END,
     TRAILER,
-    WEIGHT_SUM,
     WEIGHTS,
-    as_json,
+    TokenStore,
     dtype_of,
     short,
-    token_width,
-)  # fmt: skip
+    token_type,
+)
 
-_CODES = {"<i8": "q", "<u4": "I"}
+_CODES = {"<i8": "q", "<u4": "I", "<f8": "d", "<u1": "B"}
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
-class Entry(NamedTuple):
+class NewExample(NamedTuple):
     """An example on its way into the file, with what sample answers need of it (see Dataset)."""
 
     example: Example
@@ -41,29 +50,36 @@ class Entry(NamedTuple):
     times: int = 1  # per epoch; the same for all of a group, which is repeated as a whole
 
 
-class Writer:
-    """Writes chunks as they come; `close` adds the index and the header. Holds about 90 bytes per example."""
+class StoreWriter:
+    """Takes examples in chunks; `close` writes the file."""
 
-    def __init__(self, file: BinaryIO, vocabulary: int):
-        self.file, self.vocabulary = file, vocabulary
-        self.index = {name: array(_CODES[code]) for name, code in INDEX.items()}
-        self.own: dict[str, dict[int, float]] = {}  # columns that only some data has: by name, of which examples
-        self.groups = 0
+    def __init__(self, vocabulary: int, folder: Path | None = None):
+        """`folder`: where temporary files grow. None: everything stays in memory."""
+        self.vocabulary, self.folder = vocabulary, folder
+        self.contents: dict[str, IO[bytes]] = {}
+        self.sizes: dict[str, int] = {}  # bytes of each content
+        self.columns: dict[str, array[Any]] = {
+            name: array(_CODES[code]) for name, code in COLUMNS.items() if name != "digest"
+        }
+        self.numbers: dict[str, dict[int, float]] = {}  # of examples that have one, by name
+        self.ends: dict[str, dict[int, int]] = {}  # where the numbers per token of such examples end, by name
         self.digests = bytearray()
-        self.details: list[tuple[int, int]] = []  # where lines about rows left out are, in bytes
+        self.groups = 0
         self.used = np.zeros(vocabulary, dtype=np.bool_)  # tokens that occur
-        self.repeats = 0  # entries beyond an example's first
-        self.at = 0
-        self._write(MAGIC)
+        for name in ("tokens", "texts", "details"):
+            self._append(name, b"")
 
-    def _write(self, content: bytes) -> int:
-        """Where it begins."""
-        start = self.at
-        self.file.write(content)
-        self.at += len(content)
-        return start
+    def _append(self, name: str, content: bytes) -> int:
+        """Add to a content; returns where it ends, in bytes."""
+        if name not in self.contents:
+            largest = 0 if self.folder is None else 1 << 20  # bytes that stay in memory; 0: all
+            folder = None if self.folder is None else str(self.folder)
+            self.contents[name] = tempfile.SpooledTemporaryFile(largest, dir=folder)  # noqa: SIM115
+        self.contents[name].write(content)
+        self.sizes[name] = self.sizes.get(name, 0) + len(content)
+        return self.sizes[name]
 
-    def add(self, entries: Sequence[Entry], details: Iterable[tuple[int, str]] = ()) -> None:
+    def add(self, entries: Sequence[NewExample], details: Iterable[tuple[int, str]] = ()) -> None:
         """One chunk: its examples, and (row, why) for each row that was left out. Groups are whole within a chunk."""
         tokens = array("I")
         for entry in entries:
@@ -71,127 +87,110 @@ class Writer:
         flags = b"".join(bytes(entry.example.supervised) for entry in entries)
         wide = np.frombuffer(tokens, dtype=np.uint32)
         self.used[wide] = True
-        width = token_width(self.vocabulary)
-        size = width().itemsize
-        at = self._write(wide.astype(width).tobytes() + bytes(-len(tokens) * size % 8))
-        mask = 8 * self._write(np.packbits(np.frombuffer(flags, dtype=np.uint8), bitorder="little").tobytes())
-        own = [self._own(entry.example) for entry in entries]
-        first, canonical, texts, place = 0, memoryview(tokens).cast("B"), list[bytes](), self.at
-        made: list[tuple[bytes, dict[str, int]]] = []  # the digest and the index of each entry
+        kind = token_type(self.vocabulary)
+        marks = np.frombuffer(flags, np.uint8).astype(kind) << (8 * kind.itemsize - 1)
+        reached = self.sizes["tokens"] // kind.itemsize
+        self._append("tokens", (wide.astype(kind) | marks).tobytes())
+        begin, canonical, number = 0, memoryview(tokens).cast("B"), len(self.columns["row"])
         for entry in entries:
-            example, count = entry.example, len(entry.example.tokens)
-            last = first + count
-            digest = hashlib.blake2b(canonical[4 * first : 4 * last], digest_size=DIGEST)
-            digest.update(flags[first:last])
-            if example.weights is not None:
-                digest.update(_per_token(example, WEIGHTS).tobytes())
-            if example.numbers:
-                digest.update(as_json(dict(sorted(example.numbers.items()))))
-            words = (
-                entry.prompt.encode(),
-                entry.reference.encode(),
-                as_json(entry.messages) if entry.messages else b"",
-            )
-            values = at + first * size, mask + first, count, flags.count(1, first + 1, last), example.row, place
-            made.append((digest.digest(), dict(zip(INDEX, (*values, *map(len, words)), strict=True))))
-            self.repeats += entry.times - 1
-            place += sum(map(len, words))
-            texts.extend(words)
-            first = last
-        for unit in _units(entries):
-            for _ in range(entries[unit[0]].times):
-                self._enter(entries, unit, made, own)
-        self._write(b"".join(texts))
-        lines = b"".join(as_json([row, why]) + b"\n" for row, why in details)
-        if lines:
-            self.details.append((self._write(lines), len(lines)))
+            end = begin + len(entry.example.tokens)
+            digest = hashlib.blake2b(canonical[4 * begin : 4 * end], digest_size=DIGEST)
+            digest.update(flags[begin:end])
+            self.columns["tokens_end"].append(reached + end)
+            self._add_example(entry, flags.count(1, begin + 1, end), digest)
+            begin = end
+        self._add_occurrences(entries, number)
+        lines = b"".join(_as_json([row, why]) + b"\n" for row, why in details)
+        self._append("details", lines)
 
-    def _enter(
-        self,
-        entries: Sequence[Entry],
-        unit: Sequence[int],
-        made: Sequence[tuple[bytes, dict[str, int]]],
-        own: Sequence[dict[str, float]],
-    ) -> None:
-        """One more occurrence of an example, or of a group of them."""
-        for number in unit:
-            digest, values = made[number]
-            example = len(self.index["at"])
-            for name, value in values.items():
-                self.index[name].append(value)
-            for name, found in own[number].items():
-                self.own.setdefault(name, {})[example] = found
-            if entries[number].example.group >= 0:
-                self.own.setdefault(GROUP, {})[example] = self.groups
-            self.digests += digest
-        self.groups += entries[unit[0]].example.group >= 0
-
-    def _own(self, example: Example) -> dict[str, float]:
-        """Of an example's numbers what the index has: single ones, and where those of its tokens are."""
-        found: dict[str, float] = {SHORTENED: 1} if example.shortened else {}
+    def _add_example(self, entry: NewExample, responses: int, digest: Any) -> None:
+        example, columns, i = entry.example, self.columns, len(self.columns["row"])
+        weight_sum = float(responses)
         if example.weights is not None:
-            weights = _per_token(example, WEIGHTS)
-            found[PER_TOKEN + WEIGHTS] = self._write(weights.tobytes())
+            weights = self._add_per_token(example, WEIGHTS, example.weights, i)
+            digest.update(weights.tobytes())
             on = np.asarray(example.supervised[1:], dtype=np.bool_)
-            found[WEIGHT_SUM] = float(weights[1:].sum(where=on, dtype=np.float64))
+            weight_sum = float(weights[1:].sum(where=on, dtype=np.float64))
+        if example.numbers:
+            digest.update(_as_json(dict(sorted(example.numbers.items()))))
         for name, value in example.numbers.items():
             if isinstance(value, list):
-                found[PER_TOKEN + name] = self._write(_per_token(example, name).tobytes())
+                self._add_per_token(example, name, value, i)
             else:
-                found[NUMBER + name] = float(value)
-        return found
+                self.numbers.setdefault(name, {})[i] = float(value)
+        messages = _as_json(entry.messages) if entry.messages else b""
+        for text in (entry.prompt.encode(), entry.reference.encode(), messages):
+            columns["texts_end"].append(self._append("texts", text))
+        columns["responses"].append(responses)
+        columns["row"].append(example.row)
+        columns["weight_sum"].append(weight_sum)
+        columns["shortened"].append(example.shortened)
+        self.digests += digest.digest()
+
+    def _add_per_token(self, example: Example, name: str, values: list[float], i: int) -> np.ndarray:
+        assert len(values) == len(example.tokens), f"{name}: a number per token"
+        made = np.asarray(values, dtype="<f4")
+        self.ends.setdefault(name, {})[i] = self._append(PER_TOKEN + name, made.tobytes()) // made.itemsize
+        return made
+
+    def _add_occurrences(self, entries: Sequence[NewExample], first: int) -> None:
+        """Examples of a group are repeated together, each time as a group of its own."""
+
+        def unit_of(numbered: tuple[int, NewExample]) -> int:
+            group = numbered[1].example.group
+            return group if group >= 0 else -1 - numbered[0]
+
+        for unit, found in itertools.groupby(enumerate(entries, first), unit_of):
+            members = list(found)
+            for _ in range(members[0][1].times):
+                self.columns["order"].extend(number for number, _ in members)
+                self.columns["group"].extend([self.groups if unit >= 0 else -1] * len(members))
+                self.groups += unit >= 0
 
     def duplicates(self) -> int:
         """Examples that repeat one of another row, token for token and with the same mask."""
-        kinds = np.unique(short(np.frombuffer(bytes(self.digests), dtype=f"V{DIGEST}")))
-        return len(self.digests) // DIGEST - self.repeats - len(kinds)
+        digests = np.frombuffer(bytes(self.digests), dtype=f"V{DIGEST}")
+        return len(digests) - len(np.unique(short(digests)))
 
-    def close(self, **facts: Any) -> None:
-        """`facts` go into the header as they are."""
-        parts = {name: np.frombuffer(values, dtype=INDEX[name]).tobytes() for name, values in self.index.items()}
-        for name, found in self.own.items():
-            parts[name] = self._column(name, found).tobytes()
-        parts |= {"digests": bytes(self.digests), "used": np.packbits(self.used, bitorder="little").tobytes()}
-        self._write(bytes(-self.at % 8))
-        places, check = {}, 0
-        for name, content in parts.items():
-            content += bytes(-len(content) % 8)
-            places[name] = self._write(content)
-            check = zlib.crc32(content, check)
-        header = as_json(
-            facts
-            | {"examples": len(self.index["at"]), "vocabulary": self.vocabulary, "details": self.details}
-            | {"arrays": places, "check": check}
-        )
-        place = self._write(header)
-        self._write(TRAILER.pack(place, len(header), hashlib.sha256(header).digest(), MAGIC))
-        self.file.flush()
+    def close(self, file: BinaryIO, **facts: Any) -> None:
+        """Write the file. `facts` go into the header as they are."""
+        arrays: dict[str, tuple[int, int]] = {}
+        at = file.write(MAGIC)
+        for name, content in self.contents.items():
+            arrays[name] = (at, self.sizes[name] // dtype_of(name, self.vocabulary).itemsize)
+            content.seek(0)
+            shutil.copyfileobj(content, file, 1 << 20)
+            content.close()
+            at += self.sizes[name] + file.write(bytes(-self.sizes[name] % 8))
+        columns_at, check = at, 0
+        for name, values in self._finished_columns().items():
+            arrays[name] = (at, len(values))
+            content_bytes = values.tobytes() + bytes(-values.nbytes % 8)
+            at += file.write(content_bytes)
+            check = zlib.crc32(content_bytes, check)
+        places = {"arrays": arrays, "columns_at": columns_at, "check": check, "vocabulary": self.vocabulary}
+        header = _as_json(facts | places)
+        file.write(header + TRAILER.pack(at, len(header), hashlib.sha256(header).digest(), MAGIC))
+        file.flush()
 
-    def _column(self, name: str, found: dict[int, float]) -> np.ndarray:
-        """Of every example: -1 where it has no place or group or is whole, NaN where it has no number; the sum of
-        weights of one without any is the number of its response tokens."""
-        count = len(self.index["at"])
-        if name == WEIGHT_SUM:
-            column = np.frombuffer(self.index["responses"], "<u4").astype(dtype_of(name))
-        else:
-            column = np.full(count, np.nan if name.startswith(NUMBER) else -1, dtype_of(name))
-        column[list(found)] = list(found.values())
-        return column
+    def _finished_columns(self) -> dict[str, np.ndarray]:
+        columns = {name: np.frombuffer(values, COLUMNS[name]) for name, values in self.columns.items()}
+        columns |= {"digest": np.frombuffer(bytes(self.digests), COLUMNS["digest"]), "used": self.used}
+        count = len(columns["row"])
+        for name, found in self.numbers.items():
+            columns[NUMBER + name] = np.full(count, np.nan)
+            columns[NUMBER + name][list(found)] = list(found.values())
+        for name, ends in self.ends.items():
+            column = np.zeros(count, np.int64)
+            column[list(ends)] = list(ends.values())
+            columns[PER_TOKEN_END + name] = np.maximum.accumulate(column)
+        return columns
 
-
-def _units(entries: Sequence[Entry]) -> Iterator[list[int]]:
-    """What is repeated as one: the entries of a group, or one."""
-    unit: list[int] = []
-    for number, entry in enumerate(entries):
-        if unit and (entry.example.group < 0 or entry.example.group != entries[unit[0]].example.group):
-            yield unit
-            unit = []
-        unit.append(number)
-    if unit:
-        yield unit
+    def in_memory(self, **facts: Any) -> TokenStore:
+        file = io.BytesIO()
+        self.close(file, **facts)
+        return TokenStore(file.getvalue())
 
 
-def _per_token(example: Example, name: str) -> np.ndarray:
-    values = example.weights if name == WEIGHTS else example.numbers[name]
-    assert isinstance(values, list) and len(values) == len(example.tokens), f"{name}: a number per token"
-    return np.asarray(values, dtype="<f4")
+def _as_json(value: Any) -> bytes:
+    return _JSON.encode(value).encode("ascii")

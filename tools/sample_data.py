@@ -1,6 +1,6 @@
 """Writes support.jsonl, the bundled sample data: a customer's message in, one line of JSON out.
 
-    python -m graftune.data.sample.make [FILE]
+    python tools/sample_data.py [FILE]
 
 The rules are plain enough for a 135M model to learn from a few hundred records seen once: the topic follows from the
 wording, the order number is copied, and the message is urgent if it says so. Records are short (about 55 tokens with
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from graftune.data.sample import sample_path
 from graftune.data.sample.score import TOPICS
 from graftune.io.files import write_file
 
@@ -102,7 +103,7 @@ def records(count: int = COUNT, seed: int = SEED) -> list[dict[str, object]]:
     """`count` records, topics in equal parts, four in ten urgent, in mixed order.
 
     No order number and no wording (greeting, phrase, item, closing) occurs twice."""
-    rng = random.Random(seed)  # noqa: S311 (the same sample every time)
+    rng = random.Random(seed)
     numbers = _mixed(range(1000, 10000), rng)
     facts = [(TOPICS[i % len(TOPICS)], numbers[i], i // len(TOPICS) % 5 < 2) for i in range(count)]
     made, seen = [], set()
@@ -127,6 +128,6 @@ def rendered() -> bytes:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("support.jsonl")
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else sample_path()
     write_file(target, rendered())
     print(f"{target}: {COUNT} records")
