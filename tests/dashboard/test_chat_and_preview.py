@@ -87,7 +87,7 @@ def test_the_server_asks_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (folder / "checkpoints" / name).mkdir(parents=True)
     with client(tmp_path) as page:
         server: Any = page.app.state.server  # type: ignore[attr-defined]
-        server.chat = Chat(server.runs, server.closing, worker=Worker("chat", [sys.executable, "-c", STANDIN]))
+        server.chat = Chat(server.runs, worker=Worker("chat", [sys.executable, "-c", STANDIN]))
         first = said(page.post("/api/chat", json=conversation("Hi")))
         assert [one["who"] for one in first] == ["base", "tuned"] and first[0]["text"].startswith("step-1 ")
         assert said(page.post("/api/chat", json=conversation("Again"))) == first, "the same process has it open"
@@ -97,10 +97,12 @@ def test_the_server_asks_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert gone["error"].startswith("the process that answers ended by signal 9; ")
         pid = int(said(page.post("/api/chat", json=conversation("Hi")))[0]["text"].split()[1])
         assert server.chat._key(server.runs.get("r"), "adapter")["device"] == "auto"
-        assert not server.chat.in_the_way({"device": "auto"})
+        assert not server.chat.occupies_needed_gpu({"device": "auto"})
         with FolderLock(write_run(tmp_path / "live", start(1))):
             monkeypatch.setattr(runs_module, "FRESH", 0.0)
-            assert server.chat.in_the_way({"device": "auto"}) and not server.chat.in_the_way({"device": "cpu"})
+            assert server.chat.occupies_needed_gpu({"device": "auto"}) and not server.chat.occupies_needed_gpu(
+                {"device": "cpu"}
+            )
             assert server.chat._key(server.runs.get("r"), "adapter")["device"] == "cpu", "the GPU is the training's"
         for wrong, status in (
             (conversation("x", checkpoint="step-9"), 404), (conversation("x", checkpoint="../.."), 404),
@@ -120,7 +122,7 @@ def test_an_idle_process_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "LOOK", 0.01)
 
     async def talk() -> int | None:
-        worker = Worker("chat", [sys.executable, "-c", STANDIN], leaves=lambda key: key == {"checkpoint": "x"})
+        worker = Worker("chat", [sys.executable, "-c", STANDIN], must_end=lambda key: key == {"checkpoint": "x"})
         async for _ in worker.ask({"checkpoint": "x"}, {"messages": [{"content": "Hi"}]}):
             process = worker._process
         assert process is not None

@@ -13,11 +13,11 @@ from urllib.parse import quote
 import pytest
 
 from graftune.dashboard import runs as runs_module
-from graftune.dashboard.glance import Glance
-from graftune.dashboard.lines import appended
 from graftune.dashboard.log import Log
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.settings_file import settings_of
+from graftune.dashboard.streams import _NewEvents
+from graftune.dashboard.summary import Summary
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
 from graftune.observe.events import evals, read_events, steps, worked_seconds
@@ -149,18 +149,18 @@ def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:
     first = [start(9), *(step(n, loss=1.0) for n in range(1, 7)), evaluated(2, 2.0), evaluated(6, 0.5)]
     run = write_run(tmp_path / "r", *first, {"event": "resume", "step": 4}, step(5, loss=3.0))
     path = run / "metrics.jsonl"
-    log, glance = Log(path), Glance(path)
+    log, summary = Log(path), Summary(path)
     log.advance()
-    glance.advance()
+    summary.advance()
     known = read_events(path)
     assert list(log.steps) == [e["step"] for e in steps(known)] == [1, 2, 3, 4, 5]
     assert list(log.values["loss"]) == [e["loss"] for e in steps(known)]
     assert [e["step"] for e in log.of("eval")] == [e["step"] for e in evals(known)] == [2]
-    assert glance.best() == (2.0, 2) and glance.steps == 5
+    assert summary.best() == (2.0, 2) and summary.steps == 5
     append(run, start(3), step(1))
     log.advance()
-    glance.advance()
-    assert list(log.steps) == [1] and (glance.steps, glance.total, glance.evals) == (1, 3, {})
+    summary.advance()
+    assert list(log.steps) == [1] and (summary.steps, summary.total, summary.evals) == (1, 3, {})
     path.write_bytes(lines(start(4)))  # another file in its place
     log.advance()
     assert not log.steps and log.of("run_start")[0]["steps"] == 4
@@ -241,7 +241,7 @@ def test_events_from_a_place_in_the_file(tmp_path: Path) -> None:
     size = (run / "metrics.jsonl").stat().st_size
     app: Any = page.app
     closing = app.state.server.closing
-    late = threading.Timer(5, lambda: setattr(closing, "set", True))  # older clients give lines only when all are there
+    late = threading.Timer(5, closing.set)  # older clients give lines only when all are there
     late.start()
     with page.stream("GET", "/api/runs/r/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -250,10 +250,12 @@ def test_events_from_a_place_in_the_file(tmp_path: Path) -> None:
             if line.startswith("data: "):
                 found.append(json.loads(line[6:]))
             if len(found) == 4:
-                closing.set = True
+                closing.set()
     late.cancel()
     assert found[0]["state"] == "finished" and found[-1]["offset"] == size
     assert [one["event"]["event"] for one in found[1:]] == ["run_start", "step", "run_end"]
     log = tmp_path / "r" / "metrics.jsonl"
-    assert appended(log, found[-2]["offset"]) == (lines(end(1)), found[-2]["offset"], size)
-    assert appended(log, size) == (b"", size, size) and appended(log, size + 1)[1] == 0
+    later = _NewEvents(log, found[-2]["offset"])
+    assert [json.loads(text[6:])["event"]["event"] for text in later.read()] == ["run_end"] and later.read() == []
+    log.write_bytes(lines(start(2)))
+    assert later.read()[0].startswith("event: reset") and later.offset == log.stat().st_size

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.exceptions import HTTPException
 
 from graftune.cli import main
 from graftune.dashboard import runs as runs_module
-from graftune.dashboard import security, streams
+from graftune.dashboard import security
 from graftune.dashboard.runs import open_runs
-from graftune.dashboard.security import TOKEN, Budget, Guard
+from graftune.dashboard.security import TOKEN, AccessCheck
 from graftune.dashboard.serving import Page, token_for
 from graftune.errors import GraftuneError
 from tests.dashboard.folders import client, start, step, write_run
@@ -59,10 +58,7 @@ def test_no_script_of_others(tmp_path: Path) -> None:
 
 
 def test_outside_of_loopback_there_is_a_token(tmp_path: Path) -> None:
-    def fresh() -> Any:
-        return client(tmp_path, host="10.0.0.7", token=SECRET, name="10.0.0.7:8472")
-
-    page = fresh()
+    page = client(tmp_path, host="10.0.0.7", token=SECRET, name="10.0.0.7:8472")
     for path in ("/", "/api/runs", "/static/index.html", "/api/runs/x/events"):
         assert status(page, path) == 401
     assert status(page, authorization=f"Bearer {SECRET}") == 200
@@ -73,13 +69,9 @@ def test_outside_of_loopback_there_is_a_token(tmp_path: Path) -> None:
     stale = {"cookie": "graftune_token=of-the-server-before"}
     answer = page.get(f"/?token={SECRET}", headers=stale, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
-    assert answer.headers["set-cookie"] == f"graftune_token={SECRET}; Path=/; HttpOnly; SameSite=Strict"
+    assert answer.headers["set-cookie"] == f"graftune_token={SECRET}; HttpOnly; Path=/; SameSite=strict"
     assert status(page) == 200, "the cookie is enough from here on"
     assert status(page, host="evil.example") == 403
-    guessing = fresh()
-    answers = [status(guessing, authorization=f"Bearer {number}") for number in range(20)]
-    assert answers[:10] == [401] * 10 and answers[-1] == 429, "no endless guessing"
-    assert status(guessing, authorization=f"Bearer {SECRET}") == 429
 
 
 def test_the_token_is_shown_to_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +79,7 @@ def test_the_token_is_shown_to_the_user_alone(tmp_path: Path, monkeypatch: pytes
     assert token_for("127.0.0.1", False, lambda: False) == ""
     one, other = (token_for("0.0.0.0", False, lambda: True) for _ in range(2))
     assert len(one) >= 24 and one != other and token_for("localhost", True, lambda: True)
-    with pytest.raises(GraftuneError, match=r"nobody to show it to.*set GRAFTUNE_WATCH_TOKEN"):
+    with pytest.raises(GraftuneError, match=r"cannot be shown.*set GRAFTUNE_WATCH_TOKEN"):
         token_for("0.0.0.0", False, lambda: False)
     monkeypatch.setenv(TOKEN, "short")
     with pytest.raises(GraftuneError, match="too short"):
@@ -141,7 +133,7 @@ def test_no_path_leads_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert status(page, "/api/runs/r") == 404
 
 
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits(tmp_path: Path) -> None:
     page = client(tmp_path)
     large = {"content": b"x" * (security.LARGEST_BODY + 1), "headers": {"content-type": "application/json"}}
     assert page.post("/api/chat", **large).status_code == 413
@@ -150,25 +142,6 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "r", start(1), step(1))
     for number in ("9" * 16, "9" * 5000, "-1", "1e3", "²"):
         assert status(page, f"/api/runs/r/series?points={number}") == 400, number[:20]
-    server = page.app.state.server
-    server.readers = streams.MOST_READERS
-    with pytest.raises(HTTPException, match="pages are open already; close one of them"):
-        server._stream(server.watch.events())
-    monkeypatch.setattr(security, "BURST", 3.0)
-    monkeypatch.setattr(security, "PER_SECOND", 0.0)
-    busy = client(tmp_path)
-    assert [status(busy, "/nothing") for _ in range(5)] == [404, 404, 404, 429, 429]
-    networks = [security._network(one) for one in ("2001:db8::1", "2001:db8::f:1", "2001:db8:0:1::1", "10.0.0.1", "x")]
-    assert networks[0] == networks[1] != networks[2] and networks[3:] == ["10.0.0.1", "x"]
-    now = [0.0]
-    monkeypatch.setattr(security.time, "monotonic", lambda: now[0])
-    budget = Budget(3, 1.0)
-    assert [budget.take("a") for _ in range(5)] == [True] * 3 + [False] * 2 and budget.take("b")
-    now[0] = 2.0
-    assert [budget.take("a") for _ in range(3)] == [True, True, False]
-    for number in range(2 * security.ADDRESSES):
-        budget.take(str(number))
-    assert len(budget._left) == security.ADDRESSES
 
 
 def test_no_more_of_a_body_is_taken_than_the_limit() -> None:
@@ -187,5 +160,5 @@ def test_no_more_of_a_body_is_taken_than_the_limit() -> None:
         pytest.fail("it was refused")
 
     scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": [(b"host", b"localhost")]}
-    asyncio.run(Guard(reads_on)(scope, endless, send))
+    asyncio.run(AccessCheck(reads_on)(scope, endless, send))
     assert sum(taken) == security.LARGEST_BODY

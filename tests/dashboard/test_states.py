@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from graftune.dashboard import states
-from graftune.dashboard.glance import Glance
-from graftune.dashboard.states import Pulse, state_of
+from graftune.dashboard.states import Heartbeat, state_of
+from graftune.dashboard.summary import Summary
 from graftune.io.lock import FolderLock, LockOwner
 from tests.dashboard.folders import append, end, start, step, write_run
 
 
 def state(run: Path, holder: LockOwner | None) -> tuple[str, str]:
-    glance = Glance(run / "metrics.jsonl")
-    glance.advance()
-    return tuple(state_of(run, glance, holder))
+    summary = Summary(run / "metrics.jsonl")
+    summary.advance()
+    return tuple(state_of(run, summary, holder))
 
 
 def phase(name: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_from_beginning_to_end(tmp_path: Path) -> None:
     died = state(run, None)
     assert died == (
         "died",
-        f"its process ended at step 2 of 9 without a last word; go on with: graftune train --resume {run}",
+        f"its process ended at step 2 of 9 without a final event; go on with: graftune train --resume {run}",
     )
     append(run, end(2, "interrupted", signal=int(signal.SIGTERM)))
     stopped = state(run, None)
@@ -87,23 +87,23 @@ def test_a_copy_of_a_folder_does_not_train(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with FolderLock(tmp_path / "mine") as lock:
         shutil.copy2(lock.path, tmp_path / "copy")
-        assert Pulse(tmp_path / "mine").holder() is not None and Pulse(tmp_path / "copy").holder() is None
+        assert Heartbeat(tmp_path / "mine").holder() is not None and Heartbeat(tmp_path / "copy").holder() is None
 
 
 def test_the_process_of_this_machine_is_looked_up(tmp_path: Path) -> None:
-    pulse = Pulse(tmp_path)
-    assert pulse.holder() is None
+    heartbeat = Heartbeat(tmp_path)
+    assert heartbeat.holder() is None
     with FolderLock(tmp_path) as lock:
         os.utime(lock.path, (0, 0))  # a process that was stopped has no heartbeat, and lives
-        holder = pulse.holder()
+        holder = heartbeat.holder()
         assert holder is not None and holder.pid == os.getpid()
         held = lock.path.read_bytes()
-    assert pulse.holder() is None
+    assert heartbeat.holder() is None
     (tmp_path / ".lock").write_bytes(json.dumps(json.loads(held) | {"began": "7"}).encode())
-    assert pulse.holder() is None, "another process has its number"
+    assert heartbeat.holder() is None, "another process has its number"
     for garbage in (b"", b"[", b"{}", b'{"pid": 1e999}', b'{"pid": "x", "began": 1, "machine": 2, "since": 3}'):
         (tmp_path / ".lock").write_bytes(garbage)
-        assert pulse.holder() is None
+        assert heartbeat.holder() is None
 
 
 def test_a_run_of_another_machine_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,13 +111,13 @@ def test_a_run_of_another_machine_has_a_heartbeat(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(states.time, "monotonic", lambda: now[0])
     path = tmp_path / ".lock"
     path.write_text(json.dumps(asdict(replace(LockOwner.me(), machine="elsewhere"))))
-    pulse = Pulse(tmp_path)
-    assert pulse.holder() is not None
+    heartbeat = Heartbeat(tmp_path)
+    assert heartbeat.holder() is not None
     now[0] += 16
-    assert pulse.holder() is None, "15 seconds without a beat"
+    assert heartbeat.holder() is None, "15 seconds without a beat"
     os.utime(path, (1.0, 1.0))  # the other machine's clock is years behind, but it beats
-    assert pulse.holder() is not None
+    assert heartbeat.holder() is not None
     now[0] += 14
-    assert pulse.holder() is not None
+    assert heartbeat.holder() is not None
     os.utime(path, (time.time() - 60, time.time() - 60))
-    assert Pulse(tmp_path).holder() is None, "at the first look the clocks are all there is"
+    assert Heartbeat(tmp_path).holder() is None, "at the first look the clocks are all there is"

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save
 
 from graftune.cli.closing import closing
-from graftune.dashboard.runs import Run
+from graftune.dashboard.runs import WatchedRun
 from graftune.dashboard.series import series
 from graftune.data import cached, find, source
 from graftune.data.dataset import _Texts
@@ -319,7 +319,7 @@ def _run_folder(draw: Random) -> Files:
 
 
 def _read_run(folder: Path) -> None:
-    run = Run("r", folder)
+    run = WatchedRun("r", folder)
     run.refresh()
     json.dumps(run.document([]), allow_nan=False)
     with run.log() as log:

@@ -1,5 +1,5 @@
 """The page that watches runs: a small web server over run folders, which it only reads.
 
-Nothing here imports torch. The server has to stay small beside a training, and a folder copied from another machine
-opens where there is no torch at all. Answers of the chat box come from a process of their own (chat.py).
+Nothing here imports torch: the server stays small beside a training run, and a folder copied from another machine opens
+where torch is not installed. A separate process answers the chat box (chat.py).
 """

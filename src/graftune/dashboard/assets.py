@@ -1,9 +1,9 @@
-"""The files of the page, made once and answered from memory.
+"""The files of the page, built once and served from memory.
 
-The page is four requests: its frame, one style, the script of its head and the script of its views, each joined from
-the files in static/ (observe/page_files.py). The one with the charts is asked for by views that have any. What can be
-asked for is this fixed list: no name from an address is ever joined to a path. A browser keeps what it has and asks
-whether it is still the same (its digest, in ETag), so a new version of graftune shows at the next load.
+The page is four requests: its HTML, one style sheet, the script of its head and the script of its views, each joined
+from the files in static/ (observe/page_files.py). Views with charts also load uPlot. Only the paths in this fixed list
+are served: no name from an address is ever joined to a path. A browser caches the files and asks whether they are
+unchanged (ETag), so a new version of graftune shows at the next load.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HTML, CSS, JS, SVG = "text/html", "text/css", "text/javascript", "image/svg+xml"
 class Asset(NamedTuple):
     content: bytes
     media_type: str
-    digest: str
+    etag: str
 
 
 @cache
 def assets() -> dict[str, Asset]:
     """By the path of their address."""
-    # The script of the head runs before the first paint, and asks for data before styles are there.
+    # The script of the head runs before the first paint, and requests data before the styles are loaded.
     texts = {
         "/": (asset("index.html"), HTML),
         "/static/page.css": (joined_style(), CSS),
@@ -38,16 +38,16 @@ def assets() -> dict[str, Asset]:
         "/static/uPlot.js": (asset("uPlot.iife.min.js"), JS),
         "/static/icon.svg": (asset("icon.svg"), SVG),
     }
-    return {path: _made(text.encode(), kind) for path, (text, kind) in texts.items()}
+    return {path: Asset(text.encode(), kind, _etag(text)) for path, (text, kind) in texts.items()}
 
 
-def _made(content: bytes, media_type: str) -> Asset:
-    return Asset(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+def _etag(text: str) -> str:
+    return f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
 
 
 async def answer(request: Request) -> Response:
     found = assets()[request.scope["path"]]
-    headers = {"etag": found.digest, "cache-control": "no-cache"}
-    if request.headers.get("if-none-match") == found.digest:
+    headers = {"etag": found.etag, "cache-control": "no-cache"}
+    if request.headers.get("if-none-match") == found.etag:
         return Response(status_code=304, headers=headers)
     return Response(found.content, headers=headers, media_type=found.media_type)

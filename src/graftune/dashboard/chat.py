@@ -1,7 +1,7 @@
-"""The chat box: base and tuned model answer the same conversation, side by side, in a process of their own.
+"""The chat box: the base and the tuned model answer the same conversation, side by side, in a separate process.
 
-The training is never touched: the process loads the weights from the run folder, at a lower priority, and not onto a
-GPU while a watched run is training there unless it is told to. One answer is given at a time.
+Training is not disturbed: the process loads the weights from the run folder, at a lower priority, and not onto a GPU
+while a watched run is training, unless the user chose the device. It answers one request at a time.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from graftune.dashboard.reading import stamp
-from graftune.dashboard.runs import Run, Runs
+from graftune.dashboard.runs import Runs, WatchedRun
 from graftune.dashboard.states import RUNNING
-from graftune.dashboard.streams import BEAT, Closing, message
+from graftune.dashboard.streams import message
 from graftune.dashboard.views import checkpoints
 from graftune.dashboard.worker import Worker
 
@@ -28,29 +29,29 @@ ROLES = ("system", "user", "assistant")
 
 
 class Chat:
-    def __init__(self, runs: Runs, closing: Closing, device: str = "auto", worker: Worker | None = None):
-        self.runs, self.closing, self.device = runs, closing, device
-        self.worker = worker or Worker("chat", leaves=self.in_the_way)
+    def __init__(self, runs: Runs, device: str = "auto", worker: Worker | None = None):
+        self.runs, self.device = runs, device
+        self.worker = worker or Worker("chat", must_end=self.occupies_needed_gpu)
 
     async def events(self, request: Request) -> AsyncIterator[str]:
-        """The answer to a request, which is checked before anything is sent."""
+        """The answer to a request, which is checked before anything is sent back."""
         asked = checked(await _body(request))
         run = await asyncio.to_thread(self._found, asked["run"])
         if asked["checkpoint"] not in checkpoints(run.folder):
             raise HTTPException(404, "this run has no such checkpoint (any more); choose another one")
         if self.worker.busy.locked():
-            raise HTTPException(429, "another answer is being given; wait until it is done, or stop it")
+            raise HTTPException(429, "the model is answering another request; wait until it is done, or stop it")
         return self._answer(self._key(run, asked["checkpoint"]), asked)
 
-    def _found(self, key: str) -> Run:
+    def _found(self, key: str) -> WatchedRun:
         try:
             self.runs.refresh()
             return self.runs.get(key)
         except KeyError:
             raise HTTPException(404, "there is no such run in the watched folder") from None
 
-    def in_the_way(self, key: Document) -> bool:
-        """Whether an idle model may lie on the GPU that a watched run wants. One on a device of the user's choice
+    def occupies_needed_gpu(self, key: Document) -> bool:
+        """Whether an idle model may be on the GPU that a watched run needs. On a device of the user's choice it
         stays."""
         self.runs.refresh()
         return self.device == "auto" and key["device"] == "auto" and self._training()
@@ -58,40 +59,18 @@ class Chat:
     def _training(self) -> bool:
         return any(run.state.state in RUNNING for run in self.runs.known())
 
-    def _key(self, run: Run, checkpoint: str) -> Document:
-        """What has to be loaded. A result that is written anew is loaded anew."""
+    def _key(self, run: WatchedRun, checkpoint: str) -> Document:
+        """Identifies what is loaded. A result that is written again is loaded again."""
         device = self.device if self.device != "auto" or not self._training() else "cpu"
         written = [stamp(run.folder / name) for name in ("adapter/adapter_model.safetensors", "model/config.json")]
         return {"run": str(run.folder), "checkpoint": checkpoint, "device": device, "written": written}
 
     async def _answer(self, key: Document, asked: Document) -> AsyncIterator[str]:
         request = {name: asked[name] for name in ("messages", "temperature", "max_new_tokens")}
-        answer = self.worker.ask(key, request)
-        # A generator cannot be waited for with a limit, or it would be cancelled: a task reads it.
-        queue: asyncio.Queue[Document | None] = asyncio.Queue()
-
-        async def read() -> None:
-            try:
-                async for document in answer:
-                    queue.put_nowait(document)
-            finally:
-                queue.put_nowait(None)
-                await answer.aclose()  # type: ignore[attr-defined]
-
-        reading = asyncio.create_task(read())
-        try:
-            yield ": asked\n\n"
-            while not self.closing.set:
-                try:
-                    document = await asyncio.wait_for(queue.get(), BEAT)
-                except TimeoutError:
-                    yield ": still here\n\n"
-                    continue
-                if document is None:
-                    return
+        yield ": asked\n\n"
+        async with aclosing(self.worker.ask(key, request)) as answer:
+            async for document in answer:
                 yield message({name: value for name, value in document.items() if name != "gone"})
-        finally:
-            reading.cancel()
 
 
 async def _body(request: Request) -> Any:
@@ -100,13 +79,13 @@ async def _body(request: Request) -> Any:
     try:
         return json.loads(await request.body())
     except ClientDisconnect:
-        raise HTTPException(413, "the request is too large") from None
+        raise HTTPException(413, "the request is too large", {"connection": "close"}) from None
     except (ValueError, RecursionError):
         raise HTTPException(400, "the request is not valid JSON") from None
 
 
 def checked(asked: Any) -> Document:
-    """The fields of a request; HTTPException with a sentence for whatever is wrong with them."""
+    """The fields of a request. Raises HTTPException with a sentence that says what is wrong."""
     if not isinstance(asked, dict):
         raise HTTPException(400, "the request has to be an object")
     messages = asked.get("messages")

@@ -1,8 +1,8 @@
-"""The data of a run with its mask, page by page: from the run folder, and from the token cache of this machine.
+"""The training data of a run with its mask, page by page, from the run folder and from this machine's token cache.
 
-The folder has the first examples (training/preview.py). All of them are in the token cache, if the run was prepared on
-this machine and the cache still has the file that the run's log names; a process of its own reads it, since it takes
-the tokenizer. Each answer says where it comes from.
+The folder contains the first examples (training/preview.py). The token cache contains all of them, if the run was
+prepared on this machine and the cache still has the file that the run's log names. A separate process reads it, since
+that needs the tokenizer. Each answer says where it comes from.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import json
 import re
 from typing import Any
 
-from graftune.dashboard.reading import read_bytes, stamp
-from graftune.dashboard.runs import Run
+from graftune.dashboard.reading import is_file, read_bytes
+from graftune.dashboard.runs import WatchedRun
 from graftune.dashboard.worker import Worker
 from graftune.io import user_cache
 
 Document = dict[str, Any]
 PREVIEW = "preview.jsonl"
-LARGEST = 5 << 20  # bytes of the file that are read; a run writes 4 MiB at most
+LARGEST = 5 << 20  # bytes of the file; a run writes 4 MiB at most
 MOST_ON_A_PAGE = 100
 
 
@@ -27,8 +27,8 @@ class Previews:
     def __init__(self, worker: Worker | None = None):
         self.worker = worker or Worker("preview")
 
-    async def page(self, run: Run, page: int, size: int, search: str) -> Document | None:
-        """A page of examples, of those that hold `search` if that is not empty; None if the run has no preview."""
+    async def page(self, run: WatchedRun, page: int, size: int, search: str) -> Document | None:
+        """A page of the examples that contain `search`, or of all if it is empty; None if the run has no preview."""
         size = max(1, min(size, MOST_ON_A_PAGE))
         content = await asyncio.to_thread(read_bytes, run.folder / PREVIEW, LARGEST)
         lines = [] if content is None else content.split(b"\n")[:-1]
@@ -43,7 +43,9 @@ class Previews:
             return None
         return await asyncio.to_thread(_page, lines, page, size, search, note=_note(len(lines), total, here=False))
 
-    async def _cached(self, run: Run, key: str, page: int, size: int, search: str, lines: list[bytes]) -> Document:
+    async def _cached(
+        self, run: WatchedRun, key: str, page: int, size: int, search: str, lines: list[bytes]
+    ) -> Document:
         opened = {"run": str(run.folder), "encoded": key}
         answers = self.worker.ask(opened, {"page": page, "size": size, "search": search})
         found = [document async for document in answers]
@@ -63,9 +65,9 @@ class Previews:
 def _page(
     lines: list[bytes], page: int, size: int, search: str, *, total: int | None = None, note: str = ""
 ) -> Document:
-    """Of the file's lines, each one example."""
+    """From the lines of preview.jsonl, one example each."""
     if search:
-        found = (one for line in lines if (one := _example(line)) and search.lower() in _text(one).lower())
+        found = (one for line in lines if (one := _example(line)) and search.lower() in "".join(one["tokens"]).lower())
         shown, count = [], 0
         for count, one in enumerate(found, 1):
             if page * size < count <= (page + 1) * size:
@@ -90,10 +92,6 @@ def _example(line: bytes) -> Document | None:
     return found if all(isinstance(token, str) for token in tokens) else None
 
 
-def _text(example: Document) -> str:
-    return "".join(example["tokens"])
-
-
 def _note(held: int, total: int | None, *, here: bool) -> str:
     if total is None or held >= total:
         return "All examples are in the run folder."
@@ -101,19 +99,15 @@ def _note(held: int, total: int | None, *, here: bool) -> str:
     return f"The run folder holds the first {held} of {total} examples; {rest}."
 
 
-def _start(run: Run) -> Document:
-    return run.glance.start
-
-
-def _examples(run: Run) -> int | None:
-    """How many examples the run trains on, if its log says so."""
-    count = _start(run).get("examples")
+def _examples(run: WatchedRun) -> int | None:
+    """The number of training examples, if the log has it."""
+    count = run.summary.start.get("examples")
     return count if type(count) is int and count >= 0 else None
 
 
-def _cache_key(run: Run) -> str:
+def _cache_key(run: WatchedRun) -> str:
     """The run's entry in the token cache of this machine; empty if it has none."""
-    key = _start(run).get("encoded")
+    key = run.summary.start.get("encoded")
     if not isinstance(key, str) or not re.fullmatch(r"[0-9a-f]{40}", key):
         return ""
-    return key if stamp(user_cache.cache_folder() / "data" / f"{key}.tokens") != (0, 0, 0) else ""
+    return key if is_file(user_cache.cache_folder() / "data" / f"{key}.tokens") else ""

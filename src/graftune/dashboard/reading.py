@@ -1,8 +1,7 @@
-"""Files of a run folder, opened as files of a stranger: a folder may have been copied from anywhere.
+"""Opens files of a run folder, which may have been copied from anywhere.
 
-A name is opened without following a link, only if it is a regular file (a pipe would hang the server), and at most so
-many bytes of it are read. Links are the only way out of a folder for names that we chose ourselves, so refusing them
-keeps every read inside it.
+A name is opened only if it is a regular file (a pipe would hang the server) and not a link, up to a size limit. Links
+are the only way out of a folder for names that we choose ourselves, so every read stays inside the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LARGEST = 64 << 20  # bytes of a document that is read whole
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[int]:
-    """A handle of a regular file, which is not a link. OSError where there is none."""
+    """The handle of a regular file. Raises OSError if there is none or it is a link."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -35,24 +34,15 @@ def opened(path: str | Path) -> Iterator[int]:
 def read_bytes(path: str | Path, most: int = LARGEST) -> bytes | None:
     """The content, or None if there is no such file or it is larger than `most`."""
     try:
-        with opened(path) as handle:
-            if os.fstat(handle).st_size > most:
-                return None
-            return _all(handle, most)
+        with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+            content = file.read(most + 1)
     except OSError:
         return None
-
-
-def _all(handle: int, most: int) -> bytes:
-    parts, left = [], most
-    while left and (part := os.read(handle, min(left, 1 << 20))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+    return content if len(content) <= most else None
 
 
 def read_json(path: Path, most: int = LARGEST) -> Any:
-    """The document in a file; None if there is none, or none that can be read."""
+    """The document in a file; None if it cannot be read."""
     content = read_bytes(path, most)
     if content is None:
         return None
@@ -64,11 +54,13 @@ def read_json(path: Path, most: int = LARGEST) -> Any:
 
 
 def stamp(path: str | Path) -> tuple[int, int, int]:
-    """What changes when a file does: its number, size and time. Zeros where there is no file."""
+    """Inode, size and modification time, which change with the file. Zeros where there is no regular file."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except OSError:
         return (0, 0, 0)
-    if not stat.S_ISREG(found.st_mode):
-        return (0, 0, 0)
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (0, 0, 0)
+
+
+def is_file(path: str | Path) -> bool:
+    return stamp(path) != (0, 0, 0)

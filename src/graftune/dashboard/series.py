@@ -1,4 +1,4 @@
-"""The curves of a run, or of a part of it, cut to what a screen can show."""
+"""The curves of a run, or of a part of it, with as many points as a screen can show."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 
 from graftune.dashboard.log import Log
-from graftune.observe.thin import numbers, thinned
+from graftune.observe.downsample import downsampled, numbers
 
 MOST_POINTS = 20_000
 
 
 def series(log: Log, names: Sequence[str], points: int, first: int | None, last: int | None) -> dict[str, Any]:
-    """The named figures of the steps from `first` to `last`, in at most `points` places."""
+    """The named numbers of the steps from `first` to `last`, at `points` places or fewer."""
     steps = np.frombuffer(log.steps, np.int64) if len(log.steps) else np.empty(0, np.int64)
     start = 0 if first is None else int(np.searchsorted(steps, first, "left"))
     end = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
     chosen = [name for name in (names or log.values) if name in log.values]
     columns = {name: np.frombuffer(log.values[name], np.float64)[start:end] for name in chosen} if len(steps) else {}
-    shown, values = thinned(steps[start:end], columns, max(2, min(points, MOST_POINTS)))
-    result = {
+    shown, values = downsampled(steps[start:end], columns, max(2, min(points, MOST_POINTS)))
+    return {
         "names": chosen,
         "available": list(log.values),
         "steps": shown.tolist(),
@@ -30,4 +30,3 @@ def series(log: Log, names: Sequence[str], points: int, first: int | None, last:
         "count": max(0, end - start),
         "offset": log.offset,
     }
-    return result

@@ -1,4 +1,7 @@
-"""The server on a port: bound before anything is said, so that a taken port is one sentence."""
+"""The server on a port, which is bound before the address is printed, so that a taken port is one sentence.
+
+uvicorn limits connections and the time that an idle one stays open.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from collections.abc import Callable
 
 import uvicorn
 
-from graftune.dashboard.connections import Connections, protocol
 from graftune.dashboard.runs import Runs
 from graftune.dashboard.security import TOKEN, is_loopback, new_token
-from graftune.dashboard.server import application
+from graftune.dashboard.server import Server, application
 from graftune.errors import GraftuneError
 
 SHORTEST_TOKEN = 16
+MOST_CONNECTIONS = 500
 
 
 class Page:
@@ -26,23 +29,22 @@ class Page:
         self._runs, self._socket = runs, _bound(host, port)
         self.host, self.port, self._token = host, self._socket.getsockname()[1], token
         app = application(runs, host=host, token=token, device=device)
-        self._closing = app.state.server.closing
         config = uvicorn.Config(
-            app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=2,
-            http=protocol(Connections()), h11_max_incomplete_event_size=32 << 10, ws="none", backlog=64,
+            app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=2, ws="none",
+            http="h11", h11_max_incomplete_event_size=32 << 10, limit_concurrency=MOST_CONNECTIONS,
         )  # fmt: skip
-        self._server = _Server(config, self._closing)
+        self._server = _UvicornServer(config, app.state.server)
         self._thread: threading.Thread | None = None
 
     @property
     def address(self) -> str:
-        """With the token, if there is one: for the user's eyes alone."""
+        """With the token, if there is one: shown to the user only."""
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104 (compared)
         name = f"[{name}]" if ":" in name else name
         return f"http://{name}:{self.port}/" + (f"?token={self._token}" if self._token else "")
 
     def run(self) -> None:
-        # The list is read while a browser is still on its way here, and so is what is probably opened first.
+        # Reads the list, and the run that is probably opened first, while the browser starts.
         threading.Thread(target=self._runs.read_ahead, name="read ahead", daemon=True).start()
         self._server.run(sockets=[self._socket])
 
@@ -51,28 +53,28 @@ class Page:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving, and give the port back."""
-        self._closing.set = self._server.should_exit = True
+        """Stop serving and release the port."""
+        self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(5)
         self._socket.close()
 
 
-class _Server(uvicorn.Server):
-    """Streams are told of the end before connections are waited for."""
+class _UvicornServer(uvicorn.Server):
+    """Ends streams before it waits for connections to close."""
 
-    def __init__(self, config: uvicorn.Config, closing: object):
+    def __init__(self, config: uvicorn.Config, server: Server):
         super().__init__(config)
-        self._streams = closing
+        self._page_server = server
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._streams.set = True  # type: ignore[attr-defined]
+        await self._page_server.close()
         await super().shutdown(sockets)
 
 
 def token_for(host: str, always: bool, shown: Callable[[], bool]) -> str:
-    """The token that a page on `host` needs; empty on loopback, unless it is asked for. Without one of the user's own
-    it is made up, which helps only where they can see it (`shown`)."""
+    """The token that a page on `host` needs: the user's own, or a random one if the user can see it (`shown`). Empty on
+    loopback, unless `always`."""
     own = os.environ.get(TOKEN, "")
     if is_loopback(host) and not always and not own:
         return ""
@@ -85,7 +87,7 @@ def token_for(host: str, always: bool, shown: Callable[[], bool]) -> str:
         return own
     if not shown():
         raise GraftuneError(
-            "a page that needs a token has nobody to show it to, because stderr is not a terminal",
+            "the page needs a token, which cannot be shown because stderr is not a terminal",
             fix=f"set {TOKEN} to a token of your own",
         )
     return new_token()

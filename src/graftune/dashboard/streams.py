@@ -1,28 +1,25 @@
-"""Server-sent events: what is appended to a log, and what changes in the list, sent to every page that is open.
+"""Server-sent events: the events that are appended to a log, and the runs that change in the list.
 
-Each reader keeps its own place in the file and looks at its size twice a second; what two readers read is in the
-system's cache. The list is looked at once for all of its readers. A comment every few seconds keeps proxies from
-closing a quiet line, and lets the server notice readers that have gone.
+Each reader has its own position in the file and looks at it twice a second; the file's pages are in the system's cache.
+All readers of the list share one look (`FRESH` of runs.py). A comment every few seconds keeps proxies from closing a
+quiet connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from graftune.dashboard.bounded import cut
-from graftune.dashboard.lines import appended
-from graftune.dashboard.runs import LOG, Run, Runs
-from graftune.dashboard.states import RUNNING, State
+from graftune.dashboard.json_safe import json_safe
+from graftune.dashboard.line_reader import LineReader
+from graftune.dashboard.runs import LOG, Runs, WatchedRun
 from graftune.observe.events import parsed
 
-LOOK, BEAT = 0.5, 5.0  # seconds between two looks at a file, and between two comments
-MOST_READERS = 200
-MOST_WAITING = 2000  # changes of the list that a reader may be behind
-VALUES, CHARACTERS = 500, 16 << 10  # of an event: hundreds of streams may send it at once
+LOOK, COMMENT = 0.5, 5.0  # seconds between two looks at a file, and between two comments
 
 
 def message(document: Any, event: str = "") -> str:
@@ -30,127 +27,81 @@ def message(document: Any, event: str = "") -> str:
     return (f"event: {event}\n" if event else "") + f"data: {json.dumps(document, allow_nan=False)}\n\n"
 
 
-class Quiet:
-    """Says when it is time for a comment."""
+class _NewEvents(LineReader):
+    """The messages of the events that were appended since the last call of `read`."""
 
-    def __init__(self) -> None:
-        self.last = time.monotonic()
+    SECONDS = 0.0  # one piece at a time
 
-    def sent(self) -> None:
-        self.last = time.monotonic()
+    def clear(self) -> None:
+        self._messages: list[str] = []
+        if self._inode:
+            self._messages.append(message({"reset": True}, "reset"))
 
-    def due(self) -> bool:
-        if time.monotonic() - self.last < BEAT:
-            return False
-        self.sent()
-        return True
+    def take(self, piece: bytes) -> None:
+        offset = self.offset - len(piece)
+        for line in piece.split(b"\n")[:-1]:
+            offset += len(line) + 1
+            if (event := parsed(line)) is not None:
+                self._messages.append(message({"offset": offset, "event": json_safe(event)}))
 
-
-class Closing:
-    """Set when the server ends: streams end with it instead of holding it up."""
-
-    def __init__(self) -> None:
-        self.set = False
-
-    async def wait(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not self.set and (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, 0.25))
+    def read(self) -> list[str]:
+        self.advance()
+        found, self._messages = self._messages, []
+        return found
 
 
-async def log_events(runs: Runs, run: Run, since: int, closing: Closing) -> AsyncIterator[str]:
-    """Every event behind the byte `since`, as it is written; and the state whenever it changes."""
-    offset, said, quiet = since, None, Quiet()
+async def log_events(runs: Runs, run: WatchedRun, since: int, closing: threading.Event) -> AsyncIterator[str]:
+    """Every event after the byte `since`, as it is written; and the state whenever it changes."""
+    new, state, last = _NewEvents(run.folder / LOG, since), None, time.monotonic()
     yield ": follow\n\n"
-    while not closing.set:
-        found = await asyncio.to_thread(_look, runs, run, offset)
-        if found is None:
+    while not closing.is_set():
+        if not await asyncio.to_thread(_refreshed, runs, run):
             yield message({"gone": run.id}, "gone")
             return
-        state, piece, began, after = found
-        if state != said:
-            said = state
-            yield message({"state": state.state, "sentence": state.sentence}, "state")
-            quiet.sent()
-        if began != offset:  # another file has taken the place of the one that was followed
-            yield message({"reset": True}, "reset")
-        messages, offset = _messages(piece, began), after
-        del piece, found  # a reader may take its time, and hundreds of them may hold a long line
-        for text in messages:
+        found = await asyncio.to_thread(new.read)
+        if run.state != state:
+            state = run.state
+            found.insert(0, message({"state": state.state, "sentence": state.sentence}, "state"))
+        if not found and time.monotonic() - last > COMMENT:
+            found = [": still here\n\n"]
+        for text in found:
             yield text
-            quiet.sent()
-        if quiet.due():
-            yield ": still here\n\n"
-        if after == began:
-            await closing.wait(LOOK if state.state in RUNNING else 2 * LOOK)
+            last = time.monotonic()
+            await asyncio.sleep(0)  # lets the server notice a reader that has gone
+        if not new.behind:
+            await asyncio.sleep(LOOK)
 
 
-def _messages(piece: bytes, offset: int) -> list[str]:
-    """Of the events on some lines that begin at `offset`."""
-    made = []
-    for line in piece.split(b"\n")[:-1]:
-        offset += len(line) + 1
-        event = parsed(line)
-        if event is not None:
-            made.append(message({"offset": offset, "event": cut(event, VALUES, CHARACTERS)}))
-    return made
-
-
-def _look(runs: Runs, run: Run, offset: int) -> tuple[State, bytes, int, int] | None:
-    """The run's state and what is new in its log; None if it is gone."""
+def _refreshed(runs: Runs, run: WatchedRun) -> bool:
+    """Whether the run is still there."""
     try:
         runs.get(run.id)
     except KeyError:
-        return None
-    run.refresh(LOOK / 2)  # of several readers' looks one is enough
-    return run.state, *appended(run.folder / LOG, offset)
+        return False
+    run.refresh(LOOK / 2)  # readers of the same run share one look
+    return True
 
 
-class ListWatch:
-    """What changes in the list, found once for all readers."""
+async def list_events(runs: Runs, closing: threading.Event) -> AsyncIterator[str]:
+    """The document of every run that changes, and the id of every run that is gone."""
+    versions, last = await asyncio.to_thread(_versions, runs), time.monotonic()
+    yield ": follow\n\n"
+    while not closing.is_set():
+        began = time.monotonic()
+        before, versions = versions, await asyncio.to_thread(_versions, runs)
+        changed = [run for run in runs.known() if versions.get(run.id) != before.get(run.id)]
+        differing = runs.differing() if changed else []
+        found = [message({"run": run.document(differing)}) for run in changed]
+        found += [message({"gone": key}) for key in before.keys() - versions.keys()]
+        if not found and began - last > COMMENT:
+            found = [": still here\n\n"]
+        for text in found:
+            yield text
+            last = time.monotonic()
+            await asyncio.sleep(0)  # lets the server notice a reader that has gone
+        # With thousands of runs, look less often: this may take a tenth of a core.
+        await asyncio.sleep(max(1.0, 10 * (time.monotonic() - began)))
 
-    def __init__(self, runs: Runs, closing: Closing):
-        self.runs, self.closing = runs, closing
-        self.readers: set[asyncio.Queue[str]] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._versions: dict[str, int] = {}
 
-    async def events(self) -> AsyncIterator[str]:
-        queue: asyncio.Queue[str] = asyncio.Queue(maxsize=MOST_WAITING)
-        if self._task is None or self._task.done():
-            self._versions = await asyncio.to_thread(self._looked)
-            self._task = asyncio.create_task(self._watch())
-        self.readers.add(queue)
-        try:
-            yield ": follow\n\n"
-            while not self.closing.set and queue in self.readers:
-                try:
-                    yield await asyncio.wait_for(queue.get(), BEAT)
-                except TimeoutError:
-                    yield ": still here\n\n"
-        finally:
-            self.readers.discard(queue)
-
-    async def _watch(self) -> None:
-        while self.readers and not self.closing.set:
-            began = time.monotonic()
-            versions = await asyncio.to_thread(self._looked)
-            differing = self.runs.differing()
-            for run in self.runs.known():
-                if versions.get(run.id) != self._versions.get(run.id):
-                    self._send(message({"run": run.document(differing)}))
-            for key in self._versions.keys() - versions.keys():
-                self._send(message({"gone": key}))
-            self._versions = versions
-            # Thousands of runs are looked at less often, so that looking takes no more than a tenth of a core.
-            await self.closing.wait(max(1.0, 10 * (time.monotonic() - began)))
-
-    def _looked(self) -> dict[str, int]:
-        return {run.id: run.version for run in self.runs.all()}
-
-    def _send(self, text: str) -> None:
-        for queue in list(self.readers):
-            if queue.full():  # a reader that does not read: its stream ends, and it asks for the list anew
-                self.readers.discard(queue)
-            else:
-                queue.put_nowait(text)
+def _versions(runs: Runs) -> dict[str, int]:
+    return {run.id: run.version for run in runs.all()}

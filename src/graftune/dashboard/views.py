@@ -1,4 +1,4 @@
-"""What the page shows of one run beyond the list: its command, settings, plan, answers, warnings and checkpoints."""
+"""The details of one run: its command, settings, plan, answers, warnings and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from graftune.dashboard.bounded import cut
+from graftune.dashboard.json_safe import json_safe
 from graftune.dashboard.log import Log, step_of
-from graftune.dashboard.reading import read_bytes, read_json, stamp
-from graftune.dashboard.runs import CONFIG, Document, Run
+from graftune.dashboard.reading import is_file, read_bytes, read_json
+from graftune.dashboard.runs import CONFIG, Document, WatchedRun
 from graftune.observe.events import Event, shown_answers
 
 PROFILE = "profile.json"
 MOST_SAMPLES, MOST_WARNINGS = 4000, 500
 
 
-def details(run: Run, differing: list[str]) -> Document:
-    """The run's short document with all the rest."""
+def details(run: WatchedRun, differing: list[str]) -> Document:
+    """The run's document in the list, and everything else."""
     with run.log() as log:
         last = {kind: log.of(kind)[-1] if log.of(kind) else None for kind in ("run_start", "memory", "run_end")}
         config = read_bytes(run.folder / CONFIG, 1 << 20)
@@ -28,21 +28,21 @@ def details(run: Run, differing: list[str]) -> Document:
             "folder": str(run.folder),
             "command": command(run.folder, log),
             "config_yaml": "" if config is None else config.decode("utf-8", "replace"),
-            "plan": cut(read_json(run.folder / "plan.json", 1 << 20)),
+            "plan": json_safe(read_json(run.folder / "plan.json", 1 << 20)),
             "memory": last["memory"],
             "warnings": warnings(log),
             "samples": samples(log),
             "evals": evals(log),
             "start": last["run_start"],
             "end": last["run_end"],
-            "profile": stamp(run.folder / PROFILE) != (0, 0, 0),
+            "profile": is_file(run.folder / PROFILE),
             "checkpoints": checkpoints(run.folder),
             "offset": log.offset,
         }
 
 
 def command(folder: Path, log: Log) -> str:
-    """The command line that began the run, where its log has it; else one that does the same."""
+    """The command line that started the run, if its log has it; otherwise an equivalent one."""
     for event in log.of("run_start"):
         if isinstance(event.get("command"), str) and event["command"]:
             return str(event["command"])
@@ -64,7 +64,7 @@ def evals(log: Log) -> list[Event]:
 
 
 def samples(log: Log) -> list[Document]:
-    """Answers to the run's prompts, one entry per prompt and step. The base was asked at step 0, or at the end."""
+    """Answers to the run's prompts, one row per prompt and step. The base answers at step 0, or at the end."""
     prompts: list[Any] = []
     base: list[Any] = []
     by_step: dict[int, list[Any]] = {}
@@ -92,12 +92,11 @@ def _at(texts: list[Any], place: int) -> str | None:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """What the chat box can load: the result, and every checkpoint that is there."""
+    """What the chat box can load: the result and the checkpoints. Links, which lead out of the folder, are left out."""
     found = []
     if any((folder / name).is_dir() and not (folder / name).is_symlink() for name in ("adapter", "model")):
         found.append("adapter")
     try:
-        # A link leads out of the folder, wherever it stands.
         if (folder / "checkpoints").is_symlink():
             return found
         names = [entry.name for entry in os.scandir(folder / "checkpoints") if entry.is_dir(follow_symlinks=False)]

@@ -1,8 +1,8 @@
-"""A process beside the server that may load what the server must not: a model, or a tokenizer with its token cache.
+"""A process beside the server that loads what the server does not: a model, or a tokenizer with its token cache.
 
-It reads requests and writes answers as lines of JSON, one request at a time, and ends when the server does (its input
-closes). An answer is any number of documents and one with `end`. What it holds is its `key`: a request for something
-else ends it and starts another. It also ends when nobody has asked it anything for a while.
+It reads requests and writes answers as lines of JSON, one request at a time, and ends with the server (its input
+closes). An answer is any number of documents and one with `end`. The `key` identifies what it has loaded: a request
+with another key ends the process and starts a new one. It also ends when it has been idle for a while.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from graftune.dashboard.security import TOKEN
 
 Document = dict[str, Any]
-IDLE, LOOK = 300.0, 2.0  # seconds without a request after which a worker ends, and between two looks if it has to
+IDLE, LOOK = 300.0, 2.0  # seconds without a request until a worker ends, and between two calls of `must_end`
 LONGEST = 64 << 20  # bytes of one document
 COMMAND = (sys.executable, "-m", "graftune.cli.worker")
 
 
 class Worker:
-    def __init__(self, kind: str, command: Sequence[str] = COMMAND, leaves: Callable[[Document], bool] | None = None):
-        """`leaves` is asked now and then whether an idle process that holds a key has to go before its time."""
-        self._leaves = leaves or (lambda key: False)
+    def __init__(
+        self, kind: str, command: Sequence[str] = COMMAND, must_end: Callable[[Document], bool] = lambda key: False
+    ):
+        """`must_end` says whether an idle process with this key has to end now."""
+        self._must_end = must_end
         self._command = [*command, kind]
         self._key: Document | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -35,8 +37,8 @@ class Worker:
         self._number = 0
         self.busy = asyncio.Lock()
 
-    async def ask(self, key: Document, request: Document) -> AsyncIterator[Document]:
-        """The documents of an answer. `key` says what has to be open for it; a reader that leaves early stops it."""
+    async def ask(self, key: Document, request: Document) -> AsyncGenerator[Document, None]:
+        """The documents of an answer. `key` says what has to be loaded. Closing the iterator stops the answer."""
         async with self.busy:
             process = await self._started(key)
             self._number += 1
@@ -44,7 +46,7 @@ class Worker:
             try:
                 while True:
                     found = await self._read(process)
-                    if found.get("number") != self._number:  # of an answer that was stopped
+                    if found.get("number") != self._number:  # left over from an answer that was stopped
                         continue
                     if found.get("end"):
                         return
@@ -61,9 +63,9 @@ class Worker:
         alive = self._process is not None and self._process.returncode is None
         if not alive or key != self._key:
             await self.end()
-            # Nothing is downloaded because somebody looked at a page.
+            # Opening a page must not download anything.
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-            environment.pop(TOKEN, None)  # the page's own
+            environment.pop(TOKEN, None)
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 json.dumps(key),
@@ -71,7 +73,7 @@ class Worker:
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,
                 limit=LONGEST,
-                start_new_session=True,  # Ctrl-C on the terminal is the server's
+                start_new_session=True,  # Ctrl-C on the terminal goes to the server only
             )
             self._key = key
         assert self._process is not None
@@ -87,12 +89,12 @@ class Worker:
         return {
             "number": self._number,
             "gone": True,
-            "error": f"the process that answers ended {how}; its messages are where graftune was started",
+            "error": f"the process that answers ended {how}; see its messages where graftune was started",
         }
 
     async def _send(self, process: asyncio.subprocess.Process, document: Document) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # gone: said by whoever reads
+        with contextlib.suppress(ConnectionError):  # it has ended; `_read` reports that
             process.stdin.write(json.dumps(document).encode() + b"\n")
             await process.stdin.drain()
 
@@ -100,7 +102,7 @@ class Worker:
         async def later() -> None:
             until = time.monotonic() + IDLE
             while time.monotonic() < until and self._key is not None:
-                if await asyncio.to_thread(self._leaves, self._key):
+                if await asyncio.to_thread(self._must_end, self._key):
                     break
                 await asyncio.sleep(LOOK)
             await self.end()
@@ -113,5 +115,5 @@ class Worker:
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.kill()  # it holds nothing that has to be written
+            process.kill()  # it has nothing to save
         await process.wait()

@@ -99,14 +99,14 @@ def document(folder: Path) -> dict[str, Any]:
 def _curves(done: list[Event]) -> dict[str, Any]:
     import numpy as np  # here: not before there is something to draw
 
-    from graftune.observe.thin import numbers, thinned
+    from graftune.observe.downsample import downsampled, numbers
 
     def figure(value: object) -> float:
         found = float(value) if isinstance(value, bool) else number(value)
         return float("nan") if found is None else found
 
     columns = {name: np.array([figure(e.get(name)) for e in done]) for name in FIGURES if any(name in e for e in done)}
-    at, values = thinned(np.array([e["step"] for e in done], np.int64), columns, POINTS)
+    at, values = downsampled(np.array([e["step"] for e in done], np.int64), columns, POINTS)
     shown = {name: [_short(value) for value in numbers(column)] for name, column in values.items()}
     return {"steps": at.tolist(), "values": shown, "thinned": len(done) > POINTS}
 
