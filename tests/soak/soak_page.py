@@ -121,24 +121,24 @@ def hostile_runs(folder: Path) -> None:
     """Runs of a stranger. Each has a first event, so that it is listed."""
     RunFolder(folder / "good", steps=2000).start().train(2000).ended()
 
-    def hostile_run(name: str, *lines: bytes) -> None:
+    def write(name: str, *lines: bytes) -> None:
         (folder / name).mkdir(parents=True)
         with open(folder / name / "metrics.jsonl", "wb") as file:
             file.write(b'{"event": "run_start", "time": 1, "steps": 9}\n')
             file.writelines(line + b"\n" for line in lines)
 
     nan = b", ".join(b'"n%d": NaN' % n for n in range(1_000_000))
-    hostile_run("million-names", b'{"event": "step", "step": 1, ' + nan + b"}")
-    hostile_run("million-short-lines", *([b'{"event":"w"}'] * 1_000_000))
-    hostile_run("wide-start", b'{"event": "run_start", "a": [' + b"{}," * 300_000 + b"{}]}")
-    hostile_run("deep", *(b'{"event": "warning", "text": ' + b"[" * d + b"]" * d + b"}" for d in (500, 900, 980, 100_000)))
-    hostile_run("not-finite", b'{"event": "eval", "step": 1, "loss": NaN}', b'{"event": "eval", "step": 2, "loss": 1e999}')
-    hostile_run("proto", b'{"event": "step", "step": 1, "__proto__": 1, "constructor": 2}', b'{"event": "__proto__"}')
-    hostile_run("long-line", b'{"event": "warning", "text": "' + b"x" * (100 << 20) + b'"}', json.dumps(STEP).encode())
-    hostile_run("large-warnings", *([b'{"event": "warning", "step": 1, "text": "%s"}' % (b"y" * 500_000)] * 200))
-    hostile_run("evals", *(b'{"event": "eval", "step": %d, "loss": %d}' % (n, n) for n in range(500_000)))
+    write("million-names", b'{"event": "step", "step": 1, ' + nan + b"}")
+    write("million-short-lines", *([b'{"event":"w"}'] * 1_000_000))
+    write("wide-start", b'{"event": "run_start", "a": [' + b"{}," * 300_000 + b"{}]}")
+    write("deep", *(b'{"event": "warning", "text": ' + b"[" * d + b"]" * d + b"}" for d in (500, 900, 980, 100_000)))
+    write("not-finite", b'{"event": "eval", "step": 1, "loss": NaN}', b'{"event": "eval", "step": 2, "loss": 1e999}')
+    write("proto", b'{"event": "step", "step": 1, "__proto__": 1, "constructor": 2}', b'{"event": "__proto__"}')
+    write("long-line", b'{"event": "warning", "text": "' + b"x" * (100 << 20) + b'"}', json.dumps(STEP).encode())
+    write("large-warnings", *([b'{"event": "warning", "step": 1, "text": "%s"}' % (b"y" * 500_000)] * 200))
+    write("evals", *(b'{"event": "eval", "step": %d, "loss": %d}' % (n, n) for n in range(500_000)))
     wide = ", ".join(f'"c{n}": 0.5' for n in range(60))
-    hostile_run("wide-steps", *(f'{{"event": "step", "step": {n}, {wide}}}'.encode() for n in range(1, 150_000)))
+    write("wide-steps", *(f'{{"event": "step", "step": {n}, {wide}}}'.encode() for n in range(1, 150_000)))
     for name, content in (("profile.json", b"1" * (40 << 20)), ("plan.json", b"[" + b"{}," * 1_300_000 + b"{}]")):
         (folder / "deep" / name).write_bytes(content)
     token = b'{"tokens": [' + b",".join([b'"a"'] * 300_000) + b'], "trained": [' + b",".join([b"1"] * 300_000) + b"]}\n"
@@ -202,21 +202,21 @@ def hostile(at: Target) -> str:
         raise AssertionError(f"{name} is no JSON")
 
     said, at_once = [], time.monotonic()
-    for run in sorted(path.name for path in at.folder.iterdir()):
+    for name in sorted(path.name for path in at.folder.iterdir()):
         took = time.monotonic()
         for view in ("", "/series", "/preview", "/profile"):
-            status, body = at.get(f"/api/runs/{run}{view}")
-            assert status in (200, 404), f"{run}{view}: {status} {body[:200]!r}"
+            status, body = at.get(f"/api/runs/{name}{view}")
+            assert status in (200, 404), f"{name}{view}: {status} {body[:200]!r}"
             if view != "/profile" or status == 404:
                 json.loads(body, parse_constant=refuse)
             at.measure()
         with at.connect() as stream, contextlib.suppress(TimeoutError):
-            stream.sendall(f"GET /api/runs/{run}/events?since=0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            stream.sendall(f"GET /api/runs/{name}/events?since=0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             stream.settimeout(1.5)
             end = time.monotonic() + 3
             while time.monotonic() < end and stream.recv(1 << 20):
                 at.measure()
-        said.append(f"{run} {time.monotonic() - took:.1f} s {at.peak_mib:.0f} MiB")
+        said.append(f"{name} {time.monotonic() - took:.1f} s {at.peak_mib:.0f} MiB")
     return f"{time.monotonic() - at_once:.0f} s: " + ", ".join(said)
 
 
