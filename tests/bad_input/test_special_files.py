@@ -38,9 +38,8 @@ from graftune.settings.sources import Source
 from graftune.training.folder import sweep, sweep_unstarted
 from graftune.weights import apr_io, checkpoint
 from graftune.weights.adapter import load_adapter
-from graftune.weights.adapter_gguf import holds_adapter
 from graftune.weights.base import open_base
-from graftune.weights.gguf_io import read_gguf
+from graftune.weights.gguf_io import is_adapter_file, read_gguf
 from tests.fuzz import seeds
 
 SECRET = "TOPSECRET {{ messages }}"
@@ -149,7 +148,7 @@ def test_a_pipe_in_the_place_of_a_file(name: str, tmp_path: Path, pipe: Any) -> 
     place = pipe(tmp_path / name)
     with pytest.raises(GraftuneError, match="is a pipe, not a file"):
         PIPES[name](place)
-    assert not holds_adapter(place)
+    assert not is_adapter_file(place)
 
 
 def test_a_pipe_in_a_folder_of_data(tmp_path: Path, pipe: Any) -> None:

@@ -12,9 +12,10 @@ import pytest
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file
-from graftune.exporting.gguf_file import Block, write_gguf
+from graftune.exporting.gguf_file import write_gguf
 from graftune.weights.adapter import is_adapter
-from graftune.weights.streamed import Held
+from graftune.weights.rows import Held
+from graftune.weights.streamed import OutputTensor
 from tests.exporting import models
 from tests.exporting.judges import opened, shaken
 
@@ -24,19 +25,19 @@ def good(tuned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(str(tuned("llama").adapter), "gguf-lora", out=str(tmp_path_factory.mktemp("good") / "a.gguf")).path
 
 
-def changed(good: Path, path: Path, change: Callable[[dict[str, bytes], list[Block]], None]) -> Path:
+def changed(good: Path, path: Path, change: Callable[[dict[str, bytes], list[OutputTensor]], None]) -> Path:
     from graftune.weights.gguf_io import read_gguf
 
     keys = gguf_file.header_of(good)
-    tensors = [Block(n, Held(t.values()), "F32") for n, t in read_gguf(good).tensors.items()]
+    tensors = [OutputTensor(n, Held(t.values()), "F32") for n, t in read_gguf(good).tensors.items()]
     change(keys, tensors)
     write_gguf(path, keys, tensors)
     return path
 
 
-def wide_rank(keys: dict[str, bytes], tensors: list[Block]) -> None:
+def wide_rank(keys: dict[str, bytes], tensors: list[OutputTensor]) -> None:
     value = tensors[0].source.values()
-    tensors[0] = Block(tensors[0].name, Held(value.repeat(2, 1)), "F32")
+    tensors[0] = OutputTensor(tensors[0].name, Held(value.repeat(2, 1)), "F32")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,10 @@ def wide_rank(keys: dict[str, bytes], tensors: list[Block]) -> None:
     [
         (lambda keys, tensors: keys.pop("adapter.lora.alpha"), "has no adapter.lora.alpha"),
         (lambda keys, tensors: keys.update({"adapter.type": gguf_file.text("ia3")}), "is not a LoRA adapter"),
-        (lambda keys, tensors: tensors.append(Block("blk.0.odd.lora_a", tensors[0].source, "F32")), "uses blk.0.odd"),
+        (
+            lambda keys, tensors: tensors.append(OutputTensor("blk.0.odd.lora_a", tensors[0].source, "F32")),
+            "uses blk.0.odd",
+        ),
         (lambda keys, tensors: tensors.pop(), "is missing: the adapter was made for another base"),
         (lambda keys, tensors: tensors.clear(), "uses no tensors"),
         (wide_rank, "ranks that differ"),

@@ -224,23 +224,20 @@ def test_a_disk_too_small_is_seen_before(run: Path, tmp_path: Path, monkeypatch:
 
 def test_what_is_written_wrong_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit lost on the way to the disk, and values that were wrong before they were written."""
-    real = gguf_file.raw
+    real = streamed.raw
 
     def lossy(values: torch.Tensor) -> memoryview:
         spoiled = bytearray(real(values))
         spoiled[-1] ^= 1
         return memoryview(spoiled)
 
-    monkeypatch.setattr(gguf_file, "raw", Once(real, lossy))
-    with pytest.raises(GraftuneError, match=r"reading back .* with other (bytes|values)"):
-        export(str(run), "gguf", kind="F32", out=str(tmp_path / "x.gguf"))
-    monkeypatch.undo()
-    monkeypatch.setattr(streamed, "raw", Once(streamed.raw, lossy))
-    with pytest.raises(GraftuneError, match=r"reading back .* with other (bytes|values)"):
-        export(str(run), "merged", out=str(tmp_path / "x"))
-    monkeypatch.undo()
-    shifted = gguf_file.pieces
-    monkeypatch.setattr(gguf_file, "pieces", lambda s: ((a, b, v * 1.5) for a, b, v in shifted(s)))
+    for to, out in (("gguf", "x.gguf"), ("merged", "x")):
+        monkeypatch.setattr(streamed, "raw", Once(real, lossy))
+        with pytest.raises(GraftuneError, match=r"reading back .* with other (bytes|values)"):
+            export(str(run), to, kind="F32", out=str(tmp_path / out))
+        monkeypatch.undo()
+    shifted = streamed.pieces
+    monkeypatch.setattr(streamed, "pieces", lambda s: ((a, b, v * 1.5) for a, b, v in shifted(s)))
     for kind in ("F32", "Q8_0"):
         with pytest.raises(GraftuneError, match="with other values"):
             export(str(run), "gguf", kind=kind, out=str(tmp_path / "x.gguf"))

@@ -30,7 +30,7 @@ from graftune.settings.config import LoraConfig
 from graftune.weights import names, rows
 from graftune.weights.base import Base, _checked_spec, open_base
 from graftune.weights.model import hf_config
-from graftune.weights.streamed import Held
+from graftune.weights.rows import Held
 from tests.plan.test_plan import setup
 from tests.support import oracle, tiny
 

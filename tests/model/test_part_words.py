@@ -22,7 +22,7 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import rows
-from graftune.weights.streamed import Held
+from graftune.weights.rows import Held
 from tests.support import oracle
 
 CPU = torch.device("cpu")

@@ -11,8 +11,9 @@ from graftune.kernels import launch
 from graftune.model.frozen import fill
 from graftune.model.frozen.formats.nf4 import Nf4Rows
 from graftune.model.frozen.mapped import read_to
-from graftune.weights.base import FirstRows, default_base, open_base
+from graftune.weights.base import default_base, open_base
 from graftune.weights.gguf_io import GgufTensor
+from graftune.weights.rows import FirstRows
 
 CPU = torch.device("cpu")
 

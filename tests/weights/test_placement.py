@@ -22,10 +22,11 @@ from graftune.model.frozen.formats.nf4 import Nf4Rows
 from graftune.runtime import resolve
 from graftune.settings.config import LoraConfig
 from graftune.weights import load, placement
-from graftune.weights.base import Base, FirstRows, open_base
+from graftune.weights.base import Base, open_base
 from graftune.weights.gguf_io import GgufTensor
 from graftune.weights.load import scratch_values
 from graftune.weights.placement import choose_placement
+from graftune.weights.rows import FirstRows
 from tests.support import quantised, tiny
 
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -1,31 +1,22 @@
-"""A GGUF file out: header values, tensor table, then blocks, a few rows at a time.
+"""Writes a GGUF file: header values, tensor table, then the tensors, a few rows at a time.
 
-The keys of a GGUF base are copied as bytes, so that a key nobody here knows keeps its type: the gguf package's writer
-wants Python values, and guesses the width of a number from them. New keys are encoded here. What was written is read
-back with our own reader: every block by its checksum, some rows by their values.
+The keys of a GGUF base are copied as bytes, so that unknown keys keep their types: the gguf package's writer takes
+Python values and guesses the width of a number. New keys are encoded here. What was written is read back with our own
+reader (weights/streamed.py).
 """
 
 from __future__ import annotations
 
-import math
-import mmap
 import struct
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGMLQuantizationType, GGUFValueType
 
 from graftune.arithmetic import ceil_div
-from graftune.errors import GraftuneError
-from graftune.model.frozen import RowSource
-from graftune.weights.gguf_io import MAGIC, _Cursor, read_gguf
-from graftune.weights.gguf_quant import quantise
-from graftune.weights.streamed import DTYPES, OnPiece, nothing, pick, pieces, raw, sampled_rows, spoilt, within_rounding
+from graftune.weights.gguf_io import MAGIC, header_bytes, read_gguf
+from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, check_tensor, misread, write_tensor
 
 ALIGNMENT = 32
 _FORMS = {
@@ -34,11 +25,6 @@ _FORMS = {
     GGUFValueType.UINT64: "<Q",
     GGUFValueType.FLOAT32: "<f",
     GGUFValueType.BOOL: "<?",
-}
-# Error of the rows read back, as a share of their own norm: above it something is wrong, not only coarse.
-_COARSE = {
-    **{"Q8_0": 0.02, "Q6_K": 0.06, "Q5_0": 0.1, "Q5_1": 0.1, "Q5_K": 0.1, "Q4_0": 0.2, "Q4_1": 0.2, "Q4_K": 0.2},
-    **{"IQ4_NL": 0.2, "IQ4_XS": 0.2, "Q3_K": 0.35},
 }
 
 
@@ -67,66 +53,25 @@ def _text(value: str) -> bytes:
 
 
 def header_of(path: Path) -> dict[str, bytes]:
-    """The keys of a file that `read_gguf` took, each with its type and value as they lie there."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(data, path)
-        cursor.take(8)
-        cursor.count(24)
-        found = {}
-        for _ in range(cursor.count(13)):
-            key, start = cursor.text(), cursor.at
-            cursor.value(cursor.value_type())
-            found[key] = data[start : cursor.at]
-        return found
-
-
-@dataclass(frozen=True)
-class Block:
-    """A tensor of a GGUF file to be."""
-
-    name: str
-    source: RowSource
-    kind: str  # F32, Q8_0, ...
-
-    @property
-    def nbytes(self) -> int:
-        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
-        return math.prod(self.source.shape) // values * size
+    """The keys of a file that `read_gguf` read before, each with its type and value as they are stored."""
+    return dict(header_bytes(path))
 
 
 def padded(size: int) -> int:
     return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
-# What is being worked on, and how many of its bytes were written since the last call. None: what was written is read.
-OnBytes = Callable[[Block | None, int], None]
-
-
-def unseen(tensor: Block | None, nbytes: int) -> None:
-    """For who does not want to see how far the file is."""
-
-
 def write_gguf(
-    path: Path,
-    keys: Mapping[str, bytes],
-    tensors: Sequence[Block],
-    on_piece: OnPiece = nothing,
-    on_bytes: OnBytes = unseen,
+    path: Path, keys: Mapping[str, bytes], tensors: Sequence[OutputTensor], watcher: Watcher = UNWATCHED
 ) -> None:
-    """Write and read back, to a place that `files.new_file` gave."""
+    """Writes the file to a place that `files.new_file` gave, and reads it back."""
     with path.open("wb") as file:
-        sums = _write(file, keys, tensors, on_piece, on_bytes)
-    on_bytes(None, 0)
+        sums = _write(file, keys, tensors, watcher)
+    watcher.on_bytes(None, 0)
     _check(path, keys, tensors, sums)
 
 
-def _write(
-    file: BinaryIO,
-    keys: Mapping[str, bytes],
-    tensors: Sequence[Block],
-    on_piece: OnPiece,
-    on_bytes: OnBytes,
-) -> list[int]:
+def _write(file: BinaryIO, keys: Mapping[str, bytes], tensors: Sequence[OutputTensor], watcher: Watcher) -> list[int]:
     file.write(MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys)))
     for key, value in keys.items():
         file.write(_text(key) + value)
@@ -140,60 +85,17 @@ def _write(
     file.write(bytes(padded(file.tell()) - file.tell()))
     sums = []
     for tensor in tensors:
-        check = size = 0
-        on_bytes(tensor, 0)
-        for start, stop, values in pieces(tensor.source):
-            blocks = _blocks(values, tensor)
-            on_piece(tensor.source, start, stop, partial(_read, blocks, tensor, tuple(values.shape)))
-            file.write(raw(blocks))
-            check, size = zlib.crc32(raw(blocks), check), size + blocks.nbytes
-            on_bytes(tensor, blocks.nbytes)
-        file.write(bytes(padded(size) - size))
-        sums.append(check)
+        sums.append(write_tensor(file, tensor, watcher))
+        file.write(bytes(padded(tensor.nbytes) - tensor.nbytes))
     return sums
 
 
-def _blocks(values: torch.Tensor, tensor: Block) -> torch.Tensor:
-    try:
-        return quantise(values.reshape(-1, values.shape[-1]), tensor.kind)
-    except GraftuneError as error:
-        raise GraftuneError(f"{tensor.name}: {error.what}", fix=error.fix) from None
-
-
-def _read(blocks: torch.Tensor, tensor: Block, shape: tuple[int, ...], rows: int) -> torch.Tensor:
-    """The first rows of a piece of this shape, as whoever reads the file sees them."""
-    from graftune.kernels.gguf_dequant import dequantise
-
-    blocks = blocks[: rows * math.prod(shape[1:-1])]
-    if tensor.kind in DTYPES:
-        return blocks.view(DTYPES[tensor.kind]).float().view(-1, *shape[1:])
-    out = torch.empty(len(blocks), shape[-1])
-    dequantise(blocks, tensor.kind, out)
-    return out.view(-1, *shape[1:])
-
-
-def _check(path: Path, keys: Mapping[str, bytes], tensors: Sequence[Block], sums: Sequence[int]) -> None:
+def _check(path: Path, keys: Mapping[str, bytes], tensors: Sequence[OutputTensor], sums: Sequence[int]) -> None:
     found = read_gguf(path)
     if header_of(path) != dict(keys):
-        raise spoilt("other keys than were written", path)
+        raise misread("other keys than were written", path)
     if list(found.tensors) != [tensor.name for tensor in tensors]:
-        raise spoilt("other tensors than were written", path)
+        raise misread("other tensors than were written", path)
     for tensor, check in zip(tensors, sums, strict=True):
         back = found.tensors[tensor.name]
-        if back.shape != tuple(tensor.source.shape) or back.kind.name != tensor.kind:
-            raise spoilt(f"{tensor.name} in another shape or type", path)
-        if zlib.crc32(back.blocks.reshape(-1).data) != check:
-            raise spoilt(f"{tensor.name} with other bytes", path)
-        if len(back.shape) == 1:
-            got, want = back.values(), tensor.source.values().float().cpu()
-        else:
-            ids = sampled_rows(tensor.source)
-            each = math.prod(back.shape[1:-1])  # of a stack, our reader counts the rows of all its matrices
-            got = torch.cat([back.read(each * i, each * (i + 1)) for i in ids.tolist()])
-            want = pick(tensor.source, ids).view_as(got)
-        if tensor.kind in DTYPES:
-            same = within_rounding(got, want, DTYPES[tensor.kind])
-        else:
-            same = bool((got - want).norm() <= _COARSE[tensor.kind] * want.norm() + 1e-6)
-        if not same:
-            raise spoilt(f"{tensor.name} with other values", path)
+        check_tensor(tensor, back, [back.blocks.reshape(-1).data], check, path)

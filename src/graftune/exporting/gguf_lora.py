@@ -10,25 +10,26 @@ from pathlib import Path
 
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file
-from graftune.exporting.gguf_file import Block, write_gguf
+from graftune.exporting.gguf_file import write_gguf
 from graftune.exporting.gguf_keys import architecture
 from graftune.model.lora import scaling
 from graftune.weights import adapter_gguf, experts, names, rows
-from graftune.weights.adapter import Adapter
+from graftune.weights.adapter_fit import Adapter
 from graftune.weights.base import Base
-from graftune.weights.streamed import Held
+from graftune.weights.rows import Held
+from graftune.weights.streamed import OutputTensor
 
 TYPES = ("F32", "F16", "BF16")
 
 
-def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[Block]:
+def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
     """`adapter` in Hugging Face's row order."""
     interleaved = architecture(base) in rows.INTERLEAVED
     found = []
     for ours, value in adapter.tensors.items():
         if experts.is_expert_adapter(ours):
             stacks = experts.adapters_to_gguf(ours, value, base.spec)
-            found += [Block(name, Held(stack.float().contiguous()), kind) for name, stack in stacks.items()]
+            found += [OutputTensor(name, Held(stack.float().contiguous()), kind) for name, stack in stacks.items()]
             continue
         stem, _, matrix = ours.removesuffix(".weight").rpartition(".")
         name = names.to_gguf(f"{stem}.weight", architecture(base)) if matrix in ("lora_A", "lora_B") else None
@@ -41,7 +42,7 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[Block]:
         turned = rows.heads_of(base.spec, ours)
         if interleaved and turned is not None and matrix == "lora_B":
             value = value[rows.gguf_order(*turned)]
-        found.append(Block(f"{name}.{matrix.lower()}", Held(value.float().contiguous()), kind))
+        found.append(OutputTensor(f"{name}.{matrix.lower()}", Held(value.float().contiguous()), kind))
     return found
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.exporting.gguf_file import Block, OnBytes, unseen, write_gguf
+from graftune.exporting.gguf_file import write_gguf
 from graftune.exporting.gguf_keys import architecture, model_keys, rope_factors
 from graftune.exporting.gguf_mix import TYPES, tensor_kind
 from graftune.model.frozen import RowSource
 from graftune.weights import experts, names, rows
 from graftune.weights.base import Base
-from graftune.weights.streamed import Held, OnPiece, nothing
+from graftune.weights.rows import Held
+from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher
 
 # What a family may have, and a GGUF of it has a key for or takes for granted.
 SHAPED = (
@@ -40,16 +41,16 @@ SHAPED = (
 )
 
 
-def gguf_tensors(base: Base, mix: str) -> list[Block]:
+def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
     """Every tensor of a model under GGUF's name, rows of Q and K in GGUF's order."""
     found = []
     factors = rope_factors(base)
     if factors is not None:
-        found.append(Block("rope_freqs.weight", Held(factors), "F32"))
+        found.append(OutputTensor("rope_freqs.weight", Held(factors), "F32"))
     if base.spec.rope.kind == "longrope":
         for which in ("short", "long"):
             values = torch.tensor(getattr(base.spec.rope, which))
-            found.append(Block(f"rope_factors_{which}.weight", Held(values), "F32"))
+            found.append(OutputTensor(f"rope_factors_{which}.weight", Held(values), "F32"))
     interleaved = architecture(base) in rows.INTERLEAVED
     plain, stacks = experts.to_gguf(base.tensors, base.spec)
     for ours in sorted(plain, key=_place):
@@ -64,8 +65,8 @@ def gguf_tensors(base: Base, mix: str) -> list[Block]:
             source = rows.Reordered(source, rows.gguf_order(*turned))
         if shapes is not None:
             source = rows.Reshaped(source, shapes[1])
-        found.append(Block(name, source, tensor_kind(name, tuple(source.shape), mix, base.spec)))
-    found += [Block(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
+        found.append(OutputTensor(name, source, tensor_kind(name, tuple(source.shape), mix, base.spec)))
+    found += [OutputTensor(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
     return found
 
 
@@ -78,16 +79,15 @@ def _place(name: str) -> tuple[int, int]:
 def write_model_gguf(
     path: Path,
     base: Base,
-    tensors: list[Block],
+    tensors: list[OutputTensor],
     mix: str,
     name: str,
     end_of_turn: int | None,
-    on_piece: OnPiece = nothing,
-    on_bytes: OnBytes = unseen,
+    watcher: Watcher = UNWATCHED,
 ) -> None:
     """Written at `path` and read back, tokenizer and shape of the model too."""
     keys = model_keys(base, name, int(TYPES[mix][1]), end_of_turn)
-    write_gguf(path, keys, tensors, on_piece, on_bytes)
+    write_gguf(path, keys, tensors, watcher)
     _check(path, base)
 
 

@@ -24,10 +24,10 @@ from graftune.model.lora import scaling, targets_of, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import experts
-from graftune.weights.adapter import Adapter, check_tables, fitted
+from graftune.weights.adapter_fit import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.rows import Over, Reordered
-from graftune.weights.streamed import Held, first_rows
+from graftune.weights.rows import DTYPES, Held, Over, Reordered
+from graftune.weights.streamed import OutputTensor
 
 SAMPLED = 128  # rows of a piece that Survival looks at
 TABLES = ("embed_tokens.weight", "lm_head.weight")
@@ -40,7 +40,7 @@ class Weighted(NamedTuple):
     weight: float = 1.0
 
 
-class Product(NamedTuple):
+class LowRankChange(NamedTuple):
     """scale * B A, one adapter's change of one weight."""
 
     scale: float
@@ -52,19 +52,13 @@ class Product(NamedTuple):
 class Changed(Over):
     """A weight with the adapters' changes added (a RowSource)."""
 
-    products: tuple[Product, ...]
+    products: tuple[LowRankChange, ...]
 
     def change(self, rows: slice | torch.Tensor) -> torch.Tensor:
         return sum((p.up[rows] @ p.down).mul_(p.scale) for p in self.products)  # type: ignore[return-value]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self.change(slice(start, stop)).add_(self.source.read(start, stop).float())
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.change(ids.cpu()).add_(self.source.gather(ids).float())
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.shape[0])
 
 
 @dataclass(frozen=True)
@@ -74,22 +68,13 @@ class Longer(Over):
     more: torch.Tensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return (self.source.shape[0] + len(self.more), *self.source.shape[1:])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         own = self.source.shape[0]
         parts = [self.source.read(start, min(stop, own)).float()] if start < own else []
         return torch.cat([*parts, self.more[max(start - own, 0) : max(stop - own, 0)]])
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        ids, own = ids.cpu(), self.source.shape[0]
-        found = self.source.gather(ids.clamp(max=own - 1)).float()
-        found[ids >= own] = self.more[ids[ids >= own] - own]
-        return found
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.shape[0])
 
 
 def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
@@ -99,7 +84,7 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
     adapters = [Weighted(fitted(a, base.spec), w) for a, w in adapters]
     base = _with_tables(base, [a for a, _ in adapters])
     tensors: dict[str, RowSource] = dict(base.tensors)
-    products: dict[str, list[Product]] = {}
+    products: dict[str, list[LowRankChange]] = {}
     norms: dict[str, torch.Tensor] = {}
     for adapter, weight in adapters:
         changes = adapter_products(adapter, weight)
@@ -117,7 +102,7 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
     return dataclasses.replace(base, tensors=tensors)
 
 
-def _check_whole(changes: Mapping[str, Product], spec: ModelSpec, adapter: Adapter) -> None:
+def _check_whole(changes: Mapping[str, LowRankChange], spec: ModelSpec, adapter: Adapter) -> None:
     """An adapter for a shallower model would fit the first layers of this one."""
     targets = targets_of(spec, adapter.lora)
     for layer in range(spec.layers):
@@ -146,21 +131,21 @@ def _place(tensors: Mapping[str, RowSource], name: str, shape: tuple[int, ...], 
     return found
 
 
-def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, Product]:
+def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, LowRankChange]:
     """What it changes, by the name of the weight."""
-    found: dict[str, Product] = {}
+    found: dict[str, LowRankChange] = {}
     for name, down in adapter.tensors.items():
         if not name.endswith("lora_A.weight"):
             continue
         if experts.is_expert_adapter(name):
             parts = experts.by_expert(adapter.tensors, name, str(adapter.folder))
-            found |= {n: Product(weight * scaling(adapter.lora), a, b) for n, (a, b) in parts.items()}
+            found |= {n: LowRankChange(weight * scaling(adapter.lora), a, b) for n, (a, b) in parts.items()}
             continue
         stem = name.removesuffix("lora_A.weight")
         up = adapter.tensors.get(stem + "lora_B.weight")
         if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != len(down):
             raise GraftuneError(f"{stem}lora_B does not fit its lora_A", where=str(adapter.folder), fix="copy it again")
-        found[stem + "weight"] = Product(weight * scaling(adapter.lora), down, up)
+        found[stem + "weight"] = LowRankChange(weight * scaling(adapter.lora), down, up)
     if not found:
         raise GraftuneError("holds no adapters", where=str(adapter.folder), fix="copy it again")
     return found
@@ -244,7 +229,7 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
         shape = next(change[name] for change in changes if name in change)
         width, out = shape.down.shape[1], len(shape.up)
         parts = [
-            change.get(name) or Product(0.0, torch.zeros(rank, width), torch.zeros(out, rank))
+            change.get(name) or LowRankChange(0.0, torch.zeros(rank, width), torch.zeros(out, rank))
             for change, rank in zip(changes, ranks, strict=True)
         ]
         if any(p.down.shape[1] != width or len(p.up) != out for p in parts):
@@ -270,7 +255,11 @@ class Survival:
     error: float = 0.0
     noise: float = 0.0  # |stored - (W + d)|^2, for types whose rounding of W alone is larger than d
 
-    def piece(
+    def on_piece(self, tensor: OutputTensor, start: int, stop: int, stored: Callable[[int], torch.Tensor]) -> None:
+        """`stored`: so many rows of the piece, as they were stored."""
+        self._measure(tensor.source, start, stop, stored, DTYPES.get(tensor.kind))
+
+    def _measure(
         self,
         source: RowSource,
         start: int,
@@ -278,8 +267,7 @@ class Survival:
         stored: Callable[[int], torch.Tensor],
         dtype: torch.dtype | None,
     ) -> None:
-        """`stored`: so many rows of the piece, as they were stored. `dtype`: what was rounded to, None for a quantised
-        type (W is not quantised a second time)."""
+        """`dtype`: what was rounded to, None for a quantised type (W is not quantised a second time)."""
         order = None
         if isinstance(source, Reordered):
             order, source = source.order, source.source
@@ -288,7 +276,7 @@ class Survival:
             if not any(isinstance(expert, Changed) for expert in experts_in):
                 return
             for expert, values in zip(experts_in, stored(stop - start), strict=True):
-                self.piece(expert, 0, expert.shape[0], partial(first_rows, values), dtype)
+                self._measure(expert, 0, expert.shape[0], partial(_first, values), dtype)
         if not isinstance(source, Changed):
             return
         stop = min(stop, start + SAMPLED)
@@ -308,6 +296,10 @@ class Survival:
     def ratio(self) -> float:
         """Noise of quantisation beside the change."""
         return math.sqrt(self.noise / self.change) if self.change else 0.0
+
+
+def _first(values: torch.Tensor, rows: int) -> torch.Tensor:
+    return values[:rows]
 
 
 def _squares(values: torch.Tensor) -> float:

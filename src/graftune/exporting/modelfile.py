@@ -1,10 +1,10 @@
 """An Ollama Modelfile: where the weights are, the chat template in Go's template language, and where answers end.
 
-The model's own template is Jinja, a program; Ollama wants another language. Nobody's templates are looked up here:
-ours is rendered with marked texts, and what stands between two of them is kept by the roles on both sides (start,
-system, user, assistant, and the prompt for an answer). Most formats are nothing but such strings. Then longer
-conversations are put together from the strings and compared with what the template itself renders: a template that
-does more (a system text moved into the last question, turns left out) is found out, and the file says so.
+The model's own template is a Jinja program, and Ollama uses another language. The template is rendered with marked
+texts, and the strings between two of them are kept by the roles on both sides (start, system, user, assistant, and the
+prompt for an answer). Most formats consist of such strings. Then longer conversations are put together from the strings
+and compared with what the template renders: for a template that does more (it moves a system text into the last
+question, or leaves turns out) the file says that it has no equivalent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONVERSATIONS = (
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnTexts:
     """The text between two contents, by the roles before and after it."""
 
     between: dict[tuple[str, str], str]
@@ -70,7 +70,7 @@ def _literal(text: str) -> str:
     return text.replace("{{", '{{ "{{" }}')
 
 
-def recognise(form: ChatFormat, tokenizer: Tokenizer) -> Turns:
+def recognise(form: ChatFormat, tokenizer: Tokenizer) -> TurnTexts:
     """Raises a GraftuneError that says why the template cannot be expressed."""
     between: dict[tuple[str, str], str] = {}
     for roles in _CONVERSATIONS:
@@ -87,11 +87,11 @@ def recognise(form: ChatFormat, tokenizer: Tokenizer) -> Turns:
             between.setdefault((before, message["role"]), shown[at:found])
             at, before = found + len(message["content"]), message["role"]
         between.setdefault((before, ANSWER), shown[at:])
-        if Turns(between).render(messages) != shown:
+        if TurnTexts(between).render(messages) != shown:
             raise _inexpressible("the template treats turns differently by where they stand")
     if any('"""' in text for text in between.values()):
         raise _inexpressible('the template writes """')
-    return Turns(between)
+    return TurnTexts(between)
 
 
 def _rendered(form: ChatFormat, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:

@@ -30,12 +30,12 @@ from graftune.weights.base import Base, open_base
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     base: Base  # as it is, but with the chat template that is used
     adapters: tuple[Weighted, ...]
     data: DataConfig  # how the template is used
     name: str  # what files are called after
-    home: Path  # where they go if nobody says
+    folder: Path  # where they go by default
     run: Path | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Source:
         return self.adapters[0].adapter
 
 
-def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bool) -> Source:
+def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bool) -> ExportSource:
     path, weight = parse_weight(target)
     if not path and not base:
         raise GraftuneError("there is nothing to export", fix="give a run, an adapter or a base")
@@ -70,7 +70,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
         if base or add or weight != 1:
             raise GraftuneError("is not an adapter or run folder", where=path, fix="give one made by train or PEFT")
         opened = open_base(path, revision)
-        return Source(opened, (), DataConfig(), _plain_name(opened), Path.cwd())
+        return ExportSource(opened, (), DataConfig(), _plain_name(opened), Path.cwd())
     first = load_adapter(adapter_folder(folder))
     opened = open_base(base or find_base(first), revision or first.revision)
     check_base(first, opened, any_base)
@@ -82,17 +82,19 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
     run = folder if is_run(folder) else folder.parent if inside else None
     placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
     name = run.resolve().name if run else folder.resolve().name.removesuffix(folder.suffix if folder.is_file() else "")
-    return Source(opened, placed, config.data, name, run / "export" if run else Path.cwd(), run)
+    return ExportSource(opened, placed, config.data, name, run / "export" if run else Path.cwd(), run)
 
 
-def _of_state(state: State, weight: float, base: str, revision: str, add: Sequence[str], any_base: bool) -> Source:
+def _of_state(
+    state: State, weight: float, base: str, revision: str, add: Sequence[str], any_base: bool
+) -> ExportSource:
     """A run at one of its checkpoints, with the template and the settings that are the run's."""
     opened = state_base(state, base, revision)
     adapters = [Weighted(state_adapter(state, opened, any_base), weight)]
     adapters += [Weighted(_added(path, opened, any_base), w) for path, w in map(parse_weight, add)]
     placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
     name = f"{state.run.resolve().name}-step-{state.step}"
-    return Source(opened, placed, state.config.data, name, state.run / "export", state.run)
+    return ExportSource(opened, placed, state.config.data, name, state.run / "export", state.run)
 
 
 def _added(path: str, base: Base, any_base: bool) -> Adapter:
@@ -104,7 +106,7 @@ def _added(path: str, base: Base, any_base: bool) -> Adapter:
     return adapter
 
 
-def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> Source:
+def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> ExportSource:
     """A run that trained every weight: the model it left is the base."""
     if base or add or parse_weight(target)[1] != 1:
         raise GraftuneError(
@@ -115,7 +117,7 @@ def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> Source:
     settings = whole_run(folder)
     opened = open_base(settings["base"])
     data = Config.of({"template": settings["template"], "append_eos": settings["append_eos"]}).data
-    return Source(opened, (), data, folder.resolve().name, folder / "export", folder)
+    return ExportSource(opened, (), data, folder.resolve().name, folder / "export", folder)
 
 
 def parse_weight(given: str) -> tuple[str, float]:

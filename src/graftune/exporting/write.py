@@ -1,7 +1,7 @@
-"""Each format: planned, written aside, read back, then put in its place.
+"""Writes each export format: checked beforehand, written aside, read back, then put in its place.
 
-Nothing is begun that cannot be finished as far as that can be known: the place has to be free (or --force given), the
-types known, the disk large enough. What is left half done by a full disk or Ctrl-C is removed.
+Checked beforehand: the place is free (or --force given), the type is known, the disk is large enough. A full disk or
+Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Survival, combine, merge
-from graftune.exporting.target import Source, find, run_facts
+from graftune.exporting.target import ExportSource, find, run_facts
 from graftune.io.files import new_file, write_file
+from graftune.model.frozen import RowSource
+from graftune.model.frozen.formats import stored_format
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
+from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.finite import refusal_of
 from graftune.weights.model import hf_config, is_model, write_model
-from graftune.weights.streamed import DTYPES, NAMES
-
-if TYPE_CHECKING:  # the gguf package is needed by who writes one
-    from graftune.exporting.gguf_file import Block, OnBytes
+from graftune.weights.rows import DTYPES, NAMES
+from graftune.weights.streamed import OutputTensor, Watcher
 
 MEGABYTE = 10**6
 FORMATS = ("peft", "merged", "gguf-lora", "gguf", "apr")
@@ -77,9 +78,9 @@ def export(
     return done
 
 
-def _written(write: Callable[..., Exported], source: Source, *how: Any) -> Exported:
-    """Who rounds and quantises refuses what is not finite, but does not know whose it is: an adapter was looked at when
-    it was loaded, the base was not."""
+def _written(write: Callable[..., Exported], source: ExportSource, *how: Any) -> Exported:
+    """After a failed export, the base is scanned for NaN and Inf: quantisers refuse them without a tensor's name, and
+    only the adapter was checked when it was loaded."""
     try:
         return write(source, *how)
     except GraftuneError as error:
@@ -105,11 +106,11 @@ def _checked_kind(kind: str, to: str) -> str:
     return found
 
 
-def _place(source: Source, to: str, kind: str, out: str) -> Path:
+def _place(source: ExportSource, to: str, kind: str, out: str) -> Path:
     endings = {"peft": "-peft", "merged": "-merged", "gguf-lora": "-lora.gguf", "gguf": f"-{kind}.gguf", "apr": ".apr"}
     name = source.name + endings[to]
     if not out:
-        return source.home / name
+        return source.folder / name
     place = Path(out).expanduser()
     place = place.resolve() if place.is_symlink() else place  # or the link is replaced, and what it leads to stays
     suffix = SUFFIX.get(to)
@@ -118,7 +119,7 @@ def _place(source: Source, to: str, kind: str, out: str) -> Path:
     return place
 
 
-def _check_place(place: Path, to: str, source: Source, force: bool) -> None:
+def _check_place(place: Path, to: str, source: ExportSource, force: bool) -> None:
     here = place.resolve()
     sources = [source.base.path, *source.base.parts, *(a.folder for a, _ in source.adapters)]
     for used in (path.resolve() for path in sources):
@@ -138,14 +139,14 @@ def _check_place(place: Path, to: str, source: Source, force: bool) -> None:
 
 @contextmanager
 def _folder_of(place: Path) -> Iterator[None]:
-    """Makes the folders that the place lies in. What was made goes again where nothing comes of the export."""
+    """Makes the parent folders of the place, and removes them again if the export fails."""
     made = [folder for folder in place.parents if not folder.exists()]  # the innermost first
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
         for folder in made:
-            with suppress(OSError):  # not there, or somebody else put something into it
+            with suppress(OSError):  # it does not exist, or is no longer empty
                 folder.rmdir()
         raise
 
@@ -165,12 +166,6 @@ def _size(place: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _file(place: Path, write: Callable[[Path], None]) -> None:
-    """A single file: aside, flushed, renamed. `write` also reads it back."""
-    with new_file(place) as aside:
-        write(aside)
-
-
 def _with_tokens(base: Base, adapter: Adapter) -> Base:
     return with_new_tokens(base, adapter.lora.new_tokens) if adapter.lora.new_tokens else base
 
@@ -178,7 +173,7 @@ def _with_tokens(base: Base, adapter: Adapter) -> Base:
 # Adapters
 
 
-def _peft(source: Source, place: Path, kind: str, console: Console) -> Exported:
+def _peft(source: ExportSource, place: Path, kind: str, console: Console) -> Exported:
     adapter = combine(source.adapters)
     facts = {"template": adapter.template, "append_eos": adapter.append_eos, "revision": adapter.revision}
     base = _with_tokens(source.base, adapter)
@@ -192,15 +187,12 @@ def _peft(source: Source, place: Path, kind: str, console: Console) -> Exported:
     return done
 
 
-def _gguf_lora(source: Source, place: Path, kind: str, console: Console) -> Exported:
+def _gguf_lora(source: ExportSource, place: Path, kind: str, console: Console) -> Exported:
     from graftune.exporting.gguf_lora import write_lora_gguf
 
     adapter, base = combine(source.adapters), source.base
-
-    def write(aside: Path) -> None:
+    with new_file(place) as aside:
         write_lora_gguf(aside, adapter, base, kind, source.name)
-
-    _file(place, write)
     done = Exported(place, [place], {"type": kind, "rank": adapter.lora.rank})
     if base.kind == "gguf":
         done.notes.append(f"llama.cpp: llama-cli -m {base.path} --lora {place}")
@@ -213,47 +205,27 @@ def _gguf_lora(source: Source, place: Path, kind: str, console: Console) -> Expo
     return done
 
 
-def _apr(source: Source, place: Path, kind: str, console: Console) -> Exported:
-    from graftune.weights.apr import load_apr, save_apr
-
+def _apr(source: ExportSource, place: Path, kind: str, console: Console) -> Exported:
     adapter = combine(source.adapters)
     if not adapter.base_name:
         adapter = replace(adapter, base_name=source.base.reference, base_sha256=source.base.sha256)
-    spec = _with_tokens(source.base, adapter).spec
-
-    def write(aside: Path) -> None:
-        save_apr(aside, adapter, spec, run_facts(source.run))
-        back = load_apr(aside).tensors
-        want = adapter.tensors
-        if back.keys() != want.keys() or not all(torch.equal(back[n], t.float()) for n, t in want.items()):
-            raise GraftuneError("reading back what was written gives other values", where=str(aside))
-
-    _file(place, write)
+    save_apr(place, adapter, _with_tokens(source.base, adapter).spec, run_facts(source.run))
     return Exported(place, [place], {"rank": adapter.lora.rank})
 
 
 # Whole models
 
 
-def _merged(source: Source, place: Path, kind: str, console: Console) -> Exported:
+def _merged(source: ExportSource, place: Path, kind: str, console: Console) -> Exported:
     whole = merge(source.base, source.adapters)
     tensors = {n: t for n, t in whole.tensors.items() if not (n == "lm_head.weight" and whole.spec.tied)}
     dtypes = {n: _dtype(n, source.base, kind) for n in tensors}
-    config = {k: v for k, v in hf_config(whole).items() if k != "quantization_config"}
-    need = sum(torch.Size(t.shape).numel() * dtypes[n].itemsize for n, t in tensors.items())
-    _require_space(place, need)
+    need = {n: torch.Size(t.shape).numel() * dtypes[n].itemsize for n, t in tensors.items()}
+    _require_space(place, sum(need.values()))
     survival = Survival()
-    shown = dict(zip(map(id, tensors.values()), dtypes.values(), strict=True))
-    with console.progress(len(tensors), label="merging" if source.adapters else "writing", unit="tensors") as bar:
-        write_model(
-            place,
-            tensors,
-            dtypes,
-            whole,
-            config | {"vocab_size": whole.spec.vocab},
-            on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown.get(id(s))),
-            on_tensor=lambda: bar.update(bar.done + 1),
-        )
+    config = hf_config(whole) | {"vocab_size": whole.spec.vocab}
+    with _watched(len(tensors), sum(need.values()), survival, bool(source.adapters), console) as watcher:
+        write_model(place, tensors, dtypes, whole, config, watcher=watcher)
     used = sorted({NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
     done = Exported(place, sorted(place.iterdir()), {"type": "+".join(used)})
     _report_survival(done, source, survival, "+".join(used).lower(), console)
@@ -261,42 +233,36 @@ def _merged(source: Source, place: Path, kind: str, console: Console) -> Exporte
 
 
 def _dtype(name: str, base: Base, asked: str) -> torch.dtype:
-    """The original's, or the one asked for; what was quantised becomes bf16."""
+    """The dtype asked for, or that of the original's format: quantised tensors become bf16."""
     if asked:
         return DTYPES[asked]
     if base.kind == "gguf":
-        stored = {t.dtype_name for t in base.tensors.values() if len(t.shape) > 1}
-        return DTYPES[stored.pop()] if len(stored) == 1 and stored <= set(DTYPES) else torch.bfloat16
-    original = base.tensors.get(name) or base.tensors["embed_tokens.weight"]
-    return DTYPES.get(original.dtype_name, torch.bfloat16)
+        stored = {_merged_dtype(t) for t in base.tensors.values() if len(t.shape) > 1}
+        return stored.pop() if len(stored) == 1 else torch.bfloat16
+    return _merged_dtype(base.tensors.get(name) or base.tensors["embed_tokens.weight"])
 
 
-def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
+def _merged_dtype(source: RowSource) -> torch.dtype:
+    form = stored_format(source)
+    return torch.bfloat16 if form is None else form.merged_dtype
+
+
+def _gguf(source: ExportSource, place: Path, kind: str, console: Console) -> Exported:
     from graftune.exporting.gguf_keys import WINDOWED
     from graftune.exporting.gguf_model import gguf_tensors, write_model_gguf
 
     whole = merge(source.base, source.adapters)
     form, _ = source.form(whole)
     tensors = gguf_tensors(whole, kind)
-    _require_space(place, sum(t.nbytes for t in tensors))
+    need = sum(t.nbytes for t in tensors)
+    _require_space(place, need)
     survival = Survival()
-    shown = {id(t.source): DTYPES.get(t.kind) for t in tensors}
     end = form.end_id if form is not None and form.end_id != whole.tokenizer.eos_id else None
-    with _counted(tensors, merging=bool(source.adapters), console=console) as on_bytes:
-
-        def write(aside: Path) -> None:
-            write_model_gguf(
-                aside,
-                whole,
-                tensors,
-                kind,
-                source.name,
-                end,
-                on_piece=lambda s, start, stop, stored: survival.piece(s, start, stop, stored, shown.get(id(s))),
-                on_bytes=on_bytes,
-            )
-
-        _file(place, write)
+    with (
+        _watched(len(tensors), need, survival, bool(source.adapters), console) as watcher,
+        new_file(place) as aside,
+    ):
+        write_model_gguf(aside, whole, tensors, kind, source.name, end, watcher)
     kinds = sorted({t.kind for t in tensors if len(t.source.shape) > 1})
     done = Exported(place, [place], {"type": kind, "kinds": kinds})
     if kind in DTYPES:
@@ -311,29 +277,28 @@ def _gguf(source: Source, place: Path, kind: str, console: Console) -> Exported:
 
 
 @contextmanager
-def _counted(tensors: Sequence[Block], merging: bool, console: Console) -> Iterator[OnBytes]:
-    """A bar over the bytes of a GGUF, named after what is done to which tensor. Tensors differ in size by a thousand
-    times: counting them would not tell how much is left."""
-    places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
-    total = sum(tensor.nbytes for tensor in tensors)
-    written = 0
+def _watched(count: int, total: int, survival: Survival, merging: bool, console: Console) -> Iterator[Watcher]:
+    """Shows a bar over the bytes, labelled with the tensor that is written, and measures what survives of the change.
+    Tensors differ in size by a thousand times, so that a bar over tensors would not show how much is left."""
+    written, seen = 0, dict[str, int]()
     with console.progress(max(1, total // MEGABYTE), label="merging" if merging else "writing", unit="MB") as bar:
 
-        def on_bytes(tensor: Block | None, nbytes: int) -> None:
+        def on_bytes(tensor: OutputTensor | None, nbytes: int) -> None:
             nonlocal written
             written += nbytes
             if tensor is None:
                 bar.label = "reading back"
             else:
                 doing = "quantising" if tensor.kind not in DTYPES else "merging" if merging else "writing"
-                bar.label = f"{doing} {tensor.name} ({places[id(tensor)]} of {len(tensors)})"
-            bar.update(bar.total if tensor is None else written * bar.total // total)
+                place = seen.setdefault(tensor.name, len(seen) + 1)
+                bar.label = f"{doing} {tensor.name} ({place} of {count})"
+            bar.update(bar.total if tensor is None else written * bar.total // max(1, total))
 
-        yield on_bytes
+        yield Watcher(survival.on_piece, on_bytes)
 
 
 def _report_noise(done: Exported, ratio: float, kind: str, console: Console) -> None:
-    """A type whose steps are larger than what was learned keeps it only on average, over many weights."""
+    """A type whose steps are larger than the change keeps it only on average, over many weights."""
     done.facts["noise_over_change"] = ratio
     text = f"rounding to {kind} moves the adapted weights {ratio:.2g} times as far as your fine-tuning did"
     if ratio <= 1:
@@ -344,7 +309,7 @@ def _report_noise(done: Exported, ratio: float, kind: str, console: Console) -> 
         console.warn(f"{text}: this may undo your fine-tuning; use the type Q8_0")
 
 
-def _report_survival(done: Exported, source: Source, survival: Survival, dtype: str, console: Console) -> None:
+def _report_survival(done: Exported, source: ExportSource, survival: Survival, dtype: str, console: Console) -> None:
     if not source.adapters:
         return
     done.facts["survives"] = survival.share
@@ -355,7 +320,7 @@ def _report_survival(done: Exported, source: Source, survival: Survival, dtype: 
         done.notes.append(text)
 
 
-def _add_modelfile(done: Exported, source: Source, base: Base, adapter_file: Path | None = None) -> None:
+def _add_modelfile(done: Exported, source: ExportSource, base: Base, adapter_file: Path | None = None) -> None:
     from graftune.exporting.modelfile import modelfile, seen_from
 
     path = done.path.with_suffix(".Modelfile")

@@ -1,19 +1,17 @@
-"""Adapters out and in, in PEFT's layout: adapter_config.json and adapter_model.safetensors, tokenizer and template.
+"""Writes and reads adapters in PEFT's layout: adapter_config.json, adapter_model.safetensors, tokenizer and template.
 
-What PEFT writes can be continued here, and what we write loads there: names, shapes and the unscaled A and B are
-PEFT's. Norms and the tables with added tokens' rows travel as PEFT's modules_to_save. Which base the adapter belongs
-to stands in the configuration, with path and hash where the base is a file of the user's own. Adapters also come as
-single files, llama.cpp's (.gguf) and entrenar's (.apr); all are one `Adapter` here.
+A run can continue with an adapter of PEFT's, and PEFT loads ours: names, shapes and the unscaled A and B are the same.
+Norms and tables with the rows of added tokens are stored as PEFT's modules_to_save. The configuration names the base,
+with path and hash where it is a file of the user's own. Adapters are also read from single files, llama.cpp's (.gguf,
+adapter_gguf.py) and entrenar's (.apr, apr.py); all become one `Adapter` (adapter_fit.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,15 +21,29 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.io.json_file import NotJson, read_object
-from graftune.model.frozen import RowSource
 from graftune.model.lora import Arena, targets_of
-from graftune.model.spec import NAMES, NORMS, ModelSpec, Names
+from graftune.model.spec import NAMES, NORMS, Names
 from graftune.settings.config import TARGETS, LoraConfig, expand_targets
 from graftune.weights import experts, names, patterns, rows, safetensors_io
+from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
+from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
-from graftune.weights.uniform_rank import filled, with_uniform_rank
+from graftune.weights.uniform_rank import with_uniform_rank
 
+__all__ = [
+    "CONFIG",
+    "TENSORS",
+    "Adapter",
+    "adapter_tensors",
+    "check_tables",
+    "fitted",
+    "is_adapter",
+    "load_adapter",
+    "place_adapter",
+    "save_adapter",
+    "write_adapter",
+]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT options that change what the adapter computes and that this engine does not have.
 _REFUSED = {
@@ -49,34 +61,16 @@ _REFUSED = {
 }
 # Ways to start an adapter that take what it starts with out of the base: it means nothing over the base's own weights.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_TABLES = ("embed_tokens", "lm_head")
 _NORMS = {kind for kinds in NORMS.values() for kind in kinds if kind}
 _NORMS |= {norm for names in (Names(), *NAMES.values()) for norm in (names.final_norm, *names.qk_norms)}
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter read from disk: its settings, its tensors by our names, and the base it says it belongs to."""
-
-    folder: Path  # or the file, where it is one
-    lora: LoraConfig
-    tensors: Mapping[str, torch.Tensor]
-    base_name: str
-    base_sha256: str
-    template: str  # "none" if it was trained on plain prompt ++ response, else "auto"
-    append_eos: bool
-    revision: str  # of a base from the Hub
-    interleaved: bool = False  # whether B's rows of Q and K lie as in a llama GGUF
-    partial: bool = False  # whether its targets may have no A and B in some layers
-    hf_norms: bool = field(default=False, compare=False)  # as in Hugging Face's checkpoints: Gemma's less one
 
 
 def is_adapter(path: Path) -> bool:
     """An adapter's folder, or a file that holds one."""
     if path.suffix == ".gguf" and path.is_file():
-        from graftune.weights.adapter_gguf import holds_adapter
+        from graftune.weights.gguf_io import is_adapter_file
 
-        return holds_adapter(path)
+        return is_adapter_file(path)
     if path.suffix == ".apr" and path.is_file():
         return True
     return (path / CONFIG).is_file()
@@ -174,8 +168,6 @@ def load_adapter(folder: Path) -> Adapter:
 
         return _finite(load_gguf_adapter(folder), folder)
     if folder.suffix == ".apr" and folder.is_file():
-        from graftune.weights.apr import load_apr
-
         return _finite(load_apr(folder), folder)
     path = folder / CONFIG
     check_inside(path)
@@ -263,7 +255,7 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     targets = values.get("target_modules")
     if not isinstance(targets, str | list | None) or not all(isinstance(target, str) for target in targets or ()):
         raise _uses(f"target modules {targets!r}", path)
-    if unknown := _saved(values) - _NORMS - {*_TABLES}:
+    if unknown := _saved(values) - _NORMS - {*TABLES}:
         raise _uses(f"modules_to_save {sorted(unknown)}", path)
 
 
@@ -308,86 +300,3 @@ def _understood(
     if values.get("target_parameters"):
         tensors = experts.adapters_from_peft(tensors, lora.targets, lora.rank)
     return lora, tensors, partial
-
-
-def fitted(adapter: Adapter, spec: ModelSpec) -> Adapter:
-    """The adapter as the engine has it: A and B for every layer, B's in the row order that it computes with, norms as
-    what it multiplies by."""
-    if adapter.partial:
-        adapter = dataclasses.replace(adapter, tensors=filled(adapter.tensors, spec, adapter.lora), partial=False)
-    if adapter.hf_norms:
-        shifts = {name: rows.shift_of(spec, name) for name in adapter.tensors}
-        shifted = {name: t + shifts[name] if shifts[name] else t for name, t in adapter.tensors.items()}
-        adapter = dataclasses.replace(adapter, tensors=shifted, hf_norms=False)
-    if not adapter.interleaved:
-        return adapter
-    tensors = dict(adapter.tensors)
-    for name, value in tensors.items():
-        turned = rows.heads_of(spec, name)
-        if turned is None or not name.endswith("lora_B.weight") or len(value) != turned[0] * turned[1]:
-            continue  # rows of another number are refused by their shape
-        tensors[name] = value[rows.hf_order(*turned)]
-    return dataclasses.replace(adapter, tensors=tensors, interleaved=False)
-
-
-def check_tables(adapter: Adapter, base: Base) -> None:
-    """Of the tables an adapter brings, the engine takes the rows of added tokens; the others have to be the base's."""
-    for module in _TABLES:
-        table, source = adapter.tensors.get(f"{module}.weight"), base.tensors.get(f"{module}.weight")
-        if source is None and base.spec.tied:
-            source = base.tensors.get("embed_tokens.weight")
-        if table is None or source is None:
-            continue
-        if not adapter.lora.new_tokens or _differs(table, source, base.spec.vocab):
-            raise GraftuneError(
-                f"the adapter uses modules_to_save with a trained {module}",
-                where=str(adapter.folder),
-                fix="export it to merged and take that as the base",
-            )
-
-
-def _differs(table: torch.Tensor, source: RowSource, count: int) -> bool:
-    """Whether rows were trained, not only rounded (a table is stored as the run held it, at worst in bf16)."""
-    if len(table) < count or table.shape[1:] != tuple(source.shape[1:]):
-        return False  # refused by its shape
-    for start in range(0, count, 4096):
-        stop = min(start + 4096, count)
-        own = source.read(start, stop).float()
-        if bool(((table[start:stop] - own).abs() > 0.01 * own.abs() + 1e-6).any()):
-            return True
-    return False
-
-
-def place_adapter(adapter: Adapter, arena: Arena, base: Base) -> None:
-    """Copy the tensors into the arena, whose norms hold the base's values; whatever is missing, left over or of another
-    shape is an error."""
-    check_tables(adapter, base)
-    adapter, vocab = fitted(adapter, base.spec), base.spec.vocab
-    left = dict(adapter.tensors)
-    if "embed_tokens.rows" in arena.slots and "lm_head.rows" not in arena.slots:  # tied: one table, stored twice
-        head, table = left.get("lm_head.weight"), left.get("embed_tokens.weight")
-        if head is not None and table is not None and torch.equal(head, table):
-            del left["lm_head.weight"]
-    kinds = {name.split(".")[-2] for name in left}
-    for name, slot in arena.slots.items():
-        stored = name.removesuffix(".rows") + ".weight" if name.endswith(".rows") else name
-        tensor = left.pop(stored, None)
-        if tensor is None and name.endswith("norm.weight") and name.split(".")[-2] not in kinds:
-            continue  # PEFT may train one kind of norm and not another: the base's own stands
-        if tensor is not None and name.endswith(".rows"):
-            tensor = tensor[vocab:]
-        if tensor is None or tuple(tensor.shape) != slot.shape:
-            found = "is missing" if tensor is None else f"is {list(tensor.shape)}, not {list(slot.shape)}"
-            raise GraftuneError(
-                f"{stored} {found}: the adapter was made for another base",
-                where=str(adapter.folder),
-                fix="give its own base",
-            )
-        arena.view(name, arena.weights).copy_(tensor)
-    if left:
-        raise GraftuneError(
-            f"holds {len(left)} tensors this base has no place for, such as {next(iter(left))}",
-            where=str(adapter.folder),
-            fix="give the base it was made for",
-        )
-    arena.publish()

@@ -1,13 +1,12 @@
-"""llama.cpp's adapters, read: a GGUF file of type `adapter`, its tensors the base's names with .lora_a and .lora_b.
+"""Reads llama.cpp's adapters: a GGUF file of type `adapter`, with tensors named as the base's with .lora_a and .lora_b.
 
-A and B have PEFT's shapes (GGUF states dimensions the other way round, the bytes are the same), the scale is alpha over
-the rank, and B's rows of Q and K lie as the base's do in a GGUF of that architecture. How many heads those rows are
-divided into, only the base knows: `fitted` puts them right when the two come together.
+A and B have PEFT's shapes (GGUF states dimensions in reverse order, the bytes are the same), the scale is alpha over
+the rank, and B's rows of Q and K have the order of the base's rows in a GGUF of that architecture. Only the base knows
+how many heads there are: `fitted` (adapter_fit.py) reorders the rows when adapter and base are joined.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -15,36 +14,15 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.io.files import open_plain
 from graftune.settings.config import PROJECTIONS, TARGETS, LoraConfig
 from graftune.weights import experts, names, rows
-from graftune.weights.adapter import Adapter
-from graftune.weights.gguf_io import MAGIC, _Cursor, read_gguf
+from graftune.weights.adapter_fit import Adapter
+from graftune.weights.gguf_io import read_gguf
 
-# Ours beside llama.cpp's keys: by what the base is found again, and what a chat with it has to know.
+# Our keys beside those of llama.cpp: they name the base and say how to chat with the adapter.
 BASE, BASE_SHA256, REVISION, TEMPLATE, APPEND_EOS = (
     f"graftune.{key}" for key in ("base", "base_sha256", "revision", "template", "append_eos")
 )
-
-
-def holds_adapter(path: Path) -> bool:
-    """Whether a GGUF file says that it is an adapter. Whatever is wrong with the file is said by who reads it whole."""
-    try:
-        with open_plain(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cursor = _Cursor(data, path)
-            if cursor.take(4) != MAGIC or cursor.unpack("<I") not in (2, 3):
-                return False
-            cursor.count(24)
-            for _ in range(cursor.count(13)):
-                key = cursor.text()
-                if key.startswith("tokenizer."):  # the bulk of a model's header, and behind what describes it
-                    return False
-                value = cursor.value(cursor.value_type())
-                if key == "general.type":
-                    return bool(value == "adapter")
-    except (GraftuneError, OSError, ValueError):
-        return False
-    return False
 
 
 def load_gguf_adapter(path: Path) -> Adapter:

@@ -22,7 +22,7 @@ from graftune.errors import GraftuneError
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import apr_io, experts, names
-from graftune.weights.adapter import Adapter
+from graftune.weights.adapter_fit import Adapter
 from graftune.weights.apr_io import AprFile, AprTensor
 
 SCHEMA = "1.3.0"

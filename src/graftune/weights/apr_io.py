@@ -99,9 +99,10 @@ def write(path: Path, file: AprFile) -> None:
                 checksum = zlib.crc32(piece, checksum)
             out.write(struct.pack("<I", checksum))
         again = read(aside)
-        assert again.metadata == file.metadata and list(again.tensors) == sorted(file.tensors, key=str.encode)
-        assert all(torch.equal(again.tensors[name].data, tensor.data) for name, tensor in file.tensors.items())
-        del again  # holds a map of the file
+        same = again.metadata == file.metadata and list(again.tensors) == sorted(file.tensors, key=str.encode)
+        if not same or any(not torch.equal(again.tensors[n].data, tensor.data) for n, tensor in file.tensors.items()):
+            raise GraftuneError("reading back what was written gives other values", where=str(path))
+        del again  # it holds a map of the file
 
 
 def _pieces(file: AprFile, path: Path) -> list[bytes | memoryview]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.io.files import check_inside
 from graftune.io.json_file import NotJson, read_object
-from graftune.model.frozen import BlockSource, RowSource
+from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import assembled, check_quantisation
 from graftune.model.gguf_metadata import from_gguf
 from graftune.model.hf_config import from_config
@@ -92,34 +92,9 @@ def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
     tensors = dict(base.tensors)
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if name in tensors and tensors[name].shape[0] > count:
-            tensors[name] = FirstRows(tensors[name], count)
+            tensors[name] = rows_.FirstRows(tensors[name], count)
     spec = dataclasses.replace(base.spec, vocab=count)
     return dataclasses.replace(base, spec=spec, tensors=tensors, tokenizer=base.tokenizer.with_tokens(new))
-
-
-@dataclass(frozen=True)
-class FirstRows(rows_.Over):
-    """The first `count` rows of another source."""
-
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.count, *self.source.shape[1:])
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(start, min(stop, self.count))
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.source.gather(ids)
-
-    @property
-    def raw(self) -> Callable[[int, int], torch.Tensor]:
-        """A GGUF's blocks; an AttributeError where the source has none."""
-        return cast(BlockSource, self.source).raw
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.count)
 
 
 def open_base(name: str = "", revision: str = "", *, weights: bool = True) -> Base:

@@ -23,7 +23,7 @@ from graftune.errors import GraftuneError
 from graftune.model.feed_forward.experts import PARAMETERS
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
-from graftune.weights.rows import Over
+from graftune.weights.rows import Over, RowsByReading
 
 if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
@@ -37,35 +37,29 @@ _MIXTRAL_BACK = {ours: theirs for theirs, ours in _MIXTRAL.items()}
 
 @dataclass(frozen=True)
 class ExpertRows(Over):
-    """`count` rows from `first` on of one expert of a stacked tensor [E, rows, in] (a RowSource)."""
+    """`count` rows from `first` on of one expert of a stacked tensor [E, rows, in]."""
 
     expert: int
     first: int
     count: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return (self.count, *self.source.shape[2:])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         whole = self.source.read(self.expert, self.expert + 1)[0]
         return whole[self.first + start : self.first + min(stop, self.count)]
 
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.values().index_select(0, ids.cpu())
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.count)
-
 
 @dataclass(frozen=True)
-class Stack:
-    """One projection of all experts as a tensor [E, out, in] (a RowSource); a row of it is an expert."""
+class Stack(RowsByReading):
+    """One projection of all experts as a tensor [E, out, in]; a row of it is an expert."""
 
     experts: tuple[RowSource, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return (len(self.experts), *self.experts[0].shape)
 
     @property
@@ -78,12 +72,6 @@ class Stack:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return torch.stack([expert.values() for expert in self.experts[start:stop]])
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.experts[i].values() for i in ids.tolist()])
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, len(self.experts))
 
 
 def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:

@@ -1,8 +1,8 @@
-"""Reading a GGUF file in place: header into Python values, tensors as views of the memory map.
+"""Reads a GGUF file in place: the header as Python values, tensors as views of the memory map.
 
-The gguf package supplies the constants and the dequantisation, not the reader: its own walks every vocabulary string
-through numpy (2.8 s for SmolLM2, where this takes a tenth of that) and does not bound what a lying header may ask for.
-Every count, length and offset is checked against the file's size before it is used.
+The gguf package supplies the constants and the dequantisation, but not the reader: its own reads every vocabulary
+string through numpy (2.8 s for SmolLM2, ten times as long as this) and does not limit what a damaged header may ask
+for. Here every count, length and offset is checked against the file's size before it is used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,32 @@ def part_names(name: str) -> list[str]:
 def read_gguf(path: str | Path) -> GgufFile:
     """One file, whatever it holds."""
     path = Path(path)
+    cursor = _opened(path)
+    tensor_count = cursor.count(24)
+    metadata: dict[str, Any] = {}
+    for key, _, value in cursor.entries():
+        if key in metadata:  # two readers could each take another
+            raise cursor.broken(f"the key {key!r} occurs twice")
+        metadata[key] = value
+    described = [cursor.tensor() for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= LARGEST_ALIGNMENT or alignment & (alignment - 1):
+        raise cursor.broken(f"general.alignment is {alignment!r}")
+    start = ceil_div(cursor.at, alignment) * alignment
+    raw = np.frombuffer(cursor.data, dtype=np.uint8)
+    tensors = {}
+    for name, shape, kind, offset in described:
+        if offset % alignment:
+            raise cursor.broken(f"tensor {name!r} begins at byte {offset}, not a multiple of {alignment}")
+        if name in tensors:
+            raise cursor.broken(f"tensor {name!r} occurs twice")
+        tensors[name] = _placed(cursor, raw, name, shape, kind, start + offset)
+    _check_overlap(cursor, {name: (start + offset, tensors[name].nbytes) for name, _, _, offset in described})
+    return GgufFile(path, metadata, tensors)
+
+
+def _opened(path: Path) -> _Cursor:
+    """The file's header, behind magic and version."""
     try:
         with open_plain(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -169,28 +196,30 @@ def read_gguf(path: str | Path) -> GgufFile:
     version = cursor.unpack("<I")
     if version not in (2, 3):
         raise GraftuneError(f"has GGUF version {version}", where=str(path), fix="only little-endian 2 and 3 are read")
-    tensor_count, key_count = cursor.count(24), cursor.count(13)
-    metadata: dict[str, Any] = {}
-    for _ in range(key_count):
-        key = cursor.text()
-        if key in metadata:  # of two readers each may take another
-            raise cursor.broken(f"the key {key!r} occurs twice")
-        metadata[key] = cursor.value(cursor.value_type())
-    described = [cursor.tensor() for _ in range(tensor_count)]
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 0 < alignment <= LARGEST_ALIGNMENT or alignment & (alignment - 1):
-        raise cursor.broken(f"general.alignment is {alignment!r}")
-    start = ceil_div(cursor.at, alignment) * alignment
-    raw = np.frombuffer(data, dtype=np.uint8)
-    tensors = {}
-    for name, shape, kind, offset in described:
-        if offset % alignment:
-            raise cursor.broken(f"tensor {name!r} begins at byte {offset}, not a multiple of {alignment}")
-        if name in tensors:
-            raise cursor.broken(f"tensor {name!r} occurs twice")
-        tensors[name] = _placed(cursor, raw, name, shape, kind, start + offset)
-    _check_overlap(cursor, {name: (start + offset, tensors[name].nbytes) for name, _, _, offset in described})
-    return GgufFile(path, metadata, tensors)
+    return cursor
+
+
+def header_bytes(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Each key of a file with its type and value as they are stored."""
+    cursor = _opened(path)
+    cursor.count(24)
+    for key, start, _ in cursor.entries():
+        yield key, cursor.data[start : cursor.at]
+
+
+def is_adapter_file(path: Path) -> bool:
+    """Whether a GGUF file declares itself an adapter. A damaged file is refused when it is read as a whole."""
+    try:
+        cursor = _opened(path)
+        cursor.count(24)
+        for key, _, value in cursor.entries():
+            if key == "general.type":
+                return bool(value == "adapter")
+            if key.startswith("tokenizer."):  # most of a model's header, after the keys that describe it
+                return False
+    except GraftuneError:
+        pass
+    return False
 
 
 def _check_overlap(cursor: _Cursor, places: dict[str, tuple[int, int]]) -> None:
@@ -226,7 +255,7 @@ def _placed(
 
 
 class _Cursor:
-    """A bounded walk over the header. Nothing is believed that does not fit in the bytes that are left."""
+    """Reads the header within the bounds of the file: every size is compared with the bytes that are left."""
 
     def __init__(self, data: mmap.mmap, path: Path):
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
@@ -254,8 +283,14 @@ class _Cursor:
         return int(value)
 
     def text(self) -> str:
-        # Vocabularies may hold pieces that are not UTF-8; they are kept apart, not lost.
+        # Vocabularies may hold pieces that are not UTF-8: surrogates keep their bytes.
         return self.take(self.count(1)).decode("utf-8", errors="surrogateescape")
+
+    def entries(self) -> Iterator[tuple[str, int, Any]]:
+        """(key, where its type and value begin, value) of all keys. The cursor is then at the next key."""
+        for _ in range(self.count(13)):
+            key, start = self.text(), self.at
+            yield key, start, self.value(self.value_type())
 
     def value_type(self) -> GGUFValueType:
         code = self.unpack("<I")

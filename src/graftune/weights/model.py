@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from graftune.model.rotary import RopeScaling, inverse_frequencies
 from graftune.model.spec import ModelSpec
 from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.base import Base, open_base
-from graftune.weights.streamed import Held, OnPiece, Stored, check_safetensors, nothing, write_safetensors
+from graftune.weights.rows import NAMES, Held
+from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, check_safetensors, write_safetensors
 
 SHARD_BYTES = 4 << 30
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PROBE = "Hello, World! It's 1234 o'clock:\n\n  \u00fcber \u65e5\u672c\u8a9e \U0001f44d"
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def is_model(folder: Path) -> bool:
@@ -60,18 +61,17 @@ def write_model(
     config: dict[str, Any],
     *,
     shard_bytes: int = SHARD_BYTES,
-    on_piece: OnPiece = nothing,
-    on_tensor: Callable[[], None] = lambda: None,
+    watcher: Watcher = UNWATCHED,
 ) -> None:
     """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
-    What is at `folder` gives way."""
+    What is at `folder` is replaced."""
     tensors = [
-        Stored(names.to_hf(experts.to_folder(name, base.spec)), source, dtypes[name])
+        OutputTensor(names.to_hf(experts.to_folder(name, base.spec)), source, NAMES[dtypes[name]])
         for name, source in rows.to_hf_norms(sources, base.spec).items()
     ]
     with new_folder(folder) as aside:
-        sums = _write_weights(aside, tensors, shard_bytes, on_piece, on_tensor)
-        counts = Counter(t.dtype for t in tensors if len(t.source.shape) > 1)
+        sums = _write_weights(aside, tensors, shard_bytes, watcher)
+        counts = Counter(t.kind for t in tensors if len(t.source.shape) > 1)
         dtype = _DTYPES[counts.most_common(1)[0][0]]
         _write_json(aside / CONFIG, config | {"dtype": dtype, "torch_dtype": dtype})
         _write_json(aside / "generation_config.json", _generation(base))
@@ -88,15 +88,13 @@ def _check(folder: Path, sources: Mapping[str, RowSource], base: Base) -> None:
         raise GraftuneError("reads back as another model", where=str(folder), fix="report this, with its base")
 
 
-def _write_weights(
-    folder: Path, tensors: list[Stored], shard_bytes: int, on_piece: OnPiece, on_tensor: Callable[[], None]
-) -> dict[str, int]:
+def _write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int, watcher: Watcher) -> dict[str, int]:
     shards = list(_shards(tensors, shard_bytes))
     where: dict[str, str] = {}
     sums: dict[str, int] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        sums |= write_safetensors(folder / file, shard, on_piece, on_tensor)
+        sums |= write_safetensors(folder / file, shard, watcher)
         where |= {tensor.name: file for tensor in shard}
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensor in tensors)
@@ -104,9 +102,9 @@ def _write_weights(
     return sums
 
 
-def _shards(tensors: list[Stored], limit: int) -> Iterator[list[Stored]]:
+def _shards(tensors: list[OutputTensor], limit: int) -> Iterator[list[OutputTensor]]:
     """In order, as many as fit a shard."""
-    shard: list[Stored] = []
+    shard: list[OutputTensor] = []
     left = limit
     for tensor in tensors:
         if shard and tensor.nbytes > left:

@@ -1,22 +1,24 @@
-"""Where files hold other numbers than the engine computes with: the order of Q's and K's rows, and Gemma's norms.
+"""Row sources made of other sources, and the two cases in which a file stores other values than the engine uses.
 
-Hugging Face lays a head out as two halves that rope turns against each other; the
-llama architecture of GGUF and its kin interleave the halves, so that rope turns neighbours. Others keep the halves.
-
-The same order holds for an adapter's B, whose rows are the weight's.
+Q and K: Hugging Face stores a head as two halves, and rope rotates a value of one half with one of the other. The llama
+architecture of GGUF, and a few others, interleave the halves, so that rope rotates neighbours. An adapter's B has the
+same row order as the weight. Norms: Gemma's checkpoints store them less one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from graftune.model.frozen import RowSource
+from graftune.model.frozen import BlockSource, RowSource
 from graftune.model.spec import ModelSpec
 
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures of GGUF
 
 
@@ -37,14 +39,29 @@ def hf_order(heads: int, head_width: int) -> torch.Tensor:
     return gguf_order(heads, head_width).argsort()
 
 
+class RowsByReading:
+    """The parts of a RowSource that follow from `read` and `shape`."""
+
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.values().index_select(0, ids.cpu())
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.shape[0])
+
+
 @dataclass(frozen=True)
-class Over:
-    """A source of rows made of another: what it does not say is the other's, bytes by its share of the values."""
+class Over(RowsByReading):
+    """A row source made of another one. Its bytes are its share of the other's values."""
 
     source: RowSource
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.source.shape
 
     @property
@@ -57,36 +74,77 @@ class Over:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A tensor in memory as a RowSource."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return NAMES[self.tensor.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor[start:stop]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor.index_select(0, ids.to(self.tensor.device))
+
+    def values(self) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class FirstRows(Over):
+    """The first `count` rows of another source."""
+
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.count, *self.source.shape[1:])
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(start, min(stop, self.count))
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.source.gather(ids)
+
+    @property
+    def raw(self) -> Callable[[int, int], torch.Tensor]:
+        """A GGUF's blocks; raises AttributeError where the source has none."""
+        return cast(BlockSource, self.source).raw
+
+
+@dataclass(frozen=True)
 class Reordered(Over):
-    """Another source with its rows in another order (a RowSource)."""
+    """Another source with its rows in another order."""
 
     order: torch.Tensor
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows change places within a head: those of a few heads are read, not the whole weight."""
+        """Rows change places within a head, so the rows of a few heads are read, not the whole weight."""
         ids = self.order[start:stop]
         first, last = int(ids.min()), int(ids.max())
         return self.source.read(first, last + 1)[ids - first]
 
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.source.gather(self.order[ids.cpu()])
-
-    def values(self) -> torch.Tensor:
-        return self.source.values()[self.order]
-
 
 @dataclass(frozen=True)
-class Shifted(Over):
-    """A vector with a number added (a RowSource). Gemma's checkpoints hold norm weights less one; here, and in GGUF, a
-    weight is what the normed value is multiplied by."""
+class AddedVector(Over):
+    """A vector with a number added. Gemma's checkpoints store norm weights less one; here, and in GGUF, the weight is
+    the factor that the normed value is multiplied by."""
 
     by: float
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(start, stop).float() + self.by
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.source.gather(ids).float() + self.by
+        return self.values()[start:stop]
 
     def values(self) -> torch.Tensor:
         return self.source.values().float() + self.by
@@ -94,19 +152,16 @@ class Shifted(Over):
 
 @dataclass(frozen=True)
 class Reshaped(Over):
-    """Rows in another shape (a RowSource). GGUF leaves out the middle dimension of a depthwise convolution's taps."""
+    """Rows in another shape. GGUF leaves out the middle dimension of a depthwise convolution's taps."""
 
     to: tuple[int, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.to
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self.source.read(start, stop).reshape(-1, *self.to[1:])
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.source.gather(ids).reshape(-1, *self.to[1:])
 
     def values(self) -> torch.Tensor:
         return self.source.values().reshape(self.to)
@@ -139,4 +194,4 @@ def to_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
 
 def _shifted(tensors: Mapping[str, RowSource], spec: ModelSpec, sign: int) -> dict[str, RowSource]:
     shifts = {name: sign * shift_of(spec, name) for name in tensors}
-    return {name: Shifted(t, shifts[name]) if shifts[name] else t for name, t in tensors.items()}
+    return {name: AddedVector(t, shifts[name]) if shifts[name] else t for name, t in tensors.items()}
