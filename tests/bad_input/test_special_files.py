@@ -167,10 +167,10 @@ def test_pipes_in_a_checkpoint(run: Path, model: Path, tmp_path: Path, pipe: Any
     with pytest.raises(GraftuneError, match="is a pipe"):
         _weights(place)
     for read in (checkpoint.read_weights, checkpoint.load):
-        with pytest.raises(checkpoint.Damaged):
+        with pytest.raises(checkpoint.DamagedCheckpoint):
             read(place, seeds.opened(model)[1])
     pipe(place / "state.json")
-    with pytest.raises(checkpoint.Damaged, match=r"state.json: is a pipe"):
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"state.json: is a pipe"):
         checkpoint.read_state(place)
 
 

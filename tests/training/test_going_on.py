@@ -413,7 +413,7 @@ def test_tensors_that_no_run_can_go_on_from(name: str, value: float, finished: P
     state = json.loads((path / checkpoint.STATE).read_text())
     state["tensors"] = checkpoint._digest(path / checkpoint.TENSORS)
     (path / checkpoint.STATE).write_text(json.dumps(state | {"sha256": checkpoint._checksum(state)}))
-    with pytest.raises(checkpoint.Damaged, match=rf"damaged \({name}"):
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=rf"damaged \({name}"):
         checkpoint.check_whole(path)
 
 

@@ -250,7 +250,7 @@ def test_damaged_checkpoint(bench: Bench, stopped: Path, damage: str) -> None:
     else:
         tensors.unlink()
     assert bench.resume(stopped) == 0, bench.said()
-    assert f"{last}: this checkpoint is damaged" in bench.said() and f"set aside as {last.name}.damaged" in bench.said()
+    assert f"{last}: this checkpoint is damaged" in bench.said() and f"renamed to {last.name}.damaged" in bench.said()
     bench.check(stopped)
     if damage == "gone":
         shutil.rmtree(stopped / "adapter")

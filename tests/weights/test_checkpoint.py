@@ -14,7 +14,7 @@ from graftune import run_folder
 from graftune.errors import GraftuneError
 from graftune.model.lora import Arena, Slot
 from graftune.weights import checkpoint
-from graftune.weights.checkpoint import Damaged, Progress
+from graftune.weights.checkpoint import DamagedCheckpoint, Progress
 
 IDENTITY, EPOCHS = {"data": "x"}, (3, 3)
 
@@ -89,7 +89,7 @@ def test_a_number_that_might_be_right_is_found_by_its_checksum(root: Path, part:
     state[part][name] = value
     file.write_text(json.dumps(state))
     for read in (checkpoint.read_state, checkpoint.check_whole):
-        with pytest.raises(Damaged, match="its numbers are not those that were written"):
+        with pytest.raises(DamagedCheckpoint, match="its numbers are not those that were written"):
             read(root / "step-5")
 
 
@@ -103,7 +103,7 @@ def test_one_bit_anywhere_in_the_tensors_is_found(root: Path, monkeypatch: pytes
         for at in (8, 63, 64, 128, size - 1):
             spoil(path, at=at)
             for read in (checkpoint.check_whole, lambda path: checkpoint.load(path, arena(0.0, 0.0, 0.0))):
-                with pytest.raises(Damaged, match="its tensors are not those that were written"):
+                with pytest.raises(DamagedCheckpoint, match="its tensors are not those that were written"):
                     read(path)
             spoil(path, at=at)
         checkpoint.check_whole(path)

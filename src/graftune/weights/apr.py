@@ -1,10 +1,10 @@
-"""An adapter as one APR file, out and in.
+"""Writes and reads an adapter as one APR file.
 
-A and B go out unscaled in fp32 as lora.LAYER.PROJECTION.lora_a and .lora_b; whoever reads them multiplies by
-lora_alpha / lora_rank. Rank-stabilised adapters are scaled by alpha over the root of the rank, so their lora_alpha is
-stored multiplied by that root, and other readers compute the right thing too. Trained norms and tables with added
-tokens travel under our own names. What only we ask for (the base, its hash, the template, which layers are
-convolutions) stands under `graftune`.
+A and B are stored unscaled in fp32 as lora.LAYER.PROJECTION.lora_a and .lora_b; a reader multiplies by lora_alpha /
+lora_rank. Rank-stabilised adapters are scaled by alpha over the root of the rank, so their lora_alpha is stored
+multiplied by that root, and other readers compute the right product too. Trained norms and tables with added tokens are
+stored under our own names. The key `graftune` has what only we read: the base, its hash, the template, and which layers
+are convolutions.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def load_apr(path: Path) -> Adapter:
     for key in ("lora_rank", "lora_alpha"):
         value = get(key)
         if not _is_sensible(value):
-            raise GraftuneError(f"its {key} is {value!r}", where=str(path), fix="nobody can guess it: export again")
+            raise GraftuneError(f"its {key} is {value!r}", where=str(path), fix="export the adapter again")
     found = get("graftune")
     ours: dict[str, Any] = found if isinstance(found, dict) else {}
     convolutions = ours.get("conv_layers")
@@ -103,7 +103,7 @@ def load_apr(path: Path) -> Adapter:
 
 
 def _ours(stored: str, convolutions: object, path: Path) -> str:
-    """`convolutions`: the layers that have one, by which a name that attention and convolutions share is told apart."""
+    """`convolutions`: the layers with one; they decide between names that attention and convolutions share."""
     match = _STORED.fullmatch(stored)
     modules = names.MODULES.get(match[2], ()) if match else ()
     if match and len(modules) > 1 and isinstance(convolutions, list):
@@ -116,7 +116,7 @@ def _ours(stored: str, convolutions: object, path: Path) -> str:
 
 
 def _is_sensible(value: Any) -> bool:
-    """Whether it can be a rank or an alpha; NaN cannot."""
+    """Whether the value can be a rank or an alpha."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31
 
 

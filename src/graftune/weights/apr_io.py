@@ -5,9 +5,9 @@
     64  metadata | index | data, each zero-padded to 64 bytes, as is every tensor
     end CRC32 u32 of everything before
 
-Everything is little-endian. The layout leaves no choice: where a section begins follows from the one before it. So the
-reader computes every place and compares, instead of following offsets that a damaged file may claim, and no byte of a
-file can change without notice. What comes out of `read` goes through `write` to the same bytes.
+Everything is little-endian. The start of each section follows from the one before it. So the reader computes every
+offset and compares, instead of following offsets that a damaged file may claim, and every changed byte is noticed.
+Writing what `read` returned gives the same bytes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AprFile:
 
 
 def write(path: Path, file: AprFile) -> None:
-    """Aside first, read back and compared, flushed, then renamed over the target."""
+    """Writes aside, reads back and compares, flushes, and renames over the target."""
     with new_file(path) as aside:
         with aside.open("wb") as out:
             checksum = 0
@@ -106,7 +106,7 @@ def write(path: Path, file: AprFile) -> None:
 
 
 def _pieces(file: AprFile, path: Path) -> list[bytes | memoryview]:
-    """The file in order, less its last four bytes."""
+    """The file in order, without its last four bytes."""
     metadata = json.dumps(file.metadata, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     tensors = sorted((name.encode(), tensor) for name, tensor in file.tensors.items())
     index, at = b"", 0
@@ -207,7 +207,7 @@ class _Reader:
         return values
 
     def _filled(self, start: int, stop: int) -> bool:
-        """Whether there is anything where only padding may be."""
+        """Whether there is a nonzero byte where padding has to be."""
         return any(self.data[start:stop])
 
     def _tensors(self, count: int, at: int, data_at: int) -> tuple[dict[str, AprTensor], int]:

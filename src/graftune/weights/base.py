@@ -1,6 +1,6 @@
-"""What the user calls a base: a GGUF file, a Hugging Face folder, or a Hub name, opened without loading it.
+"""Opens a base (a GGUF file, a Hugging Face folder or a Hub name) without loading it.
 
-Opening reads headers, metadata and tokenizer; weights stay in the file as row sources until load.py places them.
+Opening reads headers, metadata and tokenizer; weights stay in the file as row sources until load.py loads them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Base:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the GGUF file, or of a folder's weight files in order of name; without weights, of what describes them."""
+        """Hash of the GGUF file, or of a folder's weight files in order of name; without weights, of the
+        description."""
         if self.kind == "config":
             described = [self.path, self.path.with_name("tokenizer.json"), self.path.with_name("tokenizer_config.json")]
             return digest.sha256([file for file in described if file.is_file()])
@@ -57,17 +58,18 @@ class Base:
 
     @property
     def files(self) -> list[Path]:
-        """Those the weights lie in."""
+        """The files that hold the weights."""
         return list(self.parts) or [self.path / name for name in safetensors_io.weight_files(self.path)]
 
     @property
     def reference(self) -> str:
-        """By what another program finds it again: a path for files and folders of the user's own, else the Hub name."""
+        """The name by which another program finds it: the path of a file or folder of the user's own, or the Hub
+        name."""
         return self.name if self.from_hub else str(self.path.resolve())
 
     @property
     def folder(self) -> Path:
-        """Where the files beside the weights lie."""
+        """The folder of the weights and the files beside them."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
@@ -86,8 +88,8 @@ class Base:
 
 
 def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
-    """The base with tokens added behind its tokenizer's last. Rows that only pad the table past that are left off, so
-    that the new tokens' rows follow directly."""
+    """The base with tokens added after its tokenizer's last one. Rows that only pad the table are dropped, so that the
+    rows of the new tokens follow directly."""
     count = base.tokenizer.vocab_size
     tensors = dict(base.tensors)
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -98,7 +100,7 @@ def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
 
 
 def open_base(name: str = "", revision: str = "", *, weights: bool = True) -> Base:
-    """Without `weights` only the shape of the model and its tokenizer are taken, and no weights need to be there."""
+    """Without `weights`, only the shape of the model and its tokenizer are read, and the weights need not exist."""
     base = _fitted(_open(name, revision, weights), trained=weights)
     if not weights:
         return dataclasses.replace(base, tensors={})
@@ -107,14 +109,14 @@ def open_base(name: str = "", revision: str = "", *, weights: bool = True) -> Ba
 
 
 def described(name: str = "", revision: str = "") -> Base:
-    """The shape and the tokenizer of a model that was trained. Of a Hub name no weights are downloaded, but of a GGUF,
-    which is one file."""
+    """The shape and the tokenizer of a trained model. No weights are downloaded from the Hub, except with a GGUF, which
+    is one file."""
     return dataclasses.replace(_fitted(_open(name, revision, weights=False), trained=True), tensors={})
 
 
 def _fitted(base: Base, trained: bool) -> Base:
-    """The base, once its tokenizer is sure to have no more tokens than there are rows. A model that is to be trained
-    from scratch needs a row for each; one that was trained may lack those of special tokens that it never reads."""
+    """Checks that the tokenizer has no more tokens than the embedding has rows. A model that will be trained from
+    scratch needs a row for each token; a trained one may lack rows of special tokens that it never reads."""
     if base.tokenizer.vocab_size > base.spec.vocab and trained and base.tokenizer.special_beyond(base.spec.vocab):
         # Gemma 3's small models: the tokenizer is that of the large ones, which also read images.
         base = dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, rows=base.spec.vocab))
@@ -128,8 +130,8 @@ def _fitted(base: Base, trained: bool) -> Base:
 
 
 def _check_tensors(base: Base) -> None:
-    """Every weight is there in the shape that the configuration says. From headers alone, and before anything is
-    allocated: sizes that a damaged header claims are then those of tensors that lie in the file."""
+    """Checks that every weight exists in the shape that the configuration says. Reads headers only, before anything is
+    allocated, so that a damaged header cannot claim sizes that the file does not have."""
     unread = set(base.tensors)
     for name, shape in _expected(base.spec, len(base.tensors)):
         unread.discard(name)
@@ -155,7 +157,7 @@ def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...
     yield "embed_tokens.weight", (spec.vocab, spec.width)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab, spec.width)
-    for index in range(min(spec.layers, count + 1)):  # more layers than tensors: the first that lacks is named
+    for index in range(min(spec.layers, count + 1)):  # with more layers than tensors, the first missing one is named
         for name, shape in spec.layer(index).weights.items():
             yield f"layers.{index}.{name}", shape
     for _, name, width in norm_names(spec):
@@ -164,7 +166,7 @@ def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...
 
 @contextmanager
 def _sound(where: Path) -> Iterator[None]:
-    """Metadata of a damaged file may hold text for a number, or numbers that no model has."""
+    """Turns what damaged metadata raises (text for a number, impossible numbers) into one message."""
     try:
         yield
     except GraftuneError:
@@ -242,7 +244,7 @@ def _open_gguf(name: str, path: Path) -> Base:
         ours = names.from_gguf(gguf_name, arch)
         if ours is None and gguf_name in ROPE_TENSORS:
             continue
-        ours = ours or gguf_name  # refused by name in a moment
+        ours = ours or gguf_name  # _check_tensors refuses it by name
         order = _rope_row_order(spec, ours, tensor.shape[0]) if arch in rows_.INTERLEAVED else None
         if order is not None:
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
@@ -270,12 +272,12 @@ def _open_gguf(name: str, path: Path) -> Base:
 
 
 def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, Any] | None:
-    """Such GGUFs interleave the two halves of each Q and K head; this puts the rows back in Hugging Face order.
+    """The order that puts the rows of an interleaved Q or K back into Hugging Face's order.
 
     Row (head, half j, i) of ours is row (head, i, j) of the file.
     """
     turned = rows_.heads_of(spec, name) if name.endswith(".weight") else None
-    if turned is None or rows != turned[0] * turned[1]:  # the last: a damaged file; its shape is refused in a moment
+    if turned is None or rows != turned[0] * turned[1]:  # a damaged file: _check_tensors refuses its shape
         return None
     order = np.arange(rows).reshape(turned[0], turned[1] // 2, 2)
     return order.swapaxes(1, 2).reshape(-1)

@@ -1,13 +1,12 @@
-"""Checkpoints: the arena's three buffers (in fp16 the loss scale too) and the place in the run, written aside, flushed
+"""Checkpoints: the arena's three buffers (in fp16 the loss scale too) and the run's Progress, written aside, flushed
 and renamed.
 
-A folder `step-N` is therefore whole or absent, at whatever moment the process dies. The place is (step, epoch, step in
-epoch) and the early-stopping counters; there is no generator state, because shuffles and dropout are functions of it.
-Its numbers are checked, against their own checksum and against the run, before a tensor is read, and the tensors'
-file against the digest that lies beside them: a disk may lose what it said was written. Numbers that are not finite
-are neither written (`is_sound`) nor read. A resume takes the newest checkpoint that is whole (`newest_whole`) and sets
-damaged ones aside. Others may read a run while it goes on: `opened` takes a checkpoint that is there and holds it open,
-whatever is deleted meanwhile.
+A folder `step-N` is therefore whole or absent, at whatever moment the process dies. Progress is the step, the epoch,
+the step in the epoch and the early-stopping counters; there is no generator state, because shuffles and dropout follow
+from Progress. Its numbers are checked against their checksum and against the run before a tensor is read, and the file
+of tensors against the digest in the state: a disk may lose data that it reported as written. NaN and Inf are neither
+written (`is_sound`) nor read. A resume takes the newest checkpoint that is whole (`newest_whole`) and renames damaged
+ones.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from graftune.weights.finite import is_finite
 
 STATE, TENSORS = "state.json", "state.safetensors"
 BUFFERS = {"weights", "m", "v"}  # of the arena
-DAMAGED = ".damaged"  # what follows the name of one that is set aside
-_PIECE = 1 << 26  # bytes of which a digest is taken at once, by one thread
+DAMAGED = ".damaged"  # appended to the name of a damaged checkpoint
+_PIECE = 1 << 26  # bytes that one thread hashes at a time
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
-class Damaged(GraftuneError):
-    """What a checkpoint holds is not what was written."""
+class DamagedCheckpoint(GraftuneError):
+    """A checkpoint does not hold what was written."""
 
 
-Identity = dict[str, Any]  # what a run is made of, each a digest, and its settings by name
+Identity = dict[str, Any]  # digests of a run's inputs, and its settings by name
 
 
 class Scale(Protocol):
@@ -56,27 +55,27 @@ class Scale(Protocol):
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """How far a run has come. Everything it does next follows from this."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0
     epoch_step: int = 0  # steps done within the epoch
-    updates: int = 0  # of those, not skipped
+    updates: int = 0  # counts applied updates only
     last_eval: int = -1  # step of the latest evaluation
     first_loss: float | None = None  # of the evaluation before step 1
     best_loss: float | None = None
     best_step: int = -1
-    stale: int = 0  # evaluations since the best one
+    stale: int = 0  # evaluations since the best
 
 
 def is_sound(arena: Arena) -> bool:
-    """Whether a run can go on from here: one number that is not finite spoils every later step, and all it trains."""
+    """Whether weights and moments are finite: one NaN or Inf would spread to all weights in the next steps."""
     return all(is_finite(buffer) for buffer in (*_buffers(arena).values(), arena.compute))
 
 
 def save(root: Path, arena: Arena, progress: Progress, identity: Identity, scaler: Scale | None = None) -> Path:
-    """`identity` is what a resume is checked against. The same step may be saved again with a newer place in the run,
-    such as an evaluation that has been made since."""
+    """`identity` is compared on resume. The same step may be saved again with newer Progress, such as after an
+    evaluation."""
     return write(root / f"step-{progress.step}", arena, progress, identity, scaler)
 
 
@@ -96,7 +95,7 @@ def _checksum(state: dict[str, Any]) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Of the digests of a file's pieces, which threads take at once: a run waits for it."""
+    """The digest of the digests of a file's pieces, which threads compute in parallel: the run waits for it."""
 
     def of_piece(offset: int) -> bytes:
         with path.open("rb") as file:
@@ -116,10 +115,10 @@ def latest(root: Path) -> Path | None:
 
 
 def steps(root: Path) -> dict[int, Path]:
-    """Whole checkpoints by step. One that a kill left between two renames counts under its old name. What else is in
-    the folder is not ours, links among it."""
+    """Whole checkpoints by step. One that a kill left between two renames counts under its old name. Everything else in
+    the folder, such as links, is ignored."""
     found: dict[int, Path] = {}
-    for path in sorted(root.glob("step-*"), key=lambda p: p.suffix != OLD):  # a fresh one wins over an old one
+    for path in sorted(root.glob("step-*"), key=lambda p: p.suffix != OLD):  # a new one replaces an old one
         number = re.fullmatch(r"step-([0-9]{1,15})(\.old)?", path.name)
         if number and not path.is_symlink() and (path / STATE).exists():
             found[int(number[1])] = path
@@ -129,9 +128,9 @@ def steps(root: Path) -> dict[int, Path]:
 def newest_whole(
     root: Path, identity: Identity, epoch_steps: Sequence[int], warn: Callable[[str], None]
 ) -> Path | None:
-    """The checkpoint that a resume goes on from; None if there is none at all. Those of another run are refused.
-    Damaged ones are set aside: from an earlier one the run computes the same again. The best one is looked at too,
-    since the end of the run needs it."""
+    """The checkpoint that a resume continues from; None if there is none. Checkpoints of another run are refused.
+    Damaged ones are renamed: from an earlier one the run computes the same again. The best checkpoint has to be whole
+    too, since the end of the run needs it."""
     found, whole = steps(root), dict[int, bool]()
 
     def is_whole(step: int) -> bool:
@@ -139,12 +138,12 @@ def newest_whole(
             try:
                 check_whole(found[step], identity, epoch_steps)
                 whole[step] = True
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 whole[step] = False
                 aside = root / f"step-{step}{DAMAGED}"
                 remove(aside)
                 found[step].rename(aside)
-                warn(f"{error.where}: {error.what}; it is set aside as {aside.name}")
+                warn(f"{error.where}: {error.what}; it was renamed to {aside.name}")
         return whole[step]
 
     for step in sorted(found, reverse=True):
@@ -154,15 +153,15 @@ def newest_whole(
                 return found[step]
     if found:
         raise GraftuneError(
-            "none of its checkpoints is whole together with the best one, so that the run would begin anew",
+            "none of its checkpoints is whole together with the best one, so the run would start again",
             where=str(root),
-            fix="delete this folder if it should, or restore it",
+            fix="delete this folder to start again, or restore it",
         )
     return None
 
 
 def check_whole(path: Path, identity: Identity | None = None, epoch_steps: Sequence[int] = ()) -> None:
-    """Raises `Damaged` unless all of it is as it was written, and its place one that the run has."""
+    """Raises `DamagedCheckpoint` unless it holds what was written, and its Progress is possible in this run."""
     progress, stored = read_state(path)
     check_identity(identity or {}, stored, path.parent.parent)
     if epoch_steps:
@@ -171,10 +170,10 @@ def check_whole(path: Path, identity: Identity | None = None, epoch_steps: Seque
 
 
 def _check_tensors(path: Path) -> None:
-    """Against the digest in the state, which checkpoints of earlier versions lack; and whether training can go on."""
+    """Compares the file of tensors with the digest in the state, and looks for NaN and Inf."""
     wanted = read_object(path / STATE).get("tensors", "")
     try:
-        found = _digest(path / TENSORS) if wanted else ""
+        found = _digest(path / TENSORS)
     except FileNotFoundError:
         raise _damaged(path, f"{TENSORS} is gone") from None
     if found != wanted:
@@ -188,7 +187,7 @@ def _check_tensors(path: Path) -> None:
 
 
 def _check_finite(path: Path, name: str, held: Any) -> None:
-    """A tensor of a file, some of it at a time."""
+    """Reads a tensor of a file piece by piece."""
     count = _PIECE // 4
     for start in range(0, held.get_shape()[0] if len(held.get_shape()) == 1 else 0, count):
         values = held[start : start + count]
@@ -199,15 +198,15 @@ def _check_finite(path: Path, name: str, held: Any) -> None:
 
 
 def read_state(path: Path) -> tuple[Progress, Identity]:
-    """The place and what the run is made of, with no tensor read."""
+    """The Progress and the identity; reads no tensor."""
     try:
         state = read_object(path / STATE)
         known = {f.name for f in fields(Progress)}
         progress = Progress(**{k: v for k, v in state["progress"].items() if k in known})
         identity = dict(state["identity"])
-        if state.get("sha256", "") not in ("", _checksum(state)):
+        if state.get("sha256") != _checksum(state):
             raise ValueError("its numbers are not those that were written")
-    except OSError:  # a disk that cannot be read, or not by this user, says nothing of what is on it
+    except OSError:  # a disk that cannot be read does not mean that the checkpoint is damaged
         raise
     except _UNREADABLE as error:
         raise _damaged(path, error) from None
@@ -216,7 +215,7 @@ def read_state(path: Path) -> tuple[Progress, Identity]:
 
 
 def _check_numbers(path: Path, place: Progress) -> None:
-    """What no run can have, whatever its length."""
+    """Refuses numbers that are impossible in any run."""
     for name, value in asdict(place).items():
         if name.endswith("_loss"):
             fits = value is None or (type(value) is float and not math.isinf(value))
@@ -230,7 +229,7 @@ def _check_numbers(path: Path, place: Progress) -> None:
 
 
 def check_place(path: Path, place: Progress, epoch_steps: Sequence[int]) -> None:
-    """Whether a run whose epochs have so many steps can be there."""
+    """Refuses Progress that is impossible in a run whose epochs have so many steps."""
     fits = place.epoch < len(epoch_steps) and place.epoch_step <= epoch_steps[place.epoch]
     if not fits or place.step != sum(epoch_steps[: place.epoch]) + place.epoch_step:
         where = f"step {place.step} as step {place.epoch_step} of epoch {place.epoch + 1}"
@@ -245,8 +244,8 @@ def load(
     *,
     checked: bool = False,
 ) -> Progress:
-    """Fill the arena (and the loss scale, where one was saved) and return the place. With `identity`, a checkpoint of
-    another run is refused. `checked`: its digest has just been compared."""
+    """Fills the arena (and the loss scale, where one was saved) and returns the Progress. With `identity`, a checkpoint
+    of another run is refused. `checked`: its digest has just been compared."""
     try:
         progress, stored = read_state(path)
         check_identity(identity or {}, stored, path.parent.parent)
@@ -272,8 +271,8 @@ def load(
 
 
 def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
-    """Refuse to go on with anything else than the run was started with. Settings are compared by name, so a setting
-    that a later version adds does not stop a run of this one from being resumed."""
+    """Refuses to continue with other inputs than the run was started with. Settings are compared by name, so that a
+    setting added by a later version does not prevent a resume."""
     for key, value in now.items():
         had = stored.get(key)
         if key == "settings" and isinstance(value, dict) and isinstance(had, dict):
@@ -296,7 +295,7 @@ def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
 
 
 def read_weights(path: Path, arena: Arena) -> None:
-    """Only the trained weights, for the best checkpoint at the end of a run."""
+    """Reads the trained weights alone, for the best checkpoint at the end of a run."""
     try:
         check_plain(path / TENSORS)
         with safe_open(str(path / TENSORS), framework="pt") as held:
@@ -317,14 +316,14 @@ def _buffers(arena: Arena) -> dict[str, torch.Tensor]:
     return {"weights": arena.weights, "m": arena.m, "v": arena.v}
 
 
-def _damaged(path: Path, why: object) -> Damaged:
-    return Damaged(
-        f"this checkpoint is damaged ({why})", where=str(path), fix="delete it to fall back on an earlier one"
+def _damaged(path: Path, why: object) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"this checkpoint is damaged ({why})", where=str(path), fix="delete it to use an earlier one"
     )
 
 
 def prune(root: Path, keep_last: int, best_step: int) -> None:
-    """Delete all but the best and the last few, and whatever a kill left half-written."""
+    """Deletes all but the best and the last few, and what a kill left half-written."""
     for path in root.glob(f"step-*{PART}"):
         remove(path)
     for path in root.glob(f"step-*{OLD}"):

@@ -1,7 +1,7 @@
-"""What a base is, in a few facts, and whether it can be trained: for `graftune doctor BASE`.
+"""Describes a base for `graftune doctor BASE`, and says whether it can be trained.
 
-A base that opens is described by what was opened. One that does not is described by whatever its headers still tell, so
-that the sentence that refuses it can be understood: which architecture it names, how its weights are stored.
+If the base does not open, the description holds what its headers still tell (architecture, types of the weights), so
+that the reason for the refusal can be understood.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _facts(base: Base) -> dict[str, Any]:
 
 
 def _weights(stored: Iterable[tuple[str, int]]) -> str:
-    """How many bytes there are of each type, most first."""
+    """The bytes of each type, the most first."""
     total: Counter[str] = Counter()
     for kind, size in stored:
         total[kind] += size
@@ -86,7 +86,7 @@ def _weights(stored: Iterable[tuple[str, int]]) -> str:
 
 
 def _from_headers(path: Path) -> dict[str, Any]:
-    """What can be said of a base that does not open. Whatever is broken here, too, is left out."""
+    """Facts about a base that does not open. Headers that cannot be read are left out."""
     facts: dict[str, Any] = {}
     if path.is_file():
         facts["bytes"] = path.stat().st_size

@@ -1,7 +1,7 @@
-"""A base that several ranks read together: each reads its share of the rows, and the others' are gathered.
+"""Row sources that several ranks read together: each rank reads its share of the rows and gathers the others.
 
-Every rank has to read the same tensors in the same order, as loading does. Vectors are small, and every rank reads them
-itself.
+Every rank has to read the same tensors in the same order, as loading does. Every rank reads all of a vector: vectors
+are small.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _divided(source: RowSource, reading: Reading) -> RowSource:
 
 @dataclass(frozen=True)
 class Divided(Over):
-    """Another source, of which each rank reads its share of the rows that are asked for (a RowSource)."""
+    """Another source, of which each rank reads its share of the requested rows."""
 
     reading: Reading
 
@@ -45,14 +45,14 @@ class Divided(Over):
         return self.source.gather(ids)
 
     def values(self) -> torch.Tensor:
-        """Of a vector, or of a tensor with fewer rows than ranks, each rank reads all."""
+        """Each rank reads all of a vector, and of a tensor with fewer rows than ranks."""
         if len(self.shape) < 2 or self.shape[0] < self.reading.size:
             return self.source.values()
         return self.read(0, self.shape[0])
 
     @property
     def raw(self) -> Callable[[int, int], torch.Tensor]:
-        """A GGUF's blocks; an AttributeError where the source has none."""
+        """A GGUF's blocks; raises AttributeError where the source has none."""
         read = cast(Any, self.source).raw
         return lambda start, stop: self._together(read, start, stop)
 
@@ -61,8 +61,8 @@ class Divided(Over):
         return self._gathered(read(first, last), share)[: stop - start]
 
     def _share(self, start: int, stop: int) -> tuple[int, int, int]:
-        """(first row of this rank's, the row behind its last, rows of a share). Where rows do not divide, or are fewer
-        than ranks, the last ranks read rows that are dropped."""
+        """(first row of this rank, end of its rows, rows of a share). Where rows do not divide evenly, the last ranks
+        read rows that are dropped."""
         share = ceil_div(stop - start, self.reading.size)
         first = min(start + self.reading.rank * share, stop - 1)
         return first, min(first + share, stop), share
@@ -74,7 +74,7 @@ class Divided(Over):
 
 
 class DividedCodes(Divided):
-    """The same of FP8 codes with a scale a row (model/frozen/fp8.py's CodedRows)."""
+    """The same for FP8 codes with a scale a row (CodedRows of model/frozen/fp8.py)."""
 
     def read_codes(self, start: int, stop: int) -> Any:
         first, last, share = self._share(start, stop)

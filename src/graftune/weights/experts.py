@@ -1,13 +1,13 @@
-"""A mixture's experts under the names and in the layouts that others have for them.
+"""The experts of a mixture under the names and in the layouts of other programs.
 
     ours, the Hub's    layers.N.mlp.experts.E.gate_proj.weight [F, D], up_proj, down_proj [D, F]; mlp.gate.weight [E, D]
     Mixtral's          layers.N.block_sparse_moe.experts.E.w1.weight, w3, w2; block_sparse_moe.gate.weight
     transformers       layers.N.mlp.experts.gate_up_proj [E, 2F, D], down_proj [E, D, F]
     GGUF               blk.N.ffn_gate_exps.weight [E, F, D], ffn_up_exps, ffn_down_exps; ffn_gate_inp.weight
 
-An expert's weights are row sources of their own over whatever holds them; nothing is copied. Adapters are ours by
-projection, A [E R, in] and B [E, out, R]; PEFT has B [out, R E] with the expert fastest, under names that say which
-parameter was wrapped last and not which it is.
+An expert's weights are row sources over the stored tensors; nothing is copied. Our adapters are stored by projection, A
+[E R, in] and B [E, out, R]; PEFT stores B as [out, R E] with the expert fastest, under names that tell the order in
+which parameters were wrapped, not the parameter.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Stack(RowsByReading):
 
 
 def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
-    """A folder's tensors with every expert by itself, under our names."""
+    """A folder's tensors under our names, with one tensor for each projection of each expert."""
     found: dict[str, RowSource] = {}
     for name, tensor in tensors.items():
         stacked = re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(\.weight)?", name)
@@ -99,7 +99,7 @@ def _from_mixtral(name: str) -> str:
 
 
 def to_folder(name: str, spec: ModelSpec) -> str:
-    """The name, behind `model.`, that a folder of the family has for one of our tensors."""
+    """The name that a folder of the family uses for one of our tensors, without `model.`."""
     if spec.family != "mixtral" or ".mlp." not in name:
         return name
     name = re.sub(r"\.experts\.(\d+)\.(\w+)\.weight", lambda m: f".experts.{m[1]}.{_MIXTRAL_BACK[m[2]]}.weight", name)
@@ -107,7 +107,7 @@ def to_folder(name: str, spec: ModelSpec) -> str:
 
 
 def from_gguf(name: str, tensor: GgufTensor) -> dict[str, GgufTensor] | None:
-    """The experts that a tensor of a GGUF holds, or None if it is no such tensor."""
+    """The experts that a tensor of a GGUF holds, or None if it holds none."""
     match = re.fullmatch(r"blk\.(\d+)\.(ffn_\w+_exps)\.weight", name)
     if match is None or match[2] not in _GGUF_BACK or len(tensor.shape) != 3:
         return None
@@ -121,7 +121,7 @@ def from_gguf(name: str, tensor: GgufTensor) -> dict[str, GgufTensor] | None:
 
 
 def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str, RowSource], dict[str, RowSource]]:
-    """A model's tensors: those that go out as they are, by our names, and experts as GGUF's stacks, by its names."""
+    """Splits a model's tensors: those written as they are, by our names, and the experts' stacks, by GGUF's names."""
     if not spec.experts:
         return dict(tensors), {}
     stacks: dict[str, RowSource] = {}
@@ -134,17 +134,17 @@ def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str
 
 
 def parameters_of(targets: tuple[str, ...]) -> list[str]:
-    """Which of transformers' parameters the targets are."""
+    """The parameters of transformers that the targets mean."""
     return [parameter for parameter, projections in PARAMETERS.items() if set(projections) <= set(targets)]
 
 
 def target_parameters(targets: tuple[str, ...]) -> list[str]:
-    """As PEFT's configuration names them."""
+    """The same as PEFT's configuration names them."""
     return [f"mlp.experts.{parameter}" for parameter in parameters_of(targets)]
 
 
 def from_target_parameters(names: list[str]) -> tuple[str, ...] | None:
-    """The targets that PEFT's target_parameters are, or None if one of them is something else."""
+    """The targets that PEFT's target_parameters mean, or None if one of them is unknown."""
     found: list[str] = []
     for name in names:
         match = re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)", str(name))
@@ -155,8 +155,8 @@ def from_target_parameters(names: list[str]) -> tuple[str, ...] | None:
 
 
 def adapters_to_peft(tensors: Mapping[str, torch.Tensor], targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Names and layout of a mixture's adapters as PEFT writes them. The parameter that is wrapped first, gate_up where
-    there is one, lies inside the other's wrapper."""
+    """A mixture's adapters under PEFT's names and in its layout. The parameter that is wrapped first, gate_up where
+    there is one, is inside the other's wrapper."""
     wrapped = parameters_of(targets)
     found = {}
     for name, value in tensors.items():
@@ -199,7 +199,8 @@ def is_expert_adapter(name: str) -> bool:
 def by_expert(
     tensors: Mapping[str, torch.Tensor], name: str, where: str
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of an expert adapter's A, by its name: (A [R, in], B [out, R]) for the weight of every expert and projection."""
+    """(A [R, in], B [out, R]) for the weight of every expert and projection, given the name of an expert adapter's
+    A."""
     match = _adapter(name)
     assert match is not None
     down, up = tensors[name], tensors.get(name.replace("lora_A", "lora_B"))
@@ -213,7 +214,8 @@ def by_expert(
 
 
 def adapters_to_gguf(name: str, value: torch.Tensor, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """One of our A's or B's as llama.cpp's stacks: A [E, R, in] of gate and of up alike, B [E, out, R] of each."""
+    """One of our A's or B's as llama.cpp's stacks: the same A [E, R, in] for gate and up, and a B [E, out, R] for
+    each."""
     match = _adapter(name)
     assert match is not None
     projections, layer = PARAMETERS[match[2]], match[1].split(".")[1]
@@ -226,12 +228,12 @@ def adapters_to_gguf(name: str, value: torch.Tensor, spec: ModelSpec) -> dict[st
 
 
 def is_stacked(name: str) -> bool:
-    """Whether a tensor of an adapter in GGUF is on experts."""
+    """Whether a tensor of a GGUF adapter belongs to experts."""
     return re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight\.lora_[ab]", name) is not None
 
 
 def adapters_from_gguf(tensors: Mapping[str, GgufTensor], where: str) -> dict[str, torch.Tensor]:
-    """Our A's and B's out of llama.cpp's stacks. Gate and up have one A here: two that differ have no place."""
+    """Our A's and B's from llama.cpp's stacks. Gate and up share one A here, so that two different ones are refused."""
     found = {}
     layers = dict.fromkeys(name.split(".")[1] for name in tensors if is_stacked(name))
     for layer in layers:

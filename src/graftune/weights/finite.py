@@ -1,13 +1,12 @@
-"""Whether a base is made of finite numbers: looked at while it is loaded, once for files that stay as they are.
+"""Checks that a base has no NaN or Inf while it is loaded, once for files that do not change.
 
-One sum per weight, on the device that it lies on: an infinity or a NaN anywhere makes it one. Of blocks and codes only
-the scales are summed, since no code is anything but finite under a finite scale. Only a sum that is not finite is
-looked at more closely, so that values whose sum overflows are not refused. On a CPU that adds an eighth to three
-quarters to the time of filling the weights, on a GPU 1 to 3% (docs/reliability.md), so what was found sound is
-remembered, by the files' places, sizes and times, as digests are.
+One sum per weight, on its device: a NaN or Inf anywhere makes the sum NaN or Inf. Of blocks and codes only the scales
+are summed, since every code is finite under a finite scale. Only a sum that is not finite is examined value by value,
+so that values whose sum overflows are not refused. On a CPU the check adds an eighth to three quarters to the time of
+filling the weights, on a GPU 1 to 3%, so the result is stored by the files' paths, sizes and times, as digests are.
 
-Rejected: to look at the bytes as they are read. That is the CPU's work on every device, and most formats have no
-cheap test for it.
+Rejected: checking the bytes as they are read. The CPU would do that work for every device, and most formats have no
+cheap test.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from graftune.weights.base import Base
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether all are: by their sum, and one by one only where that is not finite."""
+    """Whether all values are finite: by their sum, and one by one only where the sum is not."""
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 class FiniteCheck:
-    """Of the weights of one base as they are placed: `note` what was made, `settle` now and then, `passed` at the
-    end. Does nothing in a rehearsal, and for files that have passed before. `held`: in which dtypes."""
+    """Checks the weights of one base as they are loaded: `note` each weight, `check_sums` now and then, `passed` at the
+    end. Does nothing in a rehearsal, and for files that have passed before. `held`: their format and dtype."""
 
     def __init__(self, base: Base, held: str):
         self.base = base
@@ -44,7 +43,7 @@ class FiniteCheck:
         self.active = rehearsal.current() is None and not (self.key and digest.is_noted("finite", self.key))
 
     def note(self, tensors: Sequence[str], weight: Any) -> None:
-        """A weight whose rows are those of these tensors, one behind the other; or a tensor itself."""
+        """Takes the sums of a weight whose rows are those of these tensors, or of a tensor."""
         if not self.active:
             return
         members = _members(weight)
@@ -53,10 +52,10 @@ class FiniteCheck:
             for values in _numbers(member):
                 self.open.append((named, values, values.sum()))
                 if values.device.type == "cpu":
-                    self.settle()  # waiting costs nothing there, and a mapped file's pieces would pile up
+                    self.check_sums()  # a CPU has nothing to wait for, and the pieces of a mapped file would pile up
 
-    def settle(self) -> None:
-        """Look at the sums so far: on a GPU one wait for all of them."""
+    def check_sums(self) -> None:
+        """Checks the sums so far; a GPU waits once for all of them."""
         if not self.open:
             return
         sums = torch.stack([total.float() for *_, total in self.open]).isfinite().tolist()
@@ -66,13 +65,13 @@ class FiniteCheck:
         self.open.clear()
 
     def passed(self) -> None:
-        self.settle()
+        self.check_sums()
         if self.active and self.key:
             digest.note("finite", self.key)
 
     @contextmanager
     def naming(self, tensors: Sequence[str]) -> Iterator[None]:
-        """Who quantises refuses what is not finite by itself, but does not know which tensor it was given."""
+        """Adds the tensor's name to the error of a quantiser, which refuses NaN and Inf but does not know the name."""
         try:
             yield
         except GraftuneError as error:
@@ -84,7 +83,7 @@ class FiniteCheck:
         return all(is_finite(values) for values in _numbers(self.base.tensors[name]))
 
     def _first(self, named: Sequence[str], values: torch.Tensor) -> str:
-        """The tensor that the first bad row belongs to."""
+        """The tensor that has the first row with NaN or Inf."""
         if len(named) == 1 or values.dim() != 2:
             return named[0]
         row, end = int((~values.isfinite()).any(1).nonzero()[0]), 0
@@ -103,7 +102,7 @@ class FiniteCheck:
 
 
 def refusal_of(base: Base) -> GraftuneError | None:
-    """The sentence about the first tensor of a base that is not finite, of all that its files hold; None if all are."""
+    """The error for the first tensor of a base with NaN or Inf; None if there is none."""
     check = FiniteCheck(base, "")
     bad = next((name for name in base.tensors if not check._is_sound(name)), None)
     return None if bad is None else check._refused(bad)
@@ -122,7 +121,7 @@ def _numbers(member: Any) -> Iterable[torch.Tensor]:
 
 
 def _key(base: Base, held: str) -> str:
-    """What has to be the same for the check to have been made; empty where there are no files."""
+    """The key under which a passed check is stored; empty where there are no files."""
     files = [file for file in base.files if file.is_file()] if base.kind in ("gguf", "safetensors") else []
     state = digest.settled_state(files) if files else None
     return "" if state is None else json.dumps([state, held])

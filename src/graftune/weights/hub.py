@@ -1,8 +1,8 @@
-"""Models from the Hugging Face Hub: downloaded once, kept in its cache, found there again without a network.
+"""Downloads models from the Hugging Face Hub into its cache, and finds them there again without a network.
 
-Of a repository only what is read is fetched: what describes the model, then the files that its index names (some hold
-the same weights a second time in another layout). One that holds GGUF files is asked as llama.cpp is: OWNER/NAME:Q4_K_M
-names a file by its type, OWNER/NAME/FILE.gguf by itself, and OWNER/NAME alone will do where there is only one.
+Only the files that are read are downloaded: the description of the model, then the files that its index names (some
+repositories hold the same weights again in another layout). GGUF files are named as in llama.cpp: OWNER/NAME:Q4_K_M by
+type, OWNER/NAME/FILE.gguf by file, and OWNER/NAME where the repository has only one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graftune.errors import GraftuneError
 from graftune.io.hub import download, unreachable
 from graftune.weights import safetensors_io
 
-# Of a model, beside its weights. Every repository has the last one: patterns that match nothing are warned of.
+# The files beside the weights. Every repository has the last one: a pattern that matches nothing is reported.
 DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", ".gitattributes")
 MOST_NAMED = 20  # files in a sentence
 _NAME = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)")
@@ -24,7 +24,7 @@ _GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<kind>[\w.-]+)|/(?P<file>.+\.
 
 
 def is_name(name: str) -> bool:
-    """Whether it may be a model on the Hub, by its looks."""
+    """Whether the name has the form of a model's name on the Hub."""
     if name.startswith((".", "/", "~")) or ".." in name.split("/"):
         return False
     if _NAME.fullmatch(name):
@@ -33,14 +33,14 @@ def is_name(name: str) -> bool:
 
 
 def fetch(name: str, revision: str, weights: bool) -> Path:
-    """A folder with a model's files, or its GGUF file (of a split one the first, beside the others). Without
-    `weights` what describes the model is enough."""
+    """A folder with a model's files, or its GGUF file (the first part of a split one, with the others beside it).
+    Without `weights`, only the description is needed."""
     match = _GGUF.fullmatch(name)
     if match is not None and match["file"]:
         return _gguf(name, match["repo"], revision, match["file"])
     repo = match["repo"] if match is not None else name
     folder = download(repo, revision, DESCRIPTION)
-    revision = folder.name  # the commit: what follows is of the same one
+    revision = folder.name  # the commit, so that all files are of the same one
     if match is None:
         if not weights and (folder / "config.json").is_file():
             return folder
@@ -53,7 +53,7 @@ def fetch(name: str, revision: str, weights: bool) -> Path:
     if len(wanted) == 1:
         return _gguf(name, repo, revision, wanted[0])
     if match is None and not held:
-        return folder  # what it lacks is said where it is opened
+        return folder  # opening it says what is missing
     few = sorted(wanted or held)
     shown = ", ".join(few[:MOST_NAMED]) + (f" and {len(few) - MOST_NAMED} more" if len(few) > MOST_NAMED else "")
     if not wanted:
@@ -65,7 +65,7 @@ def fetch(name: str, revision: str, weights: bool) -> Path:
 
 
 def _gguf(name: str, repo: str, revision: str, file: str) -> Path:
-    """The file, with the other parts of a split one."""
+    """Downloads the file, with the other parts of a split one."""
     from graftune.weights.gguf_io import part_names
 
     within, _, last = file.rpartition("/")
@@ -78,7 +78,7 @@ def _gguf(name: str, repo: str, revision: str, file: str) -> Path:
 
 
 def _listed(repo: str, folder: Path) -> list[str]:
-    """The names of the repository's files; where the Hub does not answer, of those in the cache."""
+    """The names of the repository's files, or of those in the cache if the Hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -91,7 +91,8 @@ def _listed(repo: str, folder: Path) -> list[str]:
 
 
 def _models(files: Sequence[str]) -> list[str]:
-    """The GGUF models among them, a split one by its first part; not the companions of vision models and quantisers."""
+    """The GGUF models among the files, a split one by its first part, without image projectors and importance
+    matrices."""
     from graftune.weights.gguf_io import part_names
 
     names = [(file, file.rpartition("/")[2]) for file in files if file.endswith(".gguf")]

@@ -58,7 +58,7 @@ def _products(spec: ModelSpec, lora: LoraConfig) -> Iterator[tuple[int, int, int
 def build_decoder(
     base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement, home: Home | None = None
 ) -> Decoder:
-    """`home`: where the frozen weights lie and are fetched from; None: on the device."""
+    """`home`: where the frozen weights are stored and fetched from; None: on the device."""
     if home is not None and home.reading is not None:
         base = replace(base, tensors=divided(base.tensors, home.reading))
     return _Placer(base, arena, lora, runtime, placement, home).decoder()
@@ -88,7 +88,7 @@ class _Placer:
             fetched=home is not None,
         )
         self.bundles = None if home is None else Bundles(home, runtime.device)
-        self.made: list[Any] = []  # frozen weights of the bundle that is being made
+        self.made: list[Any] = []  # frozen weights of the bundle that is being built
         self.finite = FiniteCheck(base, f"{placement.base_dtype} {runtime.compute}")
 
     def decoder(self) -> Decoder:
@@ -119,10 +119,10 @@ class _Placer:
 
     @contextmanager
     def bundle(self, key: Key | None) -> Iterator[None]:
-        """Frozen weights that are made inside belong together, and go to their home when all of them are there."""
+        """Frozen weights that are built inside form one bundle, which is moved when all of them are built."""
         self.made = []
         yield
-        self.finite.settle()
+        self.finite.check_sums()
         if self.bundles is not None and key is not None:
             self.bundles.add(key, self.made)
 
@@ -217,7 +217,7 @@ class _Placer:
         return Trained(self.arena.compute[place].view(-1, width), self.arena.grads[place].view(-1, width))
 
     def start(self, name: str) -> None:
-        """A weight that trains begins as the base has it; one without weights is filled by `start_from_scratch`."""
+        """Copies the base's values into a weight that trains; without weights, `start_from_scratch` fills it."""
         if not self.base.tensors:
             return
         value = self.arena.view(name, self.arena.weights)
@@ -248,12 +248,12 @@ class _Placer:
             return NormWeight(frozen, frozen)
         self.start(name)
         value = self.arena.view(name, self.arena.weights)
-        # Beside adapters the base's own is kept, for answers without them; where everything trains there is no base.
+        # Beside adapters the base's values are kept, for answers without them; a full run has no base to return to.
         before = value if self.arena.full else value.clone()
         return NormWeight(value, before, self.arena.view(name, self.arena.grads))
 
     def new_rows(self, name: str, table: Frozen) -> NewRows | None:
-        """Rows of added tokens start at the mean of the base's own: a neutral place, the same on every machine."""
+        """Rows of added tokens start at the mean of the base's rows, which is the same on every machine."""
         if name not in self.arena.slots:
             return None
         total = torch.zeros(table.in_features, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A whole model out, as a Hugging Face folder: what a run leaves that trained every weight, and what merging gives.
+"""Writes a whole model as a Hugging Face folder: the result of full training, or of merging.
 
 The configuration is the base's own where it has one, so that settings only other programs read survive; a GGUF's is
 written from the spec. Weights go out a few rows at a time under Hugging Face's names, a tied head once.
@@ -45,8 +45,8 @@ def save_model(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model that trains whole, into a fresh folder beside the target, then swap: a reader finds the old model
-    or the new one. `config` is what `hf_config` said when the run began."""
+    """Writes a fully trained model into a new folder beside the target and renames it, so that a reader finds the old
+    model or the new one. `config` is the result of `hf_config` at the start of the run."""
     if folder.exists() and not is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the model to a new folder")
     sources = {name: Held(arena.view(name, arena.weights)) for name in arena.slots}
@@ -103,7 +103,7 @@ def _write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int, 
 
 
 def _shards(tensors: list[OutputTensor], limit: int) -> Iterator[list[OutputTensor]]:
-    """In order, as many as fit a shard."""
+    """Splits the tensors, in order, into shards of at most `limit` bytes."""
     shard: list[OutputTensor] = []
     left = limit
     for tensor in tensors:

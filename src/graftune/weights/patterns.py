@@ -1,9 +1,9 @@
-"""PEFT's patterns (rank_pattern, alpha_pattern): expressions that a module's name ends with, matched in bounded time.
+"""Matches PEFT's patterns (rank_pattern, alpha_pattern) against the end of module names, in bounded time.
 
-The expressions come out of an adapter's file, and Python's `re` has no limit: `(a+)+b` over forty letters does not
-return. Plain names, which are nearly all there is in practice, match in one way only and stay with `re`. Everything
-else is compiled by `re`, so that what PEFT would refuse is refused here too, and matched by the `regex` package, which
-reads the same syntax and takes a time limit. An engine of our own would have to follow every release of `re`.
+The expressions come from an adapter's file, and Python's `re` has no time limit: `(a+)+b` over forty letters does not
+return. Plain names, the usual case, are matched by `re`. All other expressions are compiled by `re`, so that an
+expression that PEFT refuses is refused here too, and matched by the `regex` package, which reads the same syntax and
+has a time limit. An engine of our own would have to follow every release of `re`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOO_LONG = "patterns that take too long to match"
 
 
 class Unmatched(ValueError):
-    """An expression that cannot be matched here, and why."""
+    """The reason why an expression cannot be matched here."""
 
 
 class Deadline:
@@ -36,7 +36,7 @@ class Deadline:
 
 
 def ends_with(key: str, deadline: Deadline) -> Callable[[str], bool]:
-    """Return a test of whether a name is the expression, or ends with it after a dot: as PEFT asks."""
+    """Returns a test, the same as PEFT's: whether a name is the expression, or ends with a dot and the expression."""
     if len(key) > LONGEST:
         raise Unmatched(f"a pattern of {len(key)} characters")
     whole = rf"(.*\.)?({key})$"

@@ -1,4 +1,4 @@
-"""Sharded safetensors as row sources, and one file written so that a crash leaves the old one or the new one.
+"""Reads sharded safetensors as row sources, and writes a file so that a crash leaves the old one or the new one.
 
 The safetensors package maps the file and checks its header; a tensor is read in slices straight from the map.
 """
@@ -49,14 +49,14 @@ class SafetensorsTensor:
         return self.shard.get_tensor(self.name)
 
 
-# No folder, nothing hidden, and no longer than what file systems take.
+# A plain file name: no folder, not hidden, and short enough for file systems.
 _SHARD = re.compile(r"[\w-][\w .+=,@-]{0,200}\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The files that hold the model, by what the folder says; other safetensors beside them (the weights once more in
-    another layout, say) are no part of it."""
+    """The files that hold the model, according to the folder's index. Other safetensors files beside them, such as the
+    same weights in another layout, are ignored."""
     return sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).exists() else [SINGLE]
 
 
@@ -103,7 +103,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_shard(name: Any) -> bool:
-    """A file of the folder itself, not of somewhere else."""
+    """Whether it names a file of the folder itself."""
     return isinstance(name, str) and _SHARD.fullmatch(name) is not None
 
 
@@ -142,7 +142,7 @@ def load(file: Path) -> dict[str, torch.Tensor]:
 
 
 def write(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Beside the target first, flushed to disk, then renamed over it."""
+    """Writes beside the target, flushes to disk and renames."""
     with new_file(path) as aside:
         try:
             save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(aside), metadata)

@@ -1,4 +1,4 @@
-"""A base of random weights in a given shape, made on the device: for benchmarks and plans, where only sizes matter."""
+"""A base of random weights of a given shape, drawn on the device: for benchmarks and plans, where only sizes matter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STD = 0.02
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Gaussian rows, or ones where it is a vector; drawn when read."""
+    """Gaussian rows, or ones for a vector; drawn when they are read."""
 
     shape: tuple[int, ...]
     device: torch.device
@@ -39,7 +39,7 @@ class RandomRows:
 
 
 def random_base(spec: ModelSpec, device: torch.device) -> Base:
-    """Its tokenizer knows one word: tokens are numbers here."""
+    """The base; its tokenizer has one word, since tokens are drawn as numbers."""
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab, spec.width)}
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.width)

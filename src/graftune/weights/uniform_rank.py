@@ -1,10 +1,10 @@
-"""PEFT adapters whose modules differ, as the even ones that the engine trains: one rank and one scale everywhere.
+"""Converts PEFT adapters whose modules differ to one rank and one scale, which is what the engine trains.
 
-PEFT may give each module a rank and an alpha of its own (rank_pattern, alpha_pattern), choose modules by expressions
-and leave some out. What is there stands in the tensors; the settings say only how much each counts. Ranks are filled up
-with zeros in A and in B, which no gradient ever reaches: h and g of such a rank are zero, so both stay what they are. A
-scale that is not the usual one goes into B. A module that is left out of some layers is an adapter of zeros there, for
-the same reason a frozen one.
+PEFT may give each module its own rank and alpha (rank_pattern, alpha_pattern), choose modules by expressions and leave
+some out. The tensors show which modules there are; the settings give only their scales. Smaller ranks are padded with
+zeros in A and B, which stay zero: h and g of such a rank are zero, so no gradient reaches them. A scale other than the
+most common one is multiplied into B. A module that is missing in some layers gets an adapter of zeros there, which
+stays zero for the same reason.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def with_uniform_rank(
     if not downs:
         raise GraftuneError("holds no A and B of any module", where=where, fix="copy the adapter again")
     ranks = {module: len(down) for module, down in downs.items()}
-    said = _values(values.get("rank_pattern"), ranks, values["r"])
+    stated = _values(values.get("rank_pattern"), ranks, values["r"])
     for module, rank in ranks.items():
-        if said[module] != rank:
+        if stated[module] != rank:
             raise GraftuneError(
-                f"{module} is of rank {rank} where the settings say {said[module]:g}", where=where,
+                f"{module} is of rank {rank} where the settings say {stated[module]:g}", where=where,
                 fix="copy the adapter again",
             )  # fmt: skip
     alphas = _values(values.get("alpha_pattern"), ranks, values["lora_alpha"])
@@ -85,7 +85,7 @@ def with_uniform_rank(
 
 
 def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> dict[str, torch.Tensor]:
-    """With zeros where an adapter leaves a module of its targets out."""
+    """The tensors, with zeros where an adapter leaves out a module of its targets."""
     made, targets = dict(tensors), targets_of(spec, lora)
     for layer in range(spec.layers):
         for target, (out, into) in spec.layer(layer).projections.items():
@@ -95,7 +95,7 @@ def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> d
 
 
 def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[str, float]:
-    """By module: of the first expression that its name ends with."""
+    """The value of each module: that of the first expression that its name ends with."""
     if not pattern:
         return dict.fromkeys(modules, float(default))
     if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
