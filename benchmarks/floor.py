@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cases import BLOCKS, Case
 
 from graftune.kernels.nf4 import VALUE_BYTES
-from graftune.step.floor import SUSTAIN_S, Layer, Work, flops, measured, plan, unpacked_bytes
-from graftune.step.floor_attention import Heads
+from graftune.step.floor import SUSTAIN_S, Heads, Layer, Work, flops, measured, plan, unpacked_bytes
 
 
 def work_of(case: Case) -> Work:

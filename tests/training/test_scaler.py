@@ -127,7 +127,6 @@ def test_many_small_bf16_gradients_do_not_get_lost():
 def test_sums_stay_in_one_place():
     sums = Accumulator({"a": (2,), "b": (3,)})
     place = sums["b"].data_ptr()
-    assert place == sums["a"].data_ptr() + 2 * 4  # one flat buffer
     sums.accumulate({"b": torch.ones(3)})
     sums.get_and_reset()
     sums.clear()

@@ -1,20 +1,20 @@
 """The sustained floor of a step: one CUDA graph of its base products (forward and input gradient), attention and the
 response-only head, at the step's sizes and in its order, replayed for two seconds before it is timed.
 
-Nothing else is in it: no norm, no adapter, no update. The card's clocks fall under load, so the same products timed one
-by one are about 5% faster and no honest bound. Every layer has weights of its own, so that caches behave; inputs are
+Nothing else is in it: no norm, no adapter, no update. The card's clocks fall under load: the same products timed one by
+one are about 5% faster, which no step can reach. Every layer has weights of its own, so that caches behave; inputs are
 random and are never overwritten, because zeros and infinities draw less power and run faster.
 
 Every layer is computed in full; our step leaves out the first block's input gradient (nothing below it trains) and the
 prompt rows of the last MLP. Full-parameter training adds the weight gradients.
 
 Quantised bases: nf4 and GGUF blocks are brought into one scratch before every product, once in each pass, and the
-product reads it there. What stands for that is a copy that moves as many bytes, the codes in and the values out, at the
-memory's own speed; no dequantisation of ours is in it. fp8 multiplies codes with a scale a row (torch._scaled_mm),
+product reads it there. A copy that moves as many bytes stands for that, codes in and values out, at the
+memory's own speed; our dequantisation is not in it. fp8 multiplies codes with a scale a row (torch._scaled_mm),
 forward and back, from weights that lie ready for both ways and activations that are codes already; the head, which
-nobody quantises, stays as it is. Rows of codes and scales are read as they are, nothing quantises on the way.
+is never quantised, stays as it is. Codes and scales are read as they are: nothing is quantised on the way.
 
-`graftune profile` and benchmarks/floor.py measure it; what it came to is kept by floors.py.
+`graftune profile` and benchmarks/floor.py measure it; training/floors.py remembers the result.
 """
 
 from __future__ import annotations
@@ -26,19 +26,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graftune.kernels import attention
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
-from graftune.step.floor_attention import Attention, Heads, fastest
 
 HEAD_ROWS = 2048
 SUSTAIN_S = 2.0
 HEAD = "head"
+LAYERS = 8  # layers of attention that are timed together
 
 Size = tuple[int, int]  # (out, in)
+
+
+class Heads(NamedTuple):
+    query: int
+    key: int
+    width: int
+    window: int = 0
+
+    @property
+    def split(self) -> list[int]:
+        return [self.query, self.key, self.key]
 
 
 class Layer(NamedTuple):
@@ -55,7 +68,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What one micro-batch computes, as far as nobody can do without it."""
+    """The work of one micro-batch that no implementation can leave out."""
 
     layers: tuple[Layer, ...]
     head: Size
@@ -80,9 +93,9 @@ def layers_of(spec: ModelSpec) -> tuple[Layer, ...]:
     for index in range(spec.layers):
         layer = spec.layer(index)
         (first, *rest), mixer = layer.mixer.products.items(), layer.mixer
-        heads = Heads(*(mixer.heads, mixer.kv_heads, mixer.head_width, mixer.window)) if isinstance(
-            mixer, AttentionSpec
-        ) else None  # fmt: skip
+        heads = None
+        if isinstance(mixer, AttentionSpec):
+            heads = Heads(mixer.heads, mixer.kv_heads, mixer.head_width, mixer.window)
         found.append(Layer((first,), heads, (*rest, *layer.feed_forward.products.items())))
     return tuple(found)
 
@@ -97,7 +110,7 @@ class Op:
 
 
 def plan(work: Work) -> list[Op]:
-    """One micro-batch, in order."""
+    """The operations of one micro-batch, in order."""
     ops: list[Op] = []
 
     def product(kind: str, name: str, layer: int, rows: int, start: int = 0) -> None:
@@ -165,7 +178,7 @@ class Floor:
         each = {(i, name): size for i in layers for name, size in work.layers[i].products}
         self.weights = {(-1, HEAD): self._random(*work.head, scale=0.02)}
         self.unpack: Unpack | None = None
-        self.codes: Codes | None = None
+        self.codes: Fp8Products | None = None
         self.packed: dict[tuple[int, str], torch.Tensor] = {}
         if work.packed_bytes:
             # As many values as the bytes moved are copies of: they fill a part of the scratch, random like the rest.
@@ -177,13 +190,13 @@ class Floor:
             seen = {size: self.scratch[: math.prod(size)].view(size) for size in work.sizes}
             self.weights |= {key: seen[size] for key, size in each.items()}
         elif work.fp8:
-            self.codes = Codes(work, self.device)
+            self.codes = Fp8Products(work, self.device)
         else:
             self.weights |= {key: self._random(*size, scale=0.02) for key, size in each.items()}
         self._make_buffers()
         kinds = {layer.heads for layer in work.layers if layer.heads}
-        self.attention: dict[Heads, Attention] = {
-            heads: fastest(heads, work.lengths, work.tokens, self.device, work.dtype, sustained, self.say)
+        self.attention: dict[Heads, FloorAttention] = {
+            heads: fastest_attention(heads, work.lengths, work.tokens, self.device, work.dtype, self.say)
             for heads in kinds
         }
         if self.packed:
@@ -210,8 +223,8 @@ class Floor:
         return torch.empty(size, dtype=self.work.dtype, device=self.device).normal_(0.0, scale)
 
     def run(self, ops: Sequence[Op]) -> None:
-        for attention in self.attention.values():
-            attention.begin()
+        for each in self.attention.values():
+            each.begin()
         kept: dict[int, Any] = {}
         for op in ops:
             heads = self.work.layers[op.layer].heads if not op.name else None
@@ -238,7 +251,7 @@ class Floor:
             torch.mm(self.grad[size][chunk].t(), self.x[size][place], out=self.grad_w[size])
 
 
-class Codes:
+class Fp8Products:
     """The projections' products in fp8: e4m3 codes, a scale a row of each operand."""
 
     def __init__(self, work: Work, device: torch.device):
@@ -275,22 +288,22 @@ def fastest_copy(
 ) -> Unpack:
     """The driver's own copy or a kernel's, by the time of a layer: a copy as a node of a graph has gaps around it that
     a kernel has not, and is the faster on large weights."""
-    ways: dict[str, Unpack] = {
+    copies: dict[str, Unpack] = {
         "driver": lambda source, out: out[: len(source)].copy_(source),
         "kernel": lambda source, out: torch.neg(source, out=out[: len(source)]),
     }
     if device.type != "cuda":
-        return ways["driver"]
+        return copies["driver"]
 
-    def layer(way: Unpack) -> None:
+    def layer(unpack: Unpack) -> None:
         for source in packed:
-            way(source, scratch)
+            unpack(source, scratch)
 
     moved = 2 * sum(source.nbytes for source in packed)
-    times = {name: sustained(partial(layer, way), device, 5, sustain=0.05) for name, way in ways.items()}
+    times = {name: sustained(partial(layer, unpack), device, 5, sustain=0.05) for name, unpack in copies.items()}
     for name, ms in times.items():
         say(f"floor: a layer's unpacking by a {name}'s copy: {ms:.4f} ms, {moved / ms / 1e9:.2f} TB/s")
-    return ways[min(times, key=lambda name: times[name])]
+    return copies[min(times, key=lambda name: times[name])]
 
 
 def sustained(work: Callable[[], Any], device: torch.device, steps: int, sustain: float) -> float:
@@ -347,3 +360,116 @@ def measured(
     """(milliseconds of `micro` micro-batches one behind the other, a note)."""
     floor, ops = Floor(work, device, say), plan(work)
     return sustained(partial(floor.run, ops * micro), device, steps, sustain), floor.note
+
+
+class FloorAttention(Protocol):
+    name: str
+
+    def begin(self) -> None:
+        """Called at the start of a pass."""
+
+    def forward(self) -> Any:
+        """Returns what the backward needs."""
+
+    def backward(self, kept: Any) -> None: ...
+
+
+class TorchAttention:
+    """torch's own attention, over rows of one length."""
+
+    def __init__(self, heads: Heads, rows: int, length: int, qkv: torch.Tensor, name: str, backend: SDPBackend):
+        self.name, self.backend = f"torch {name}", backend
+        parts = qkv.view(rows, length, -1, heads.width)
+        self.qkv = [part.transpose(1, 2).requires_grad_() for part in parts.split(heads.split, 2)]
+        self.grad = torch.randn_like(self.qkv[0])
+
+    def begin(self) -> None: ...
+
+    def forward(self) -> torch.Tensor:
+        with sdpa_kernel(self.backend):
+            q, k, v = self.qkv
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def backward(self, kept: torch.Tensor) -> None:
+        torch.autograd.grad(kept, self.qkv, self.grad)
+
+
+class PackedAttention:
+    """graftune's attention, over documents laid end to end."""
+
+    def __init__(self, heads: Heads, lengths: Sequence[int], qkv: torch.Tensor, backend: str):
+        device = qkv.device
+        self.window = heads.window if heads.window < max(lengths) else 0
+        self.scale = heads.width**-0.5
+        self.backend, self.name = backend, f"graftune {backend}"
+        self.lengths = tuple(lengths)
+        edges = [0, *itertools.accumulate(lengths)]
+        self.edges = torch.tensor(edges, dtype=torch.int32, device=device)
+        q, k, v = qkv.split(heads.split, 1)
+        self.qkv = q, k, v
+        made = attention.grad_buffers(q, k, self.backend)
+        self.grads: Any = made or torch.empty_like(qkv).split(heads.split, 1)
+        self.grad = torch.randn(self.qkv[0].shape, dtype=qkv.dtype, device=device)
+
+    def begin(self) -> None:
+        self.documents = attention.Documents(self.edges, self.lengths, max(self.lengths))
+
+    def forward(self) -> Any:
+        return attention.forward(*self.qkv, self.documents, self.scale, self.window, self.backend)
+
+    def backward(self, kept: Any) -> None:
+        q, k, v = self.qkv
+        out, stats = kept
+        more = self.documents, self.scale, self.window, self.grads, self.backend
+        attention.backward(self.grad, q, k, v, out, stats, *more)
+
+
+def fastest_attention(
+    heads: Heads,
+    lengths: Sequence[int],
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> FloorAttention:
+    """The fastest attention over these documents, by the time of a few layers. torch's own kernels, which need
+    documents of one length, are tried beside ours: the floor must not be higher than necessary."""
+    assert sum(lengths) == tokens, (sum(lengths), tokens)
+    even, windowed = len(set(lengths)) == 1, 0 < heads.window < max(lengths)
+
+    def qkv() -> torch.Tensor:
+        return torch.randn(tokens, sum(heads.split), heads.width, dtype=dtype, device=device)
+
+    def ours(backend: str) -> FloorAttention:
+        return PackedAttention(heads, lengths, qkv(), backend)
+
+    def sdpa(name: str, backend: SDPBackend) -> Callable[[], FloorAttention]:
+        return lambda: TorchAttention(heads, len(lengths), lengths[0], qkv(), name, backend)
+
+    if device.type != "cuda":
+        return sdpa("math", SDPBackend.MATH)() if even and not windowed else ours("cpu")
+    choice = attention.choose(device, dtype, heads.width, False, windowed)
+    backends = dict.fromkeys((choice.backend, *choice.others, "triton"))  # those that a step may take, and our own
+    makers: list[Callable[[], FloorAttention]] = [partial(ours, backend) for backend in backends]
+    if even and not windowed:
+        makers += [sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION), sdpa("flash", SDPBackend.FLASH_ATTENTION)]
+    times: list[tuple[float, FloorAttention]] = []
+    for make in makers:
+        try:
+            candidate = make()
+            ms = sustained(partial(_layers, candidate, LAYERS), device, 5, sustain=0.05)
+        except (RuntimeError, ImportError, ValueError, AttributeError, TypeError, AssertionError) as error:
+            # Not installed, or not for these sizes: another one is.
+            say(f"floor: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            continue
+        say(f"floor: {candidate.name}: {ms / LAYERS:.4f} ms a layer")
+        times.append((ms, candidate))
+    if not times:
+        raise RuntimeError("no fused attention for these sizes")
+    return min(times, key=lambda pair: pair[0])[1]
+
+
+def _layers(candidate: FloorAttention, count: int) -> None:
+    candidate.begin()
+    for _ in range(count):
+        candidate.backward(candidate.forward())
