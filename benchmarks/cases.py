@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
-from graftune.model.hf_config import from_config
+from graftune.model.families import from_config
 from graftune.settings.config import Config
 from graftune.weights.base import Base
 from graftune.weights.synthetic import STD, random_base

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graftune.model.hf_config import from_config
+from graftune.model.families import from_config
 from graftune.plan.job import CONTEXT_BYTES, Job, any_data, runtime_for
 from graftune.settings.config import Config
 from graftune.weights.synthetic import random_base

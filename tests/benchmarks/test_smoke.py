@@ -10,7 +10,7 @@ import torch
 from benchmarks.floor import work_of
 
 from benchmarks import cases, cpu, curves, data, kernels, measure, plan, start, step
-from graftune.model.hf_config import from_config
+from graftune.model.families import from_config
 from graftune.step import floor
 from tests.training.runs import write_data
 

@@ -49,13 +49,13 @@ EXAMPLES = [Example([5, 60, 7, 8, 9, 10, 11], [0, 0, 1, 1, 1, 1, 1]), Example([1
 
 def write_models(folder: Path) -> None:
     """One model twice: fp32 safetensors, and GGUF blocks of several kinds."""
-    shape = dataclasses.replace(quantised.spec(WIDTH, layers=LAYERS), vocab=VOCAB)
+    shape = quantised.spec(WIDTH, layers=LAYERS, vocab=VOCAB)
     tensors = quantised.dequantised(quantised.gguf_base("F32", shape, "F32")).tensors
     values = {names.to_hf(name): source.values().contiguous() for name, source in tensors.items()}
     (folder / "folder").mkdir()
     save_file(values, folder / "folder" / "model.safetensors")
     config = {
-        **{"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": shape.ffn, "num_hidden_layers": LAYERS},
+        **{"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4, "vocab_size": VOCAB},
         **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256, "tie_word_embeddings": False},
     }

@@ -3,7 +3,6 @@ train as the same base does when it is dequantised first. All without a wait for
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def dequantised_of(base: Base, base_dtype: str) -> Base:
 
 
 def ready(ours: oracle.Ours, *, graph: bool, deterministic: bool = False, **more: Any) -> tuple[Step, DeviceLoop]:
-    head, compute = ours.decoder.spec.head_width, ours.arena.compute_dtype
+    head, compute = ours.decoder.spec.widest_head, ours.arena.compute_dtype
     backend = attention.choose(torch.device("cuda"), compute, head, deterministic, False).backend
     tuned = not deterministic and compute != torch.float32
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64, tuned=tuned, **more)
@@ -158,7 +157,7 @@ def asked_for(when: str = "current") -> int:
 def test_nothing_else_stays_on_the_device(kind, bits):
     """Of a base of 100 million values: the codes and scales, one scratch, tables and the arena. No copy in floats; and
     while they are loaded, beside them at most one tensor (in fp32, with scales in fp32)."""
-    shape = dataclasses.replace(quantised.spec(1024, layers=8), ffn=4096, head_width=256, vocab=4096)
+    shape = quantised.spec(1024, layers=8, ffn=4096, head_width=256, vocab=4096)
     if kind == "nf4":
         base, base_dtype = random_base(shape, torch.device("cuda")), "nf4"
     else:
@@ -168,9 +167,9 @@ def test_nothing_else_stays_on_the_device(kind, bits):
     torch.cuda.reset_peak_memory_stats()
     ours = quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16)
     grown, most = asked_for() - before, asked_for("peak") - before
-    one = max(*(a * b for a, b in shape.layer(0).projections.values()), shape.vocab * shape.width)
+    one = max(*(a * b for a, b in shape.layers[0].projections.values()), shape.vocab * shape.width)
     assert most - grown <= 4 * one * (1 + 1 / 64), (most, grown, one)
-    projections = shape.layers * sum(a * b for a, b in shape.layer(0).projections.values())
+    projections = len(shape.layers) * sum(a * b for a, b in shape.layers[0].projections.values())
     tables = 2 * shape.vocab * shape.width * (2.0 if kind == "nf4" else bits / 8)
     scratch = 2 * scratch_values(shape, LORA, kind != "nf4")
     planned = projections * bits / 8 + tables + scratch + ours.arena.nbytes

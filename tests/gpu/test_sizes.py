@@ -15,17 +15,16 @@ from graftune.infer.cache import Cache
 from graftune.infer.generate import prefill
 from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
-from graftune.model.spec import ModelSpec
 from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import pipeline_for
 from graftune.step.step import Step
 from graftune.weights.synthetic import random_base
-from tests.support import oracle
+from tests.support import oracle, specs
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-SPEC = ModelSpec(
-    family="llama", layers=2, width=512, ffn=1024, heads=8, kv_heads=2, head_width=64, vocab=1000, norm_eps=1e-5,
+SPEC = specs.made(
+    layers=2, width=512, ffn=1024, heads=8, kv_heads=2, head_width=64, vocab=1000, norm_eps=1e-5,
     rope_theta=10000.0, max_positions=4096, tied=True,
 )  # fmt: skip
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "clip": 1.0}
@@ -51,7 +50,7 @@ def losses(length: int, backend: str, others: tuple[str, ...], graph: bool) -> l
 
 @pytest.mark.parametrize("backend", ["timed", "cudnn", "mixed", "triton"])
 def test_a_long_document_after_a_short_one(backend: str) -> None:
-    choice = attention.choose(CUDA, torch.bfloat16, SPEC.head_width, False, False)
+    choice = attention.choose(CUDA, torch.bfloat16, SPEC.widest_head, False, False)
     if backend != "timed" and backend not in (choice.backend, *choice.others):
         pytest.skip(f"{backend} does not serve here: {choice.why}")
     name, others = (choice.backend, choice.others) if backend == "timed" else (backend, ())
@@ -77,8 +76,8 @@ def test_a_long_prompt_is_read_without_all_of_its_scores() -> None:
     torch.manual_seed(4)
     ours = oracle.place(random_base(SPEC, CUDA), LoraConfig(rank=16), "bf16", "cuda", torch.bfloat16)
     initialise(ours.arena, ours.lora, seed=1)
-    choice = attention.choose(CUDA, torch.bfloat16, SPEC.head_width, False, False)
-    backend = attention.for_any_shape(choice.backend, CUDA, torch.bfloat16, SPEC.head_width)
+    choice = attention.choose(CUDA, torch.bfloat16, SPEC.widest_head, False, False)
+    backend = attention.for_any_shape(choice.backend, CUDA, torch.bfloat16, SPEC.widest_head)
     drawn = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, SPEC.vocab, (n,), generator=drawn).tolist() for n in (3000, 17)]
     cache = Cache(SPEC, [3000, 17], 3010, CUDA, torch.bfloat16)

@@ -17,7 +17,7 @@ from graftune.infer import generate as generating
 from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
 from graftune.infer.generate import TokenStep, generate, in_groups
 from graftune.infer.sample import Sampling, choose
-from graftune.model.hf_config import from_config
+from graftune.model.families import from_config
 from graftune.model.mixers.attention import KeyValues
 from tests.support import oracle, quantised, tiny
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from graftune.data.pack import Capacities
 from graftune.plan import Setup, rehearse
 from graftune.settings.config import LoraConfig
-from tests.plan.test_plan import gpu, spec
+from tests.plan.test_plan import biased, gpu, spec
 from tests.support import quantised
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -37,9 +37,9 @@ SETTINGS = {
     "dropout, norms, clipped by layer": lambda: gpu(
         lora=LoraConfig(rank=4, dropout=0.1, train_norms=True), clip_mode="layer"
     ),
-    "qk norm, bias": lambda: gpu(spec=spec(width=256, ffn=1024, vocab=4000, qk_norm=True, qkv_bias=True)),
+    "qk norm, bias": lambda: gpu(spec=biased(width=256, ffn=1024, vocab=4000)),
     "convolutions": lambda: gpu(
-        spec=spec(width=256, ffn=1024, vocab=4000, family="lfm2", norms="operator", conv_layers=(0, 1), conv_taps=3)
+        spec=spec(width=256, ffn=1024, vocab=4000, family="lfm2", convolutions=(0, 1))
     ),
     "every weight": lambda: gpu(method="full"),
     "nf4": lambda: gpu(kind="nf4", recompute="full"),

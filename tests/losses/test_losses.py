@@ -115,8 +115,8 @@ def test_plain_cross_entropy_is_to_the_bit_what_it_was(tiny_folder: Folder) -> N
     tape = step.tapes.new(len(decoder.blocks), len(batch.tokens), spec.width, decoder.compute, decoder.device)
     stream = decoder.forward(batch.tokens, run, batch.rows, tape)
     weight, normed = decoder.norm.of(True), torch.empty_like(stream.x)
-    x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, spec.norm_eps, normed)
-    how = {"factor": spec.logit_scale, "cap": spec.logit_cap}
+    x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, spec.head.norm.eps, normed)
+    how = {"factor": spec.head.logit_scale, "cap": spec.head.logit_cap}
     total, grad = linear_cross_entropy.forward(normed, decoder.head, batch.labels, **how)  # type: ignore[arg-type]
     assert grad is not None
     out = augmented_buffer(x, len(x), spec.width, 0)

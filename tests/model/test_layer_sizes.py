@@ -20,8 +20,9 @@ from graftune.errors import GraftuneError
 from graftune.exporting.gguf_keys import model_keys
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
+from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.lora import build_arena, initialise
-from graftune.model.spec import LayerSizes, ModelSpec
+from graftune.model.spec import ModelSpec
 from graftune.plan.job import from_few_layers
 from graftune.plan.rehearse import rehearse
 from graftune.runtime import Runtime
@@ -31,10 +32,9 @@ from graftune.weights import names, rows
 from graftune.weights.base import Base, _checked_spec, open_base
 from graftune.weights.model import hf_config
 from graftune.weights.rows import Held
-from tests.plan.test_plan import setup
-from tests.support import oracle, tiny
+from tests.plan.test_plan import setup, spec
+from tests.support import oracle, specs, tiny
 
-SIZES = (LayerSizes(), LayerSizes(heads=2, kv_heads=1, head_width=24, ffn=40), LayerSizes(ffn=88))
 LORA = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
 
 
@@ -53,10 +53,11 @@ class OwnLayer(LlamaDecoderLayer):
 def theirs(spec: ModelSpec) -> Any:
     model = tiny.hf_model("llama")
     layers = []
-    for index in range(spec.layers):
-        config, sizes = copy.deepcopy(model.config), spec.sizes(index)
+    for index, layer in enumerate(spec.layers):
+        config, sizes = copy.deepcopy(model.config), layer.mixer.attention
+        assert sizes is not None and isinstance(layer.feed_forward, GatedSpec)
         config.num_attention_heads, config.num_key_value_heads = sizes.heads, sizes.kv_heads
-        config.head_dim, config.intermediate_size = sizes.head_width, sizes.ffn
+        config.head_dim, config.intermediate_size = sizes.head_width, layer.feed_forward.ffn
         layers.append(OwnLayer(config, index))
     model.model.layers = torch.nn.ModuleList(layers)
     for layer in layers:
@@ -69,8 +70,8 @@ def theirs(spec: ModelSpec) -> Any:
 @pytest.fixture
 def base(tiny_folder: Callable[[str], Path]) -> Base:
     found = open_base(str(tiny_folder("llama")))
-    spec = dataclasses.replace(found.spec, layers=3, own=SIZES)
-    return dataclasses.replace(found, spec=_checked_spec(spec, found.path))
+    spec = specs.edited(found.spec, (1,), heads=2, kv_heads=1, head_width=24, ffn=40)
+    return dataclasses.replace(found, spec=_checked_spec(specs.edited(spec, (2,), ffn=88), found.path))
 
 
 def of_model(base: Base, model: Any) -> Base:
@@ -112,20 +113,17 @@ def test_who_asks_a_layer(base: Base) -> None:
     """Rope's tables, attention's backend, the order of rows in a GGUF, a model of some layers; and what cannot be
     written says so."""
     spec = base.spec
-    assert [kind.width for kind in spec.rope_kinds] == [spec.head_width, 24]
-    assert [spec.layer(i).mixer.rope for i in range(3)] == [0, 1, 0]
-    assert spec.layer(1).mixer.score_scale == 24**-0.5 and spec.widest_head == 24
+    assert [rope.width for rope in spec.ropes] == [8, 24] and spec.layers[2].mixer.ropes == spec.ropes[:1]
+    assert spec.widest_head == 24
     assert rows.heads_of(spec, "layers.1.self_attn.q_proj.weight") == (2, 24)
-    assert rows.heads_of(spec, "layers.2.self_attn.k_proj.lora_B.weight") == (spec.kv_heads, spec.head_width)
-    assert spec.only([1, 1]).layer(1).feed_forward.ffn == 40 and spec.only([2]).own == (SIZES[2],)
+    assert rows.heads_of(spec, "layers.2.self_attn.k_proj.lora_B.weight") == (2, 8)
+    assert spec.only([1, 1]).layers == (spec.layers[1],) * 2
     runtime = Runtime(torch.device("cpu"), torch.float32, "for the test")
     assert attention_for(base, runtime, 64).backend == "cpu"
     arena = build_arena(spec, LORA, torch.device("cpu"), torch.float32)
     assert arena.slots["layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 40)
-    with pytest.raises(GraftuneError, match="sizes of layers"):
-        _checked_spec(dataclasses.replace(spec, own=SIZES[:2]), base.path)
     with pytest.raises(GraftuneError, match="head width"):
-        _checked_spec(dataclasses.replace(spec, own=(*SIZES[:2], LayerSizes(head_width=5))), base.path)
+        _checked_spec(specs.edited(spec, (2,), head_width=5), base.path)
     with pytest.raises(GraftuneError, match="its layers differ in size"):
         model_keys(base, "x", 0, None)
     with pytest.raises(GraftuneError, match="its layers differ in size"):
@@ -134,11 +132,8 @@ def test_who_asks_a_layer(base: Base) -> None:
 
 def test_the_plan_of_many_layers_by_a_few() -> None:
     """Each size is a kind of its own."""
-    own = (LayerSizes(), LayerSizes(head_width=24, ffn=40), LayerSizes(), LayerSizes(ffn=128)) * 3
-    many = setup(spec=ModelSpec(
-        family="llama", layers=12, width=64, ffn=96, heads=4, kv_heads=2, tied=False, head_width=16, vocab=300,
-        norm_eps=1e-5, rope_theta=1e4, max_positions=512, own=own,
-    ))  # fmt: skip
+    made = specs.edited(spec(layers=12), (1, 5, 9), head_width=24, ffn=40)
+    many = setup(spec=specs.edited(made, (3, 7, 11), ffn=128))
     few, all_of_them = from_few_layers(many), rehearse(many)
     assert few.peak == pytest.approx(all_of_them.peak, rel=0.01)
     real = rehearse(many, real=True)

@@ -4,7 +4,7 @@ and what its layers leave each other."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ import torch
 from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.losses import Anchored
+from graftune.model.layer_spec import LayerSpec
 from graftune.model.lora import build_arena, start_from_scratch
 from graftune.model.mixers.attention import Attention
 from graftune.model.mixers.short_conv import ShortConvSpec
-from graftune.model.part import MixerSpec
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import rows
 from graftune.weights.rows import Held
-from tests.support import oracle
+from tests.support import oracle, specs
 
 CPU = torch.device("cpu")
 
@@ -42,9 +42,8 @@ class DeltaSpec(ShortConvSpec):
     def norms(self) -> dict[str, int]:
         return {"norm": 8, "k_norm": 8}
 
-    @property
-    def unshifted_norms(self) -> tuple[str, ...]:
-        return ("norm",)
+    def norm_offset_of(self, name: str) -> float:
+        return 1.0 if name == "k_norm" else 0.0
 
     def start_of(self, name: str, generator: torch.Generator) -> torch.Tensor | None:
         if name == "A_log":
@@ -52,15 +51,17 @@ class DeltaSpec(ShortConvSpec):
         return torch.full((4,), 0.5) if name == "dt_bias" else None
 
 
-class DeltaModel(ModelSpec):
-    def _mixer(self, layer: int) -> MixerSpec:
-        return super()._mixer(layer) if layer else DeltaSpec(self.width, 4)
+def with_delta(spec: ModelSpec) -> ModelSpec:
+    """The first layer's mixer is a gated delta net."""
+    mixing, feeding = spec.layers[0].branches
+    delta = replace(mixing, parts=(replace(mixing.parts[0], part=DeltaSpec(spec.width, 4)),))
+    return replace(spec, layers=(LayerSpec((delta, feeding)), *spec.layers[1:]))
 
 
-SPEC = DeltaModel(
-    family="llama", layers=2, width=16, ffn=24, heads=2, kv_heads=1, head_width=8, vocab=30, norm_eps=1e-5,
-    rope_theta=1e4, max_positions=64, tied=True, norm_shift=1.0, qkv_bias=True,
-)  # fmt: skip
+SPEC = with_delta(specs.edited(specs.made(
+    "gemma2", layers=2, width=16, ffn=24, heads=2, kv_heads=1, head_width=8, vocab=30, norm_eps=1e-5,
+    rope_theta=1e4, max_positions=64, tied=True,
+), bias=True))  # fmt: skip
 
 
 def test_tensors_of_its_own_start_as_it_says() -> None:

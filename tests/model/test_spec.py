@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from graftune.errors import GraftuneError
-from graftune.model.hf_config import from_config
+from graftune.model.families import from_config
+from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
 from tests.support import tiny
 
@@ -45,25 +46,23 @@ def test_old_configurations_say_the_same(variant: str) -> None:
 
 def test_ropes_and_windows_by_layer() -> None:
     gemma = from_config(tiny.hf_config("gemma3-linear").to_dict(), "x")
-    assert gemma.window_layers == (0, 1, 2, 3, 4, 6)
-    assert [gemma.layer(i).mixer.rope for i in range(7)] == [
-        1,
-        1,
-        1,
-        1,
-        1,
-        0,
-        1,
-    ]
-    full, local = gemma.ropes()
-    assert float(full.frequencies[0]) == pytest.approx(1 / 8) and float(local.frequencies[0]) == 1
+    assert [mixer.window for mixer in mixers(gemma)] == [6, 6, 6, 6, 6, 0, 6]
+    local, full = gemma.ropes
+    assert [mixer.rope for mixer in mixers(gemma)] == [local, local, local, local, local, full, local]
+    assert float(full.build().frequencies[0]) == pytest.approx(1 / 8) and float(local.build().frequencies[0]) == 1
     smol = from_config(tiny.hf_config("smollm3").to_dict(), "x")
-    assert [smol.layer(i).mixer.rope for i in range(5)] == [0, 0, 0, 1, 0] and not smol.ropes()[1].frequencies.any()
-    phi = from_config(tiny.hf_config("phi3-long").to_dict(), "x")
-    assert phi.rotated == 4 and phi.ropes()[0].limit == 64 and phi.rope.factor == 4.0
-    assert from_config(tiny.hf_config("granite").to_dict(), "x").score_scale == 0.5
-    plain = tiny.hf_config("granite").to_dict() | {"attention_multiplier": 1.0}
-    assert from_config(plain, "x").score_scale == 1.0, "granite's default is one, not a root of the head's width"
+    assert [mixer.rope.enabled for mixer in mixers(smol)] == [True, True, True, False, True]
+    assert not smol.ropes[1].build().frequencies.any()
+    (phi,) = from_config(tiny.hf_config("phi3-long").to_dict(), "x").ropes
+    assert phi.width == 4 and phi.build().limit == 64 and phi.scaling.factor == 4.0
+    granite = tiny.hf_config("granite").to_dict()
+    assert mixers(from_config(granite, "x"))[0].score_scale == 0.5
+    plain = mixers(from_config(granite | {"attention_multiplier": 1.0}, "x"))
+    assert plain[0].score_scale == 1.0, "granite's default is one, not a root of the head's width"
+
+
+def mixers(spec: ModelSpec) -> list[AttentionSpec]:
+    return [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
 
 
 def changed(**values: Any) -> ModelSpec:
@@ -88,5 +87,5 @@ def test_what_a_gemma_configuration_leaves_out():
     plain = transformers.Gemma2Config(num_hidden_layers=2).to_dict()
     said = from_config(plain, "x")
     left = {k: v for k, v in plain.items() if not k.endswith("softcapping") and k != "query_pre_attn_scalar"}
-    assert from_config(left, "x") == said and said.attention_cap == 50.0 and said.logit_cap == 30.0
-    assert from_config(plain | {"attn_logit_softcapping": None}, "x").attention_cap == 0.0
+    assert from_config(left, "x") == said and mixers(said)[0].score_cap == 50.0 and said.head.logit_cap == 30.0
+    assert mixers(from_config(plain | {"attn_logit_softcapping": None}, "x"))[0].score_cap == 0.0

@@ -32,7 +32,7 @@ from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config, save_model
 from graftune.weights.placement import Placement
-from tests.support import oracle, tiny
+from tests.support import oracle, specs, tiny
 from tests.weights import tiny_gguf
 
 Folder = Callable[[str], Path]
@@ -106,7 +106,7 @@ def test_every_gradient_is_autograds(variant: str, tiny_folder: Folder) -> None:
         assert parameter.grad is not None and parameter.grad.norm() > 1e-4, name
         assert relative(got[name], parameter.grad) < 1e-5, name
         start = ours.arena.view(name, ours.arena.weights)
-        shift = ours.base.spec.norm_shift if name.endswith("norm.weight") else 0.0
+        shift = ours.base.spec.norm_offset(name)
         assert torch.equal(start, parameter.detach() + shift), name
 
 
@@ -148,7 +148,7 @@ def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
         assert norm == pytest.approx(float(want), rel=1e-4) and norm > 1
     assert (ours.arena.weights - before).abs().max() > 2e-3
     for name, parameter in theirs.items():
-        shift = ours.base.spec.norm_shift if name.endswith("norm.weight") else 0.0
+        shift = ours.base.spec.norm_offset(name)
         assert relative(ours.arena.view(name, ours.arena.weights), parameter.detach() + shift) < 1e-5, name
 
 
@@ -245,8 +245,10 @@ def test_a_gguf_trains_and_goes_out_as_a_folder(variant: str, tmp_path: Path) ->
 
 def test_a_gguf_whose_rope_has_no_name_is_refused_before_it_trains(tmp_path: Path) -> None:
     base = open_base(str(tiny_gguf.write(tmp_path / "tiny.gguf", "llama-llama3")))
-    assert base.rope_factors is not None
-    odd = dataclasses.replace(base, rope_factors=base.rope_factors * torch.tensor([1.0, 1.3, 1.0, 1.1]))
+    (rope,) = base.spec.ropes
+    divisors = tuple(one * by for one, by in zip(rope.scaling.divisors, (1.0, 1.3, 1.0, 1.1), strict=True))
+    scaling = dataclasses.replace(rope.scaling, divisors=divisors)
+    odd = dataclasses.replace(base, spec=specs.edited(base.spec, rope=dataclasses.replace(rope, scaling=scaling)))
     with pytest.raises(GraftuneError, match="rope frequencies have no name"):
         open_session(Config.of({"method": "full", "device": "cpu"}), base=odd)
 

@@ -71,10 +71,10 @@ def test_targets_that_a_family_does_not_have_are_refused(tiny_folder):
 
 
 def check_gradients(variant, lora, base_dtypes, tiny_folder):
-    batch, sides = examples(20, 33, 5), []
+    batch, sides, folder = examples(20, 33, 5), [], tiny_folder(variant)
     for base_dtype in base_dtypes:
         torch.manual_seed(1)  # the same adapters each time
-        sides.append(oracle.ours(tiny_folder(variant), lora, base_dtype=base_dtype))
+        sides.append(oracle.ours(folder, lora, base_dtype=base_dtype))
     model = oracle.peft_model(tiny.hf_model(variant), sides[0]).train()
     total = oracle.loss_sum(model, batch)
     total.backward()

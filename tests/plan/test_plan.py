@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from graftune.weights.base import open_base
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
 from tests.losses.pairs import Dpo
+from tests.support import specs
 
 QUIET = Console(quiet=True)
 MIB = 1 << 20
@@ -45,10 +46,14 @@ CARD = Card("a card", 80 << 30, 80 << 30)
 
 def spec(layers: int = 3, width: int = 64, **more: Any) -> ModelSpec:
     values = {
-        "family": "llama", "layers": layers, "width": width, "ffn": 96, "heads": 4, "kv_heads": 2, "tied": False,
+        "layers": layers, "width": width, "ffn": 96, "heads": 4, "kv_heads": 2, "tied": False,
         "head_width": width // 4, "vocab": 300, "norm_eps": 1e-5, "rope_theta": 1e4, "max_positions": 512,
     }  # fmt: skip
-    return ModelSpec(**values | more)
+    return specs.made(**values | more)
+
+
+def biased(**more: Any) -> ModelSpec:
+    return specs.edited(spec(**more), qk_norm=True, bias=True)
 
 
 def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.float32, **more: Any) -> Setup:
@@ -83,8 +88,8 @@ CASES = {
     "dropout": setup(lora=LoraConfig(rank=4, dropout=0.1)),
     "norms and layer clip": setup(lora=LoraConfig(rank=4, train_norms=True), clip_mode="layer"),
     "every weight": setup(method="full"),
-    "convolutions": setup(spec=spec(family="lfm2", norms="operator", conv_layers=(0, 1), conv_taps=3)),
-    "qk norm, bias, tied": setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True)),
+    "convolutions": setup(spec=spec(family="lfm2", convolutions=(0, 1))),
+    "qk norm, bias, tied": setup(spec=biased(tied=True)),
     "pairs, the start kept": setup(loss=Dpo("start"), layout=Dpo().layout(PAIRED)),
     "fp8": setup(kind="fp8"),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
@@ -115,7 +120,7 @@ def test_the_second_pass_is_planned() -> None:
         seen = launched[name]
         made = gpu(loss=loss, layout=WEIGHTED, evaluates=False)
         peaks[name] = rehearse(made, launched=lambda kernel, *_, seen=seen, **__: seen.append(str(kernel)))
-    passes = 2 * spec().layers  # as a first step and as it is captured
+    passes = 2 * len(spec().layers)  # as a first step and as it is captured
     assert len(launched["anchored"]) > len(launched["plain"]) + 3 * passes, "norms, rotary and attention of every layer"
     assert peaks["anchored"].peak >= peaks["plain"].peak and peaks["anchored"].captured >= peaks["plain"].captured
 
@@ -126,7 +131,7 @@ def test_answers_are_planned(device: str) -> None:
     of = setup if device == "cpu" else gpu
     without = rehearse(of(recompute="full"))
     few, many = (rehearse(of(recompute="full", asked=(88,) * n, new_tokens=8, cache_capacity=100)) for n in (1, 9))
-    held = spec().layers * 2 * 96 * (2 * 16 * 4 if device == "cpu" else 2 * 64 * 2)  # keys and values of 96 tokens
+    held = len(spec().layers) * 2 * 96 * (2 * 16 * 4 if device == "cpu" else 2 * 64 * 2)  # keys and values of 96 tokens
     before = without.phases["load"]
     assert few.phases == many.phases, "one after the other: the cache takes 96 tokens"
     assert sum(few.phases["answer"].values()) > sum(before.values()) + held
@@ -236,8 +241,7 @@ def test_a_few_layers_tell_of_all_that_are_fetched(where: Any) -> None:
 
 @pytest.mark.parametrize(("make", "policy"), [(setup, "none"), (gpu, "full")])
 def test_a_few_layers_of_two_kinds_tell_of_all(make: Any, policy: str) -> None:
-    mixed = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 1, 3, 4, 6, 7, 9, 10), "conv_taps": 3}
-    mixed |= {"head_width": 128}
+    mixed = {"family": "lfm2", "convolutions": (0, 1, 3, 4, 6, 7, 9, 10), "head_width": 128}
     of = make(recompute=policy, spec=spec(layers=12, width=256, ffn=1024, vocab=4000, **mixed))
     found, whole = job.from_few_layers(of), rehearse(of)
     assert abs(found.peak / whole.peak - 1) < 5e-3 and abs(found.after / whole.after - 1) < 5e-3
@@ -267,12 +271,12 @@ def test_timing_attention_is_part_of_it_and_builds_the_plans_of_the_step(monkeyp
 
     built, plan = [], cudnn_frontend._plan
     monkeypatch.setattr(cudnn_frontend, "_plan", lambda device, shape: built.append(shape) or plan(device, shape))
-    bare = spec(width=512, ffn=64, vocab=300, head_width=128, attention_scale=0.2)
+    bare = specs.edited(spec(width=512, ffn=64, vocab=300, head_width=128), score_scale=0.2)
     rehearse(gpu(spec=bare, evaluates=False))
     used = set(built)
     built.clear()
     timed = rehearse(gpu(spec=bare, evaluates=False, others=("triton",)))
-    assert len(used) == 2 and set(built) == used and len(built) == 2 + 2 * 2 * bare.layers
+    assert len(used) == 2 and set(built) == used and len(built) == 2 + 2 * 2 * len(bare.layers)
     assert timed.peak >= rehearse(gpu(spec=bare, evaluates=False)).peak
 
 
@@ -280,7 +284,7 @@ def test_timing_attention_is_part_of_it_and_builds_the_plans_of_the_step(monkeyp
 def test_attention_is_timed_in_the_layers_that_have_it(convolutions: tuple[int, ...], monkeypatch: Any) -> None:
     timed, fastest = [], timing.fastest
     monkeypatch.setattr(timing, "fastest", lambda *told: timed.append(told[2].heads) or fastest(*told))
-    mixed = {"family": "lfm2", "norms": "operator", "conv_layers": convolutions, "conv_taps": 3, "head_width": 128}
+    mixed = {"family": "lfm2", "convolutions": convolutions, "head_width": 128}
     of = gpu(spec=spec(width=512, ffn=64, vocab=300, **mixed), others=("triton",))
     assert rehearse(of).peak > 0
     assert timed == ([(4, 2, 128)] if len(convolutions) < 3 else [])
@@ -291,15 +295,16 @@ def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.
     monkeypatch.setattr(attention, "choose", lambda *how, capped: asked.append(how[4]))
     where = Runtime(torch.device("cpu"), torch.float32, "for the test")
 
-    def windowed(longest: int, **more: Any) -> bool:
-        attention_for(random_base(spec(**more), where.device), where, longest)
+    def windowed(longest: int, layers: Sequence[int], **more: Any) -> bool:
+        made = specs.edited(spec(**more), layers, window=16)
+        attention_for(random_base(made, where.device), where, longest)
         return asked.pop()
 
-    mixed = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 2), "conv_taps": 3, "window": 16}
-    assert windowed(64, **mixed, window_layers=(1,)), "the only layer with attention has a window"
-    assert not windowed(64, **mixed, window_layers=(0, 2)), "a convolution's window is none"
-    assert not windowed(16, **mixed, window_layers=(1,)), "no document reaches it"
-    assert not windowed(64, window=16, window_layers=(0, 1)) and windowed(64, window=16, window_layers=(0, 1, 2))
+    mixed: dict[str, Any] = {"family": "lfm2", "convolutions": (0, 2)}
+    assert windowed(64, (1,), **mixed), "the only layer with attention has a window"
+    assert not windowed(64, (0, 2), **mixed), "a convolution has no window"
+    assert not windowed(16, (1,), **mixed), "no document reaches it"
+    assert not windowed(64, (0, 1)) and windowed(64, (0, 1, 2))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "nf4", "fp8"])
@@ -362,7 +367,7 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
         assert ("codes kept" in tight.placement.why) is both
     once = gpu(kind="fp8", spec=wide)
     twice = dataclasses.replace(once, placement=Placement("fp8", "for the test", (Option("both"),)))
-    codes = sum(out * into for out, into in wide.layer(0).projections.values()) * wide.layers
+    codes = sum(out * into for out, into in wide.layers[0].projections.values()) * len(wide.layers)
     first, second = (rehearse(each).phases["step"]["base"] for each in (once, twice))
     largest = 2 * 1024 * 256
     assert codes - largest < second - first + codes // 50 and second - first < 1.3 * codes
@@ -378,7 +383,7 @@ def test_the_goals_of_8b_in_nf4() -> None:
 
     def peak(policy: str) -> float:
         def of(layers: int) -> Setup:
-            large = ModelSpec(**values | {"layers": layers})
+            large = specs.made(**values | {"layers": layers})
             return gpu(kind="nf4", recompute=policy, shape=shape, lora=lora, spec=large)
 
         return told(of, 32).peak / (1 << 30)

@@ -15,13 +15,13 @@ import torch
 
 from graftune.cli import main
 from graftune.errors import GraftuneError
-from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.plan import Bytes, Card, Setup, cards, job, kept, rehearse, transfer
 from graftune.settings.config import Config
 from graftune.training import prepare
 from graftune.weights.synthetic import random_base
+from tests.support import specs
 from tests.training.runs import write_data
 
 QUIET = Console(quiet=True)
@@ -254,7 +254,7 @@ def large_job(gpu: str, ranks: int = 0, memory: int = 0, **more: Any) -> job.Job
     values = {"device": "cuda", "base_dtype": "nf4", "max_seq_len": 1024, "tokens_per_step": 1024, "recompute": "full"}
     config = Config.of(values | more)
     runtime, card = job.runtime_for(config, memory, cards.find(gpu))
-    base = random_base(ModelSpec(**shape), torch.device("cpu"))
+    base = random_base(specs.made(**shape), torch.device("cpu"))
     return job.Job(config, base, runtime, 1024, job.any_data(1024), card, evaluates=False, ranks=ranks)
 
 

@@ -14,11 +14,10 @@ from graftune.plan.counting import without_memory
 from graftune.plan.job import from_few_layers
 from graftune.plan.shapes import RULES
 from graftune.settings.config import LoraConfig
-from tests.plan.test_plan import Setup, gpu, setup, spec
+from tests.plan.test_plan import Setup, biased, gpu, setup, spec
 
-CAPPED = {"family": "gemma2", "attention_cap": 50.0, "logit_cap": 30.0, "activation": "gelu", "norms": "around"}
-CAPPED |= {"window": 16, "window_layers": (0, 2), "embedding_scale": 8.0}
-CONVOLVED = {"family": "lfm2", "norms": "operator", "conv_layers": (0, 1), "conv_taps": 3}
+CAPPED = {"family": "gemma2", "window": 16}
+CONVOLVED = {"family": "lfm2", "convolutions": (0, 1)}
 SETUPS = {
     "gpu": lambda: gpu(asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "gpu flash": lambda: gpu(backend="flash", lora=LoraConfig(rank=4, dropout=0.1, train_norms=True)),
@@ -26,9 +25,9 @@ SETUPS = {
     "gpu fp8": lambda: gpu(kind="fp8"),
     "gpu, every weight": lambda: gpu(method="full"),
     "gpu fp16": lambda: setup("cuda:0", "fp16", torch.float16),
-    "gpu experts": lambda: gpu(spec=spec(experts=4, experts_chosen=2, family="qwen3_moe", width=256)),
+    "gpu experts": lambda: gpu(spec=spec(experts=4, chosen=2, family="qwen3_moe", width=256)),
     "gpu, caps": lambda: gpu(backend="triton", spec=spec(width=256, **CAPPED)),
-    "cpu experts": lambda: setup(spec=spec(experts=4, experts_chosen=2, family="qwen3_moe")),
+    "cpu experts": lambda: setup(spec=spec(experts=4, chosen=2, family="qwen3_moe")),
     "gpu convolutions": lambda: gpu(backend="triton", spec=spec(width=256, **CONVOLVED)),
     "gpu, anchored": lambda: gpu(loss=Anchored(0.1)),
     "cpu convolutions": lambda: setup(spec=spec(**CONVOLVED), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
@@ -40,7 +39,7 @@ SETUPS = {
     "cpu bf16": lambda: setup(kind="bf16", compute=torch.bfloat16, lora=LoraConfig(rank=4, dropout=0.1)),
     "cpu nf4": lambda: setup(kind="nf4"),
     "cpu fp8": lambda: setup(kind="fp8"),
-    "cpu, qk norm, bias": lambda: setup(spec=spec(qk_norm=True, qkv_bias=True, tied=True), clip_mode="layer"),
+    "cpu, qk norm, bias": lambda: setup(spec=biased(tied=True), clip_mode="layer"),
 }
 
 

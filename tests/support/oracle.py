@@ -15,13 +15,13 @@ from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import Arena, build_arena, initialise, targets_of
-from graftune.model.spec import NORMS
 from graftune.runtime import DTYPES, resolve
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import names
 from graftune.weights.base import Base, open_base
 from graftune.weights.load import build_decoder
+from graftune.weights.model import hf_config
 from graftune.weights.placement import Placement
 
 
@@ -101,7 +101,7 @@ def peft_model(model: Any, ours_: Ours) -> Any:
     import peft
 
     lora, spec = ours_.lora, ours_.base.spec
-    norms = [n for n in NORMS[spec.norms] if n] + (list(spec.names.qk_norms) if spec.qk_norm else [])
+    norms = sorted({name.rpartition(".")[2] for kind in spec.kinds for name in kind.norm_widths})
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -111,12 +111,13 @@ def peft_model(model: Any, ours_: Ours) -> Any:
         task_type="CAUSAL_LM",
     )
     wrapped = peft.get_peft_model(model, config)
-    state = {peft_name(n): ours_.arena.view(n, ours_.arena.weights) for n in ours_.arena.slots}
+    ours_name = {peft_name(n): n for n in ours_.arena.slots}
+    state = {name: ours_.arena.view(n, ours_.arena.weights) for name, n in ours_name.items()}
     own = dict(wrapped.named_parameters())
     with torch.no_grad():
         for name, value in state.items():
             if name in own:  # Gemma's norms are the weight less one there
-                own[name].copy_(value - spec.norm_shift if "norm" in name else value)
+                own[name].copy_(value - spec.norm_offset(ours_name[name]))
     return wrapped
 
 
@@ -134,19 +135,7 @@ def smollm2_in_transformers(base: Base) -> Any:
     """SmolLM2 in transformers over the values that our loader reads from the GGUF."""
     import transformers
 
-    spec = base.spec
-    config = transformers.LlamaConfig(
-        vocab_size=spec.vocab,
-        hidden_size=spec.width,
-        intermediate_size=spec.ffn,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        rms_norm_eps=spec.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        max_position_embeddings=spec.max_positions,
-        tie_word_embeddings=True,
-    )
+    config = transformers.LlamaConfig(**hf_config(base))
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model = model.to_empty(device="cpu")

@@ -23,24 +23,15 @@ from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from tests.support import oracle
+from tests.support import oracle, specs
 
 
-def spec(width: int = 64, *, layers: int = 2, tied: bool = False) -> ModelSpec:
-    return ModelSpec(
-        family="llama",
-        layers=layers,
-        width=width,
-        ffn=max(96, width) // 32 * 32 if width < 256 else width,
-        heads=4,
-        kv_heads=2,
-        head_width=width // 4,
-        vocab=600,
-        norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_positions=256,
-        tied=tied,
-    )
+def spec(width: int = 64, *, layers: int = 2, tied: bool = False, **more: Any) -> ModelSpec:
+    values = {
+        "ffn": max(96, width) // 32 * 32 if width < 256 else width, "heads": 4, "kv_heads": 2, "head_width": width // 4,
+        "vocab": 600, "norm_eps": 1e-5, "rope_theta": 10000.0, "max_positions": 256,
+    }  # fmt: skip
+    return specs.made(layers=layers, width=width, tied=tied, **values | more)
 
 
 @dataclass(frozen=True)
@@ -127,8 +118,8 @@ def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "")
 
     for name in ("embed_tokens.weight", *(() if shape.tied else ("lm_head.weight",))):
         put(name, shape.vocab, shape.width, table, 0.5 if name.startswith("embed") else std)
-    for layer in range(shape.layers):
-        for projection, sizes in shape.layer(layer).projections.items():
+    for layer, own in enumerate(shape.layers):
+        for projection, sizes in own.projections.items():
             of = mixed if mixed and projection == "v_proj" else kind
             put(weight_name(shape, layer, projection), *sizes, of, std)
     for _, name, width in norm_names(shape):

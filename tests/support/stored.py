@@ -33,6 +33,7 @@ from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
+from tests.support import specs
 from tests.support.quantised import Blocks, Values
 
 FOLDER = Path(__file__).parents[1] / "stored_losses"
@@ -47,7 +48,7 @@ def spec(width: int, **more: Any) -> ModelSpec:
         "head_width": width // 4, "vocab": VOCAB, "norm_eps": 1e-5, "rope_theta": 10000.0, "max_positions": 128,
         "tied": False,
     }  # fmt: skip
-    return ModelSpec(**cast(Any, shape | more))
+    return specs.made(**cast(Any, shape | more))
 
 
 def numbers(draw: np.random.Generator, shape: tuple[int, ...], spread: float) -> torch.Tensor:
@@ -71,8 +72,8 @@ def base_of(shape: ModelSpec, kind: str = "") -> Base:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
         ("embed_tokens.weight", "lm_head.weight"), (shape.vocab, shape.width)
     )
-    for layer in range(shape.layers):
-        shapes |= {f"layers.{layer}.{name}": size for name, size in shape.layer(layer).weights.items()}
+    for index, layer in enumerate(shape.layers):
+        shapes |= {f"layers.{index}.{name}": size for name, size in layer.weights.items()}
     for name, size in shapes.items():
         if kind:
             tensors[name] = blocks(draw, kind, size[0], size[1])
@@ -118,7 +119,7 @@ def losses(
 
 
 def experts() -> ModelSpec:
-    return spec(48, family="qwen3_moe", head_width=16, ffn=32, experts=4, experts_chosen=2, qk_norm=True)
+    return spec(48, family="qwen3_moe", head_width=16, ffn=32, experts=4, chosen=2)
 
 
 CASES: dict[str, Callable[[], list[float]]] = {

@@ -26,20 +26,38 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3",
-    "gemma2",
-    "phi3",
-    "granite",
-    "smollm3",
-    "olmo2",
-    "olmo3",
-    "lfm2",
-)
+TIED = ("gemma2", "gemma3", "smollm3", "lfm2")
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
+# Every family: the class of its configuration in transformers, and its options beside those of all. Layers are of both
+# kinds wherever there are two. A row here is checked by all tests that go over families: logits and gradients against
+# transformers and PEFT, exports to GGUF against llama.cpp, full training, generation.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),  # llama.cpp: every sixth without a window
+    "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}),
+    "phi3": ("Phi3Config", {"head_dim": None, "pad_token_id": 0}),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.4, "logits_scaling": 0.7},
+    ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "olmo2": ("Olmo2Config", {"head_dim": None}),
+    "olmo3": ("Olmo3Config", {"head_dim": None, "num_hidden_layers": 5, "sliding_window": 6}),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "head_dim": None,
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+            "block_multiple_of": 8,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
+}
 VARIANTS = (
     *FAMILIES,
     "llama-linear",
@@ -55,46 +73,6 @@ VARIANTS = (
     "smollm3-window",
     "olmo3-yarn",
 )
-CONFIGS = {
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "gemma3": "Gemma3TextConfig",
-    "gemma2": "Gemma2Config",
-    "phi3": "Phi3Config",
-    "granite": "GraniteConfig",
-    "smollm3": "SmolLM3Config",
-    "olmo2": "Olmo2Config",
-    "olmo3": "Olmo3Config",
-    "lfm2": "Lfm2Config",
-}
-TIED = ("gemma2", "gemma3", "smollm3", "lfm2")
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
-# What a family's options are beside those of all. Layers are of both kinds wherever there are two.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 16},
-    "gemma3": GEMMA | {"num_hidden_layers": 7},  # as llama.cpp has it: every sixth without a window
-    "gemma2": GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
-    "phi3": {"head_dim": None, "pad_token_id": 0},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.5,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 0.7,
-    },
-    "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0},
-    "lfm2": {
-        "head_dim": None,
-        "num_hidden_layers": 5,
-        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
-        "block_multiple_of": 8,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
-    "olmo2": {"head_dim": None},
-    "olmo3": {"head_dim": None, "num_hidden_layers": 5, "sliding_window": 6},
-}
 LONG = {
     "rope_type": "longrope",
     "partial_rotary_factor": 0.5,
@@ -102,6 +80,8 @@ LONG = {
     "long_factor": [1.1, 4.0],
 }
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-untied": {"tie_word_embeddings": False},
+    "mistral-window": {"sliding_window": 5},
     "llama-shallow": {"num_hidden_layers": 1},  # for runs of which only the order of things is asked
     "gemma3-linear": {
         "rope_parameters": {
@@ -131,11 +111,11 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def hf_config(variant: str) -> Any:
-    import transformers
-
+def config(variant: str) -> dict[str, Any]:
+    """The configuration in plain values: it can be read without transformers."""
     family, _, extra = variant.partition("-")
     options: dict[str, Any] = {
+        "model_type": {"gemma3": "gemma3_text"}.get(family, family),
         "vocab_size": VOCAB,
         "hidden_size": 48,
         "intermediate_size": 72,
@@ -144,19 +124,25 @@ def hf_config(variant: str) -> Any:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 256,
-        "tie_word_embeddings": extra != "untied" and family in ("llama", "qwen2"),
+        "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 2,
         "pad_token_id": None,
         "use_cache": False,
     }
-    if family == "mistral":
-        options["sliding_window"] = 5 if extra == "window" else None
-    options |= OPTIONS.get(family, {})
-    if extra in ROPE and "full_attention" not in VARIANT_OPTIONS.get(variant, {}).get("rope_parameters", {}):
+    options |= FAMILIES[family][1]
+    if extra in ROPE:
         options["rope_parameters"] = {"rope_theta": 10000.0, **ROPE[extra]}
     options |= VARIANT_OPTIONS.get(variant, {})
-    return getattr(transformers, CONFIGS[family])(**{k: v for k, v in options.items() if (k, v) != ("head_dim", None)})
+    return {name: value for name, value in options.items() if (name, value) != ("head_dim", None)}
+
+
+def hf_config(variant: str) -> Any:
+    import transformers
+
+    options = config(variant)
+    del options["model_type"]
+    return getattr(transformers, FAMILIES[variant.partition("-")[0]][0])(**options)
 
 
 def hf_model(variant: str, seed: int = 0) -> Any:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 import graftune
 from graftune.api import TrainResult, export, train
 from graftune.errors import GraftuneError
-from graftune.model.gguf_metadata import from_gguf
-from graftune.model.hf_config import from_config
+from graftune.model.families import from_config, from_gguf
 from graftune.observe.console import Console
 from graftune.session import check_method, parts
 from graftune.settings.config import Config
@@ -181,7 +180,7 @@ def test_rope_variants_that_are_not_known_are_refused():
     with pytest.raises(GraftuneError, match="part of each head"):
         from_gguf(metadata | {"llama.rope.dimension_count": 4}, tensors, "x.gguf")
     yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.attn_factor": 1.0}
-    plain = from_gguf(metadata | yarn, tensors, "x.gguf").inverse_frequencies()[1]
+    plain = from_gguf(metadata | yarn, tensors, "x.gguf").ropes[0].build().scaling
     assert plain == pytest.approx(1 + 0.1 * math.log(4.0))  # attn_factor multiplies, as in llama.cpp
     fast = yarn | {"llama.rope.scaling.yarn_beta_fast": 8.0}
-    assert from_gguf(metadata | fast, tensors, "x.gguf").rope.beta_fast == 8.0
+    assert from_gguf(metadata | fast, tensors, "x.gguf").ropes[0].scaling.beta_fast == 8.0

@@ -478,7 +478,9 @@ def test_what_decides_the_numbers_may_not_change_with_a_resume(finished: Path) -
         with pytest.raises(GraftuneError, match=f"{name} was .* when the run started"):
             now = resume.identity(config.replace(**{name: value}), base, "data", "examples")
             checkpoint.check_identity(now, before, finished)
-    other = replace(base, spec=replace(base.spec, norm_eps=2 * base.spec.norm_eps))
+    norm = base.spec.head.norm
+    head = replace(base.spec.head, norm=replace(norm, eps=2 * norm.eps))
+    other = replace(base, spec=replace(base.spec, head=head))
     with pytest.raises(GraftuneError, match="the base has changed"):
         checkpoint.check_identity(resume.identity(config, other, "data", "examples"), before, finished)
 

@@ -16,7 +16,7 @@ from graftune import spans
 from graftune.api import train
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
-from graftune.model.hf_config import from_config
+from graftune.model.families import from_config
 from graftune.observe import trackers
 from graftune.observe.console import Console
 from graftune.observe.events import read_events

@@ -43,12 +43,13 @@ step(sys.argv[2])
 at_start = resident_bytes()
 run, loss = step(sys.argv[1])
 spec, rank = run.base.spec, run.config.lora.rank
-q = sum(spec.layer(0).projections[p][0] for p in ("q_proj", "k_proj", "v_proj"))
-saved = tokens * 4 * (2 * spec.width + q + spec.heads * spec.head_width + 2 * spec.ffn + 7 * rank + 64)
+mixer, ffn = spec.layers[0].mixer, spec.layers[0].feed_forward.ffn
+q = sum(spec.layers[0].projections[p][0] for p in ("q_proj", "k_proj", "v_proj"))
+saved = tokens * 4 * (2 * spec.width + q + mixer.heads * mixer.head_width + 2 * ffn + 7 * rank + 64)
 logits = 4 * batch.response_tokens * spec.vocab * 4
 pieces = 5 * MAPPED_ROWS_BYTES
 print(json.dumps({"at_start": at_start, "peak": peak_resident_bytes(), "loss": loss,
-    "arena": run.arena.nbytes, "activations": (spec.layers + 4) * saved + logits + pieces}))
+    "arena": run.arena.nbytes, "activations": (len(spec.layers) + 4) * saved + logits + pieces}))
 """
 
 

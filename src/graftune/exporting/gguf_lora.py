@@ -11,9 +11,9 @@ from pathlib import Path
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file
 from graftune.exporting.gguf_file import write_gguf
-from graftune.exporting.gguf_keys import architecture
+from graftune.model.families import family_of
 from graftune.model.lora import scaling
-from graftune.weights import adapter_gguf, experts, names, rows
+from graftune.weights import adapter_gguf, experts, rows
 from graftune.weights.adapter_fit import Adapter
 from graftune.weights.base import Base
 from graftune.weights.rows import Held
@@ -24,7 +24,7 @@ TYPES = ("F32", "F16", "BF16")
 
 def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
     """`adapter` in Hugging Face's row order."""
-    interleaved = architecture(base) in rows.INTERLEAVED
+    interleaved = family_of(base.spec).interleaved
     found = []
     for ours, value in adapter.tensors.items():
         if experts.is_expert_adapter(ours):
@@ -32,7 +32,7 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
             found += [OutputTensor(name, Held(stack.float().contiguous()), kind) for name, stack in stacks.items()]
             continue
         stem, _, matrix = ours.removesuffix(".weight").rpartition(".")
-        name = names.to_gguf(f"{stem}.weight", architecture(base)) if matrix in ("lora_A", "lora_B") else None
+        name = family_of(base.spec).to_gguf(f"{stem}.weight") if matrix in ("lora_A", "lora_B") else None
         if name is None:
             raise GraftuneError(
                 f"the adapter also holds {ours}, which an adapter in GGUF has no place for",
@@ -49,7 +49,7 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
 def write_lora_gguf(path: Path, adapter: Adapter, base: Base, kind: str, name: str) -> None:
     lora = adapter.lora
     texts = {
-        "general.architecture": architecture(base),
+        "general.architecture": family_of(base.spec).arch,
         "general.type": "adapter",
         "general.name": name,
         "adapter.type": "lora",

@@ -13,6 +13,7 @@ import re
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
+from graftune.model.families import family_of
 from graftune.model.spec import ModelSpec
 
 # What --type may be, the type of most tensors, and the number llama.cpp gives the mix.
@@ -58,11 +59,11 @@ def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) ->
 
 
 def _down(layer: int, mix: str, spec: ModelSpec) -> str | None:
-    if mix in ("Q4_K_M", "Q5_K_M") and more_bits(layer, spec.layers):
+    if mix in ("Q4_K_M", "Q5_K_M") and more_bits(layer, len(spec.layers)):
         return "Q6_K"
     if mix == "Q3_K_M":
-        return "Q5_K" if layer < spec.layers // 16 else "Q4_K"
-    return "Q5_K" if mix == "IQ4_XS" and layer < spec.layers // 8 else None
+        return "Q5_K" if layer < len(spec.layers) // 16 else "Q4_K"
+    return "Q5_K" if mix == "IQ4_XS" and layer < len(spec.layers) // 8 else None
 
 
 def _attention(part: str, layer: int, mix: str, spec: ModelSpec) -> str | None:
@@ -75,16 +76,17 @@ def _attention(part: str, layer: int, mix: str, spec: ModelSpec) -> str | None:
     if spec.experts == 8:
         return "Q8_0"
     kind = _values(layer, mix, spec)
-    seventy = spec.layers == 80 and spec.kv_heads < spec.heads and spec.family in ("llama", "qwen2")
+    shares_keys = any(shape.kv_heads < shape.heads for shape in spec.attention)
+    seventy = len(spec.layers) == family_of(spec).layers_of_70b and shares_keys
     return "Q5_K" if seventy and (kind or TYPES[mix][0]) in ("Q3_K", "Q4_K") else kind
 
 
 def _values(layer: int, mix: str, spec: ModelSpec) -> str | None:
-    if mix in ("Q4_K_M", "Q5_K_M") and more_bits(layer, spec.layers):
+    if mix in ("Q4_K_M", "Q5_K_M") and more_bits(layer, len(spec.layers)):
         return "Q6_K"
     if mix == "Q3_K_M":
         return "Q5_K" if layer < 2 else "Q4_K"
-    return "Q5_K" if mix == "IQ4_XS" and spec.heads >= 4 * spec.kv_heads else None
+    return "Q5_K" if mix == "IQ4_XS" and all(shape.heads >= 4 * shape.kv_heads for shape in spec.attention) else None
 
 
 def _block(kind: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +13,32 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.exporting.gguf_file import write_gguf
-from graftune.exporting.gguf_keys import architecture, model_keys, rope_factors
+from graftune.exporting.gguf_keys import model_keys
 from graftune.exporting.gguf_mix import TYPES, tensor_kind
+from graftune.model.families import family_of
 from graftune.model.frozen import RowSource
-from graftune.weights import experts, names, rows
+from graftune.model.rotary import RopeSpec
+from graftune.weights import experts, rows
 from graftune.weights.base import Base
 from graftune.weights.rows import Held
 from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher
 
-# What a family may have, and a GGUF of it has a key for or takes for granted.
-SHAPED = (
-    "conv_layers",
-    "conv_taps",
-    "window",
-    "window_layers",
-    "norms",
-    "activation",
-    "wide_qk_norm",
-    "local_theta",
-    "unrotated_layers",
-    "rotated",
-    "embedding_scale",
-    "score_scale",
-    "attention_cap",
-    "residual_scale",
-    "logit_scale",
-    "logit_cap",
-)
-
 
 def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
     """Every tensor of a model under GGUF's name, rows of Q and K in GGUF's order."""
-    found = []
-    factors = rope_factors(base)
-    if factors is not None:
-        found.append(OutputTensor("rope_freqs.weight", Held(factors), "F32"))
-    if base.spec.rope.kind == "longrope":
-        for which in ("short", "long"):
-            values = torch.tensor(getattr(base.spec.rope, which))
-            found.append(OutputTensor(f"rope_factors_{which}.weight", Held(values), "F32"))
-    interleaved = architecture(base) in rows.INTERLEAVED
+    family = family_of(base.spec)
+    ropes = family.gguf_rope_tensors(base.spec)
+    found = [OutputTensor(name, Held(values), "F32") for name, values in ropes.items()]
     plain, stacks = experts.to_gguf(base.tensors, base.spec)
     for ours in sorted(plain, key=_place):
         if ours == "lm_head.weight" and base.spec.tied:
             continue
-        name = names.to_gguf(ours, architecture(base))
+        name = family.to_gguf(ours)
         if name is None:
             raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), fix="export to merged or peft")
         source: RowSource = base.tensors[ours]
         turned, shapes = rows.heads_of(base.spec, ours), rows.shapes_of(base.spec, ours)
-        if interleaved and turned is not None:
+        if family.interleaved and turned is not None:
             source = rows.Reordered(source, rows.gguf_order(*turned))
         if shapes is not None:
             source = rows.Reshaped(source, shapes[1])
@@ -95,37 +72,42 @@ def _check(path: Path, base: Base) -> None:
     from graftune.weights.base import open_base
 
     back = open_base(str(path))
-    for field in (
-        "layers",
-        "width",
-        "ffn",
-        "heads",
-        "kv_heads",
-        "head_width",
-        "vocab",
-        "tied",
-        "qkv_bias",
-        "qk_norm",
-        "experts",
-        "experts_chosen",
-    ):
-        got, want = getattr(back.spec, field), getattr(base.spec, field)
-        if got != want:
-            raise GraftuneError(f"reads back with {field} {got} instead of {want}", where=str(path), fix="report this")
-    spec = base.spec if base.spec.window_layers else dataclasses.replace(base.spec, window=0)
-    for field in SHAPED if back.spec.family == spec.family or spec.window else ():
-        got, want = getattr(back.spec, field), getattr(spec, field)
-        same = math.isclose(got, want, rel_tol=1e-6) if isinstance(want, float) else got == want
-        if not same:
-            raise GraftuneError(
-                f"a GGUF of the family {base.spec.family} cannot say that {field} is {want}",
-                fix="export to merged or peft",
-            )
-    if not torch.allclose(_frequencies(back), _frequencies(base), rtol=1e-5):
-        raise GraftuneError("reads back with other rope frequencies", where=str(path), fix="report this")
+    difference = next(_differences(base.spec, back.spec), None)
+    if difference is not None:
+        place, want, got = difference
+        place = re.sub(r"branches\.\d+\.parts\.\d+\.part\.", "", place)
+        raise GraftuneError(
+            f"a GGUF of the family {base.spec.family} cannot say that {place} is {want}: it reads back as {got}",
+            fix="export to merged or peft",
+        )
 
 
-def _frequencies(base: Base) -> Any:
-    frequencies, attention = base.spec.inverse_frequencies()
-    factors = base.rope_factors
-    return torch.cat((frequencies if factors is None else frequencies / factors, torch.tensor([attention])))
+def _differences(want: Any, got: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two specs differ, by the place inside them. Ropes are compared by their frequencies, which files may state
+    in several ways; floats as a file rounds them; families by their layers, since some share an architecture."""
+    if isinstance(want, RopeSpec) and isinstance(got, RopeSpec):
+        if not _same_rope(want, got):
+            yield place, _rope_words(want), _rope_words(got)
+    elif dataclasses.is_dataclass(want) and type(want) is type(got):
+        for field in dataclasses.fields(want):
+            if field.name != "family":
+                inner = f"{place}.{field.name}".removeprefix(".")
+                yield from _differences(getattr(want, field.name), getattr(got, field.name), inner)
+    elif isinstance(want, tuple) and isinstance(got, tuple) and len(want) == len(got):
+        for index, (one, other) in enumerate(zip(want, got, strict=True)):
+            yield from _differences(one, other, f"{place}.{index}")
+    elif not (math.isclose(want, got, rel_tol=1e-6) if isinstance(want, float) else want == got):
+        yield place, want, got
+
+
+def _rope_words(rope: RopeSpec) -> str:
+    return f"{rope.width} columns by theta {rope.theta:g}, scaling {rope.scaling.kind}" if rope.enabled else "left out"
+
+
+def _same_rope(want: RopeSpec, got: RopeSpec) -> bool:
+    one, other = want.build(), got.build()
+    if one.frequencies.shape != other.frequencies.shape or want.enabled != got.enabled:
+        return False
+    return torch.allclose(one.frequencies, other.frequencies, rtol=1e-5) and math.isclose(
+        one.scaling, other.scaling, rel_tol=1e-5
+    )

@@ -105,8 +105,8 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
 def _check_whole(changes: Mapping[str, LowRankChange], spec: ModelSpec, adapter: Adapter) -> None:
     """An adapter for a shallower model would fit the first layers of this one."""
     targets = targets_of(spec, adapter.lora)
-    for layer in range(spec.layers):
-        for projection in (p for p in spec.layer(layer).projections if p in targets):
+    for layer, kind in enumerate(spec.layers):
+        for projection in (p for p in kind.projections if p in targets):
             weight = weight_name(spec, layer, projection)
             if spec.experts and ".mlp." in weight:
                 weight = f"layers.{layer}.mlp.experts.{spec.experts - 1}.{projection}.weight"
@@ -175,7 +175,7 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
         tensors[name] = Longer(tensors[name], table[count:])
     if base.spec.tied:
         tensors.pop("lm_head.weight", None)
-    return dataclasses.replace(base, spec=dataclasses.replace(base.spec, vocab=count + new), tensors=tensors)
+    return dataclasses.replace(base, spec=base.spec.with_vocab(count + new), tensors=tensors)
 
 
 def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
@@ -200,9 +200,8 @@ def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
         del tensors["lm_head.weight"]
     elif spec.tied:  # one was trained without the other: they are two from here on
         tensors.setdefault("lm_head.weight", base.tensors["embed_tokens.weight"])
-        spec = dataclasses.replace(spec, tied=False)
-    spec = dataclasses.replace(spec, vocab=size)
-    return dataclasses.replace(base, spec=spec, tensors=tensors, tokenizer=tokenizer)
+        spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=False))
+    return dataclasses.replace(base, spec=spec.with_vocab(size), tensors=tensors, tokenizer=tokenizer)
 
 
 def combine(adapters: Sequence[Weighted]) -> Adapter:

@@ -19,6 +19,7 @@ from graftune.errors import GraftuneError
 from graftune.exporting.merge import Survival, combine, merge
 from graftune.exporting.target import ExportSource, find, run_facts
 from graftune.io.files import new_file, write_file
+from graftune.model.families import family_of
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import stored_format
 from graftune.observe.console import Console
@@ -248,7 +249,6 @@ def _merged_dtype(source: RowSource) -> torch.dtype:
 
 
 def _gguf(source: ExportSource, place: Path, kind: str, console: Console) -> Exported:
-    from graftune.exporting.gguf_keys import WINDOWED
     from graftune.exporting.gguf_model import gguf_tensors, write_model_gguf
 
     whole = merge(source.base, source.adapters)
@@ -270,8 +270,9 @@ def _gguf(source: ExportSource, place: Path, kind: str, console: Console) -> Exp
     elif source.adapters:
         _report_noise(done, survival.ratio, kind, console)
     spec = whole.spec
-    if spec.window_layers and spec.window < spec.max_positions and spec.family not in WINDOWED:
-        console.warn(f"llama.cpp does not know this model's window of {spec.window} tokens: longer texts may differ")
+    window = max((shape.window for shape in spec.attention), default=0)
+    if 0 < window < spec.max_positions and not family_of(spec).windows_in_llama_cpp:
+        console.warn(f"llama.cpp does not know this model's window of {window} tokens: longer texts may differ")
     _add_modelfile(done, source, whole)
     return done
 

@@ -29,7 +29,7 @@ class CacheSize(NamedTuple):
         per_token = sum(one.per_token * count for one, count in kinds)
         # Where no layer keeps anything per token: as much as the residual stream has.
         most = max(one.per_token for one, _ in kinds) or spec.width * dtype.itemsize
-        return CacheSize(per_sequence, per_token, most * spec.layers)
+        return CacheSize(per_sequence, per_token, most * len(spec.layers))
 
     def bytes(self, sequences: int, capacity: int) -> int:
         return sequences * (self.per_sequence + self.per_token * capacity)
@@ -47,7 +47,7 @@ class Cache:
     ):
         """For sequences of `lengths` tokens each, none of which will grow past `capacity`, each to its own of
         `final_lengths` at most."""
-        mixers = [spec.layer(index).mixer for index in range(spec.layers)]
+        mixers = [layer.mixer for layer in spec.layers]
         self.layers: list[LayerCache] = [mixer.new_cache(len(lengths), capacity, device, dtype) for mixer in mixers]
         self.lengths = torch.tensor(lengths, device=device)
         self.final_lengths = torch.tensor(final_lengths or lengths, device=device)

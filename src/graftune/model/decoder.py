@@ -33,7 +33,7 @@ class Decoder:
     blocks: list[Block]
     norm: NormWeight
     head: Head
-    ropes: tuple[Rope, ...]  # for each of spec.rope_kinds
+    ropes: tuple[Rope, ...]  # for each of spec.ropes
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None
@@ -139,12 +139,12 @@ class Decoder:
         with spans.covering("embedding"):
             x = self._lookup(tokens, adapted)
         self.bundles.leave(EMBEDDING, following=HEAD)
-        return x if self.spec.embedding_scale == 1 else x * self._embedding_scale
+        return x if self.spec.embedding.scale == 1 else x * self._embedding_scale
 
     @property
     def _embedding_scale(self) -> float:
         """Rounded to the compute dtype, as it was where these models were trained."""
-        return float(torch.tensor(self.spec.embedding_scale, dtype=self.compute))
+        return float(torch.tensor(self.spec.embedding.scale, dtype=self.compute))
 
     def _lookup(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
         if self.added is None:
@@ -155,7 +155,7 @@ class Decoder:
         return torch.where(is_new, rows.index_select(0, index), known)
 
     def _embed_backward(self, tokens: torch.Tensor, grad: torch.Tensor) -> None:
-        if self.spec.embedding_scale != 1:
+        if self.spec.embedding.scale != 1:
             grad = grad * self._embedding_scale
         if isinstance(self.embedding, Trained):
             self.embedding.accumulate_row_grads(tokens, grad)
@@ -177,8 +177,8 @@ class Decoder:
         self.bundles.enter(HEAD)
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         with spans.covering("final norm"):
-            x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.norm_eps, normed)
-        head, spec = self.head.of(adapted), self.spec
+            x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.head.norm.eps, normed)
+        head, spec = self.head.of(adapted), self.spec.head
         return Output(
             head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, spec.logit_scale, spec.logit_cap
         )
@@ -186,10 +186,10 @@ class Decoder:
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""
         self.bundles.enter(HEAD)
-        normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.norm_eps)
+        normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.head.norm.eps)
         logits = self.head.of(adapted).matmul(normed).float()
         self.bundles.restore_first_blocks()  # the next token's pass may be a replay
-        return linear_cross_entropy.soft_capped(logits, self.spec.logit_scale, self.spec.logit_cap)
+        return linear_cross_entropy.soft_capped(logits, self.spec.head.logit_scale, self.spec.head.logit_cap)
 
 
 @dataclass(frozen=True)

@@ -145,17 +145,17 @@ class Arena:
 
 
 def weight_name(spec: ModelSpec, layer: int, projection: str, kind: str = "weight") -> str:
-    return f"layers.{layer}.{spec.layer(layer).module_of(projection)}.{projection}.{kind}"
+    return f"layers.{layer}.{spec.layers[layer].module_of(projection)}.{projection}.{kind}"
 
 
 def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
     """(layer, name, width) of every norm weight."""
     blocks = [
         (index, f"layers.{index}.{name}.weight", width)
-        for index in range(spec.layers)
-        for name, width in spec.layer(index).norm_widths.items()
+        for index, layer in enumerate(spec.layers)
+        for name, width in layer.norm_widths.items()
     ]
-    return [*blocks, (-1, f"{spec.names.final_norm}.weight", spec.width)]
+    return [*blocks, (-1, f"{spec.head.norm.name}.weight", spec.head.norm.width)]
 
 
 def scaling(config: LoraConfig) -> float:
@@ -217,8 +217,8 @@ class _Layout:
 
 def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None:
     targets = targets_of(spec, config)
-    for layer in range(spec.layers):
-        for part in spec.layer(layer).parts:
+    for layer, kind in enumerate(spec.layers):
+        for part in kind.parts:
             for name, shape in part.adapters(targets, config.rank, config.dropout):
                 place(f"layers.{layer}.{name}", shape, layer, True)
     if config.new_tokens:
@@ -233,7 +233,7 @@ def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None
 def _place_everything(place: _Layout, spec: ModelSpec) -> None:
     """By the names the base has. Projections that share an input lie together: one product serves them."""
     place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
-    weights = {layer: spec.layer(layer).weights for layer in range(spec.layers)}
+    weights = {index: layer.weights for index, layer in enumerate(spec.layers)}
     for layer, found in weights.items():
         for name, shape in found.items():
             if len(shape) > 1:
@@ -263,7 +263,7 @@ def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
             value.fill_(0.0 if slot.name.endswith("bias") else 1.0)
         else:
             residual_output = part is not None and name.removesuffix(".weight") in part.residual_outputs
-            std = 0.02 / math.sqrt(2 * spec.layers) if residual_output else 0.02
+            std = 0.02 / math.sqrt(2 * len(spec.layers)) if residual_output else 0.02
             value.copy_(torch.empty(slot.shape).normal_(0.0, std, generator=generator))
     arena.publish()
 

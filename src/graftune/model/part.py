@@ -24,6 +24,7 @@ from graftune.kernels import rms_norm
 from graftune.model.context import LayerCache, PassContext
 from graftune.model.feed_forward.expert_projection import ExpertProjection
 from graftune.model.projection import Normed, Projection, ReadyGrad
+from graftune.model.rotary import RopeSpec
 
 Saved = TypeVar("Saved")
 
@@ -46,6 +47,14 @@ class Bias:
 
     value: torch.Tensor
     grad: torch.Tensor | None = None
+
+
+class AttentionShape(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_width: int
+    window: int = 0  # 0: none
+    capped: bool = False
 
 
 class PartSpec:
@@ -84,9 +93,32 @@ class PartSpec:
         return {}
 
     @property
-    def unshifted_norms(self) -> tuple[str, ...]:
-        """Those of `norms` that checkpoints hold as they are, in a family whose others are stored less one."""
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The ropes whose tables the part reads."""
         return ()
+
+    @property
+    def attention(self) -> AttentionShape | None:
+        """The shape of its attention over the tokens of a document, if it has any."""
+        return None
+
+    @property
+    def expert_counts(self) -> tuple[int, int]:
+        """The number of experts, and how many of them are chosen for a token; zeros: the part is dense."""
+        return 0, 0
+
+    @property
+    def active_values(self) -> int:
+        """Values of the projections that one token is multiplied with."""
+        return sum(math.prod(shape) for shape in self.products.values())
+
+    def problems(self) -> Iterator[str]:
+        """Values that no model has, by name: a damaged file may claim them."""
+        return iter(())
+
+    def norm_offset_of(self, name: str) -> float:
+        """What Hugging Face's checkpoints subtract from one of `norms`."""
+        return 0.0
 
     @property
     def residual_outputs(self) -> tuple[str, ...]:
@@ -171,6 +203,10 @@ class PartPlacer(Protocol):
     def bias(self, group: str) -> Bias: ...
 
     def norm(self, name: str) -> NormWeight: ...
+
+    def rope(self, spec: RopeSpec) -> int:
+        """Which of the pass's rotary tables are those of a rope."""
+        ...
 
     def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One of the spec's `tensors`, in fp32, and its gradient where every weight trains."""

@@ -9,10 +9,13 @@ longrope   a divisor for each frequency, and another list of them for texts beyo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+WIDEST = 1 << 16  # columns of a head in a sane file
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,44 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0  # yarn's and longrope's; 0: from the factor
-    attention_multiplier: float = 1.0  # GGUF's: on top of what comes from the factor
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
     short: tuple[float, ...] = ()  # longrope's divisors, up to the original length and beyond it
     long: tuple[float, ...] = ()
+    divisors: tuple[float, ...] = ()  # of the frequencies: a GGUF stores these in place of Llama 3's settings
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """How attention rotates queries and keys. Layers with equal ones share rotary tables."""
+
+    width: int  # columns of a head that are rotated
+    theta: float
+    scaling: RopeScaling = field(default_factory=RopeScaling)
+    enabled: bool = True
+
+    def problems(self) -> Iterator[str]:
+        """Values that no model has, by name: a damaged file may claim them."""
+        scaling = self.scaling
+        if not 0 < self.theta < math.inf:
+            yield "rope base"
+        if self.width <= 0 or self.width % 2:
+            yield "rope's share of a head"
+        lengths = {len(scaling.short), len(scaling.long), self.width // 2}
+        if scaling.kind == "longrope" and (len(lengths) != 1 or scaling.original_length < 2):
+            yield "rope scaling"
+        if self.width <= WIDEST and not bool(self.build().frequencies.isfinite().all()):
+            yield "rope scaling"
+
+    def build(self) -> Rope:
+        if not self.enabled:  # an angle of zero changes nothing
+            return Rope(torch.zeros(self.width // 2), 1.0)
+        frequencies, attention = inverse_frequencies(self.width, self.theta, self.scaling)
+        if self.scaling.kind != "longrope":
+            return Rope(frequencies, attention)
+        plain = inverse_frequencies(self.width, self.theta, RopeScaling())[0]
+        return Rope(frequencies, attention, plain / torch.tensor(self.scaling.long), self.scaling.original_length)
 
 
 class Rope(NamedTuple):
@@ -50,6 +85,11 @@ class Rope(NamedTuple):
 
 def inverse_frequencies(width: int, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """(1/frequency [H/2] in fp32, attention factor that multiplies cos and sin); longrope's for short texts."""
+    frequencies, attention = _scaled(width, theta, scaling)
+    return (frequencies / torch.tensor(scaling.divisors) if scaling.divisors else frequencies), attention
+
+
+def _scaled(width: int, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     base = 1.0 / theta**exponents
     if scaling.kind == "none":
@@ -93,11 +133,14 @@ def _yarn(base: torch.Tensor, theta: float, width: int, scaling: RopeScaling) ->
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = base / scaling.factor * ramp + base * (1 - ramp)
 
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     if scaling.attention_factor:
         return frequencies, scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return frequencies, magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
-    return frequencies, magnitude(1.0) * scaling.attention_multiplier
+        all_dim = yarn_attention(scaling.factor, scaling.mscale_all_dim)
+        return frequencies, yarn_attention(scaling.factor, scaling.mscale) / all_dim
+    return frequencies, yarn_attention(scaling.factor)
+
+
+def yarn_attention(factor: float, weight: float = 1.0) -> float:
+    """Yarn's factor on attention, where a model does not state another."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -178,7 +178,7 @@ class Job:
         """By what a few layers take and one more adds, which all others add too; `whole`: with all of them."""
         placement = placement or self.placement
         setup = self.setup(recompute, capacity, placement)
-        if not whole and self.base.spec.layers > MORE_LAYERS:
+        if not whole and len(self.base.spec.layers) > MORE_LAYERS:
             found = from_few_layers(setup, lambda smaller: self._bytes(smaller, capacity))
         else:
             found = self._bytes(setup, capacity)
@@ -275,10 +275,12 @@ def from_few_layers(setup: Setup, rehearsed: Callable[[Setup], Bytes] = rehearse
     kind here: they take the same."""
     spec = setup.base.spec
     kinds: dict[frozenset[tuple[str, tuple[int, ...]]], list[int]] = {}
-    for index in range(spec.layers):
-        kinds.setdefault(frozenset(spec.layer(index).weights.items()), []).append(index)
-    first = [*range(FEW_LAYERS - 1), spec.layers - 1]
-    first[1:1] = [layers[0] for layers in kinds.values() if not set(layers) & set(first)]
+    for index, layer in enumerate(spec.layers):
+        kinds.setdefault(frozenset(layer.weights.items()), []).append(index)
+    first = [*range(FEW_LAYERS - 1), len(spec.layers) - 1]
+    # Layers that differ in anything else, such as rope, are there too: a pass has tables for all of them.
+    there = {spec.layers[index] for index in first}
+    first[1:1] = [spec.layers.index(kind) for kind in spec.kinds if kind not in there]
     few = found = rehearsed(setup.with_layers(first))
     for layers in kinds.values():
         missing = len(layers) - sum(index in layers for index in first)

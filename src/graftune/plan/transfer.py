@@ -9,7 +9,6 @@ pass and a backward pass fetch the same and, where weights are frozen, compute a
 from __future__ import annotations
 
 from graftune.arithmetic import ceil_div
-from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import human_bytes
 from graftune.plan.cards import Card
@@ -52,8 +51,6 @@ def _link(moved: int, on_host: bool, ranks: int, card: Card | None) -> float:
 def active_parameters(spec: ModelSpec) -> int:
     """Of the projections that a token is multiplied with, and the head."""
     count = spec.vocab * spec.width
-    for layer in range(spec.layers):
-        for part in spec.layer(layer).parts:
-            share = part.chosen / part.experts if isinstance(part, ExpertsSpec) else 1
-            count += int(part.parameters * share)
+    for kind, layers in spec.kinds.items():
+        count += layers * sum(part.active_values for part in kind.parts)
     return count

@@ -23,7 +23,6 @@ from graftune.kernels import attention
 from graftune.losses import choose
 from graftune.model.bundles import Home, HostMemory
 from graftune.model.lora import initialise, start_from_scratch
-from graftune.model.mixers.attention import AttentionSpec
 from graftune.observe.memory import free_bytes
 from graftune.runtime import Runtime, resolve
 from graftune.session.session import Session
@@ -159,10 +158,9 @@ def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choic
     """Chosen once. Where only some attention layers have a window that documents reach, those take our own kernels and
     the others the fastest."""
     spec = base.spec
-    windows = [kind.mixer.window for kind in spec.kinds if isinstance(kind.mixer, AttentionSpec)]
-    windowed = bool(windows) and all(0 < window < longest for window in windows)
+    windowed = bool(spec.attention) and all(0 < shape.window < longest for shape in spec.attention)
     how = runtime.device, runtime.compute, spec.widest_head, runtime.deterministic
-    return attention.choose(*how, windowed, capped=spec.attention_cap > 0)
+    return attention.choose(*how, windowed, capped=any(shape.capped for shape in spec.attention))
 
 
 def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:

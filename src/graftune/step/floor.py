@@ -32,7 +32,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graftune.kernels import attention
-from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
 
 HEAD_ROWS = 2048
@@ -90,12 +89,9 @@ def layers_of(spec: ModelSpec) -> tuple[Layer, ...]:
     """The products of a model without experts."""
     assert not spec.experts, "which experts compute depends on the data"
     found = []
-    for index in range(spec.layers):
-        layer = spec.layer(index)
-        (first, *rest), mixer = layer.mixer.products.items(), layer.mixer
-        heads = None
-        if isinstance(mixer, AttentionSpec):
-            heads = Heads(mixer.heads, mixer.kv_heads, mixer.head_width, mixer.window)
+    for layer in spec.layers:
+        (first, *rest), shape = layer.mixer.products.items(), layer.mixer.attention
+        heads = None if shape is None else Heads(shape.heads, shape.kv_heads, shape.head_width, shape.window)
         found.append(Layer((first,), heads, (*rest, *layer.feed_forward.products.items())))
     return tuple(found)
 

@@ -3,14 +3,11 @@ backward. Padding, recomputation, adapters and everything cheap are left out, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from graftune.model.feed_forward.experts import ExpertsSpec
-from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import LayerSpec, ModelSpec
 
 
@@ -33,14 +30,9 @@ class StepFlops:
 
 def _layer(kind: LayerSpec, passes: int, pairs: float) -> float:
     """Of one token. Attention has two products forward and five backward."""
-    mixer, feed_forward = kind.mixer, kind.feed_forward
-    values = sum(math.prod(shape) for shape in mixer.products.values())
-    if isinstance(feed_forward, ExpertsSpec):
-        values += feed_forward.chosen * sum(math.prod(shape) for shape in feed_forward.projections.values())
-    else:
-        values += sum(math.prod(shape) for shape in feed_forward.products.values())
-    total = 2.0 * passes * values
-    if isinstance(mixer, AttentionSpec):
-        seen = min(pairs, mixer.window) if mixer.window else pairs
-        total += 7 * 2 * seen * mixer.heads * mixer.head_width
+    total = 2.0 * passes * sum(part.active_values for part in kind.parts)
+    for shape in (part.attention for part in kind.parts):
+        if shape is not None:
+            seen = min(pairs, shape.window) if shape.window else pairs
+            total += 7 * 2 * seen * shape.heads * shape.head_width
     return total

@@ -67,7 +67,7 @@ def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
         stream = decoder.forward(batch.tokens, run, batch.rows, looking)
         looking.at(
             stream.x if stream.y is None else stream.x.float() + stream.y.float(),
-            looking.after(decoder.spec.layers),
+            looking.after(len(decoder.spec.layers)),
             batch.rows,
         )
         if reference is not None and not bool(reference.isfinite().all()):
@@ -90,7 +90,7 @@ class _Looking:
         index = block.index
         written = [self.after(index), *(branch[0].part.module for branch in self._branches(index)[:-1])]
         for number, (kept, name) in enumerate(zip(saved, written, strict=True)):
-            selected = index == self.spec.layers - 1 and number >= block.mixing
+            selected = index == len(self.spec.layers) - 1 and number >= block.mixing
             self.at(kept.x, name if number == 0 else f"layers.{index}.{name}", self.batch.rows if selected else None)
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
@@ -101,7 +101,7 @@ class _Looking:
         return f"layers.{index - 1}.{self._branches(index - 1)[-1][0].part.module}" if index else "the embedding"
 
     def _branches(self, index: int) -> list[tuple[BranchPart, ...]]:
-        return [branch.parts for branch in self.spec.layer(index).branches]
+        return [branch.parts for branch in self.spec.layers[index].branches]
 
     def at(self, stream: torch.Tensor, name: str, rows: torch.Tensor | None = None) -> None:
         """`rows`: the batch's tokens that the stream's rows are, where they are not all."""

@@ -55,7 +55,7 @@ class ProfiledSteps:
     """Told of every step that is sent; `every` 0: none is profiled."""
 
     def __init__(self, every: int, folder: Path, loop: BaseLoop, session: Session, shape: Capacities | None):
-        self.every, self.folder, self.loop, self.layers = every, folder, loop, session.base.spec.layers
+        self.every, self.folder, self.loop, self.layers = every, folder, loop, len(session.base.spec.layers)
         self.captured = loop.graph
         self.floor_ms = floors.known(session, shape) if every else None
         facts = facts_of(session, shape) | {"captured": self.captured}

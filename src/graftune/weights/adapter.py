@@ -21,10 +21,10 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.io.json_file import NotJson, read_object
+from graftune.model.families import NORMS
 from graftune.model.lora import Arena, targets_of
-from graftune.model.spec import NAMES, NORMS, Names
 from graftune.settings.config import TARGETS, LoraConfig, expand_targets
-from graftune.weights import experts, names, patterns, rows, safetensors_io
+from graftune.weights import experts, names, patterns, safetensors_io
 from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
@@ -61,8 +61,6 @@ _REFUSED = {
 }
 # Ways to start an adapter that take what it starts with out of the base: it means nothing over the base's own weights.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_NORMS = {kind for kinds in NORMS.values() for kind in kinds if kind}
-_NORMS |= {norm for names in (Names(), *NAMES.values()) for norm in (names.final_norm, *names.qk_norms)}
 
 
 def is_adapter(path: Path) -> bool:
@@ -114,7 +112,7 @@ def write_adapter(
     """Tensors by our names, B's in Hugging Face's row order; what is at `folder` gives way if it is an adapter."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the adapter to a new folder")
-    shifts = {name: rows.shift_of(base.spec, name) for name in tensors}
+    shifts = {name: base.spec.norm_offset(name) for name in tensors}
     tensors = {name: t - shifts[name] if shifts[name] else t for name, t in tensors.items()}
     saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
     stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
@@ -255,7 +253,7 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     targets = values.get("target_modules")
     if not isinstance(targets, str | list | None) or not all(isinstance(target, str) for target in targets or ()):
         raise _uses(f"target modules {targets!r}", path)
-    if unknown := _saved(values) - _NORMS - {*TABLES}:
+    if unknown := _saved(values) - NORMS - {*TABLES}:
         raise _uses(f"modules_to_save {sorted(unknown)}", path)
 
 
@@ -294,7 +292,7 @@ def _understood(
         dropout=dropout,
         rslora=bool(values.get("use_rslora")),
         targets=tuple(p for p in TARGETS if p in targets),
-        train_norms=bool(_saved(values) & _NORMS),
+        train_norms=bool(_saved(values) & NORMS),
         new_tokens=tuple(added),
     )
     if values.get("target_parameters"):

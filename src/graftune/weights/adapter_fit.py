@@ -44,7 +44,7 @@ def fitted(adapter: Adapter, spec: ModelSpec) -> Adapter:
     if adapter.partial:
         adapter = dataclasses.replace(adapter, tensors=filled(adapter.tensors, spec, adapter.lora), partial=False)
     if adapter.hf_norms:
-        shifts = {name: rows.shift_of(spec, name) for name in adapter.tensors}
+        shifts = {name: spec.norm_offset(name) for name in adapter.tensors}
         shifted = {name: t + shifts[name] if shifts[name] else t for name, t in adapter.tensors.items()}
         adapter = dataclasses.replace(adapter, tensors=shifted, hf_norms=False)
     if not adapter.interleaved:

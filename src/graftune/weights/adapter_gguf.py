@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.model.families import by_architecture
 from graftune.settings.config import PROJECTIONS, TARGETS, LoraConfig
-from graftune.weights import experts, names, rows
+from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter
 from graftune.weights.gguf_io import read_gguf
 
@@ -35,12 +36,13 @@ def load_gguf_adapter(path: Path) -> Adapter:
         raise GraftuneError("has no adapter.lora.alpha", where=str(path), fix="export the adapter again")
     if get("adapter.alora.invocation_tokens"):
         raise GraftuneError("the adapter uses activated LoRA", where=str(path), fix="this cannot be loaded here")
+    family = by_architecture(str(get("general.architecture")))
     tensors = experts.adapters_from_gguf(file.tensors, str(path))
     for stored, tensor in file.tensors.items():
         if experts.is_stacked(stored):
             continue
         match = re.fullmatch(r"(.+\.weight)\.lora_([ab])", stored)
-        ours = names.from_gguf(match[1], str(get("general.architecture"))) if match else None
+        ours = family.our_name(match[1]) if match and family else None
         if match is None or ours is None or len(tensor.shape) != 2 or ours.split(".")[-2] not in TARGETS:
             raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")
         tensors[f"{ours.removesuffix('weight')}lora_{match[2].upper()}.weight"] = tensor.values()
@@ -53,7 +55,7 @@ def load_gguf_adapter(path: Path) -> Adapter:
         "none" if get(TEMPLATE) == "none" else "auto",
         bool(get(APPEND_EOS, False)),
         str(get(REVISION) or ""),
-        interleaved=get("general.architecture") in rows.INTERLEAVED,
+        interleaved=family is not None and family.interleaved,
     )
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.model.families import MODULES
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS, LoraConfig
-from graftune.weights import apr_io, experts, names
+from graftune.weights import apr_io, experts
 from graftune.weights.adapter_fit import Adapter
 from graftune.weights.apr_io import AprFile, AprTensor
 
@@ -46,9 +47,9 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
         "lora_rank": lora.rank,
         "lora_alpha": lora.alpha * math.sqrt(lora.rank) if lora.rslora else lora.alpha,
         "hidden_size": spec.width,
-        "num_layers": spec.layers,
-        "num_heads": spec.heads,
-        "num_kv_heads": spec.kv_heads,
+        "num_layers": len(spec.layers),
+        "num_heads": spec.describe()["heads"],
+        "num_kv_heads": spec.describe()["kv_heads"],
         "vocab_size": spec.vocab,
         "data_hash": facts.get("data_hash", ""),
         "provenance": {"tool": "graftune", "started_at": facts.get("started_at", "")},
@@ -61,7 +62,7 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
             "rslora_alpha": lora.alpha if lora.rslora else None,
             "dropout": lora.dropout,
             "new_tokens": list(lora.new_tokens),
-            "conv_layers": list(spec.conv_layers),
+            "conv_layers": [i for i, layer in enumerate(spec.layers) if layer.mixer.module == "conv"],
         },
     }
     tensors = {_stored(name): AprTensor.of(value.float()) for name, value in adapter.tensors.items()}
@@ -105,7 +106,7 @@ def load_apr(path: Path) -> Adapter:
 def _ours(stored: str, convolutions: object, path: Path) -> str:
     """`convolutions`: the layers with one; they decide between names that attention and convolutions share."""
     match = _STORED.fullmatch(stored)
-    modules = names.MODULES.get(match[2], ()) if match else ()
+    modules = MODULES.get(match[2], ()) if match else ()
     if match and len(modules) > 1 and isinstance(convolutions, list):
         modules = ("conv",) if int(match[1]) in convolutions else ("self_attn",)
     if match and len(modules) == 1:

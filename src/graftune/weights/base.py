@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,24 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.io.files import check_inside
 from graftune.io.json_file import NotJson, read_object
+from graftune.model.families import family_of, from_config, from_gguf
+from graftune.model.families.rope import GGUF_TENSORS
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import assembled, check_quantisation
-from graftune.model.gguf_metadata import from_gguf
-from graftune.model.hf_config import from_config
 from graftune.model.lora import norm_names
-from graftune.model.spec import LISTS, ModelSpec
+from graftune.model.spec import ModelSpec
 from graftune.settings.recognise import default_base
 from graftune.weights import experts, hub, names, safetensors_io
 from graftune.weights import rows as rows_
-
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 @dataclass
@@ -43,7 +39,6 @@ class Base:
     spec: ModelSpec
     tokenizer: tok.Tokenizer
     tensors: Mapping[str, RowSource] = field(repr=False)  # by our names
-    rope_factors: torch.Tensor | None = None  # Llama 3's, where the GGUF carries them
     parts: tuple[Path, ...] = ()  # the files of a GGUF; `path` is the first
     from_hub: bool = False
 
@@ -95,7 +90,7 @@ def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if name in tensors and tensors[name].shape[0] > count:
             tensors[name] = rows_.FirstRows(tensors[name], count)
-    spec = dataclasses.replace(base.spec, vocab=count)
+    spec = base.spec.with_vocab(count)
     return dataclasses.replace(base, spec=spec, tensors=tensors, tokenizer=base.tokenizer.with_tokens(new))
 
 
@@ -157,8 +152,8 @@ def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...
     yield "embed_tokens.weight", (spec.vocab, spec.width)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab, spec.width)
-    for index in range(min(spec.layers, count + 1)):  # with more layers than tensors, the first missing one is named
-        for name, shape in spec.layer(index).weights.items():
+    for index, layer in enumerate(spec.layers[: count + 1]):  # more layers than tensors: the first missing is named
+        for name, shape in layer.weights.items():
             yield f"layers.{index}.{name}", shape
     for _, name, width in norm_names(spec):
         yield name, (width,)
@@ -178,35 +173,12 @@ def _sound(where: Path) -> Iterator[None]:
 
 
 def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
-    kinds = [layer for name in LISTS for layer in getattr(spec, name)]
-    sizes = {spec.sizes(layer) for layer in range(len(spec.own) or 1)}
-    bad = {
-        "sizes of layers": len(spec.own) not in (0, spec.layers),
-        "key heads": any(one.kv_heads <= 0 or one.heads % one.kv_heads != 0 for one in sizes),
-        "head width": any(one.head_width <= 0 or one.head_width % 2 != 0 for one in sizes),
-        "norm epsilon": not 0 <= spec.norm_eps < 1,
-        "rope base": not 0 < spec.rope_theta < math.inf or not 0 <= spec.local_theta < math.inf,
-        "rope's share of a head": any(not 0 <= one.rotated <= one.head_width or one.rotated % 2 for one in sizes),
-        "scales": spec.head_width > 0 and not all(0 < x < math.inf for x in _scales(spec)),
-        "window": spec.window < 0,
-        "caps": not (0 <= spec.attention_cap < math.inf and 0 <= spec.logit_cap < math.inf),
-        "kinds of layers": max(kinds, default=0) >= spec.layers,
-    }
-    if spec.rope.kind == "longrope":
-        lengths = {len(spec.rope.short), len(spec.rope.long), (spec.rotated or spec.head_width) // 2}
-        bad["rope scaling"] = len(lengths) != 1 or spec.rope.original_length < 2
-    if max(one.head_width for one in sizes) <= 1 << 16 and not any(bad.values()):
-        bad["rope scaling"] = not all(bool(rope.frequencies.isfinite().all()) for rope in spec.ropes())
-    wrong = [name for name, is_bad in bad.items() if is_bad]
-    if wrong:
+    wrong = next(spec.problems(), None)
+    if wrong is not None:
         raise GraftuneError(
-            f"its configuration makes no sense ({wrong[0]})", where=str(where), fix="download the model again"
+            f"its configuration makes no sense ({wrong})", where=str(where), fix="download the model again"
         )
     return spec
-
-
-def _scales(spec: ModelSpec) -> tuple[float, ...]:
-    return spec.embedding_scale, spec.score_scale, spec.residual_scale, spec.logit_scale
 
 
 def _open(name: str, revision: str, weights: bool) -> Base:
@@ -235,40 +207,24 @@ def _open_gguf(name: str, path: Path) -> Base:
     with _sound(path):
         spec = _checked_spec(from_gguf(file.metadata, file.tensors, str(path)), path)
     tensors: dict[str, RowSource] = {}
-    arch = str(file.metadata["general.architecture"])
+    family = family_of(spec)
     for gguf_name, tensor in file.tensors.items():
         split = experts.from_gguf(gguf_name, tensor) if spec.experts else None
         if split is not None:
             tensors.update(split)
             continue
-        ours = names.from_gguf(gguf_name, arch)
-        if ours is None and gguf_name in ROPE_TENSORS:
+        ours = family.our_name(gguf_name)
+        if ours is None and gguf_name in GGUF_TENSORS:
             continue
         ours = ours or gguf_name  # _check_tensors refuses it by name
-        order = _rope_row_order(spec, ours, tensor.shape[0]) if arch in rows_.INTERLEAVED else None
+        order = _rope_row_order(spec, ours, tensor.shape[0]) if family.interleaved else None
         if order is not None:
             tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
         tensors[ours] = tensor
         shapes = rows_.shapes_of(spec, ours)
         if shapes is not None and tensor.shape == shapes[1]:
             tensors[ours] = rows_.Reshaped(tensor, shapes[0])
-    factors = file.tensors.get("rope_freqs.weight")
-    if factors is not None and factors.shape != (spec.head_width // 2,):
-        raise GraftuneError(
-            f"rope_freqs.weight is {list(factors.shape)} where heads are {spec.head_width} wide",
-            where=str(path),
-            fix="download the model again",
-        )
-    return Base(
-        name,
-        path,
-        "gguf",
-        spec,
-        tok.from_gguf(file.metadata),
-        tensors,
-        factors.values() if factors is not None else None,
-        parts,
-    )
+    return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts)
 
 
 def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, Any] | None:

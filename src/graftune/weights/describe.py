@@ -14,6 +14,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.io.json_file import NotJson, read_object
+from graftune.model.part import AttentionShape
 from graftune.observe.memory import human_bytes
 from graftune.weights import safetensors_io
 from graftune.weights.adapter import is_adapter, load_adapter
@@ -56,7 +57,11 @@ def _of_adapter(name: str, place: Path) -> Report:
 def _facts(base: Base) -> dict[str, Any]:
     spec, tokenizer = base.spec, base.tokenizer
     files = base.files
-    window = f", of which {len(spec.window_layers)} see {spec.window} tokens back" if spec.window_layers else ""
+    experts, chosen = spec.expert_counts
+    shapes = [layer.mixer.attention for layer in spec.layers]
+    windows = [shape.window for shape in shapes if shape is not None and shape.window]
+    window = f", of which {len(windows)} see {max(windows)} tokens back" if windows else ""
+    heads = next((shape for shape in shapes if shape is not None), AttentionShape(0, 0, 0))
     return {
         "base": base.name,
         "kind": base.kind,
@@ -65,10 +70,10 @@ def _facts(base: Base) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in files),
         "architecture": spec.family,
         "parameters": spec.parameters,
-        "layers": f"{spec.layers}{window}",
-        "heads": f"{spec.heads} of {spec.head_width}, {spec.kv_heads} for keys and values",
+        "layers": f"{len(spec.layers)}{window}",
+        "heads": f"{heads.heads} of {heads.head_width}, {heads.kv_heads} for keys and values",
         "width": spec.width,
-        **({"experts": f"{spec.experts_chosen} of {spec.experts} for each token"} if spec.experts else {}),
+        **({"experts": f"{chosen} of {experts} for each token"} if experts else {}),
         "context": spec.max_positions,
         "weights": _weights((t.dtype_name, t.nbytes) for t in base.tensors.values()),
         "head": "tied to the embedding" if spec.tied else "of its own",

@@ -1,7 +1,6 @@
 """The experts of a mixture under the names and in the layouts of other programs.
 
     ours, the Hub's    layers.N.mlp.experts.E.gate_proj.weight [F, D], up_proj, down_proj [D, F]; mlp.gate.weight [E, D]
-    Mixtral's          layers.N.block_sparse_moe.experts.E.w1.weight, w3, w2; block_sparse_moe.gate.weight
     transformers       layers.N.mlp.experts.gate_up_proj [E, 2F, D], down_proj [E, D, F]
     GGUF               blk.N.ffn_gate_exps.weight [E, F, D], ffn_up_exps, ffn_down_exps; ffn_gate_inp.weight
 
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.model.families import family_of
 from graftune.model.feed_forward.experts import PARAMETERS
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 _GGUF = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 PROJECTIONS = tuple(_GGUF)
 _GGUF_BACK = {gguf: ours for ours, gguf in _GGUF.items()}
-_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_MIXTRAL_BACK = {ours: theirs for theirs, ours in _MIXTRAL.items()}
 
 
 @dataclass(frozen=True)
@@ -86,24 +84,9 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
                     rows = tensor.shape[1] // len(projections)
                     found[f"{stacked[1]}.{expert}.{projection}.weight"] = ExpertRows(tensor, expert, at, rows)
                     at += rows
-        elif spec.family == "mixtral":
-            found[_from_mixtral(name)] = tensor
         else:
-            found[name] = tensor
+            found[family_of(spec).from_folder(name)] = tensor
     return found
-
-
-def _from_mixtral(name: str) -> str:
-    name = name.replace(".block_sparse_moe.", ".mlp.")
-    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda m: f".experts.{m[1]}.{_MIXTRAL[m[2]]}.", name)
-
-
-def to_folder(name: str, spec: ModelSpec) -> str:
-    """The name that a folder of the family uses for one of our tensors, without `model.`."""
-    if spec.family != "mixtral" or ".mlp." not in name:
-        return name
-    name = re.sub(r"\.experts\.(\d+)\.(\w+)\.weight", lambda m: f".experts.{m[1]}.{_MIXTRAL_BACK[m[2]]}.weight", name)
-    return name.replace(".mlp.", ".block_sparse_moe.")
 
 
 def from_gguf(name: str, tensor: GgufTensor) -> dict[str, GgufTensor] | None:
@@ -126,7 +109,7 @@ def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str
         return dict(tensors), {}
     stacks: dict[str, RowSource] = {}
     plain = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
-    for layer in range(spec.layers):
+    for layer in range(len(spec.layers)):
         for projection, theirs in _GGUF.items():
             names = [f"layers.{layer}.mlp.experts.{e}.{projection}.weight" for e in range(spec.experts)]
             stacks[f"blk.{layer}.{theirs}.weight"] = Stack(tuple(tensors[name] for name in names))

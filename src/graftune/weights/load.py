@@ -30,6 +30,7 @@ from graftune.model.layer_spec import NormSpec
 from graftune.model.lora import Arena, adapter_columns_of, expert_lora, lora_group, targets_of
 from graftune.model.part import Bias, NormWeight, PartSpec
 from graftune.model.projection import Projection
+from graftune.model.rotary import RopeSpec
 from graftune.model.spec import ModelSpec
 from graftune.runtime import Runtime
 from graftune.settings.config import LoraConfig
@@ -103,10 +104,10 @@ class _Placer:
         decoder = Decoder(
             spec=spec,
             embedding=embedding,
-            blocks=[self.block(i) for i in range(spec.layers)],
-            norm=self.norm(f"{spec.names.final_norm}.weight", spec.width),
+            blocks=[self.block(i) for i in range(len(spec.layers))],
+            norm=self.norm(f"{spec.head.norm.name}.weight", spec.width),
             head=Head(head, head_rows),
-            ropes=tuple(rope.to(self.device) for rope in spec.ropes(self.base.rope_factors)),
+            ropes=tuple(rope.build().to(self.device) for rope in spec.ropes),
             device=self.device,
             compute=self.compute,
             added=embed_rows,
@@ -131,7 +132,7 @@ class _Placer:
             return self._block(index)
 
     def _block(self, index: int) -> Block:
-        layer, first = self.spec.layer(index), 0
+        layer, first = self.spec.layers[index], 0
         branches: list[Branch | ParallelBranch] = []
         for spec in layer.branches:
             made: list[Branch] = []
@@ -310,6 +311,9 @@ class _PartPlacer:
 
     def norm(self, name: str) -> NormWeight:
         return self.placer.norm(f"{self.stem}.{name}.weight", self.part.norms[name])
+
+    def rope(self, spec: RopeSpec) -> int:
+        return self.placer.spec.ropes.index(spec)
 
     def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         placer, stored = self.placer, f"{self.stem}.{name}"

@@ -19,7 +19,6 @@ from graftune.model.spec import ModelSpec
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-INTERLEAVED = ("llama", "granite", "smollm3")  # architectures of GGUF
 
 
 def heads_of(spec: ModelSpec, name: str) -> tuple[int, int] | None:
@@ -175,14 +174,6 @@ def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, .
     return (shape, tuple(size for size in shape if size != 1)) if 1 in shape else None
 
 
-def shift_of(spec: ModelSpec, name: str) -> float:
-    """What Hugging Face's checkpoints leave off a tensor: of a norm what the family does, unless its part says not."""
-    if not spec.norm_shift or not name.endswith("norm.weight"):
-        return 0.0
-    part, inner = spec.part_of(name)
-    return 0.0 if part is not None and inner.removesuffix(".weight") in part.unshifted_norms else spec.norm_shift
-
-
 def from_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
     """Tensors by our names, as a checkpoint of Hugging Face holds them -> as the engine computes with them."""
     return _shifted(tensors, spec, 1)
@@ -193,5 +184,5 @@ def to_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
 
 
 def _shifted(tensors: Mapping[str, RowSource], spec: ModelSpec, sign: int) -> dict[str, RowSource]:
-    shifts = {name: sign * shift_of(spec, name) for name in tensors}
+    shifts = {name: sign * spec.norm_offset(name) for name in tensors}
     return {name: AddedVector(t, shifts[name]) if shifts[name] else t for name, t in tensors.items()}

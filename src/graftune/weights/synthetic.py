@@ -43,8 +43,8 @@ def random_base(spec: ModelSpec, device: torch.device) -> Base:
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab, spec.width)}
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.width)
-    for layer in range(spec.layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in spec.layer(layer).weights.items()}
+    for index, layer in enumerate(spec.layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.weights.items()}
     shapes |= {name: (width,) for _, name, width in norm_names(spec)}
     tensors = {name: RandomRows(shape, device) for name, shape in shapes.items()}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))  # noqa: S106 (a token of text)

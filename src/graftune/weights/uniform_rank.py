@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.model.families import MODULES
 from graftune.model.lora import targets_of, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS
-from graftune.weights import names, patterns
+from graftune.weights import patterns
 
 MOST_PATTERNS = 4000  # one for each module of a model, and more
 
@@ -42,7 +43,7 @@ def with_uniform_rank(
         first, _, rest = module.partition(".")
         number, _, inner = rest.partition(".")
         module, _, target = inner.rpartition(".")
-        if first != "layers" or not number.isdecimal() or module not in names.MODULES.get(target, ()):
+        if first != "layers" or not number.isdecimal() or module not in MODULES.get(target, ()):
             raise refuse(f"adapters on {module}")
     if not downs:
         raise GraftuneError("holds no A and B of any module", where=where, fix="copy the adapter again")
@@ -87,8 +88,8 @@ def with_uniform_rank(
 def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> dict[str, torch.Tensor]:
     """The tensors, with zeros where an adapter leaves out a module of its targets."""
     made, targets = dict(tensors), targets_of(spec, lora)
-    for layer in range(spec.layers):
-        for target, (out, into) in spec.layer(layer).projections.items():
+    for layer, kind in enumerate(spec.layers):
+        for target, (out, into) in kind.projections.items():
             for matrix, size in (("A", (lora.rank, into)), ("B", (out, lora.rank))) if target in targets else ():
                 made.setdefault(weight_name(spec, layer, target, f"lora_{matrix}.weight"), torch.zeros(size))
     return made

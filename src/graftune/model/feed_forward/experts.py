@@ -84,6 +84,14 @@ class ExpertsSpec(FeedForwardSpec):
         shapes = {parameter: self.shape_of(parameter) for parameter in PARAMETERS}
         return {parameter: (self.experts * out, width) for parameter, (out, width) in shapes.items()}
 
+    @property
+    def expert_counts(self) -> tuple[int, int]:
+        return self.experts, self.chosen
+
+    @property
+    def active_values(self) -> int:
+        return self.chosen * sum(out * into for out, into in self.projections.values())
+
     def shape_of(self, parameter: str) -> tuple[int, int]:
         """(out, in) of one expert's share of a parameter."""
         shapes = [self.projections[member] for member in PARAMETERS[parameter]]

@@ -8,6 +8,8 @@ Legend: T tokens, D width, N heads, K key heads, H head width, S sequences.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +17,19 @@ import torch
 
 from graftune.kernels import attention, rope
 from graftune.model.context import PassContext, Past, Sequences
-from graftune.model.part import Bias, CacheBytes, Mixer, MixerSpec, NormWeight, PartInput, PartPlacer, SavedInput
+from graftune.model.part import (
+    AttentionShape,
+    Bias,
+    CacheBytes,
+    Mixer,
+    MixerSpec,
+    NormWeight,
+    PartInput,
+    PartPlacer,
+    SavedInput,
+)
 from graftune.model.projection import Projection, ReadyGrad
+from graftune.model.rotary import RopeSpec
 
 
 @dataclass(frozen=True)
@@ -27,13 +40,14 @@ class AttentionSpec(MixerSpec):
     head_width: int
     norm_eps: float
     score_scale: float
+    rope: RopeSpec
     score_cap: float = 0.0  # soft cap of the scores; 0: none
     window: int = 0  # sliding window; 0: none
-    rope: int = 0  # which of the pass's rotary tables
     bias: bool = False  # of q, k and v
     fused: bool = False  # checkpoints hold q, k and v as one projection
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads of q, and of k, together
+    norm_offset: float = 0.0  # of q's and k's norms (NormSpec.offset)
     module: str = "self_attn"
     out: str = "o_proj"
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
@@ -69,6 +83,32 @@ class AttentionSpec(MixerSpec):
     def residual_outputs(self) -> tuple[str, ...]:
         return (self.out,)
 
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        return (self.rope,)
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.heads, self.kv_heads, self.head_width, self.window, self.score_cap > 0)
+
+    def problems(self) -> Iterator[str]:
+        if self.kv_heads <= 0 or self.heads % self.kv_heads != 0:
+            yield "key heads"
+        if self.head_width <= 0 or self.head_width % 2 != 0:
+            yield "head width"
+        if not 0 < self.score_scale < math.inf:
+            yield "scales"
+        if self.window < 0:
+            yield "window"
+        if not 0 <= self.score_cap < math.inf:
+            yield "caps"
+        if not 0 < self.rope.width <= self.head_width:
+            yield "rope's share of a head"
+        yield from self.rope.problems()
+
+    def norm_offset_of(self, name: str) -> float:
+        return self.norm_offset if name in self.qk_norms else 0.0
+
     def build(self, place: PartPlacer) -> Attention:
         q_norm, k_norm = (place.norm(name) for name in self.qk_norms) if self.qk_norm else (None, None)
         return Attention(
@@ -80,7 +120,7 @@ class AttentionSpec(MixerSpec):
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=self.norm_eps,
-            rope=self.rope,
+            rope=place.rope(self.rope),
             window=self.window,
             score_scale=self.score_scale,
             score_cap=self.score_cap,

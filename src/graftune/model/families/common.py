@@ -1,0 +1,377 @@
+"""What all families share: one class that reads and writes their files, of which each family is an instance.
+
+A configuration in Hugging Face's words is the common form. config.json is one, GGUF metadata becomes one through a
+table of keys, and a spec is written as one, from which GGUF's keys follow through the same table. A plain family is an
+instance with other values; a family that computes something of its own overrides the method that reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.model.families import rope
+from graftune.model.families.reading import ACTIVATIONS, MOST_EXPERTS, Config, Getter, check_supported
+from graftune.model.feed_forward.experts import ExpertsSpec
+from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec, NormSpec
+from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.part import FeedForwardSpec, MixerSpec
+from graftune.model.rotary import RopeSpec
+from graftune.model.spec import EmbeddingSpec, HeadSpec, ModelSpec
+
+# The norms of a layer by their place: before and behind the mixer, before and behind the feed-forward.
+BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
+# Hugging Face's keys and GGUF's, behind the architecture's name.
+KEYS = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+}
+# Our names, which are Hugging Face's behind `model.` or `model.layers.N.`, and GGUF's.
+BLOCK = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    hf_class: str
+    model_type: str = ""  # Hugging Face's name for it; "": `name`
+    architecture: str = ""  # GGUF's name for it; "": `name`
+    gguf_marker: str = ""  # a key that tells its GGUFs from others of the same architecture
+    defaults: Config = field(default_factory=dict)  # what transformers takes where a configuration leaves it out
+    norms: tuple[str | None, ...] = BEFORE
+    norm_offset: float = 0.0
+    final_norm: str = "norm"
+    bias: bool = False  # of queries, keys and values
+    qk_norm: bool = False
+    wide_qk_norm: bool = False  # over all heads together
+    fused: bool = False  # checkpoints hold q, k and v as one projection, gate and up as another
+    windows: str = "none"  # which layers have one, unless layer_types says so: none | all | configured | alternate
+    pattern: int = 0  # alternate: every such layer has none
+    local_rope: bool = False  # layers with a window have a rope of their own, which is never scaled
+    partial_rope: bool = False  # rope may rotate a part of each head
+    experts_key: str = ""  # how many experts each layer has; "": the family is dense
+    expert_ffn_key: str = "intermediate_size"
+    keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
+    interleaved: bool = False  # GGUFs interleave the two halves of each head of q and k
+    windows_in_llama_cpp: bool = False
+    layers_of_70b: int = 0  # so many layers make llama.cpp's quantiser take a model for one of 70B parameters
+
+    @property
+    def arch(self) -> str:
+        return self.architecture or self.name
+
+    @property
+    def hf_type(self) -> str:
+        return self.model_type or self.name
+
+    @property
+    def all_keys(self) -> dict[str, str]:
+        found = KEYS | dict(self.keys)
+        if self.experts_key:
+            found |= {self.experts_key: "expert_count", "num_experts_per_tok": "expert_used_count"}
+        return found
+
+    # Reading a configuration
+
+    def spec(self, config: Config, where: str, spelled: Mapping[str, str] | None = None) -> ModelSpec:
+        """The spec that a configuration describes. `spelled`: names of its keys in the file, for messages."""
+        check_supported(config, where, bias=self.bias)
+        get = Getter(self.completed(config), where, spelled or {})
+        width, eps = get.whole("hidden_size"), get.number("rms_norm_eps", 1e-6)
+        norms = tuple(None if n is None else NormSpec(n, width, eps, self.norm_offset) for n in self.norms)
+        feed_forward, scale = self.feed_forward(get), self.residual_scale(get)
+        kinds: dict[MixerSpec, LayerSpec] = {}
+        mixers = self.mixers(get)
+        for mixer in dict.fromkeys(mixers):
+            branches = (BranchPart(mixer, *norms[:2]), BranchPart(feed_forward, *norms[2:]))
+            kinds[mixer] = LayerSpec(tuple(BranchSpec((part,), scale=scale) for part in branches))
+        return ModelSpec(
+            self.name,
+            self.embedding(get),
+            tuple(kinds[mixer] for mixer in mixers),
+            self.head(get, NormSpec(self.final_norm, width, eps, self.norm_offset)),
+            int(get.number("max_position_embeddings", 2048)),
+        )
+
+    def completed(self, config: Config) -> dict[str, Any]:
+        """With what the file leaves out, and with the names that all families have."""
+        return dict(self.defaults) | dict(config)
+
+    def embedding(self, get: Getter) -> EmbeddingSpec:
+        return EmbeddingSpec(get.whole("vocab_size"), get.whole("hidden_size"))
+
+    def head(self, get: Getter, norm: NormSpec) -> HeadSpec:
+        return HeadSpec(norm, bool(get.config.get("tie_word_embeddings", False)))
+
+    def residual_scale(self, get: Getter) -> float:
+        """Of what each part adds to the residual stream."""
+        return 1.0
+
+    def attention(self, get: Getter) -> AttentionSpec:
+        """The mixer of a layer without a window."""
+        width, heads = get.whole("hidden_size"), get.whole("num_attention_heads")
+        kv_heads = int(get.config.get("num_key_value_heads") or heads)
+        if heads % kv_heads:
+            raise GraftuneError(
+                f"{heads} heads do not divide by {kv_heads} key heads", where=get.where, fix="check config.json"
+            )
+        head_width = self.head_width(get)
+        return AttentionSpec(
+            width=width,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_width=head_width,
+            norm_eps=get.number("rms_norm_eps", 1e-6),
+            score_scale=head_width**-0.5,
+            rope=self.ropes(get, head_width)[0],
+            bias=self.bias,
+            fused=self.fused,
+            qk_norm=self.qk_norm,
+            wide_qk_norm=self.wide_qk_norm,
+            norm_offset=self.norm_offset,
+        )
+
+    def head_width(self, get: Getter) -> int:
+        return int(get.config.get("head_dim") or get.whole("hidden_size") // get.whole("num_attention_heads"))
+
+    def ropes(self, get: Getter, head_width: int) -> tuple[RopeSpec, RopeSpec]:
+        """Of the layers without a window, and of those with one."""
+        return rope.read_ropes(get.config, head_width, get.where, partial=self.partial_rope, local=self.local_rope)
+
+    def mixers(self, get: Getter) -> list[MixerSpec]:
+        """One for each layer."""
+        attention = self.attention(get)
+        local = self.ropes(get, attention.head_width)[1]
+        windowed = replace(attention, window=int(get.config.get("sliding_window") or 0), rope=local)
+        return [windowed if has_window else attention for has_window in self.windowed(get)]
+
+    def windowed(self, get: Getter) -> list[bool]:
+        """Which layers have a window."""
+        config, layers = get.config, get.layers()
+        off = self.windows == "configured" and not config.get("use_sliding_window")
+        if not config.get("sliding_window") or self.windows == "none" or off:
+            return [False] * layers
+        if config.get("layer_types"):
+            return [kind == "sliding_attention" for kind in get.by_layer(config["layer_types"])]
+        if self.windows == "alternate":
+            step = int(config.get("sliding_window_pattern") or self.pattern)
+            return [(index + 1) % step != 0 for index in range(layers)]
+        first = int(config.get("max_window_layers", 0)) if self.windows == "configured" else 0
+        return [index >= first for index in range(layers)]
+
+    def feed_forward(self, get: Getter) -> FeedForwardSpec:
+        width = get.whole("hidden_size")
+        activation = get.activation()
+        if not self.experts_key:
+            return GatedSpec(width, get.whole("intermediate_size"), activation, self.fused)
+        config = get.config
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise GraftuneError("has experts in some layers only", where=get.where, fix="this variant is not supported")
+        key = next((key for key in ("num_experts", "num_local_experts") if key in config), self.experts_key)
+        count, chosen = get.whole(key), get.whole("num_experts_per_tok")
+        if not chosen <= count <= MOST_EXPERTS:
+            raise GraftuneError(f"chooses {chosen} of {count} experts", where=get.where, fix="download the model again")
+        return ExpertsSpec(width, get.whole(self.expert_ffn_key), count, chosen, bool(config.get("norm_topk_prob")))
+
+    # Reading GGUF metadata
+
+    def from_gguf(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> ModelSpec:
+        spelled = {ours: f"{self.arch}.{theirs}" for ours, theirs in self.all_keys.items()}
+        return self.spec(self.gguf_config(metadata, tensors, where), where, spelled)
+
+    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """GGUF metadata as a configuration; `tensors` (name -> anything with a shape) decides what it leaves open."""
+        if bool(metadata.get(f"{self.arch}.expert_count")) != bool(self.experts_key):
+            what = "has no experts" if self.experts_key else "is a mixture of experts"
+            raise GraftuneError(
+                f"{what}, other than models of {self.arch}", where=where, fix="this variant is not supported"
+            )
+        stored = {ours: metadata.get(f"{self.arch}.{theirs}") for ours, theirs in self.all_keys.items()}
+        config = {ours: value for ours, value in stored.items() if value is not None}
+        get = Getter(config, where, {})
+        config |= {
+            "vocab_size": int(tensors["token_embd.weight"].shape[0]),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "max_position_embeddings": int(get.number("max_position_embeddings", 2048)),
+            "rms_norm_eps": get.number("rms_norm_eps", 1e-5),
+            "rope_theta": get.number("rope_theta", 10_000.0),
+            "sliding_window": config.get("sliding_window"),
+            "norm_topk_prob": True,
+        }
+        spelled = {ours: f"{self.arch}.{theirs}" for ours, theirs in self.all_keys.items()}
+        head_width = self.head_width(Getter(config, where, spelled))
+        rotated = metadata.get(f"{self.arch}.rope.dimension_count", head_width)
+        config["partial_rotary_factor"] = rotated / head_width
+        config["rope_scaling"] = rope.gguf_scaling(metadata, tensors, self.arch, head_width, where)
+        pattern = metadata.get(f"{self.arch}.attention.sliding_window_pattern")
+        if isinstance(pattern, list):
+            kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+            return config | {"layer_types": kinds, "use_sliding_window": True}
+        return config | {"sliding_window_pattern": pattern}
+
+    # Writing
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        """The configuration that describes a spec, without the tokenizer's values."""
+        attention, feed_forward = uniform(spec, where)
+        full, local = self.written_ropes(spec)
+        scaling = rope.written_scaling(full, where)
+        windows = [0 if layer.mixer.attention is None else layer.mixer.attention.window for layer in spec.layers]
+        found: dict[str, Any] = {
+            "architectures": [self.hf_class],
+            "model_type": self.hf_type,
+            "vocab_size": spec.vocab,
+            "hidden_size": spec.width,
+            "intermediate_size": feed_forward.ffn,
+            "num_hidden_layers": len(spec.layers),
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": attention.kv_heads,
+            "head_dim": attention.head_width,
+            "hidden_act": "silu",
+            "rms_norm_eps": attention.norm_eps,
+            "max_position_embeddings": spec.max_positions,
+            "rope_theta": full.theta,
+            "rope_scaling": scaling,
+            "tie_word_embeddings": spec.tied,
+            "use_sliding_window": self.windows == "configured" and any(windows),
+            "sliding_window": max(windows) or None,
+            "attention_bias": self.bias,
+        }
+        if self.windows == "alternate" or found["use_sliding_window"]:
+            found["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+        if self.local_rope:  # by kind of layer for newer readers; older ones know the bases by these names
+            scaled = {"rope_theta": full.theta} | (scaling or {"rope_type": "default"})
+            own = {"rope_type": "default", "rope_theta": local.theta}
+            found["rope_parameters"] = {"full_attention": scaled, "sliding_attention": own}
+            found["rope_local_base_freq"] = local.theta
+        if full.width != attention.head_width:
+            found["partial_rotary_factor"] = full.width / attention.head_width
+        if full.scaling.kind == "longrope":
+            found["original_max_position_embeddings"] = full.scaling.original_length
+        if isinstance(feed_forward, ExpertsSpec):
+            found |= {
+                self.experts_key: feed_forward.experts,
+                "num_experts_per_tok": feed_forward.chosen,
+                self.expert_ffn_key: feed_forward.ffn,
+                "norm_topk_prob": feed_forward.normalised,
+            }
+        else:
+            found["hidden_act"] = next(theirs for theirs, a in ACTIVATIONS.items() if a == feed_forward.activation)
+        return found
+
+    def written_ropes(self, spec: ModelSpec) -> tuple[RopeSpec, RopeSpec]:
+        """Of the layers without a window, and of those with one."""
+        enabled = [rope for rope in spec.ropes if rope.enabled] or list(spec.ropes)
+        if not self.local_rope:
+            return enabled[0], enabled[0]
+        mixers = [kind.mixer for kind in spec.kinds if isinstance(kind.mixer, AttentionSpec)]
+        full = next((mixer.rope for mixer in mixers if not mixer.window), enabled[0])
+        return full, next((mixer.rope for mixer in mixers if mixer.window), full)
+
+    def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
+        """What a GGUF says of the model, behind the architecture's name. Which layers have a window, no rope or another
+        scale of scores, llama.cpp mostly knows by the architecture: where a model differs, reading the file back
+        finds it."""
+        full, _ = self.written_ropes(spec)
+        config = self.config(spec, where)
+        attention, feed_forward = uniform(spec, where)
+        if isinstance(feed_forward, ExpertsSpec) and not feed_forward.normalised:
+            raise GraftuneError(
+                "llama.cpp weighs the experts of this family so that they sum to one, which this model does not",
+                fix="export to merged or peft",
+            )
+        found = {theirs: config[ours] for ours, theirs in self.all_keys.items() if config.get(ours) is not None}
+        if config.get("rope_local_base_freq") == full.theta:
+            del found["rope.freq_base_swa"]
+        if config["use_sliding_window"]:
+            kinds = config["layer_types"]
+            found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
+        return found | {
+            "attention.value_length": attention.head_width,
+            "rope.dimension_count": full.width,
+            "vocab_size": spec.vocab,
+            **rope.gguf_keys(full),
+        }
+
+    def gguf_rope_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
+        return rope.gguf_tensors(self.written_ropes(spec)[0])
+
+    # Names of tensors
+
+    @property
+    def block_names(self) -> dict[str, str]:
+        return BLOCK | {ours: theirs for ours, theirs in self.gguf_names.items() if ours != self.final_norm}
+
+    @property
+    def top_names(self) -> dict[str, str]:
+        return TOP | {ours: theirs for ours, theirs in self.gguf_names.items() if ours == self.final_norm}
+
+    def to_gguf(self, ours: str) -> str | None:
+        """GGUF's name of one of our tensors, or None if it has none there."""
+        stem, _, kind = ours.rpartition(".")
+        if match := re.fullmatch(r"layers\.(\d+)\.(.+)", stem):
+            inner = self.block_names.get(match[2])
+            return f"blk.{match[1]}.{inner}.{kind}" if inner else None
+        top = self.top_names.get(stem)
+        return f"{top}.{kind}" if top else None
+
+    def our_name(self, gguf: str) -> str | None:
+        """Our name of a tensor of a GGUF, or None for one that is not a weight of the model (rope_freqs and others)."""
+        stem, _, kind = gguf.rpartition(".")
+        if match := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
+            inner = {theirs: ours for ours, theirs in self.block_names.items()}.get(match[2])
+            return f"layers.{match[1]}.{inner}.{kind}" if inner else None
+        top = {theirs: ours for ours, theirs in self.top_names.items()}.get(stem)
+        return f"{top}.{kind}" if top else None
+
+    def to_folder(self, ours: str) -> str:
+        """The name, behind `model.`, that a Hugging Face folder of the family has for one of our tensors."""
+        return ours
+
+    def from_folder(self, name: str) -> str:
+        return name
+
+
+def uniform(spec: ModelSpec, where: str) -> tuple[AttentionSpec, GatedSpec | ExpertsSpec]:
+    """The attention and the feed-forward that all layers share, windows and ropes apart: a file states them once."""
+    mixers = [kind.mixer for kind in spec.kinds if isinstance(kind.mixer, AttentionSpec)]
+    feed_forwards = list(dict.fromkeys(kind.feed_forward for kind in spec.kinds))
+    same = {replace(mixer, window=0, rope=mixers[0].rope) for mixer in mixers}
+    (feed_forward, *others) = feed_forwards
+    if len(same) != 1 or others or not isinstance(feed_forward, GatedSpec | ExpertsSpec):
+        raise GraftuneError(
+            "its layers differ in size, which no configuration and no GGUF of its family can state",
+            where=where,
+            fix="export to peft or gguf-lora",
+        )
+    return same.pop(), feed_forward

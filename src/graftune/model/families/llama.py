@@ -1,0 +1,90 @@
+"""Llama, and the families that differ from it by windows, by layers without rope, or by experts.
+
+GGUF knows Mistral's models and Mixtral's as llama: which of them a file holds, its keys tell. llama.cpp does not know
+their windows: the key is written all the same, for our own reader, and an export of a model with one says so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graftune.model.families.common import Family
+from graftune.model.families.reading import Getter
+from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.part import MixerSpec
+from graftune.model.spec import ModelSpec
+
+_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's, and ours
+
+
+@dataclass(frozen=True)
+class Mixtral(Family):
+    """Its folders have names of their own: layers.N.block_sparse_moe.experts.E.w1.weight, w3 and w2."""
+
+    def to_folder(self, ours: str) -> str:
+        back = {name: theirs for theirs, name in _EXPERT_NAMES.items()}
+        name = re.sub(r"\.experts\.(\d+)\.(\w+)\.weight", lambda m: f".experts.{m[1]}.{back[m[2]]}.weight", ours)
+        return name.replace(".mlp.", ".block_sparse_moe.")
+
+    def from_folder(self, name: str) -> str:
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda m: f".experts.{m[1]}.{_EXPERT_NAMES[m[2]]}.", name)
+
+
+@dataclass(frozen=True)
+class SmolLm3(Family):
+    """Leaves rope out of every fourth layer; `no_rope_layers` has a 0 there."""
+
+    def rotated(self, get: Getter) -> list[bool]:
+        step = int(get.config.get("no_rope_layer_interval") or 4)
+        listed = get.config.get("no_rope_layers") or [(index + 1) % step for index in range(get.layers())]
+        return [bool(value) for value in get.by_layer(listed)]
+
+    def windowed(self, get: Getter) -> list[bool]:
+        found = super().windowed(get)
+        if not any(found) or get.config.get("layer_types"):
+            return found
+        return [not rotated for rotated in self.rotated(get)] if not all(self.rotated(get)) else found
+
+    def mixers(self, get: Getter) -> list[MixerSpec]:
+        found: list[MixerSpec] = []
+        for mixer, rotated in zip(super().mixers(get), self.rotated(get), strict=True):
+            assert isinstance(mixer, AttentionSpec)
+            found.append(mixer if rotated else replace(mixer, rope=replace(mixer.rope, enabled=False)))
+        return found
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        rotated = [all(rope.enabled for rope in layer.mixer.ropes) for layer in spec.layers]
+        return super().config(spec, where) | {"no_rope_layers": [int(each) for each in rotated]}
+
+
+LLAMA = (
+    Mixtral(
+        "mixtral",
+        "MixtralForCausalLM",
+        architecture="llama",
+        gguf_marker="expert_count",
+        defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5},
+        windows="all",
+        experts_key="num_local_experts",
+        interleaved=True,
+    ),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        architecture="llama",
+        gguf_marker="attention.sliding_window",
+        windows="all",
+        interleaved=True,
+    ),
+    Family("llama", "LlamaForCausalLM", interleaved=True, layers_of_70b=80),
+    SmolLm3(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+        windows="configured",
+        interleaved=True,
+    ),
+)

@@ -1,0 +1,67 @@
+"""Checked values out of a configuration in Hugging Face's words, and the refusals that all families share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graftune.errors import GraftuneError
+
+Config = Mapping[str, Any]
+MOST_LAYERS = MOST_EXPERTS = 1 << 16  # of a sane file
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+
+
+class Getter:
+    """Reads values of a configuration. `spelled` gives the names that they have in the file, for messages."""
+
+    def __init__(self, config: Config, where: str, spelled: Mapping[str, str]):
+        self.config, self.where, self.spelled = config, where, spelled
+
+    def whole(self, key: str) -> int:
+        """A whole number that must be there and be positive."""
+        value = self.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            name = self.spelled.get(key, key)
+            raise GraftuneError(
+                f"{name} is {value!r}", where=self.where, fix="it must be there, a whole number above 0"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A value that may be missing or null."""
+        value = self.config.get(key)
+        return default if value is None else float(value)
+
+    def layers(self) -> int:
+        count = self.whole("num_hidden_layers")
+        if count > MOST_LAYERS:
+            raise GraftuneError(
+                f"its configuration says {count} layers", where=self.where, fix="download the model again"
+            )
+        return count
+
+    def by_layer(self, values: Sequence[Any]) -> list[Any]:
+        """A list with one entry for each layer."""
+        if len(values) != self.layers():
+            raise self.refused("kinds of layers")
+        return list(values)
+
+    def activation(self) -> str:
+        found = self.config.get("hidden_activation") or self.config.get("hidden_act") or "silu"
+        if found not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise GraftuneError(f"activation {found!r} is not known", where=self.where, fix=f"known are {known}")
+        return ACTIVATIONS[found]
+
+    def refused(self, what: str) -> GraftuneError:
+        return GraftuneError(
+            f"its configuration makes no sense ({what})", where=self.where, fix="download the model again"
+        )
+
+
+def check_supported(config: Config, where: str, *, bias: bool) -> None:
+    """Refuse what no family here computes; `bias`: whether the family's queries, keys and values have one."""
+    for key in ("attention_bias", "attention_out_bias", "mlp_bias", "conv_bias", "use_bidirectional_attention"):
+        if config.get(key) and not (bias and key == "attention_bias"):
+            raise GraftuneError(f"{key} is set, which is not supported", where=where, fix="use a base without it")
