@@ -140,10 +140,10 @@ class Family:
     def attention(self, get: Getter) -> AttentionSpec:
         """The mixer of a layer without a window."""
         width, heads = get.whole("hidden_size"), get.whole("num_attention_heads")
-        kv_heads = int(get.config.get("num_key_value_heads") or heads)
-        if heads % kv_heads:
+        kv_heads = int(get.number("num_key_value_heads", heads))
+        if kv_heads <= 0 or heads % kv_heads:
             raise GraftuneError(
-                f"{heads} heads do not divide by {kv_heads} key heads", where=get.where, fix="check config.json"
+                f"{heads} heads do not divide by {kv_heads} key heads", where=get.where, fix="download the model again"
             )
         head_width = self.head_width(get)
         return AttentionSpec(

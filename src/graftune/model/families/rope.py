@@ -62,7 +62,7 @@ def _scaling(values: Config, config: Config, where: str) -> RopeScaling:
     usual = int(longest) / int(original or longest) if kind == "longrope" else 1.0
     return RopeScaling(
         kind=kind,
-        factor=float(values.get("factor") or usual),
+        factor=usual if values.get("factor") is None else float(values["factor"]),
         original_length=int(original or longest),
         low_freq_factor=float(values.get("low_freq_factor", 1.0)),
         high_freq_factor=float(values.get("high_freq_factor", 4.0)),
