@@ -3,7 +3,7 @@
 llama.cpp rounds activations to 8 bits, so logits cannot be equal; the token they pick nearly always is. It writes an
 answer greedily and one drawn at temperature 0.8, so that it leaves the well-trodden path; it names its top token at
 each position, and we are led along the same text and name ours. The two answers share a prompt, which llama.cpp then
-reads once. It takes 23 ms a token, so of the questions every third is asked; GRAFTUNE_EXAMPLES=1000 asks all, which are
+reads once. It takes 23 ms a token, so of the questions a few are asked; GRAFTUNE_EXAMPLES=1000 asks all, which are
 1,000 positions of PLAIN.
 """
 
@@ -69,7 +69,7 @@ PLAIN = (
 LIMITS = {"open": (0.95, 0.4), "plain": (0.97, 0.75) if THOROUGH else (0.95, 0.5)}
 GREEDY = {"open": 16, "plain": 40 if THOROUGH else 16}  # tokens of an answer; plain ones end early
 DRAWN = {"open": 10, "plain": 30 if THOROUGH else 16}
-LEAST = {"open": 250, "plain": 1000} if THOROUGH else {"open": 100, "plain": 180}  # positions
+LEAST = {"open": 250, "plain": 1000} if THOROUGH else {"open": 45, "plain": 120}  # positions
 
 
 @dataclass
@@ -84,7 +84,8 @@ class Written:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2_ours: oracle.Ours) -> dict[str, list[list[int]]]:
-    asked = {kind: questions[:: 1 if THOROUGH else 3] for kind, questions in (("open", OPEN), ("plain", PLAIN))}
+    every = {"open": 1, "plain": 1} if THOROUGH else {"open": 5, "plain": 4}
+    asked = {kind: questions[:: every[kind]] for kind, questions in (("open", OPEN), ("plain", PLAIN))}
     encode = smollm2_ours.base.tokenizer.encode
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     return {kind: [encode(turn.format(question)) for question in questions] for kind, questions in asked.items()}

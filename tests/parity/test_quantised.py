@@ -25,10 +25,12 @@ from graftune.weights.base import Base, open_base
 from graftune.weights.placement import choose_placement
 from tests.parity.test_transformers import examples
 from tests.support import oracle, quantised, tiny
+from tests.support.thorough import THOROUGH
 
 HYPER = {"lr": 2e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.01, "clip": 1.0}
 LORA = LoraConfig(rank=4, alpha=8.0)
 STEPS = 9  # the last has the data of the first
+LAYERS = 30 if THOROUGH else 8  # of the real model, which has 30
 
 
 def data(number: int) -> list[Example]:
@@ -205,20 +207,22 @@ def test_adapters_equal_pefts_over_bitsandbytes(bnb, portable):
 
 @pytest.fixture
 def real(by_bitsandbytes, smollm2: Path, tmp_path: Path) -> Iterator[tuple[Base, Any]]:
-    """SmolLM2 quantised by bitsandbytes: the folder it wrote, as we open it, and its own model."""
+    """SmolLM2's first layers quantised by bitsandbytes: the folder it wrote, as we open it, and its own model."""
     source = open_base(str(smollm2))
-    oracle.smollm2_in_transformers(source).save_pretrained(tmp_path / "plain")
+    plain = oracle.smollm2_in_transformers(source)
+    plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:LAYERS], LAYERS
+    plain.save_pretrained(tmp_path / "plain")
     model = by_bitsandbytes(tmp_path / "plain")
     model.save_pretrained(tmp_path / "nf4")
     source.tokenizer.save(tmp_path / "nf4")
     yield open_base(str(tmp_path / "nf4")), model
-    shutil.rmtree(tmp_path)  # 0.7 GB, which pytest would keep for three sessions
+    shutil.rmtree(tmp_path)  # hundreds of megabytes, which pytest would keep for three sessions
 
 
 def test_adapters_of_a_real_model_move_as_pefts_over_bitsandbytes(real):
-    """What a user trains, at size: thirty layers over NF4, and three steps on the bundled sample's first three rows.
+    """What a user trains, at size: layers of SmolLM2 over NF4, three steps on the bundled sample's first three rows.
 
-    Compared is how far each tensor moved, for two long vectors that started alike look alike whatever came of them.
+    The test compares how far each tensor moved: two long vectors that started alike look alike even if both are wrong.
     Both sides are fp32, whose rounding shows here (test_smollm2.py): bitsandbytes dequantises to nothing wider."""
     import bitsandbytes
 
@@ -226,7 +230,7 @@ def test_adapters_of_a_real_model_move_as_pefts_over_bitsandbytes(real):
     ours = quantised.placed(base, LORA, "nf4")
     model = oracle.peft_model(model, ours).train()  # as in the bnb fixture
     assert {p.frozen.kind for block in ours.decoder.blocks for p in block.projections} == {"nf4"}
-    assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in model.modules()) == 30 * 7
+    assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in model.modules()) == LAYERS * 7
     rows = prepare(str(sample_path()), base.tokenizer, DataConfig()).examples
 
     def batches(number: int) -> list[Example]:
@@ -234,7 +238,7 @@ def test_adapters_of_a_real_model_move_as_pefts_over_bitsandbytes(real):
 
     before, theirs = ours.arena.weights.clone(), dict(model.named_parameters())
     losses, wanted = trained(ours, 3, batches=batches), theirs_trained(model, 3, batches)
-    assert len(ours.arena.slots) == sum(p.requires_grad for p in theirs.values()) == 30 * 7 * 2
+    assert len(ours.arena.slots) == sum(p.requires_grad for p in theirs.values()) == LAYERS * 7 * 2
     apart, turned, least = 0.0, 0.0, 1.0
     for name in ours.arena.slots:
         start = ours.arena.view(name, before)
@@ -245,7 +249,7 @@ def test_adapters_of_a_real_model_move_as_pefts_over_bitsandbytes(real):
         turned = max(turned, 1 - float(torch.cosine_similarity(got, want, 0)))
     off = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
     print(f"losses off by {off:.1e}; moves apart by {apart:.1e}, 1 - cosine {turned:.1e}, the least is {least:.1e}")
-    assert wanted[-1] < wanted[0] / 2 and least > 1e-4, "steps that move nothing prove nothing"
+    assert wanted[-1] < 0.6 * wanted[0] and least > 1e-4, "steps that move nothing prove nothing"
     # Measured on one thread and on two: 2.7e-5, 6.4e-4, 2.0e-7. A scale of alpha / rank off by 0.1% exceeds all three.
     assert off < 1e-4 and apart < 2e-3 and turned < 2e-6, (off, apart, turned)
 

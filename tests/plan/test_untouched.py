@@ -96,7 +96,7 @@ from graftune.plan import rehearse
 
 compilers = ("torch._dynamo", "torch._inductor", "sympy")
 before = set(sys.modules)
-for of in SETUPS.values():
+for of in list(SETUPS.values())[::3]:
     rehearse(of())
 found = sorted(name for name in set(sys.modules) - before if name.startswith(compilers))
 sys.exit(", ".join(found[:5]) or 0)
