@@ -12,12 +12,12 @@ import pytest
 from graftune.api import export
 from graftune.exporting.write import Exported
 from graftune.observe.console import Console
-from graftune.observe.progress import Progress
+from graftune.observe.progress import WorkProgress
 from tests.exporting import models
 from tests.exporting.judges import opened
 
 
-class Watched(Progress):
+class Watched(WorkProgress):
     def __init__(self, total: int, done: int, label: str, unit: str) -> None:
         super().__init__(total, done, label, unit)
         self.seen: list[tuple[str, int]] = []
@@ -35,7 +35,7 @@ class Recorder(Console):
         self.bars: list[Watched] = []
 
     @contextmanager
-    def progress(self, total: int, done: int = 0, label: str = "", unit: str = "") -> Iterator[Progress]:
+    def progress(self, total: int, done: int = 0, label: str = "", unit: str = "") -> Iterator[WorkProgress]:
         self.bars.append(Watched(total, done, label, unit))
         yield self.bars[-1]
 

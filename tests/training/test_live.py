@@ -20,7 +20,7 @@ from graftune.model.families import from_config
 from graftune.observe import trackers
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.observe.progress import Progress
+from graftune.observe.progress import WorkProgress
 from graftune.observe.speed import Amounts, Meter
 from graftune.observe.trackers import Tracking, epochs_done, metrics_of
 from graftune.settings.config import Config
@@ -315,7 +315,7 @@ def test_rates_are_amounts_over_the_window_without_pauses() -> None:
 
 def test_the_line_says_what_is_known_of_the_speed() -> None:
     now = [0.0]
-    bar = Progress(9, clock=lambda: now[0])
+    bar = WorkProgress(9, clock=lambda: now[0])
     bar.without_floor = "floor: not measured (graftune profile RUN)"
     for step, floor_seconds in ((1, 0.0), (2, 0.0), (3, 1.0)):
         now[0] += 2.0
@@ -330,7 +330,7 @@ def test_the_line_says_what_is_known_of_the_speed() -> None:
 )
 def test_operations_per_second_have_three_digits(rate: float, text: str) -> None:
     now = [0.0]
-    bar = Progress(9, clock=lambda: now[0])
+    bar = WorkProgress(9, clock=lambda: now[0])
     for step in (1, 2):
         now[0] += 1.0
         bar.update(step, loss=1.0, tokens=1, amounts=Amounts(rate))

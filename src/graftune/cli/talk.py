@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.observe.console import Answer, Console
+from graftune.observe.console import AnswerRow, Console
 
 Message = dict[str, str]
 HELP = (
@@ -58,7 +58,7 @@ class Talk:
         self._replaced: Exchange | None = None  # the one that it is to replace
 
     def answer(self, text: str) -> None:
-        """Answer one message: streamed, side by side, or as JSON."""
+        """AnswerRow one message: streamed, side by side, or as JSON."""
         console = self._console
         self._asked, self._said = text, {}
         self._drop_oldest(text)
@@ -68,7 +68,7 @@ class Talk:
                     self._ask(side, text)
             console.result({"prompt": text, "answer": self._said["tuned"], "base_answer": self._said["base"]})
             if not console.json:
-                console.side_by_side("", [Answer(text, self._said["base"], self._said["tuned"])])
+                console.side_by_side("", [AnswerRow(text, self._said["base"], self._said["tuned"])])
         elif console.json:
             self._ask("tuned", text)
             console.result({"prompt": text, "answer": self._said["tuned"]})
@@ -87,7 +87,7 @@ class Talk:
             self._restore()
             return
         if len(self._sides) == 2 and not console.json:
-            console.side_by_side("", [Answer(self._asked, self._said["base"], self._said["tuned"])])
+            console.side_by_side("", [AnswerRow(self._asked, self._said["base"], self._said["tuned"])])
         self._keep()
         console.note("stopped; /undo takes the message back, /retry asks it again")
 

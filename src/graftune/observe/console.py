@@ -1,10 +1,10 @@
-"""Where every word to the user goes.
+"""All output to the user.
 
 stdout carries results (tables, answers, or in json mode the one JSON document); progress, notes and warnings go to
-stderr, so `graftune ... > file` and `graftune ... --json | jq` hold only what was asked for. On a terminal rich draws;
-elsewhere the same content comes as plain lines made here, so that logs stay greppable. Text from models and data is
-never read as markup, and its control characters are made visible: a data row must not be able to colour, clear or
-retitle somebody's terminal.
+stderr, so `graftune ... > file` and `graftune ... --json | jq` contain results only. On a terminal rich renders;
+elsewhere the same content is written as plain lines, so that logs can be searched. Text from models and data is never
+read as markup, and its control characters are made visible: a data row must not be able to colour, clear or retitle a
+terminal.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from typing import Any, ClassVar, TextIO
 
 from graftune.errors import one_line, printable, without_secrets
 from graftune.observe.events import to_json
-from graftune.observe.progress import TRAINING, BarProgress, Beat, LineProgress, Progress, rich_bar
+from graftune.observe.progress import TRAINING, BarProgress, HeartbeatThread, LineProgress, WorkProgress, rich_bar
 
-__all__ = ["Answer", "Console", "Progress", "printable"]
+__all__ = ["AnswerRow", "Console", "WorkProgress", "printable"]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One row of `side_by_side`. Without an adapter `tuned` is None, without a base `base` is, and without a known good
-    answer `reference` is."""
+class AnswerRow:
+    """One row of `side_by_side`. None where there is no answer of the base, no adapter, or no known good answer."""
 
     prompt: str
     base: str | None
@@ -39,10 +38,10 @@ class Answer:
 
 
 class Console:
-    """`json`: stdout holds nothing but `result`. `quiet`: no notes, headings or progress; warnings and results stay.
-    `silent`: nothing at all but `fail`, for every rank of a run but the one that speaks."""
+    """`json`: stdout contains only `result`. `quiet`: no notes, headings or progress; warnings and results stay.
+    `silent`: only `fail`, for every rank of a run except the first."""
 
-    documents: ClassVar[int] = 0  # printed so far by this process: an error after one of them prints no second
+    documents: ClassVar[int] = 0  # printed by this process: an error after one does not print a second
 
     def __init__(
         self,
@@ -55,27 +54,27 @@ class Console:
     ) -> None:
         self.json, self.quiet = json and not silent, quiet or silent
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
-        self._last_word = self._err
+        self._failures = self._err
         if silent:
             self._out = self._err = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
         self._rich: dict[int, Any] = {}
         self._bar: Any = None  # the live progress bar, if one is on the terminal
-        self._writing = threading.RLock()  # a beat may speak while the main thread does
-        self._active: list[LineProgress] = []  # work under way, the innermost last
+        self._writing = threading.RLock()  # the heartbeat may write at the same time as the main thread
+        self._active: list[LineProgress] = []  # the innermost last
         self._wrote = time.monotonic()
-        self._lasting, self.gone = False, ""  # why there is nobody to write to any more
+        self._ignores_broken_pipes, self.gone = False, ""  # why a stream can no longer be written
 
     def ignore_broken_pipes(self) -> None:
-        """From here on a stream that nobody reads any more (`| head -1`, a closed terminal) or that cannot be written
-        is dropped, and `gone` says why: hours of training do not hang on who watches."""
-        self._lasting = True
+        """From here on, a stream whose reader has gone (`| head -1`, a closed terminal) or that cannot be written is
+        dropped, and `gone` says why: training goes on without it."""
+        self._ignores_broken_pipes = True
 
     @contextmanager
     def _surviving(self, stream: TextIO) -> Iterator[None]:
         try:
             yield
-        except (OSError, SystemExit) as error:  # the second is rich's answer to a closed pipe
-            if not self._lasting:
+        except (OSError, SystemExit) as error:  # rich raises the second for a closed pipe
+            if not self._ignores_broken_pipes:
                 raise
             why = (error.strerror if isinstance(error, OSError) else "") or "Broken pipe"
             self.gone = self.gone or f"{'stdout' if stream is self._out else 'stderr'}: {why}"
@@ -83,7 +82,7 @@ class Console:
             nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
             self._out, self._err = (nowhere if held is stream else held for held in (self._out, self._err))
 
-    # Narration: stderr.
+    # To stderr: notes, warnings, failures.
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -93,24 +92,24 @@ class Console:
         self._write(self._err, f"warning: {printable(without_secrets(text))}", style="yellow")
 
     def fail(self, text: str) -> None:
-        """Why the process ends now: the progress bar is taken away for good."""
-        with self._bar_aside():
+        """Why the process ends now. Removes the progress bar."""
+        with self._bar_hidden():
             self._bar = None
-            self._last_word.write(f"graftune: {one_line(text, longest=2000)}\n")
-            self._last_word.flush()
+            self._failures.write(f"graftune: {one_line(text, longest=2000)}\n")
+            self._failures.flush()
         self.result({"error": {"message": text}})
 
     def heading(self, text: str) -> None:
         if not self.quiet:
             self._write(self._err, f"\n{printable(text)}", style="bold")
 
-    # Results: stdout, or stderr while stdout is kept for the JSON document.
+    # Results: to stdout, or to stderr while stdout is reserved for the JSON document.
 
     def line(self, text: str = "") -> None:
         self._write(self._results, printable(text))
 
     def stream(self, text: str) -> None:
-        """A piece of an answer, without a newline, shown at once."""
+        """A piece of an answer, without a newline, flushed."""
         with self._surviving(stream := self._results):
             stream.write(printable(text))
             stream.flush()
@@ -141,7 +140,7 @@ class Console:
             table.add_row(*map(Text, row))
         self.render(table)
 
-    def side_by_side(self, title: str, rows: Sequence[Answer]) -> None:
+    def side_by_side(self, title: str, rows: Sequence[AnswerRow]) -> None:
         """Base and tuned answers to the same prompts: columns on a terminal, labelled paragraphs elsewhere."""
         if not self._results.isatty():
             blocks = [_plain_answer(number, row) for number, row in enumerate(rows, 1)]
@@ -164,10 +163,10 @@ class Console:
         self.render(table)
 
     def render(self, renderable: Any) -> None:
-        """A rich renderable made elsewhere (the data preview), as a result; uncoloured where no terminal is."""
-        with self._surviving(stream := self._results), self._bar_aside():
+        """A rich renderable of another module (the data preview), as a result; without colours unless on a terminal."""
+        with self._surviving(stream := self._results), self._bar_hidden():
             # A file or pipe has no width to wrap to.
-            self._rich_console(stream).print(_Harmless(renderable), soft_wrap=not self.terminal)
+            self._rich_console(stream).print(_Printable(renderable), soft_wrap=not self.terminal)
             stream.flush()
 
     @property
@@ -176,13 +175,13 @@ class Console:
         return self._results.isatty()
 
     @contextmanager
-    def progress(self, total: int, done: int = 0, label: str = TRAINING, unit: str = "") -> Iterator[Progress]:
-        """Progress over `total` units, named by `unit` in the plural, of which `done` are behind us (a resumed run).
+    def progress(self, total: int, done: int = 0, label: str = TRAINING, unit: str = "") -> Iterator[WorkProgress]:
+        """Progress over `total` units, named by `unit` in the plural, of which `done` were done before (a resumed run).
 
-        Inside another progress it is shown beside the outer one on a terminal, and instead of it elsewhere.
+        Inside another progress it is shown below the outer one on a terminal, and instead of it elsewhere.
         """
         if self.quiet:
-            yield Progress(total, done, label, unit)
+            yield WorkProgress(total, done, label, unit)
         elif self._err.isatty():
             with self._live(keep=label == TRAINING) as bar:
                 shown = BarProgress(total, done, label, bar, lambda text: self._write(self._err, text), unit=unit)
@@ -192,20 +191,20 @@ class Console:
                     if label != TRAINING:
                         bar.remove_task(shown.task)
         else:
-            with self._beating(
+            with self._with_heartbeat(
                 LineProgress(total, done, label, lambda text: self._write(self._err, text), unit=unit)
             ) as lines:
                 yield lines
 
     @contextmanager
     def working(self, label: str) -> Iterator[None]:
-        """Work that cannot be counted: named with a clock on a terminal, elsewhere once it has taken some seconds."""
+        """Work that cannot be counted: shown with a clock on a terminal, elsewhere once it has taken some seconds."""
         with self.progress(0, label=label):
             yield
 
     @contextmanager
     def _live(self, keep: bool) -> Iterator[Any]:
-        """The live display, which all progress of a terminal shares. The outermost one begins and ends it."""
+        """The live display, which all progress on a terminal shares. The outermost progress starts and stops it."""
         if self._bar is not None:
             yield self._bar
             return
@@ -218,27 +217,28 @@ class Console:
                 self._bar = None
 
     @contextmanager
-    def _beating(self, lines: LineProgress) -> Iterator[LineProgress]:
+    def _with_heartbeat(self, lines: LineProgress) -> Iterator[LineProgress]:
         self._active.append(lines)
-        beat = None
+        heartbeat = None
         if len(self._active) == 1:
-            beat = Beat(lambda: time.monotonic() - self._wrote, lambda: self._active[-1].age, self._say_beat)
+            heartbeat = HeartbeatThread(
+                lambda: time.monotonic() - self._wrote,
+                lambda: self._active[-1].age,
+                lambda: self._write(self._err, self._active[-1].heartbeat_line()),
+            )
         try:
             yield lines
         finally:
-            if beat is not None:
-                beat.stop()
+            if heartbeat is not None:
+                heartbeat.stop()
             self._active.remove(lines)
-
-    def _say_beat(self) -> None:
-        self._write(self._err, self._active[-1].beat())
 
     @property
     def _results(self) -> TextIO:
         return self._err if self.json else self._out
 
     def _write(self, stream: TextIO, text: str, style: str = "") -> None:
-        with self._surviving(stream), self._bar_aside():
+        with self._surviving(stream), self._bar_hidden():
             if style and stream.isatty():
                 from rich.text import Text
 
@@ -249,12 +249,12 @@ class Console:
         self._wrote = time.monotonic()
 
     @contextmanager
-    def _bar_aside(self) -> Iterator[None]:
-        """Take the live bar off the screen while something else is written."""
+    def _bar_hidden(self) -> Iterator[None]:
+        """Hides the live bar while something else is written."""
         with self._writing:
             bar = self._bar
             if bar is not None:
-                bar.live.transient = True  # a bar that stops for good stays on the screen; this one must leave it
+                bar.live.transient = True  # or the bar would stay on the screen
                 bar.stop()
             try:
                 yield
@@ -271,8 +271,8 @@ class Console:
         return self._rich[id(stream)]
 
 
-class _Harmless:
-    """A renderable whose text has been through `printable`, whoever built it; rich itself lets escapes pass."""
+class _Printable:
+    """A renderable whose text passes through `printable`: rich itself does not remove escape sequences."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -285,7 +285,7 @@ class _Harmless:
 
 
 def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns, two spaces apart; numbers to the right; a cell with newlines is put on one line."""
+    """Aligned columns, two spaces apart; numbers right-aligned; newlines in a cell become spaces."""
     flat = [[" ".join(cell.split()) for cell in row] for row in cells]
     widths = [max(len(name), *(len(row[i]) for row in flat), 0) for i, name in enumerate(columns)]
     right = [bool(flat) and all(_is_number(row[i]) for row in flat) for i in range(len(columns))]
@@ -296,7 +296,7 @@ def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list
     return lines
 
 
-def _plain_answer(number: int, row: Answer) -> str:
+def _plain_answer(number: int, row: AnswerRow) -> str:
     width = max(40, min(120, shutil.get_terminal_size((100, 24)).columns))
     lines = []
     for name in ("prompt", "base", "tuned", "reference"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.observe.console import Console, Progress
+from graftune.observe.console import Console, WorkProgress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
 from graftune.observe.plot import LivePlot, loss_plot, prepare
@@ -48,7 +48,7 @@ class Reporter:
     def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
         self.console, self.log, self.total, self.device = console, log, total, device
         self.plan, self.reported_plan, self.reported_gone = plan, False, False
-        self.bar, self._phase = Progress(total), ""
+        self.bar, self._phase = WorkProgress(total), ""
         self.live_plot = live_plot_of(log.path.parent)
         self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
         self.live: LiveSpeed | None = None
@@ -151,7 +151,7 @@ class Reporter:
 
     def silenced(self) -> Console:
         """The terminal is gone: from here on only the log is written. Returns a console that prints nothing."""
-        self.console, self.bar = Console(quiet=True), Progress(self.total)
+        self.console, self.bar = Console(quiet=True), WorkProgress(self.total)
         return self.console
 
     def plot(self) -> None:

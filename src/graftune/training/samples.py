@@ -14,7 +14,7 @@ from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import stop_ids, usable_format
 from graftune.infer.sample import Sampling
-from graftune.observe.console import Answer, Console
+from graftune.observe.console import AnswerRow, Console
 from graftune.session import Session
 from graftune.settings.config import Config, RunConfig
 from graftune.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ class Answers:
         """Base and tuned answers side by side, and their scores; the scores are returned. `before` may be empty."""
         bases: Sequence[str | None] = before or [None] * len(after)
         triples = zip(self.questions, bases, after, strict=True)
-        rows = [Answer(q.asked, base, tuned, q.reference) for q, base, tuned in triples]
+        rows = [AnswerRow(q.asked, base, tuned, q.reference) for q, base, tuned in triples]
         console.side_by_side("answers to unseen prompts", rows[: self.shown])
         if not self.scored:
             return {}
