@@ -91,7 +91,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
     typed("one", stops(0), "never", stops(None), "two", stops(None), "/quit")
     assert main(["chat", "runs/a", *how]) == 0
     assert asked(engine)[-1] == ["u:one", "a:tuned 1 \x1b[2J", "u:two"], "what was not begun leaves nothing behind"
-    assert "stopped before anything was said" in capsys.readouterr().err
+    assert "stopped before the answer began" in capsys.readouterr().err
 
 
 def test_what_was_said_before_ctrl_c_stays(engine: Engine, capsys: Capture, typed: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import graftune
-from graftune.cli import main, watched
+from graftune.cli import main, train_page
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile, Sample, Span
 from graftune.spans import Name
@@ -46,10 +46,10 @@ def test_runs_are_listed_for_people_and_programs(tmp_path: Path, capsys: Capture
     assert "there is no such folder; give a run folder" in capsys.readouterr().err
 
 
-def test_the_address_is_said_even_to_the_quiet(capsys: Capture) -> None:
-    page: Any = watched.WatchedRun("runs", Console(quiet=True))
+def test_quiet_output_has_the_address(capsys: Capture) -> None:
+    page: Any = train_page.TrainingPage("runs", Console(quiet=True))
     page.process = SimpleNamespace(stdout=io.StringIO("http://127.0.0.1:1/\n"))
-    page._say()
+    page._print_address()
     assert capsys.readouterr().err == "http://127.0.0.1:1/\n"
 
 
@@ -82,7 +82,7 @@ def test_train_opens_a_page_beside_itself(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The real process, which imports no torch; the training is a stand-in."""
-    monkeypatch.setattr(watched, "PORT", 0)
+    monkeypatch.setattr(train_page, "PORT", 0)
     finished = engine.train
     run, shown = write_run(tmp_path / "runs" / "mine", start(3), step(1)), list[dict[str, Any]]()
 

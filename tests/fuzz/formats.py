@@ -24,7 +24,7 @@ import matplotlib.ticker  # noqa: F401 - here, so that no input is charged for i
 import torch
 from safetensors.torch import save
 
-from graftune.cli.closing import closing
+from graftune.cli.run_summary import run_summary
 from graftune.dashboard.runs import WatchedRun
 from graftune.dashboard.series import series
 from graftune.data import cached, find, source
@@ -341,7 +341,7 @@ def _finished(folder: Path) -> None:
         events.latest(read, kind)
     end = resume.finished(folder, Config(), Config())
     if end is not None:
-        assert not bad_message(one_line(closing(launch.result_of(folder, end)))), end
+        assert not bad_message(one_line(run_summary(launch.result_of(folder, end)))), end
     Config.of_run(folder)
 
 

@@ -1,8 +1,8 @@
-"""The application: its commands, and what becomes of their exit codes and errors.
+"""The application: its commands, exit codes and errors.
 
 Exit codes: 0 only on success, 2 for a user's mistake (one sentence on stderr, and with --json one object on stdout),
-130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, 141 when whoever read our output has gone.
-Anything else raised is a bug of ours and keeps its traceback.
+130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP, 141 when the reader of our output has gone.
+Any other exception is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cyclopts import App
 
 from graftune import __version__
 from graftune.cli.chat import chat
+from graftune.cli.command_line import CommandLine, read_line
 from graftune.cli.data import data
 from graftune.cli.doctor import doctor
 from graftune.cli.eval import evaluate
@@ -33,7 +34,6 @@ from graftune.cli.profile import profile
 from graftune.cli.runs import runs
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
-from graftune.cli.typed import Line, read_line
 from graftune.cli.watch import watch
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.console import Console
@@ -47,7 +47,7 @@ app = App(
     "With --verbose, anywhere on the line, errors come with their traceback and libraries with their log.",
     help_format="plaintext",
     version_flags=["--version"],
-    suppress_keyboard_interrupt=False,  # main answers it
+    suppress_keyboard_interrupt=False,  # main handles it
 )
 app.command(train)
 app.command(chat)
@@ -66,7 +66,7 @@ app.command(functools.partial(completion, app), name="completion")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     _open_streams()
-    line, documents = Line(list(sys.argv[1:] if arguments is None else arguments)), Console.documents
+    line, documents = CommandLine(list(sys.argv[1:] if arguments is None else arguments)), Console.documents
     try:
         line = read_line(line.arguments, _flags)
         if _reject_multi_rank(line.arguments):
@@ -80,29 +80,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not line.verbose:
                 warnings.showwarning = _show_warning
             code = app(line.arguments, exit_on_error=False, print_error=False, result_action="return_value")
-            sys.stdout.flush()  # here, where a full disk or a closed pipe can still be answered
+            sys.stdout.flush()  # here, where a full disk or a closed pipe can still be reported
         return int(code or 0)
     except KeyboardInterrupt as interrupt:
         # A note says what was interrupted, such as a row of the data whose rendering does not end.
         print(" ".join(["graftune: interrupted", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
         return 130
     except Stopped as stopped:
-        with suppress(OSError):  # the terminal may be what has gone
+        with suppress(OSError):  # the terminal may be gone
             print(f"graftune: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
     except BrokenPipeError:
         _discard(sys.stdout)
         return 141
-    except SystemExit:  # nothing of ours exits by itself: this is rich's answer to a closed pipe
+    except SystemExit:  # rich raises it for a closed pipe
         return 141
     except Exception as error:
         return _failed(error, line, silent=Console.documents > documents)
 
 
 def _reject_multi_rank(arguments: Sequence[str]) -> bool:
-    """Several ranks train; every other command is for one process, and rank 0 says so."""
+    """Only `train` runs on several ranks. Rank 0 raises for the other commands."""
     if not arguments or arguments[0] in ("train", "--help", "--version") or not os.environ.get("LOCAL_RANK"):
-        return False  # a cluster may tell a whole pod of its place among others, and launch nothing in it
+        return False  # a cluster may set rank variables for a pod without launching ranks in it
     ranks = from_environment()
     if ranks is None or ranks.size == 1:
         return False
@@ -114,16 +114,16 @@ def _reject_multi_rank(arguments: Sequence[str]) -> bool:
     return True
 
 
-def _failed(error: Exception, line: Line, silent: bool) -> int:
-    """`silent`: stdout has the command's document already, as of a plan that does not fit."""
+def _failed(error: Exception, line: CommandLine, silent: bool) -> int:
+    """`silent`: the command has printed its JSON document already, such as a plan that does not fit."""
     found = explained(error)
     if found is None:
         raise error
     if isinstance(error, OSError) and error.filename is None:
-        _discard(sys.stdout)  # it may be stdout itself that is full: do not fail again at exit
+        _discard(sys.stdout)  # stdout itself may be full: do not fail again at exit
     if line.verbose:
         traceback.print_exception(error, file=sys.stderr)
-    with suppress(OSError):  # stderr may be what is full
+    with suppress(OSError):  # stderr may be full
         print(f"graftune: {_from_rank(found['message'])}", file=sys.stderr, flush=True)
     if line.has("--json") and not silent:
         try:
@@ -149,8 +149,8 @@ def _flags(command: str) -> set[str]:
 
 
 def _open_streams() -> None:
-    """What the terminal's encoding lacks is escaped, not fatal. A stream that was closed before we started goes
-    nowhere, and its number is not left to the first file that is opened."""
+    """Characters that the terminal's encoding lacks are escaped. A stream that was closed before the start is replaced
+    by the null device, so that no opened file gets its number."""
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if stream is None:
@@ -167,15 +167,15 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Python warnings in the console's words; the source line they usually quote is of no use to a user."""
+    """Python warnings in the console's format, without the source line."""
     print(f"warning: {one_line(str(message))}", file=file or sys.stderr)
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what is still buffered nowhere: Python's own flush at exit would complain once more."""
+    """Discard buffered output: Python's flush at exit would fail again."""
     try:
         number = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # a captured stream has none, and nothing to flush to
+    except (OSError, ValueError, AttributeError):  # a captured stream has no file
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)

@@ -1,6 +1,6 @@
 """graftune chat: talk to a run, an adapter or a base.
 
-Three ways in: a conversation on a terminal, prompts from a pipe (one per line, each answered for itself), or one
+Messages come from a conversation on a terminal, from a pipe (one per line, each its own conversation), or from one
 `--prompt`. With --compare the same message goes to base and tuned model, each keeping its own side of the conversation.
 """
 
@@ -27,7 +27,7 @@ NOT_CHATTED = (
 
 @Parameter(name="*", group=Group("Sampling", sort_key=5))
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingFlags:
     temperature: float = 0.0
     "0 takes the likeliest token; higher is more varied."
     top_k: Count = 0
@@ -57,7 +57,7 @@ def chat(
     system: Annotated[str, Parameter(show_default=False)] = "",
     json: Switch = False,
     quiet: Switch = False,
-    sampling: Sampling | None = None,
+    sampling: SamplingFlags | None = None,
     settings: Any = None,
 ) -> int:
     """Talk to a run, an adapter or a base. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -78,7 +78,7 @@ def chat(
         No notes.
     """
     console = Console(json=json, quiet=quiet)
-    sampling = sampling or Sampling()
+    sampling = sampling or SamplingFlags()
     sampling.check()
     if prompt is not None and not prompt.strip():
         raise GraftuneError("--prompt is blank", fix="give it a message")

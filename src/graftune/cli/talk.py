@@ -1,9 +1,9 @@
-"""A conversation with a model on a terminal: what was said, what still fits the context, and the commands.
+"""A conversation with a model on a terminal: its messages, what fits the context, and the commands.
 
-An exchange is kept as it was seen, an answer that Ctrl-C cut short included, so that the conversation is always what
-the screen shows. When the context is full, whole exchanges leave from the front and the system message stays: a message
-cut in half misleads a model more than one that is gone. Summarising what leaves would need the model to answer a
-question that nobody asked.
+An exchange is kept as it was shown, also when Ctrl-C stopped the answer, so that the conversation is always what the
+screen shows. When the context is full, the oldest exchanges are left out as a whole and the system message stays: half
+a message misleads a model more than a missing one. Rejected: summarising them, which would take another answer of the
+model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELP = (
     ("/reset", "forget the conversation"),
     ("/quit", "leave (so does Ctrl-D, or Ctrl-C twice)"),
     ('"""', 'begins a message of several lines, which ends with """; or end a line with \\'),
-    ("Ctrl-C", "stops an answer; what was said of it stays"),
+    ("Ctrl-C", "stops an answer; the part that was shown stays"),
 )
 
 
@@ -52,42 +52,42 @@ class Talk:
 
     def reset(self) -> None:
         self.exchanges: list[Exchange] = []
-        self._first = 0  # of the exchanges that still fit the context
+        self._first = 0  # exchange that still fits the context
         self._retries = 0
-        self._asked, self._said = "", dict[str, str]()  # the exchange under way
-        self._replaced: Exchange | None = None  # the one that it is to replace
+        self._asked, self._answers = "", dict[str, str]()  # the exchange under way
+        self._replaced: Exchange | None = None  # replaced by the exchange under way
 
     def answer(self, text: str) -> None:
         """AnswerRow one message: streamed, side by side, or as JSON."""
         console = self._console
-        self._asked, self._said = text, {}
+        self._asked, self._answers = text, {}
         self._drop_oldest(text)
         if len(self._sides) == 2:
             for side in self._sides:
                 with console.working(f"asking the {'base' if side == 'base' else 'tuned model'}"):
                     self._ask(side, text)
-            console.result({"prompt": text, "answer": self._said["tuned"], "base_answer": self._said["base"]})
+            console.result({"prompt": text, "answer": self._answers["tuned"], "base_answer": self._answers["base"]})
             if not console.json:
-                console.side_by_side("", [AnswerRow(text, self._said["base"], self._said["tuned"])])
+                console.side_by_side("", [AnswerRow(text, self._answers["base"], self._answers["tuned"])])
         elif console.json:
             self._ask("tuned", text)
-            console.result({"prompt": text, "answer": self._said["tuned"]})
+            console.result({"prompt": text, "answer": self._answers["tuned"]})
         else:
             self._ask("tuned", text, console.stream)
             console.line()
         self._keep()
 
     def stopped(self) -> None:
-        """Ctrl-C during an answer: what was said of it is kept, if everybody had begun."""
+        """Ctrl-C during an answer: the part that was shown is kept, if every model had begun."""
         console = self._console
         if not console.json:
             console.line()
-        if any(not self._said.get(side, "").strip() for side in self._sides):
-            console.note("stopped before anything was said; the conversation is as it was")
+        if any(not self._answers.get(side, "").strip() for side in self._sides):
+            console.note("stopped before the answer began; the conversation is unchanged")
             self._restore()
             return
         if len(self._sides) == 2 and not console.json:
-            console.side_by_side("", [AnswerRow(self._asked, self._said["base"], self._said["tuned"])])
+            console.side_by_side("", [AnswerRow(self._asked, self._answers["base"], self._answers["tuned"])])
         self._keep()
         console.note("stopped; /undo takes the message back, /retry asks it again")
 
@@ -95,7 +95,7 @@ class Talk:
         """Take the last exchange back; its message, or None if there is none."""
         if not self.exchanges:
             return None
-        self._first = 0  # what had left may fit again
+        self._first = 0  # exchanges that were left out may fit again
         return self.exchanges.pop().asked
 
     def retry(self) -> None:
@@ -134,15 +134,15 @@ class Talk:
         )
 
     def _ask(self, side: str, text: str, show: Callable[[str], None] = lambda piece: None) -> None:
-        """Into `_said` as it comes, so that what was said is known whenever it is stopped."""
+        """Adds each piece to `_answers`, so that a stopped answer is known."""
 
         def on_text(piece: str) -> None:
-            self._said[side] = self._said.get(side, "") + piece
+            self._answers[side] = self._answers.get(side, "") + piece
             show(piece)
 
         messages = [*self._messages(side, self._first), {"role": "user", "content": text}]
         sampling = self._sampling | {"seed": self._sampling["seed"] + self._retries}
-        self._said[side] = self._run.chat(messages, adapted=side == "tuned", on_text=on_text, **sampling)
+        self._answers[side] = self._run.chat(messages, adapted=side == "tuned", on_text=on_text, **sampling)
 
     def _restore(self) -> None:
         if self._replaced is not None:
@@ -151,13 +151,13 @@ class Talk:
 
     def _keep(self) -> None:
         self._replaced = None
-        self.exchanges.append(Exchange(self._asked, self._said["tuned"], self._said.get("base")))
+        self.exchanges.append(Exchange(self._asked, self._answers["tuned"], self._answers.get("base")))
 
     def _messages(self, side: str, first: int) -> list[Message]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges[first:]:
-            said = exchange.tuned if side == "tuned" else exchange.base
-            messages += [{"role": "user", "content": exchange.asked}, {"role": "assistant", "content": said or ""}]
+            answer = exchange.tuned if side == "tuned" else exchange.base
+            messages += [{"role": "user", "content": exchange.asked}, {"role": "assistant", "content": answer or ""}]
         return messages
 
     def _drop_oldest(self, text: str) -> None:
@@ -203,13 +203,13 @@ def converse(talk: Talk, console: Console) -> int:
                 talk.answer(text)
         except KeyboardInterrupt:
             talk.stopped()
-        except GraftuneError as error:  # this message's; the conversation goes on
+        except GraftuneError as error:  # the conversation goes on
             console.warn(str(error))
 
 
 def _command(talk: Talk, console: Console, text: str) -> bool:
-    """Carry out a command; False for a message. What begins with a slash and is not a command's name is refused only
-    if it is one word: people paste paths."""
+    """Carry out a command; False for a message. An unknown word after a slash is refused only if it stands alone:
+    people paste paths."""
     name, _, rest = text.partition(" ")
     if "\n" in name or not name.startswith("/"):
         return False
@@ -259,7 +259,7 @@ def _block(line: str) -> str:
 
 
 def _more_waits() -> bool:
-    """Whether another line is there already: nobody types so fast, it was pasted."""
+    """Whether another line is there already, which means that it was pasted."""
     try:
         return bool(select.select([sys.stdin], [], [], 0.02)[0])
     except (OSError, ValueError):  # no file behind it, or a system whose select takes sockets only

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.closing import closing
+from graftune.cli.run_summary import run_summary
 from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
@@ -79,7 +79,7 @@ def train(
         return 128 + int(result.signal)
     console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
     if not json:
-        console.line(closing(result))
+        console.line(run_summary(result))
     return 0
 
 
@@ -99,11 +99,11 @@ def _engine(config: Config, console: Console, resume: str | None, overrides: dic
 
     if not watch:
         return api.train(config, console=console, resume=resume, overrides=overrides)
-    from graftune.cli.watched import watched
+    from graftune.cli.train_page import training_page
 
     folder = Path(resume or config.run.out or "runs/new").resolve()
     # Beside its siblings; but what else lies beside a folder of the user's own choice may be a whole disk.
-    with watched(str(folder.parent if folder.parent.name == "runs" else folder), console) as page:
+    with training_page(str(folder.parent if folder.parent.name == "runs" else folder), console) as page:
         return api.train(config, console=console, resume=resume, overrides=overrides, callbacks=(page,))
 
 

@@ -2,9 +2,9 @@
 
 There are three kinds of work: training steps with their numbers, other work that can be counted (examples, tensors,
 answers), and work that cannot be counted (`total` is 0), which only has a name and a clock. Estimates use finished
-units alone (speed.Meter). rich redraws the bar by itself. For plain output a heartbeat thread writes a line when nothing was
-written for some seconds, whatever the main thread is doing. Rejected: asking the work to report every few seconds,
-because one slow forward pass, import or large tensor breaks that.
+units alone (speed.Meter). rich redraws the bar by itself. For plain output a heartbeat thread writes a line when
+nothing was written for some seconds, whatever the main thread is doing. Rejected: asking the work to report every few
+seconds, because one slow forward pass, import or large tensor breaks that.
 """
 
 from __future__ import annotations

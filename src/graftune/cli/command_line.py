@@ -1,8 +1,8 @@
-"""A command line as it was typed -> as the commands declare it.
+"""Rewrites a command line to the flags that the commands declare.
 
-People bring habits along: underscores in flags, `--bf16 True`, `--targets q_proj v_proj`, another tool's names. What
-has one meaning is rewritten here, before cyclopts sees it, and a note says which setting another tool's name became;
-everything else goes through untouched, and cyclopts' own complaint about it is answered in failures.py.
+Users have habits from other tools: underscores in flags, `--bf16 True`, `--targets q_proj v_proj`, other names. A word
+with one possible meaning is rewritten here, before cyclopts parses it, and a note says which setting another tool's
+name became. Everything else is unchanged, and failures.py words cyclopts' errors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from graftune.errors import GraftuneError
 from graftune.settings import other_tools
 from graftune.settings.config import TARGET_SHORTHANDS, TARGETS, leaves
 
-VERBATIM = ("--prompt", "--system")  # what follows is text, whatever it looks like
+VERBATIM = ("--prompt", "--system")  # the next word is text, even if it looks like a flag
 GLOBAL = ("--verbose",)
 
 
 @dataclass
-class Line:
-    """A command line: the command's name, its arguments, and what to tell about them."""
+class CommandLine:
+    """The command's name with its arguments, and notes about them for the user."""
 
     arguments: list[str]
     notes: list[str] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Line:
         return name in before
 
 
-def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> Line:
-    """`flags_of` gives a command's own flags; it is empty for what is not a command."""
+def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> CommandLine:
+    """`flags_of` returns the flags of a command; empty for an unknown one."""
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
-    line = Line([], verbose=any(word in GLOBAL for word in words[:end]))
+    line = CommandLine([], verbose=any(word in GLOBAL for word in words[:end]))
     words = [word for place, word in enumerate(words) if place >= end or word not in GLOBAL]
     command = next((word for word in words if not word.startswith("-")), "")
     known = flags_of(command)
@@ -66,7 +66,7 @@ def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> 
 
 
 def _ours(typed: str, known: set[str]) -> str:
-    """The flag of ours that was meant; what was typed if there is none."""
+    """The flag of ours that has this meaning; the typed word if there is none."""
     hyphened = typed.replace("_", "-")
     if typed in known or hyphened in known:
         return typed if typed in known else hyphened
@@ -75,7 +75,7 @@ def _ours(typed: str, known: set[str]) -> str:
 
 
 def _with_values(name: str, given: str, words: list[str]) -> list[str]:
-    """The flag and what belongs to it of the following words, which are taken off."""
+    """The flag with its values, which are removed from `words`."""
     if name in VERBATIM and not given and words:
         return [name, words.pop(0)]
     if name in _SWITCHES and not given and words and words[0].lower() in ("true", "false"):
@@ -90,7 +90,7 @@ def _with_values(name: str, given: str, words: list[str]) -> list[str]:
 
 
 def _is_target(word: str) -> bool:
-    """Names of projections, or a slip in one: a base or a file is not called so."""
+    """Names of projections, also misspelled ones: a base or a file is not named like that."""
     return all(part in (*TARGETS, *TARGET_SHORTHANDS) or part.endswith("_proj") for part in word.split(",") if part)
 
 

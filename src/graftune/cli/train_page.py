@@ -1,8 +1,8 @@
-"""train --watch: the page in a process of its own, for as long as the training goes on.
+"""train --watch: the page in a separate process, for as long as the training goes on.
 
-In the training's process it would take the interpreter from it. The page shows the folder of runs that the run is in,
-so that it can be compared; it starts when the run has written its first event, and ends with the training. If the
-training is killed, it stays for a while to show that.
+In the training process it would compete for the interpreter. The page shows the folder that contains the run, so that
+runs can be compared; it starts with the run's first event, and ends with the training. If the training is killed, the
+page stays for a while to show that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graftune.observe.console import Console
 STAYS = 60.0  # seconds after the training was killed
 
 
-class WatchedRun:
+class TrainingPage:
     """A callback of `train` that opens the page with the first event."""
 
     def __init__(self, folder: str, console: Console):
@@ -33,17 +33,17 @@ class WatchedRun:
 
     def __call__(self, event: dict[str, Any]) -> None:
         if self.process is None:
-            command = [sys.executable, "-m", "graftune.cli.watched", self._folder, str(_free(PORT))]
+            command = [sys.executable, "-m", "graftune.cli.train_page", self._folder, str(_free(PORT))]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
-            threading.Thread(target=self._say, daemon=True).start()
+            threading.Thread(target=self._print_address, daemon=True).start()
 
-    def _say(self) -> None:
+    def _print_address(self) -> None:
         assert self.process is not None and self.process.stdout is not None
         address = self.process.stdout.readline().strip()
         if address and self._console.quiet:
-            print(address, file=sys.stderr, flush=True)  # as `watch --quiet` does: a page nobody can find is no page
+            print(address, file=sys.stderr, flush=True)  # as `watch --quiet` does
         elif address:
             self._console.note(f"watch it at {address}")
         else:
@@ -60,8 +60,8 @@ class WatchedRun:
 
 
 @contextmanager
-def watched(folder: str, console: Console) -> Iterator[WatchedRun]:
-    page = WatchedRun(folder, console)
+def training_page(folder: str, console: Console) -> Iterator[TrainingPage]:
+    page = TrainingPage(folder, console)
     try:
         yield page
     finally:
@@ -69,7 +69,7 @@ def watched(folder: str, console: Console) -> Iterator[WatchedRun]:
 
 
 def _free(port: int) -> int:
-    """That port, or 0 for any if it is taken: another page may be open."""
+    """That port, or 0 for any if it is taken."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -80,7 +80,7 @@ def _free(port: int) -> int:
 
 
 def main(folder: str, port: str) -> int:
-    """The page's process."""
+    """Runs in the page's process."""
     from graftune.dashboard.runs import open_runs
     from graftune.dashboard.serving import Page, token_for
 

@@ -1,4 +1,4 @@
-"""The end of a run on the terminal: what was trained, what changed, where it lies, and the next three commands."""
+"""The summary at the end of a run: what was trained, what changed, where it is, and the next three commands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 FILES = (("adapter", "the adapter"), ("model", "the model"), ("report.html", "the report"), ("loss.png", "the curves"))
 
 
-def closing(result: Any) -> str:
-    """What is said of a run that was not interrupted; `result` is a TrainResult."""
-    lines = [*_trained(result), *_changed(result), *_lies(result.folder)]
+def run_summary(result: Any) -> str:
+    """The text for a run that was not interrupted; `result` is a TrainResult."""
+    lines = [*_trained(result), *_changed(result), *_location(result.folder)]
     return "\n".join([*lines, "next:", *_next(result.folder)])
 
 
@@ -38,15 +38,15 @@ def _changed(result: Any) -> list[str]:
     return [f"changed: {'; '.join(found)}"] if found else []
 
 
-def _lies(folder: Path) -> list[str]:
-    there = [f"{what} in {name}" for name, what in FILES if (folder / name).exists()]
-    return [f"run folder: {shlex.quote(str(folder))}" + (f" ({', '.join(there)})" if there else "")]
+def _location(folder: Path) -> list[str]:
+    files = [f"{what} in {name}" for name, what in FILES if (folder / name).exists()]
+    return [f"run folder: {shlex.quote(str(folder))}" + (f" ({', '.join(files)})" if files else "")]
 
 
 def _next(folder: Path) -> list[str]:
     quoted = shlex.quote(str(folder))
     compare, base_too = (" --compare", " --base-too") if (folder / "adapter").is_dir() else ("", "")
-    beside = ", beside its base" if compare else ""  # a whole model has none
+    beside = ", beside its base" if compare else ""  # a full model has none
     rows = (
         (f"graftune chat {quoted}{compare}", f"talk to it{beside}"),
         (f"graftune eval {quoted} DATA.jsonl{base_too}", "its loss on other data"),
