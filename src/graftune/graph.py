@@ -34,7 +34,7 @@ class Captured:
     def __init__(self, work: Callable[[], object], *, enabled: bool = True, pool: Any = None):
         self.work, self.enabled, self.pool = work, enabled, pool
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.timed: dict[spans.Turn, tuple[torch.cuda.CUDAGraph, spans.Timeline]] = {}
+        self.timed: dict[spans.StampTurn, tuple[torch.cuda.CUDAGraph, spans.Timeline]] = {}
 
     def __call__(self) -> None:
         if not self.enabled:

@@ -17,7 +17,7 @@ On a CPU a stamp is the host's clock. On a GPU it is a CUDA event. In a captured
 `graph.Captured` capture it once more, with the spans inside, and replay that one: see `Timeline.nested`.
 
 An event costs a captured pass 4 to 7 microseconds, since kernels do not follow each other closely across it. Where a
-step is short, only some layers are stamped at a time (`Turn`), and those between them are one span.
+step is short, only some layers are stamped at a time (`StampTurn`), and those between them are one span.
 
 Work on a second stream runs beside the spans of the first one: `aside` (see `graph.on`) records it separately.
 """
@@ -86,7 +86,7 @@ def clock_for(device: torch.device) -> Clock:
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
-class Turn(NamedTuple):
+class StampTurn(NamedTuple):
     """Which layers are stamped: those with layer % of == number."""
 
     number: int = 0
@@ -96,13 +96,13 @@ class Turn(NamedTuple):
         return layer is None or layer % self.of == self.number
 
 
-EVERY_LAYER = Turn()
+EVERY_LAYER = StampTurn()
 
 
 class Timeline:
     """The spans of one pass, in order, and the captured passes that were replayed within it."""
 
-    def __init__(self, clock: Clock, turn: Turn = EVERY_LAYER):
+    def __init__(self, clock: Clock, turn: StampTurn = EVERY_LAYER):
         self.clock, self.turn = clock, turn
         self.stamps: list[tuple[Name | None, Any]] = []  # the span that begins at the stamp; None: no span
         self.apart: list[tuple[Name, Any, Any]] = []  # on other streams: begin and end

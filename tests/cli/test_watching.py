@@ -17,7 +17,7 @@ import pytest
 import graftune
 from graftune.cli import main, train_page
 from graftune.observe.console import Console
-from graftune.observe.profile import Profile, Sample, Span
+from graftune.observe.profile import Profile, Span, StepSample
 from graftune.spans import Name
 from tests.cli.conftest import Engine
 from tests.dashboard.folders import end, start, step, trains, write_run
@@ -57,7 +57,7 @@ def test_a_profile_looks_first_and_writes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The steps are a stand-in's."""
-    sample = Sample(2.0, [Span(Name("forward", 0, "product"), 0.0, 2.0)])
+    sample = StepSample(2.0, [Span(Name("forward", 0, "product"), 0.0, 2.0)])
     profiled: list[Any] = []
     module: Any = ModuleType("graftune.training.profile")
     module.profile = lambda whole, console, steps: (

@@ -14,7 +14,7 @@ from benchmarks.step import profile as profiled_case
 from graftune import spans
 from graftune.observe.profile import Profile
 from graftune.observe.profiler import Recorder
-from graftune.spans import DeviceClock, Turn
+from graftune.spans import DeviceClock, StampTurn
 from tests.gpu.test_step import examples, ready, run
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def stepped(folder: Path, timed: bool, turns: int = 1, **more: Any) -> tuple[tor
         if not timed or number < 4:
             run(loop, batches)
             continue
-        timeline = recorder.begin(Turn(number % turns, turns))
+        timeline = recorder.begin(StampTurn(number % turns, turns))
         with spans.recording(timeline):
             run(loop, batches)
             timeline.end()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graftune.kernels import adamw, blocks, grad_norm
-from graftune.kernels.blocks import BlockTable, Span
+from graftune.kernels.blocks import ArenaSpan, BlockTable
 from graftune.kernels.grad_norm import reference as grad_norm_reference
 
 NAN = float("nan")
@@ -148,9 +148,9 @@ def test_blocks_grow_with_the_arena():
     for size in (1, 1000, 10**6, 67 * 10**6, 430 * 10**6, 8 * 10**9):
         block = blocks.block_size(size)
         assert block % 1024 == 0 and size / block <= 100_000
-    assert len(BlockTable.of([Span(0, 430_000_000, 0, True)])) <= 100_000
+    assert len(BlockTable.of([ArenaSpan(0, 430_000_000, 0, True)])) <= 100_000
     with pytest.raises(AssertionError, match="overlap"):
-        BlockTable.of([Span(0, 10, 0, True), Span(9, 12, 1, True)])
+        BlockTable.of([ArenaSpan(0, 10, 0, True), ArenaSpan(9, 12, 1, True)])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_updates_are_the_reference_s(layout, copy, device, kernels_on, monkeypat
 
 def test_the_real_block_size(device, kernels_on, monkeypatch):
     size, edge = 5000, 3001
-    spans = [Span(0, 2500, 0, True), Span(2500, edge, 1, True), Span(edge, size, 1, False)]
+    spans = [ArenaSpan(0, 2500, 0, True), ArenaSpan(2500, edge, 1, True), ArenaSpan(edge, size, 1, False)]
     ours, plain = (Run(BlockTable.of(spans, device=at), size, at, torch.bfloat16) for at in (device, "cpu"))
     ours.weights.copy_(plain.weights)
     ours.compute.copy_(plain.compute)
@@ -181,7 +181,7 @@ def test_the_real_block_size(device, kernels_on, monkeypatch):
 @pytest.mark.parametrize("block", [4096, 8192])
 def test_a_block_of_several_tiles(block, device, kernels_on, monkeypatch):
     size = 2 * block + 77
-    spans = [Span(0, size - 9, 0, True), Span(size - 9, size, 0, False)]
+    spans = [ArenaSpan(0, size - 9, 0, True), ArenaSpan(size - 9, size, 0, False)]
     ours, plain = (Run(BlockTable.of(spans, block=block, device=at), size, at, torch.float16) for at in (device, "cpu"))
     ours.weights.copy_(plain.weights)
     ours.compute.copy_(plain.compute)
@@ -189,7 +189,7 @@ def test_a_block_of_several_tiles(block, device, kernels_on, monkeypatch):
 
 
 def test_elements_outside_the_table_stay(device, kernels_on):
-    table = BlockTable.of([Span(70, 200, 0, True)], block=BLOCK, device=device)
+    table = BlockTable.of([ArenaSpan(70, 200, 0, True)], block=BLOCK, device=device)
     run = Run(table, 300, device, torch.bfloat16)
     before = run.state()
     run.grads.fill_(1.0)
@@ -290,7 +290,7 @@ def test_the_loss_scale_over_many_steps(on, device, monkeypatch):
 
         monkeypatch.setattr(kernel, "INTERVAL", interval)
     monkeypatch.setattr(grad_norm_reference, "INTERVAL", interval)
-    run = Run(BlockTable.of([Span(0, 5, 0, True)], block=BLOCK, device=device), 5, device, scaled=True)
+    run = Run(BlockTable.of([ArenaSpan(0, 5, 0, True)], block=BLOCK, device=device), 5, device, scaled=True)
     run.scaler.copy_(torch.tensor([4.0, 0.0]))
     scale, clean, skips = 4.0, 0, {3, 4, 5, steps - 3}
     for step in range(steps):
@@ -313,7 +313,7 @@ def test_the_loss_scale_stays_in_its_range(on, device, monkeypatch):
     from graftune.kernels import launch
 
     monkeypatch.setattr(launch, "fused", lambda x: on)
-    run = Run(BlockTable.of([Span(0, 5, 0, True)], block=BLOCK, device=device), 5, device, scaled=True)
+    run = Run(BlockTable.of([ArenaSpan(0, 5, 0, True)], block=BLOCK, device=device), 5, device, scaled=True)
     for scale, grad, want in ((65536.0, 1.0, [65536.0, 0.0]), (1.0, NAN, [1.0, 0.0]), (8.0, 1.0, [16.0, 0.0])):
         run.scaler.copy_(torch.tensor([scale, 1999.0]))
         run.grads.fill_(grad)

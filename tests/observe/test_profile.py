@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graftune import graph, spans
 from graftune.model.context import SideStreams
 from graftune.observe import profiler
-from graftune.observe.profile import Profile, Sample, Span, bottleneck, read
+from graftune.observe.profile import Profile, Span, StepSample, bottleneck, read
 from graftune.observe.profiler import Recorder
 from graftune.settings.config import LoraConfig
-from graftune.spans import Name, Timeline, Turn
+from graftune.spans import Name, StampTurn, Timeline
 from graftune.step.pipeline import HostLoop
 from graftune.step.step import Step
 from tests.kernels.test_whole_step import HYPER, batch
@@ -55,7 +55,7 @@ def sent(loop: HostLoop, micro_batches: int = 1) -> None:
     loop.step([packed] * micro_batches, hyper, [0] * micro_batches)
 
 
-def sampled(loop: HostLoop, turn: Turn = spans.EVERY_LAYER, micro_batches: int = 1) -> Sample:
+def sampled(loop: HostLoop, turn: StampTurn = spans.EVERY_LAYER, micro_batches: int = 1) -> StepSample:
     recorder = Recorder(Ticks())
     timeline = recorder.begin(turn)
     with spans.recording(timeline):
@@ -119,7 +119,7 @@ def test_turns_see_all_operations_with_fewer_stamps(tiny_folder) -> None:
     layers = len(loop.work.decoder.blocks)
     assert layers > 1
     whole = sampled(loop)
-    turns = [sampled(loop, Turn(number, layers)) for number in range(layers)]
+    turns = [sampled(loop, StampTurn(number, layers)) for number in range(layers)]
     of_layers = [sum(span.name.layer is not None for span in one.spans) for one in (whole, *turns)]
     outside = 2 * 2 * 2  # what lies ahead of a layer and behind it, forward and backward, where another turn stamps
     assert sum(of_layers[1:]) <= of_layers[0] + outside * layers, "the stamps of a layer are in one turn"
@@ -233,7 +233,7 @@ def test_a_captured_callable_is_captured_again_with_its_spans_and_only_then(monk
 
 
 def test_stamps_take_a_small_share_of_a_short_step() -> None:
-    assert profiler.turns_for(outside=24, inside=600, layers=32, plain_ms=400.0) == [Turn(0, 1)]
+    assert profiler.turns_for(outside=24, inside=600, layers=32, plain_ms=400.0) == [StampTurn(0, 1)]
     short = profiler.turns_for(outside=24, inside=320, layers=16, plain_ms=12.0)
     stamps = 24 + (320 + 2 * 16) / len(short)
     assert 1 < len(short) < 16 and stamps * profiler.STAMP_MS <= profiler.STAMPS_SHARE * 12.0
@@ -241,9 +241,9 @@ def test_stamps_take_a_small_share_of_a_short_step() -> None:
 
 
 def test_hotspots_percentiles_and_the_sentence() -> None:
-    def step(slow: float) -> Sample:
+    def step(slow: float) -> StepSample:
         made = [Span(Name("forward", layer, "attention"), 0.0, slow if layer == 2 else 1.0) for layer in range(4)]
-        return Sample(sum(span.ms for span in made) + 0.1, made)
+        return StepSample(sum(span.ms for span in made) + 0.1, made)
 
     document = Profile([step(4.0)] * 98 + [step(40.0)] * 2, plain=[8.0], facts={"floor_ms": 6.0}).document()
     (hot,) = document["hotspots"]
@@ -259,7 +259,7 @@ def test_of_each_turn_the_latest_samples_are_kept() -> None:
     recorder = Recorder(Ticks(), most=2)
     for number in range(5):
         recorder.profile.plain.append(float(number))
-        for turn in (Turn(0, 2), Turn(1, 2)):
+        for turn in (StampTurn(0, 2), StampTurn(1, 2)):
             timeline = recorder.begin(turn)
             for _ in range(number):
                 timeline.clock.stamp()

@@ -17,7 +17,7 @@ from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.plan import Bytes, Card, Setup, cards, job, kept, rehearse, transfer
+from graftune.plan import Bytes, Card, Setup, cards, job, rehearsal_cache, rehearse, transfer
 from graftune.settings.config import Config
 from graftune.training import prepare
 from graftune.weights.synthetic import random_base
@@ -35,7 +35,7 @@ def _rehearsed_once() -> Iterator[None]:
     made: dict[str, Bytes] = {}
 
     def once(setup: Setup, launched: object = None) -> Bytes:
-        key = kept.key_of(setup)
+        key = rehearsal_cache.key_of(setup)
         assert key is not None
         if key not in made:
             made[key] = rehearse(setup)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graftune.plan import job, kept
+from graftune.plan import job, rehearsal_cache
 
 _rehearse = job.rehearse
 _rehearsed: dict[str, Any] = {}
@@ -16,7 +16,7 @@ _rehearsed: dict[str, Any] = {}
 def rehearse(setup: Any, launched: Any = None) -> Any:
     if setup.card is not None:
         return _rehearse(setup, launched=launched)
-    key = kept.key_of(setup)
+    key = rehearsal_cache.key_of(setup)
     if key is None:
         return _rehearse(setup)
     if key not in _rehearsed:

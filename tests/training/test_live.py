@@ -24,7 +24,7 @@ from graftune.observe.progress import WorkProgress
 from graftune.observe.speed import Amounts, Meter
 from graftune.observe.trackers import Tracking, epochs_done, metrics_of
 from graftune.settings.config import Config
-from graftune.spans import Turn
+from graftune.spans import StampTurn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import HostLoop
@@ -193,13 +193,13 @@ def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(
 ) -> None:
     monkeypatch.setattr(profiling_module, "facts_of", lambda session, shape: {"shape": {}})
     monkeypatch.setattr(floors, "known", lambda session, shape: 2.0)
-    monkeypatch.setattr(profiling_module, "turns_for", lambda *step: [Turn(0, 2), Turn(1, 2)])
+    monkeypatch.setattr(profiling_module, "turns_for", lambda *step: [StampTurn(0, 2), StampTurn(1, 2)])
     device = SimpleNamespace(device=torch.device("cpu"))
     session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=2)))
     profiling = profiling_module.ProfiledSteps(8, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
     profiling.captured, profiling.recorder.clock = True, Ticks()
-    timed: dict[int, Turn] = {}
-    captured: set[Turn] = set()
+    timed: dict[int, StampTurn] = {}
+    captured: set[StampTurn] = set()
 
     def sent(step: int) -> Any:
         timeline = profiling.timeline
@@ -213,7 +213,7 @@ def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(
         return profiling.sent(step, micro_batches=3)
 
     documents = {step: document for step in range(1, 28) if (document := sent(step)) is not None}
-    first, second = Turn(0, 2), Turn(1, 2)
+    first, second = StampTurn(0, 2), StampTurn(1, 2)
     assert timed == {8: first, 10: first, 12: second, 14: second, 24: first, 26: second}
     assert sorted(documents) == [14, 26] and documents[26]["steps"] == 4 and documents[26]["floor_ms"] == 6.0
     assert len(profiling.profile.plain) == 2

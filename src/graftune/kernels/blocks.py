@@ -22,7 +22,7 @@ MANY_BLOCKS, MOST_BLOCKS = 1 << 14, 100_000  # enough to keep a GPU busy; what o
 PIECE = 1 << 20  # what the references take at a time: their temporaries stay small, their values are the same
 
 
-class Span(NamedTuple):
+class ArenaSpan(NamedTuple):
     """A run of the arena that is clipped and decayed alike."""
 
     start: int
@@ -31,13 +31,13 @@ class Span(NamedTuple):
     decay: bool
 
 
-def spans_of(segments: Sequence[Sequence[slice]], decayed: int) -> list[Span]:
+def spans_of(segments: Sequence[Sequence[slice]], decayed: int) -> list[ArenaSpan]:
     """The spans of segments (each some slices of the arena) where elements before `decayed` decay, the rest do not."""
     spans = []
     for index, segment in enumerate(segments):
         for part in segment:
             edge = min(max(decayed, part.start), part.stop)
-            spans += [Span(part.start, edge, index, True), Span(edge, part.stop, index, False)]
+            spans += [ArenaSpan(part.start, edge, index, True), ArenaSpan(edge, part.stop, index, False)]
     return [span for span in spans if span.start < span.stop]
 
 
@@ -52,7 +52,7 @@ def block_size(elements: int) -> int:
 class BlockTable:
     """Blocks in order of their segments: block b is elements starts[b] to stops[b] of the arena."""
 
-    spans: tuple[Span, ...]  # by segment, then place
+    spans: tuple[ArenaSpan, ...]  # by segment, then place
     segments: int
     block: int  # elements of a whole block
     longest: int  # blocks of the segment that has most
@@ -66,7 +66,9 @@ class BlockTable:
         return len(self.starts)
 
     @classmethod
-    def of(cls, spans: Iterable[Span], *, block: int | None = None, device: torch.device | str = "cpu") -> BlockTable:
+    def of(
+        cls, spans: Iterable[ArenaSpan], *, block: int | None = None, device: torch.device | str = "cpu"
+    ) -> BlockTable:
         ordered = tuple(sorted((span for span in spans if span.start < span.stop), key=lambda s: (s.segment, s.start)))
         places = sorted((span.start, span.stop) for span in ordered)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(places)), "spans overlap"
@@ -93,7 +95,7 @@ class BlockTable:
             *(x.to(device) for x in (torch.cat(starts or empty), torch.cat(stops or empty), segment, decay, first)),
         )
 
-    def pieces(self) -> list[Span]:
+    def pieces(self) -> list[ArenaSpan]:
         """The spans again, none longer than PIECE: what a reference loops over."""
         return [
             span._replace(start=at, stop=min(at + PIECE, span.stop))

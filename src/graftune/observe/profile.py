@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from graftune.spans import EVERY_LAYER, OTHERS, Name, Timeline, Turn
+from graftune.spans import EVERY_LAYER, OTHERS, Name, StampTurn, Timeline
 
 HOT = 1.5  # times the mean of the same operation in the other layers
 LEAST_HOT = 0.002  # of the step: less is noise
@@ -42,11 +42,11 @@ Place = tuple[str, int | None]  # phase, and layer; None: outside of the layers
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     total: float  # milliseconds
     spans: list[Span]
     apart: list[Span] = field(default_factory=list)  # on other streams
-    turn: Turn = EVERY_LAYER
+    turn: StampTurn = EVERY_LAYER
 
     # Added up once: a run that is profiled every so often makes a document of the same samples many times.
 
@@ -71,14 +71,14 @@ class Sample:
         return dict(found)
 
 
-def read(timeline: Timeline) -> Sample:
+def read(timeline: Timeline) -> StepSample:
     """A profiled step, whose first stamp is its beginning and whose last one is its end. The device must be done."""
     first, last = timeline.stamps[0][1], timeline.stamps[-1][1]
     replays: dict[int, tuple[Timeline, int]] = {}
     for inner in timeline.inner:
         replays[id(inner)] = inner, replays.get(id(inner), (inner, 0))[1] + 1
     passes = [(timeline, 1), *replays.values()]
-    return Sample(
+    return StepSample(
         timeline.clock.ms(first, last),
         [span for one, count in passes for span in _spans(one, first, count)],
         [span for one, count in passes for span in _apart(one, first, count)],
@@ -103,7 +103,7 @@ def _apart(timeline: Timeline, first: Any, count: int) -> Iterable[Span]:
 class Profile:
     """All samples of one shape of step. `facts` are what the document says beside the times."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[StepSample] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)  # milliseconds of steps without stamps, taken in between
     eager: list[float] = field(default_factory=list)  # of steps without graphs, where there are graphs
     beside: dict[str, float] = field(default_factory=dict)  # other work, by name: an evaluation, a checkpoint

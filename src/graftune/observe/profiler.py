@@ -24,7 +24,7 @@ import torch
 
 from graftune import spans
 from graftune.observe.profile import Profile, read
-from graftune.spans import EVERY_LAYER, Timeline, Turn
+from graftune.spans import EVERY_LAYER, StampTurn, Timeline
 
 UNTRACED = 3  # steps before a trace begins: kernels compile, the graph is captured, clocks settle
 STAMP_MS = 0.007  # what an event costs a captured step: 4 to 7 us on an H200, by the gap that it leaves behind it
@@ -93,7 +93,7 @@ def profiled(loop: ProfiledLoop, send: Send, device: torch.device, steps: int) -
     return profile
 
 
-def _timed(recorder: Recorder, send: Send, turn: Turn) -> None:
+def _timed(recorder: Recorder, send: Send, turn: StampTurn) -> None:
     timeline = recorder.begin(turn)
     with spans.recording(timeline):
         send()
@@ -101,7 +101,7 @@ def _timed(recorder: Recorder, send: Send, turn: Turn) -> None:
     recorder.take(timeline)
 
 
-def _turns(loop: ProfiledLoop, send: Send, clock: spans.Clock, profile: Profile) -> list[Turn]:
+def _turns(loop: ProfiledLoop, send: Send, clock: spans.Clock, profile: Profile) -> list[StampTurn]:
     """One, unless its stamps would take too much of a captured step. Stamps are counted in an eager step, and eager
     steps are timed to see what the graph saves."""
     if not loop.graph:
@@ -127,13 +127,13 @@ def _turns(loop: ProfiledLoop, send: Send, clock: spans.Clock, profile: Profile)
     return turns_for(*stamps, layers, plain)
 
 
-def turns_for(outside: int, inside: int, layers: int, plain_ms: float) -> list[Turn]:
+def turns_for(outside: int, inside: int, layers: int, plain_ms: float) -> list[StampTurn]:
     """The fewest whose stamps take no more than their share; at most one a layer. `outside` and `inside`: stamps out of
     layers, which every turn has, and of all layers together. A layer has two borders more, forward and backward."""
     allowed = STAMPS_SHARE * plain_ms / STAMP_MS
     counts = (n for n in range(1, layers + 1) if outside + (inside + 2 * layers * (n > 1)) / n <= allowed)
     count = next(counts, layers)
-    return [Turn(number, count) for number in range(count)]
+    return [StampTurn(number, count) for number in range(count)]
 
 
 def _plain(send: Send, clock: spans.Clock) -> float:
@@ -154,7 +154,7 @@ class Recorder:
         """`most`: samples of each turn that are kept, and plain steps; the oldest ones go. None: all of them."""
         self.clock, self.profile, self.most = clock, profile or Profile(), most
 
-    def begin(self, turn: Turn = EVERY_LAYER) -> Timeline:
+    def begin(self, turn: StampTurn = EVERY_LAYER) -> Timeline:
         timeline = Timeline(self.clock, turn)
         timeline.phase("load")
         timeline.operation("waiting for a batch")
@@ -168,7 +168,7 @@ class Recorder:
             self._drop_oldest(timeline.turn)
         return not timeline.captures
 
-    def _drop_oldest(self, turn: Turn) -> None:
+    def _drop_oldest(self, turn: StampTurn) -> None:
         profile = self.profile
         mine = [place for place, sample in enumerate(profile.samples) if sample.turn == turn]
         if self.most is not None and len(mine) > self.most:

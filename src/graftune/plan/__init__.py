@@ -3,7 +3,7 @@
 tally.py     live bytes by owner, and their peak
 counting.py  what operations on tensors without memory would allocate
 shapes.py    the shapes that operations make
-unread.py    a base's tensors without their contents
+unread_sources.py  a base's tensors without their contents
 transfer.py  whether fetched weights arrive in time
 libraries.py what libraries allocate by themselves
 rehearse.py  the real step, run on them

@@ -24,7 +24,7 @@ from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
-from graftune.plan import cards, kept, libraries, transfer
+from graftune.plan import cards, libraries, rehearsal_cache, transfer
 from graftune.plan.cards import Card
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
 from graftune.plan.tally import MIB
@@ -237,12 +237,12 @@ class Job:
         return self._made[key]
 
     def _rehearsed(self, setup: Setup) -> Bytes:
-        key = kept.key_of(setup) if self.keeps else None
-        found = kept.find(key) if key else None
+        key = rehearsal_cache.key_of(setup) if self.keeps else None
+        found = rehearsal_cache.find(key) if key else None
         if found is None:
             found = rehearse(setup, launched=self.launched)
             if key:
-                kept.keep(key, found)
+                rehearsal_cache.keep(key, found)
         return found
 
     def _rest(self, setup: Setup) -> dict[str, int]:

@@ -28,8 +28,9 @@ ENOUGH_ROWS = 16  # of x, from which on the copy of a weight pays
 
 
 def workspace_bytes(shape: Any) -> int:
-    """Of one of cuDNN's attention plans (`cudnn_frontend.Shape`). Forward: none to speak of. Backward: dq summed in
-    fp32, the row sums of the softmax, and with grouped heads dk and dv of every query head before they are added."""
+    """The workspace of one of cuDNN's attention plans (`cudnn_frontend.AttentionShape`). Forward: nearly nothing.
+    Backward: dq summed in fp32, the row sums of the softmax, and with grouped heads dk and dv of every query head
+    before they are added."""
     if shape.grad_strides is None:
         return 0
     tokens = ceil_div(shape.tokens, 64) * 64

@@ -34,8 +34,8 @@ from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
 from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
-from graftune.plan.tally import SCRATCH, Follow, Holder, Tally
-from graftune.plan.unread import unread
+from graftune.plan.tally import SCRATCH, Follow, LiveBytes, Tally
+from graftune.plan.unread_sources import unread
 from graftune.runtime import Runtime
 from graftune.session.parts import Parts
 from graftune.settings.config import Config, LoraConfig
@@ -141,11 +141,11 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
     tally, kind = Tally(), setup.runtime.device.type
     if real:
         follow = Follow(tally)
-        with rehearsing(Recorder(Device(kind), tally, follow)), follow:
+        with rehearsing(CountingRehearsal(Device(kind), tally, follow)), follow:
             return _run(setup, tally)
     if kind != "cuda":
         mode = Counting(tally, kind, OnCpu(tally, setup.copies).before)
-        with rehearsing(Recorder(Device(kind), tally, mode)), mode:
+        with rehearsing(CountingRehearsal(Device(kind), tally, mode)), mode:
             found = _run(setup, tally)
         return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
     assert setup.card is not None, "a plan for CUDA wants a card"
@@ -157,12 +157,12 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
             fix="pip install triton, or set device to cpu",
         ) from None
     mode = Counting(tally, kind, OnGpu(tally).before)
-    with rehearsing(Recorder(setup.card.device, tally, mode, launched)), mode:
+    with rehearsing(CountingRehearsal(setup.card.device, tally, mode, launched)), mode:
         found = _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), tally)
     return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
 
 
-class Recorder(Rehearsal):
+class CountingRehearsal(Rehearsal):
     """Tells the code that is rehearsed what it asks, and enters in the tally what it is told."""
 
     def __init__(self, device: Device, tally: Tally, mode: Counting | Follow, launched: Launched | None = None):
@@ -302,7 +302,7 @@ def _answer(parts: Parts, setup: Setup) -> None:
 class _Phases:
     """The owners at the worst moment of each phase."""
 
-    def __init__(self, holder: Holder):
+    def __init__(self, holder: LiveBytes):
         self.holder = holder
         self.owners: dict[str, dict[str, int]] = {}
 

@@ -33,7 +33,7 @@ def block_bytes(size: int) -> int:
     return whole if rounded >= 10 * MIB and whole - rounded <= MIB else rounded
 
 
-class Holder:
+class LiveBytes:
     """The live bytes of one kind of device, their peak, and what each owner had of them then."""
 
     def __init__(self, unit: Any = int):
@@ -57,13 +57,13 @@ class Tally:
     """Every storage that was made since it was opened. `owner` names whom those of a region of code belong to."""
 
     def __init__(self) -> None:
-        self.holders: dict[str, Holder] = {}
+        self.holders: dict[str, LiveBytes] = {}
         self.known: dict[int, tuple[Any, str, str, int]] = {}  # storage -> weak reference, device type, owner, bytes
         self.owners = [SCRATCH]
 
-    def of(self, kind: str) -> Holder:
+    def of(self, kind: str) -> LiveBytes:
         if kind not in self.holders:
-            self.holders[kind] = Holder(block_bytes if kind == "cuda" else int)
+            self.holders[kind] = LiveBytes(block_bytes if kind == "cuda" else int)
         return self.holders[kind]
 
     @contextmanager

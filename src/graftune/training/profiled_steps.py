@@ -22,7 +22,7 @@ from graftune.io.files import write_file
 from graftune.observe.profile import Profile
 from graftune.observe.profiler import OF_A_LAYER, OUTSIDE, Recorder, turns_for
 from graftune.session import Session
-from graftune.spans import EVERY_LAYER, Timeline, Turn
+from graftune.spans import EVERY_LAYER, StampTurn, Timeline
 from graftune.step.pipeline import BaseLoop
 from graftune.training import floors
 
@@ -60,7 +60,7 @@ class ProfiledSteps:
         self.floor_ms = floors.known(session, shape) if every else None
         facts = facts_of(session, shape) | {"captured": self.captured}
         self.recorder = Recorder(spans.clock_for(session.runtime.device), Profile(facts=facts), MOST)
-        self.left: list[Turn] = []  # of this occasion
+        self.left: list[StampTurn] = []  # of this occasion
         self.timeline: Timeline | None = None
         self.plain: Any = None  # the stamp ahead of a step that is timed plain
         self.timed_plain: tuple[Any, Any] | None = None  # both stamps of one, which are not read yet
@@ -117,7 +117,7 @@ class ProfiledSteps:
         self.left = self._turns()
         self.timeline = self.recorder.begin(self.left[0])
 
-    def _turns(self) -> list[Turn]:
+    def _turns(self) -> list[StampTurn]:
         if not self.captured:
             return [EVERY_LAYER]
         if self.profile.samples:  # as on the first occasion: those graphs are there

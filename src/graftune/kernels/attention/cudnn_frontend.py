@@ -44,7 +44,7 @@ Strides = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """All that a plan is built for. Strides are those of the tokens; heads lie H apart."""
 
     dtype: torch.dtype
@@ -60,13 +60,13 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     graph: Any
     workspace: int  # bytes
 
 
 _handles: dict[int, Any] = {}
-_plans: dict[tuple[torch.device, Shape], Plan] = rehearsal.kept()
+_plans: dict[tuple[torch.device, AttentionShape], AttentionPlan] = rehearsal.kept()
 
 
 def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
@@ -131,7 +131,7 @@ def grad_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.
     return dq, k.new_empty(k.shape), k.new_empty(k.shape)
 
 
-def describe(cudnn: Any, shape: Shape, handle: Any, capability: tuple[int, int]) -> Any:
+def describe(cudnn: Any, shape: AttentionShape, handle: Any, capability: tuple[int, int]) -> Any:
     """The forward or the backward as cuDNN's graph, its tensors numbered by UID; not built yet."""
     data = cudnn.data_type
     io = {torch.bfloat16: data.BFLOAT16, torch.float16: data.HALF}[shape.dtype]
@@ -207,24 +207,24 @@ def _shape(
     scale: float,
     strides: Strides,
     grad_strides: Strides | None = None,
-) -> Shape:
+) -> AttentionShape:
     tokens, heads, width = q.shape
     # A bound in whole tiles: one token a document, for which cuDNN has a path of its own, is then no special case.
     longest = _up(docs.longest, 128)
     slots = len(docs.cu_seqlens) - 1
-    return Shape(q.dtype, heads, k.shape[1], width, slots, longest, tokens, scale, strides, grad_strides)
+    return AttentionShape(q.dtype, heads, k.shape[1], width, slots, longest, tokens, scale, strides, grad_strides)
 
 
-def _plan(device: torch.device, shape: Shape) -> Plan:
+def _plan(device: torch.device, shape: AttentionShape) -> AttentionPlan:
     if (device, shape) not in _plans:
         assert not is_capturing(device), "this shape was not seen before the capture"
         _plans[device, shape] = _build(device, shape)
     return _plans[device, shape]
 
 
-def _build(device: torch.device, shape: Shape) -> Plan:
+def _build(device: torch.device, shape: AttentionShape) -> AttentionPlan:
     if device.type == "meta":
-        return Plan(None, rehearsal.library_bytes("cudnn attention", shape))
+        return AttentionPlan(None, rehearsal.library_bytes("cudnn attention", shape))
     cudnn = importlib.import_module("cudnn")
     try:
         with torch.cuda.device(device):
@@ -244,10 +244,10 @@ def _build(device: torch.device, shape: Shape) -> Plan:
             f" heads of {shape.width} and {shape.slots} documents of up to {shape.longest} tokens ({error})",
             fix=f"uninstall {PACKAGE} to use torch's flash attention, or install another version of it",
         ) from error
-    return Plan(graph, size)
+    return AttentionPlan(graph, size)
 
 
-def _run(plan: Plan, device: torch.device, tensors: dict[str, torch.Tensor], docs: Documents) -> None:
+def _run(plan: AttentionPlan, device: torch.device, tensors: dict[str, torch.Tensor], docs: Documents) -> None:
     lengths = _lengths(docs)
     # For one call: 386 MiB at 8B and 8192 tokens, which serve the products between two calls. The allocator, or the
     # graph's pool, gives it to whatever comes next on this stream, which is after the call. Its contents are undefined;

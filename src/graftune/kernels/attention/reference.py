@@ -59,8 +59,8 @@ def backward(
         p = _probabilities(scores, window)
         grads[2][start:stop] = (p.to(do.dtype).transpose(1, 2) @ do).transpose(0, 1)
         correction = (do.float() * o.float()).sum(-1, keepdim=True)
-        wide = (do @ v_.transpose(1, 2)).float().sub_(correction).mul_(p).mul_(scale)
-        ds = (wide if slope is None else wide.mul_(slope)).to(q.dtype)
+        ds32 = (do @ v_.transpose(1, 2)).float().sub_(correction).mul_(p).mul_(scale)
+        ds = (ds32 if slope is None else ds32.mul_(slope)).to(q.dtype)
         grads[0][start:stop] = _ungrouped(ds @ k_, heads)
         grads[1][start:stop] = (ds.transpose(1, 2) @ q_).transpose(0, 1)
 

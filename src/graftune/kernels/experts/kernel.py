@@ -53,19 +53,22 @@ def _multiply(
     before = tl.cumsum(tiles, 0)
     expert = tl.sum((before <= tile).to(tl.int32), 0)
     if expert < E:
-        mine = experts == expert
-        start = tl.sum(tl.where(mine, first, 0), 0) + (tile - tl.sum(tl.where(mine, before - tiles, 0), 0)) * BM
+        is_my_expert = experts == expert
+        start = (
+            tl.sum(tl.where(is_my_expert, first, 0), 0)
+            + (tile - tl.sum(tl.where(is_my_expert, before - tiles, 0), 0)) * BM
+        )
         rows = start + tl.arange(0, BM)
-        inside = rows < tl.sum(tl.where(mine, last, 0), 0)
+        inside = rows < tl.sum(tl.where(is_my_expert, last, 0), 0)
         rows = rows.to(tl.int64)
         cols = tl.program_id(1) * BN + tl.arange(0, BN)
         weight = w_ptr + expert.to(tl.int64) * w_expert + cols[None, :].to(tl.int64) * w_row
         sums = tl.zeros((BM, BN), dtype=tl.float32)
         for k in range(0, K, BK):
-            deep = k + tl.arange(0, BK)
-            x_mask, w_mask = inside[:, None] & (deep[None, :] < K), (deep[:, None] < K) & (cols[None, :] < N)
-            x = tl.load(x_ptr + rows[:, None] * x_row + deep[None, :] * x_col, x_mask, other=0.0)
-            w = tl.load(weight + deep[:, None].to(tl.int64) * w_col, w_mask, other=0.0)
+            k_offsets = k + tl.arange(0, BK)
+            x_mask, w_mask = inside[:, None] & (k_offsets[None, :] < K), (k_offsets[:, None] < K) & (cols[None, :] < N)
+            x = tl.load(x_ptr + rows[:, None] * x_row + k_offsets[None, :] * x_col, x_mask, other=0.0)
+            w = tl.load(weight + k_offsets[:, None].to(tl.int64) * w_col, w_mask, other=0.0)
             sums = tl.dot(x, w, sums, input_precision="ieee")
         sums *= scale
         places = out_ptr + rows[:, None] * out_row + cols[None, :]
@@ -82,15 +85,21 @@ def _add_products(
 ):  # fmt: skip
     expert = tl.program_id(0)
     start, stop = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    high, wide = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(2) * BN + tl.arange(0, BN)
+    m_offsets, n_offsets = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(2) * BN + tl.arange(0, BN)
     sums = tl.zeros((BM, BN), dtype=tl.float32)
     for at in range(start, stop, BK):
         rows = at + tl.arange(0, BK)
-        inside, far = rows < stop, rows.to(tl.int64)
-        a = tl.load(a_ptr + far[None, :] * a_row + high[:, None], inside[None, :] & (high[:, None] < M), other=0.0)
-        b = tl.load(b_ptr + far[:, None] * b_row + wide[None, :], inside[:, None] & (wide[None, :] < N), other=0.0)
+        inside, rows64 = rows < stop, rows.to(tl.int64)
+        a = tl.load(
+            a_ptr + rows64[None, :] * a_row + m_offsets[:, None], inside[None, :] & (m_offsets[:, None] < M), other=0.0
+        )
+        b = tl.load(
+            b_ptr + rows64[:, None] * b_row + n_offsets[None, :], inside[:, None] & (n_offsets[None, :] < N), other=0.0
+        )
         sums = tl.dot(a, b, sums, input_precision="ieee")
-    places = total_ptr + expert.to(tl.int64) * total_expert + high[:, None] * total_row + wide[None, :] * total_col
-    mask = (high[:, None] < M) & (wide[None, :] < N)
+    places = (
+        total_ptr + expert.to(tl.int64) * total_expert + m_offsets[:, None] * total_row + n_offsets[None, :] * total_col
+    )
+    mask = (m_offsets[:, None] < M) & (n_offsets[None, :] < N)
     if stop > start:
         tl.store(places, tl.load(places, mask, other=0.0) + sums * scale, mask)

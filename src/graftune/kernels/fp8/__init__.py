@@ -1,9 +1,9 @@
 """Frozen products in 8-bit floats: e4m3 codes with one scale for each row, through the GPU's fp8 units.
 
-reference.py has the formulas and how the adapters' part goes along; kernel.py quantises and transposes, adapters.py
-lays adapters beside weights. No pass of its own for quantising where we write what is quantised: norms.py, gated.py and
-rotary.py are norm, SwiGLU and rope with codes, and thin.py the adapters' thin products, which write codes of what they
-leave. What attention writes, o's input, is quantised apart, since its kernels are not ours.
+reference.py has the formulas and explains the adapters' part; kernel.py quantises and transposes, adapters.py writes
+adapters beside weights. Where we write what is quantised, the same kernel writes the codes: norms.py, gated.py and
+rotary.py are norm, SwiGLU and rope with codes, and adapter_products.py the adapters' products, which write codes of
+their results. The output of attention, o's input, is quantised in a pass of its own, since its kernels are not ours.
 
 Codes are [T, K] with rows that may have a stride, `aligned` bytes as a rule; K and N of a product are multiples of 16.
 """
@@ -19,14 +19,14 @@ from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear, matmul, rope
 from graftune.kernels.fp8 import reference
-from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, AdapterCodes, Figures, Rows, scale_of
+from graftune.kernels.fp8.reference import E4M3, LARGEST, PIECES, AdapterCodes, AdapterScale, Rows, scale_of
 from graftune.kernels.lora_linear import THIN, LowRank
 
 __all__ = [
     "E4M3",
     "LARGEST",
     "AdapterCodes",
-    "Figures",
+    "AdapterScale",
     "Rows",
     "act",
     "act_backward",
@@ -160,10 +160,12 @@ def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> t
     reads: up to THIN columns x in bf16 need not exist, and half as many bytes are moved."""
     x = rows.codes[:, :width]
     if launch.fused(x) and len(weight) <= THIN:
-        from graftune.kernels.fp8 import thin
+        from graftune.kernels.fp8 import adapter_products
 
-        codes = thin.Codes(rows.codes, width, rows.scale, shift)
-        return thin.rows(x, weight, ((0, width),), codes, rank=len(weight), transposed=True, row_scale=rows.scale)
+        codes = adapter_products.CodeColumns(rows.codes, width, rows.scale, shift)
+        return adapter_products.rows(
+            x, weight, ((0, width),), codes, rank=len(weight), transposed=True, row_scale=rows.scale
+        )
     h = lora_linear.down(x.to(weight.dtype), weight)
     h = h.mul_(rows.scale.unsqueeze(1))
     lay(h, rows, width, shift)
@@ -175,10 +177,10 @@ def up_backward(grad_y: torch.Tensor, low: LowRank, rows: Rows, shift: torch.Ten
     """g = s dY B [T, n] and its codes behind those of dY."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:
-        from graftune.kernels.fp8 import thin
+        from graftune.kernels.fp8 import adapter_products
 
-        codes = thin.Codes(rows.codes, width, rows.scale, shift)
-        return thin.rows(grad_y, low.up, low.columns, codes, rank=low.rank, scale=low.scale)
+        codes = adapter_products.CodeColumns(rows.codes, width, rows.scale, shift)
+        return adapter_products.rows(grad_y, low.up, low.columns, codes, rank=low.rank, scale=low.scale)
     g = lora_linear.up_backward(grad_y, low)
     lay(g, rows, width, shift)
     return g
@@ -189,16 +191,16 @@ def up_both(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, rows: Row
     """`up_backward`, and dB added into `grad_up` [sum of outs, R] (fp32), in one pass over dY where that is ours."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:
-        from graftune.kernels.fp8 import thin
+        from graftune.kernels.fp8 import adapter_products
         from graftune.kernels.lora_linear import sums
 
-        codes = thin.Codes(rows.codes, width, rows.scale, shift)
+        codes = adapter_products.CodeColumns(rows.codes, width, rows.scale, shift)
 
         def add_up(parts: torch.Tensor, g: torch.Tensor, counts: tuple[int, ...]) -> None:
-            thin.add_up(parts, g, codes, counts)
+            adapter_products.add_up(parts, g, codes, counts)
 
         g = sums.both(grad_up, grad_y, low.h, low.up, low.columns, rank=low.rank, scale=low.scale, add_up=add_up)
-        thin.clear(g.shape[1], codes)
+        adapter_products.clear(g.shape[1], codes)
         return g
     lora_linear.up_grad(grad_y, low, grad_up)
     return up_backward(grad_y, low, rows, shift)

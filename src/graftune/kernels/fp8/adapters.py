@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from graftune.kernels import launch
+from graftune.kernels.fp8.adapter_products import beyond_code
 from graftune.kernels.fp8.reference import HEADROOM, LARGEST, MOST_Q, AdapterCodes
-from graftune.kernels.fp8.thin import beyond_code
 from graftune.kernels.lora_linear.reference import members
 
 PIECE = 2048  # values that one program lays

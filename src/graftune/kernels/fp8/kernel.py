@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from graftune.kernels import launch
+from graftune.kernels.fp8.adapter_products import lay_pieces
 from graftune.kernels.fp8.reference import LARGEST, PIECES, SMALLEST
-from graftune.kernels.fp8.thin import lay_pieces
 
 ONE = 1 << 15  # values of a row that one program holds
 TILE = (64, 64)  # words of a tile that is transposed: this many fours of rows, this many words of each

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     scale: torch.Tensor  # [T] fp32
 
 
-class Figures(NamedTuple):
+class AdapterScale(NamedTuple):
     """What a group's adapters need of whoever quantises beside them; 0-dim fp32 tensors, live."""
 
     reach: torch.Tensor  # the row's scale is at least reach * |x| / 448
@@ -68,40 +68,40 @@ class AdapterCodes(NamedTuple):
     figures: torch.Tensor  # [4] fp32: reach and shift of the forward pass, then of the backward
 
     @property
-    def forward(self) -> Figures:
-        return Figures(self.figures[0], self.figures[1])
+    def forward(self) -> AdapterScale:
+        return AdapterScale(self.figures[0], self.figures[1])
 
     @property
-    def backward(self) -> Figures:
-        return Figures(self.figures[2], self.figures[3])
+    def backward(self) -> AdapterScale:
+        return AdapterScale(self.figures[2], self.figures[3])
 
 
-def scale_of(wide: torch.Tensor, reach: torch.Tensor | None = None) -> torch.Tensor:
+def scale_of(x32: torch.Tensor, reach: torch.Tensor | None = None) -> torch.Tensor:
     """Of rows in fp32. What is not finite stays so: the step that sees it is skipped."""
-    most = wide.abs().amax(1)
+    most = x32.abs().amax(1)
     if reach is not None:
-        most = torch.maximum(most, reach * wide.square().sum(1).sqrt())
+        most = torch.maximum(most, reach * x32.square().sum(1).sqrt())
     return most.mul(1.0 / LARGEST).clamp_min(SMALLEST)
 
 
-def encode(wide: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Codes of wide * inverse. Whatever is beyond 448 is 448, NaN is NaN."""
-    return (wide * inverse).clamp(-LARGEST, LARGEST).to(E4M3)
+def encode(x32: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Codes of x32 * inverse. Whatever is beyond 448 is 448, NaN is NaN."""
+    return (x32 * inverse).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def quantise(
     x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None, reach: torch.Tensor | None
 ) -> torch.Tensor:
-    wide = x.float() if factor is None else x.float() * factor
-    scale = scale_of(wide, reach)
-    codes.copy_(encode(wide, scale.reciprocal().unsqueeze(1)))
+    x32 = x.float() if factor is None else x.float() * factor
+    scale = scale_of(x32, reach)
+    codes.copy_(encode(x32, scale.reciprocal().unsqueeze(1)))
     return scale
 
 
-def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """hi, lo: wide is about their sum."""
-    hi = encode(wide, torch.ones((), device=wide.device))
-    return hi, encode(wide - hi.float(), torch.ones((), device=wide.device))
+def split(x32: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """hi, lo: x32 is about their sum."""
+    hi = encode(x32, torch.ones((), device=x32.device))
+    return hi, encode(x32 - hi.float(), torch.ones((), device=x32.device))
 
 
 def lay(h: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, tail: torch.Tensor) -> None:
@@ -185,9 +185,9 @@ def norm_backward(
 
 def act(gate_up: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
     """SwiGLU into `codes`; returns the scale."""
-    wide = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    swiglu.forward(gate_up.float(), wide)
-    return quantise(wide, codes, None, reach)
+    x32 = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    swiglu.forward(gate_up.float(), x32)
+    return quantise(x32, codes, None, reach)
 
 
 def act_backward(

@@ -6,14 +6,14 @@ import torch
 
 from graftune.kernels import launch
 from graftune.kernels.linear_cross_entropy import reference
-from graftune.kernels.linear_cross_entropy.reference import Product, soft_capped
+from graftune.kernels.linear_cross_entropy.reference import HeadProduct, soft_capped
 
-__all__ = ["Product", "forward", "log_probs", "soft_capped"]
+__all__ = ["HeadProduct", "forward", "log_probs", "soft_capped"]
 
 
 def forward(
     x: torch.Tensor,
-    head: Product,
+    head: HeadProduct,
     labels: torch.Tensor,
     *,
     need_grad: bool = True,
@@ -37,7 +37,7 @@ def forward(
 
 
 def log_probs(
-    x: torch.Tensor, head: Product, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
+    x: torch.Tensor, head: HeadProduct, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
 ) -> torch.Tensor:
     """x [R, D], labels [R] -> log p(label) [R] in fp32, 0 where the label is -1; nothing is kept for a gradient."""
     assert labels.shape == x.shape[:1]

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from graftune.arithmetic import ceil_div
 from graftune.kernels import launch
-from graftune.kernels.linear_cross_entropy.reference import Product
+from graftune.kernels.linear_cross_entropy.reference import HeadProduct
 
 CHUNK_BYTES = 512 << 20  # logits alive at once, in their own dtype: few and large products
 CHUNK_STEP = 128  # chunks are whole tiles of the product
@@ -19,7 +19,7 @@ LONGEST_BLOCK = 8192
 
 
 @triton.jit
-def _bent(x, factor, FACTOR: tl.constexpr, CAP: tl.constexpr):
+def _soft_capped(x, factor, FACTOR: tl.constexpr, CAP: tl.constexpr):
     """The logits of a family that scales or caps them."""
     if FACTOR:
         x = x * factor
@@ -41,12 +41,12 @@ def _rows(
     label = tl.load(labels_ptr + row)
     cols = tl.arange(0, BLOCK)
     if label >= 0:
-        chosen = _bent(tl.load(base + label).to(tl.float32), factor, FACTOR, CAP)  # before it is overwritten
+        chosen = _soft_capped(tl.load(base + label).to(tl.float32), factor, FACTOR, CAP)  # before it is overwritten
         top = -3.0e38  # not -inf: inf - inf is no number
         norm = 0.0
         for start in range(0, width, BLOCK):
             inside = start + cols < width
-            x = _bent(tl.load(base + start + cols, inside, other=0.0).to(tl.float32), factor, FACTOR, CAP)
+            x = _soft_capped(tl.load(base + start + cols, inside, other=0.0).to(tl.float32), factor, FACTOR, CAP)
             x = tl.where(inside, x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, 0))
             norm = norm * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
@@ -64,7 +64,7 @@ def _rows(
             share = weight / norm
             for start in range(0, width, BLOCK):
                 at = start + cols
-                x = _bent(tl.load(base + at, at < width, other=0.0).to(tl.float32), factor, FACTOR, CAP)
+                x = _soft_capped(tl.load(base + at, at < width, other=0.0).to(tl.float32), factor, FACTOR, CAP)
                 grad = tl.exp(tl.where(at < width, x, float("-inf")) - top) * share - tl.where(at == label, weight, 0.0)
                 if CAP > 0:
                     grad *= 1.0 - (x / CAP) * (x / CAP)
@@ -81,7 +81,7 @@ def _rows(
 
 def forward(
     x: torch.Tensor,
-    head: Product,
+    head: HeadProduct,
     labels: torch.Tensor,
     *,
     need_grad: bool,
@@ -95,14 +95,14 @@ def forward(
 
 
 def log_probs(
-    x: torch.Tensor, head: Product, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
+    x: torch.Tensor, head: HeadProduct, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
 ) -> torch.Tensor:
     return _passed(x, head, labels, False, factor=factor, cap=cap)[0].neg_()
 
 
 def _passed(
     x: torch.Tensor,
-    head: Product,
+    head: HeadProduct,
     labels: torch.Tensor,
     need_grad: bool,
     *,

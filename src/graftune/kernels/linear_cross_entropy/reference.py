@@ -23,7 +23,7 @@ CHUNK_BYTES = 64 << 20  # logits alive at once, counted in fp32; products of thi
 CACHE_BYTES = 2 << 20  # of them, the rows a CPU turns into their gradient together: the passes stay in its cache
 
 
-class Product(Protocol):
+class HeadProduct(Protocol):
     """What the head has to offer: x W', dY W (given x too, for heads with rows that train), and its width."""
 
     @property
@@ -34,7 +34,7 @@ class Product(Protocol):
 
 def forward(
     x: torch.Tensor,
-    head: Product,
+    head: HeadProduct,
     labels: torch.Tensor,
     *,
     need_grad: bool = True,
@@ -86,26 +86,26 @@ def to_gradient_(
     own = counted if weights is None else torch.where(counted, weights.unsqueeze(1), 0.0)
     weight = own.float() if scale is None else own * scale
     index = labels.clamp(min=0).unsqueeze(1)
-    wide = soft_capped(logits.float(), factor, cap)
-    slope = wide.div(cap).square_().neg_().add_(1) if cap else None
-    chosen = wide.gather(1, index)
-    top = wide.amax(1, keepdim=True)
-    wide.sub_(top).exp_()
-    norm = wide.sum(1, keepdim=True)
+    logits32 = soft_capped(logits.float(), factor, cap)
+    slope = logits32.div(cap).square_().neg_().add_(1) if cap else None
+    chosen = logits32.gather(1, index)
+    top = logits32.amax(1, keepdim=True)
+    logits32.sub_(top).exp_()
+    norm = logits32.sum(1, keepdim=True)
     loss = ((top - chosen + norm.log()) * own).sum()
-    wide.mul_(weight / norm)
-    wide.scatter_add_(1, index, -weight)
+    logits32.mul_(weight / norm)
+    logits32.scatter_add_(1, index, -weight)
     if slope is not None:
-        wide.mul_(slope)
+        logits32.mul_(slope)
     if factor != 1:
-        wide.mul_(factor)
-    if wide is not logits:
-        logits.copy_(wide)
+        logits32.mul_(factor)
+    if logits32 is not logits:
+        logits.copy_(logits32)
     return loss
 
 
 def log_probs(
-    x: torch.Tensor, head: Product, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
+    x: torch.Tensor, head: HeadProduct, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
 ) -> torch.Tensor:
     found = torch.empty(len(x), dtype=torch.float32, device=x.device)
     size = chunk_rows(head.out_features, CHUNK_BYTES)
@@ -118,9 +118,9 @@ def log_probs(
 @launch.operation("cross-entropy")
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """log softmax(logits)[label] of every row, 0 where the label is -1."""
-    wide = logits.float()
-    chosen = wide.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return (chosen - wide.logsumexp(1)) * (labels >= 0)
+    logits32 = logits.float()
+    chosen = logits32.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return (chosen - logits32.logsumexp(1)) * (labels >= 0)
 
 
 def chunk_rows(vocabulary: int, limit: int) -> int:

@@ -69,7 +69,7 @@ class _Result(ctypes.Structure):
     )
 
 
-class Shape(NamedTuple):
+class MatmulShape(NamedTuple):
     """All that the choice depends on. Sides are those of the operands as they lie in memory, column by column."""
 
     kind: torch.dtype
@@ -79,8 +79,8 @@ class Shape(NamedTuple):
     k: int
     a_across: bool  # whether a's (b's) columns, not rows, lie together
     b_across: bool
-    a_apart: int  # distance of a's rows (or columns); likewise b's, and the result's rows
-    b_apart: int
+    a_stride: int  # distance of a's rows (or columns); likewise b's, and the result's rows
+    b_stride: int
     out_row_stride: int
     aligned: int  # bytes
 
@@ -98,17 +98,19 @@ class Operands(NamedTuple):
     scales: Scales | None = None
 
 
-class Plan(NamedTuple):
+class MatmulPlan(NamedTuple):
     desc: c_void_p
     layouts: Layouts
     algorithm: _Result
 
 
-_plans: dict[tuple[torch.device, Shape], Plan] = rehearsal.kept()
+_plans: dict[tuple[torch.device, MatmulShape], MatmulPlan] = rehearsal.kept()
 _handles: dict[int, c_void_p] = {}
 _workspaces: dict[tuple[torch.device, int], torch.Tensor] = rehearsal.kept()
 ONE, ZERO = c_float(1.0), c_float(0.0)
-NOTHING = Plan(c_void_p(), (c_void_p(), c_void_p(), c_void_p()), _Result())  # of meta tensors: no library is called
+NOTHING = MatmulPlan(
+    c_void_p(), (c_void_p(), c_void_p(), c_void_p()), _Result()
+)  # of meta tensors: no library is called
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,7 +143,7 @@ def _multiply(operands: Operands) -> torch.Tensor:
     return operands.out
 
 
-def _shape(operands: Operands) -> Shape:
+def _shape(operands: Operands) -> MatmulShape:
     a, b, out, scales = operands
     (m, k), n = a.shape, b.shape[1]
     assert out.shape == (m, n) and out.stride(1) == 1, (out.shape, out.stride())
@@ -149,11 +151,11 @@ def _shape(operands: Operands) -> Shape:
     a_across, b_across = a.stride(1) != 1, b.stride(1) != 1
     assert a.stride(0 if a_across else 1) == 1 and b.stride(0 if b_across else 1) == 1, (a.stride(), b.stride())
     aligned = min(256, *(1 << ((at & -at).bit_length() - 1) for at in map(launch.address, (a, b, out))))
-    a_apart, b_apart = a.stride(1 if a_across else 0), b.stride(1 if b_across else 0)
-    return Shape(a.dtype, out.dtype, m, n, k, a_across, b_across, a_apart, b_apart, out.stride(0), aligned)
+    a_stride, b_stride = a.stride(1 if a_across else 0), b.stride(1 if b_across else 0)
+    return MatmulShape(a.dtype, out.dtype, m, n, k, a_across, b_across, a_stride, b_stride, out.stride(0), aligned)
 
 
-def _fastest(shape: Shape, operands: Operands) -> Plan:
+def _fastest(shape: MatmulShape, operands: Operands) -> MatmulPlan:
     """Remembered, or asked for, timed and chosen. It waits for the device: this is for the first call of a shape."""
     device = operands.a.device
     # Also where nothing is timed: a run takes the memory that its plan says, the first time and every other.
@@ -167,10 +169,10 @@ def _fastest(shape: Shape, operands: Operands) -> Plan:
     key = "|".join(map(str, (FORMAT, *card, *shape)))
     known = _recalled(key, desc, layouts, device)
     if known is not None:
-        return Plan(desc, layouts, known)
+        return MatmulPlan(desc, layouts, known)
     offered = _candidates(shape, desc, layouts, device)
     found = [*offered, *(_variants(offered[0], desc, layouts, device) if operands.scales and offered else ())]
-    plans = [Plan(desc, layouts, result) for result in found]
+    plans = [MatmulPlan(desc, layouts, result) for result in found]
     rounds, times, right = ROUNDS if len(plans) < MANY else FEW_ROUNDS, dict[int, float](), None
     for i, plan in enumerate(plans):
         if i < len(offered):
@@ -227,7 +229,9 @@ def _variants(offered: _Result, desc: c_void_p, layouts: Layouts, device: torch.
     return list(found.values())
 
 
-def _time_if_right(plan: Plan, operands: Operands, flush: torch.Tensor, many: int, right: torch.Tensor | None) -> float:
+def _time_if_right(
+    plan: MatmulPlan, operands: Operands, flush: torch.Tensor, many: int, right: torch.Tensor | None
+) -> float:
     """`_time` of a variant, which the library takes but did not offer; infinite if its result is not that of one that
     was offered (`right`), or if there is nothing to tell it by."""
     if right is None or not right.norm() > 0:
@@ -246,12 +250,12 @@ def _some_rows(operands: Operands) -> torch.Tensor:
     return operands.out[_looked_at(operands)].float()
 
 
-def _under_load(plans: list[Plan], operands: Operands, about: float) -> list[float]:
+def _under_load(plans: list[MatmulPlan], operands: Operands, about: float) -> list[float]:
     """Milliseconds of each, by the second half of its turn, with the device busy all the while. Only for operands that
     do not fit the cache together."""
     many = max(1, round(TURN / 2 / about))
 
-    def repeat(plan: Plan, times: int) -> None:
+    def repeat(plan: MatmulPlan, times: int) -> None:
         for _ in range(times):
             _run(plan, operands)
 
@@ -273,11 +277,11 @@ def flush_bytes(device: torch.device) -> int:
     return launch.cache_bytes(device)
 
 
-def _time(plan: Plan, operands: Operands, flush: torch.Tensor, many: int) -> float:
+def _time(plan: MatmulPlan, operands: Operands, flush: torch.Tensor, many: int) -> float:
     """Milliseconds, the median of a few rounds; infinite for an algorithm that refuses these tensors after all."""
     try:
         _run(plan, operands)
-    except Refused:
+    except CublasError:
         return float("inf")
     rounds = []
     for _ in range(many):
@@ -292,7 +296,7 @@ def _time(plan: Plan, operands: Operands, flush: torch.Tensor, many: int) -> flo
     return statistics.median(rounds)
 
 
-def _problem(shape: Shape) -> tuple[c_void_p, Layouts]:
+def _problem(shape: MatmulShape) -> tuple[c_void_p, Layouts]:
     """Row-major a @ b is, column by column, b' a': b is the library's first operand."""
     lib, kind, desc = _library(), KINDS[shape.kind], c_void_p()
     _check(lib.cublasLtMatmulDescCreate(byref(desc), COMPUTE_32F, REAL_32F))
@@ -302,8 +306,8 @@ def _problem(shape: Shape) -> tuple[c_void_p, Layouts]:
         _set(desc, DESC_FAST_SUMS, c_int8(1))
         for attribute in DESC_SCALE_MODES:
             _set(desc, attribute, c_int(BY_ROW))
-    first = _layout(kind, *((shape.k, shape.n) if shape.b_across else (shape.n, shape.k)), shape.b_apart)
-    second = _layout(kind, *((shape.m, shape.k) if shape.a_across else (shape.k, shape.m)), shape.a_apart)
+    first = _layout(kind, *((shape.k, shape.n) if shape.b_across else (shape.n, shape.k)), shape.b_stride)
+    second = _layout(kind, *((shape.m, shape.k) if shape.a_across else (shape.k, shape.m)), shape.a_stride)
     return desc, (first, second, _layout(KINDS[shape.out_kind], shape.n, shape.m, shape.out_row_stride))
 
 
@@ -317,7 +321,7 @@ def _point(desc: c_void_p, operands: Operands) -> None:
         _set(desc, attribute, c_void_p(scale.data_ptr()))
 
 
-def _candidates(shape: Shape, desc: c_void_p, layouts: Layouts, device: torch.device) -> list[_Result]:
+def _candidates(shape: MatmulShape, desc: c_void_p, layouts: Layouts, device: torch.device) -> list[_Result]:
     """What the library would consider, with a workspace and without."""
     lib, preference, (first, second, result) = _library(), c_void_p(), layouts
     _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)))
@@ -346,7 +350,7 @@ def _layout(kind: int, rows: int, columns: int, stride: int) -> c_void_p:
     return layout
 
 
-def _run(plan: Plan, operands: Operands) -> None:
+def _run(plan: MatmulPlan, operands: Operands) -> None:
     a, b, out, _ = operands
     stream = graph.current_stream(a.device).cuda_stream
     space = _workspace(a.device, stream)
@@ -401,10 +405,10 @@ def _library() -> ctypes.CDLL:
     return lib
 
 
-class Refused(RuntimeError):
+class CublasError(RuntimeError):
     """A call that the library answered with an error."""
 
 
 def _check(status: int) -> None:
     if status:
-        raise Refused(f"cuBLASLt answered with status {status}")
+        raise CublasError(f"cuBLASLt answered with status {status}")

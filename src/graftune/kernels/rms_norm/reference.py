@@ -10,9 +10,9 @@ import torch
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * rstd).mul_(weight.float()).to(x.dtype)
+    x32 = x.float()
+    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+    return (x32 * rstd).mul_(weight.float()).to(x.dtype)
 
 
 def backward(
@@ -22,9 +22,9 @@ def backward(
 
     With n = x * rstd and g = grad_y * w: grad_x = rstd * (g - n * mean(g * n)); grad_w = sum over rows of grad_y * n.
     """
-    wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return _backward(grad_y.float(), wide, rstd, weight, grad_weight).to(x.dtype)
+    x32 = x.float()
+    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+    return _backward(grad_y.float(), x32, rstd, weight, grad_weight).to(x.dtype)
 
 
 def add_forward(
@@ -33,9 +33,9 @@ def add_forward(
     """(x + y, rstd [T] fp32); the norm of the sum goes to `out`. y is overwritten."""
     if y is not None:
         x = y.add_(x)
-    wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    out.copy_((wide * rstd).mul_(weight.float()))
+    x32 = x.float()
+    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+    out.copy_((x32 * rstd).mul_(weight.float()))
     return x, rstd.squeeze(-1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from graftune.io import user_cache
 from graftune.observe.console import Console
 from graftune.plan import job as jobs
-from graftune.plan import kept
+from graftune.plan import rehearsal_cache
 from graftune.plan.rehearse import Bytes, Setup
 from graftune.settings.config import Config
 from graftune.training.prepare import job_of
@@ -66,9 +66,9 @@ def test_other_code_or_versions_are_rehearsed(
     rehearsed: list[Setup], tiny_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job(tiny_folder("llama")).plan("none", 256)
-    monkeypatch.setattr(kept, "_code", lambda: "another")
+    monkeypatch.setattr(rehearsal_cache, "_code", lambda: "another")
     job(tiny_folder("llama")).plan("none", 256)
-    monkeypatch.setattr(kept, "_version", lambda package: "another")
+    monkeypatch.setattr(rehearsal_cache, "_version", lambda package: "another")
     job(tiny_folder("llama")).plan("none", 256)
     assert len(rehearsed) == 3
 
@@ -76,10 +76,10 @@ def test_other_code_or_versions_are_rehearsed(
 def test_every_field_of_a_setup_is_in_the_key(tiny_folder: Any) -> None:
     """A field that is added later is, too, because the key goes by all of them."""
     setup = job(tiny_folder("llama")).setup("none", 256, job(tiny_folder("llama")).placement)
-    plain = kept.key_of(setup)
+    plain = rehearsal_cache.key_of(setup)
     for field in dataclasses.fields(setup):
         if field.name not in ("base", "loss", "card", "runtime", "placement"):
-            assert kept.key_of(dataclasses.replace(setup, **{field.name: "another"})) != plain, field.name
+            assert rehearsal_cache.key_of(dataclasses.replace(setup, **{field.name: "another"})) != plain, field.name
 
 
 def test_how_the_weights_lie_is_in_the_key_and_what_is_free_is_not(tiny_folder: Any) -> None:
@@ -88,7 +88,9 @@ def test_how_the_weights_lie_is_in_the_key_and_what_is_free_is_not(tiny_folder: 
     setup = made.setup("none", 256, made.placement)
 
     def key(**changes: Any) -> str | None:
-        return kept.key_of(dataclasses.replace(setup, placement=dataclasses.replace(setup.placement, **changes)))
+        return rehearsal_cache.key_of(
+            dataclasses.replace(setup, placement=dataclasses.replace(setup.placement, **changes))
+        )
 
     assert key(reason="resident: 1 MiB of 2 MiB free") == key(reason="resident: 1 MiB of 3 MiB free")
     assert len({key(), key(base_dtype="nf4"), key(on_host=True), key(ranks=2)}) == 4
@@ -111,13 +113,13 @@ def test_what_has_no_name_of_its_own_is_not_kept(tiny_folder: Any) -> None:
 
     made = job(tiny_folder("llama"))
     setup = dataclasses.replace(made.setup("none", 256, made.placement), layout=Nameless())  # type: ignore[arg-type]
-    assert kept.key_of(setup) is None
+    assert rehearsal_cache.key_of(setup) is None
 
 
 def test_a_cache_of_kernels_that_was_removed_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds a rehearsal is not told which kernels to compile ahead: they have to be compiled by then."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
-    before = kept._triton_cache()
-    assert kept._triton_cache() == before and before[1] is not None
+    before = rehearsal_cache._triton_cache()
+    assert rehearsal_cache._triton_cache() == before and before[1] is not None
     (tmp_path / "kernels").rename(tmp_path / "elsewhere")
-    assert kept._triton_cache() != before
+    assert rehearsal_cache._triton_cache() != before

@@ -26,7 +26,7 @@ from graftune.kernels.lora_linear.kernel import (
 )
 
 
-class Codes(NamedTuple):
+class CodeColumns(NamedTuple):
     """8-bit rows to be filled (reference.py)."""
 
     rows: torch.Tensor  # [T, width + adapter columns]: what the product leaves goes behind the first `width` columns
@@ -109,8 +109,8 @@ def _add(
 
 
 def _tile(tokens: int, codes: bool) -> tuple[int, int, int, int, int]:
-    """Tokens and columns of a tile, warps, stages, programs wanted. Codes become numbers on their way, for which the
-    multiprocessors want more programs."""
+    """Tokens and columns of a tile, warps, stages, programs wanted. Codes are converted to numbers on the way, which
+    wants more programs."""
     if tokens < 4096:
         return 64, 64, 4, 4, 256
     return (64, 128, 4, 3, 264) if codes else (64, 128, 8, 4, 128)
@@ -120,7 +120,7 @@ def rows(
     y: torch.Tensor,
     weight: torch.Tensor,
     columns: tuple[tuple[int, int], ...],
-    codes: Codes,
+    codes: CodeColumns,
     *,
     rank: int,
     scale: float = 1.0,
@@ -148,7 +148,7 @@ def rows(
     return out
 
 
-def add_up(parts: torch.Tensor, out: torch.Tensor, codes: Codes, counts: tuple[int, ...] | None = None) -> None:
+def add_up(parts: torch.Tensor, out: torch.Tensor, codes: CodeColumns, counts: tuple[int, ...] | None = None) -> None:
     """lora_linear's, without adding to what is there; the sum goes behind the codes too."""
     n, width = out.numel(), out.shape[-1]
     each, many, block, warps = adding(parts, counts)
@@ -159,7 +159,7 @@ def add_up(parts: torch.Tensor, out: torch.Tensor, codes: Codes, counts: tuple[i
     )  # fmt: skip
 
 
-def clear(thin: int, codes: Codes) -> None:
+def clear(thin: int, codes: CodeColumns) -> None:
     """What is behind the thin product becomes zero."""
     tail = codes.tail.view(torch.uint8)
     if tail.shape[1] > PIECES * thin:
