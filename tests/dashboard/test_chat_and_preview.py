@@ -25,7 +25,7 @@ from graftune.dashboard import worker as asking
 from graftune.dashboard.chat import Chat
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.worker import Worker
-from graftune.data.pieces import Pieces
+from graftune.data.token_text import Pieces
 from graftune.errors import GraftuneError
 from graftune.io.lock import FolderLock
 from graftune.observe.console import Console

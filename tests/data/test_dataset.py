@@ -268,7 +268,7 @@ def test_a_text_that_is_divided_loses_nothing_and_is_no_warning(tmp_path: Path) 
 def test_details_of_many_refused_rows_are_counted_in_memory_and_listed_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graftune.data.maker.KEPT_DETAILS", 3)
+    monkeypatch.setattr("graftune.data.row_encoder.KEPT_DETAILS", 3)
     data = load(tmp_path, {"prompt": "a", "response": "b"}, *[{"x": i} for i in range(10)])
     assert len(data.summary.details) == 3 and data.summary.left_out == 10
     assert [row for row, _ in data.details()] == list(range(2, 12))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftune.batch import Example
-from graftune.data import cached, dataset, maker
+from graftune.data import cached, dataset, row_encoder
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import DamagedStore, Examples, TokenStore, distinct_tokens, take
 from graftune.data.pack import pack
@@ -40,13 +40,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever texts are encoded."""
     found: list[int] = []
-    plain = maker.Maker.chunks
+    plain = row_encoder.RowEncoder.chunks
 
     def counted(self: Any, rows: Any) -> Any:
         found.append(1)
         return plain(self, rows)
 
-    monkeypatch.setattr(maker.Maker, "chunks", counted)
+    monkeypatch.setattr(row_encoder.RowEncoder, "chunks", counted)
     return found
 
 
@@ -261,8 +261,8 @@ def test_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = write(tmp_path / "d.jsonl", *rows)
     want = prepare(path, CHAT, DataConfig(max_seq_len=48))
     monkeypatch.setattr(cached, "_code", lambda: "another version")
-    monkeypatch.setattr(maker, "CHUNK_ROWS", 3)
-    monkeypatch.setattr(maker, "CHUNK_CHARS", 200)
+    monkeypatch.setattr(row_encoder, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(row_encoder, "CHUNK_CHARS", 200)
     found = prepare(path, CHAT, DataConfig(max_seq_len=48))
     assert found.examples == want.examples and found.summary == want.summary
     assert list(found.references) == list(want.references)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from graftune.data import chat, places
+from graftune.data import chat, turn_places
 from graftune.data.fit import MOST_ALONE, MOST_RENDERED, Built, Fitter
 from graftune.data.format import ChatFormat
-from graftune.data.maker import Maker
 from graftune.data.row import Refusal
+from graftune.data.row_encoder import RowEncoder
 from graftune.data.source import Row
 from graftune.settings.config import DataConfig
 from tests.data.generated import Spec
@@ -41,11 +41,11 @@ ODD = {
 
 
 def built(row: dict[str, Any], source: Any, **config: Any) -> list[Built]:
-    maker = Maker(source, DataConfig(append_eos=True, **config), "data")
-    pending = maker._rendered(Row(1, row))
+    encoder = RowEncoder(source, DataConfig(append_eos=True, **config), "data")
+    pending = encoder._rendered(Row(1, row))
     if pending.refusal is not None:
         raise pending.refusal
-    return maker._built(pending, maker.tokenizer.encode_batch(pending.texts))
+    return encoder._built(pending, encoder.tokenizer.encode_batch(pending.texts))
 
 
 def shown(made: list[Built]) -> tuple[Any, set[str]]:
@@ -84,7 +84,7 @@ def compared(seed: int, source: Any, monkeypatch: pytest.MonkeyPatch, *, calls: 
     settings = {"max_seq_len": draw.choice((8192, 200, 90)), "train_reasoning": draw.choice(("all", "none"))}
     found: list[Any] = []
     for few in (3, 10**6):
-        for module in (places, chat):
+        for module in (turn_places, chat):
             monkeypatch.setattr(module, "FEW", few)
         if few > 3:  # and each turn that is too long is rendered and encoded by itself
             monkeypatch.setattr(Fitter, "_too_long", lambda *_: None)

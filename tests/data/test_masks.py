@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from graftune.data import mask
 from graftune.data.chat import OTHER_PROMPT
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
 from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, tokenizer, trained_runs, turns, with_template

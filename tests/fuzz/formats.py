@@ -30,8 +30,8 @@ from graftune.dashboard.series import series
 from graftune.data import cached, find, source
 from graftune.data.dataset import _Texts
 from graftune.data.encoded import Examples
-from graftune.data.maker import Maker
 from graftune.data.row import Refusal, Row
+from graftune.data.row_encoder import RowEncoder
 from graftune.errors import GraftuneError, one_line
 from graftune.exporting.target import run_facts
 from graftune.observe import events, plot, report
@@ -474,7 +474,7 @@ def _rows(path: Path) -> None:
 
 def _programs(model: Path) -> Iterator[Format]:
     base = seeds.opened(model)[0]
-    maker = Maker(base.tokenizer, DataConfig(max_seq_len=64), "d.jsonl")
+    encoder = RowEncoder(base.tokenizer, DataConfig(max_seq_len=64), "d.jsonl")
     messages = [
         [turn | {"content": "text"} for turn in seeds.ROWS[3]["messages"]],
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
@@ -483,10 +483,10 @@ def _programs(model: Path) -> Iterator[Format]:
     def record(folder: Path) -> None:
         content = (folder / "row.json").read_bytes()
         value = source.parsed(content)
-        pending = maker._rendered(Row(1, value, key=1))
+        pending = encoder._rendered(Row(1, value, key=1))
         if pending.refusal is not None:
             raise GraftuneError(pending.refusal.text)
-        maker._chunk([pending], _Now(base.tokenizer.encode_batch(pending.texts)))
+        encoder._chunk([pending], _Now(base.tokenizer.encode_batch(pending.texts)))
 
     def template(folder: Path) -> None:
         content = (folder / "t.jinja").read_bytes().decode("utf-8", "surrogatepass")

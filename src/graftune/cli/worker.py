@@ -133,7 +133,7 @@ def open_preview(key: Document) -> Answer:
     from graftune.data import cached
     from graftune.data.dataset import Dataset, split
     from graftune.data.encoded import Examples
-    from graftune.data.pieces import Pieces
+    from graftune.data.token_text import Pieces
     from graftune.errors import GraftuneError
     from graftune.settings.config import Config
     from graftune.training.preview import shown_example

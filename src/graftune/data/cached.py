@@ -1,9 +1,9 @@
-"""Encoded data found again: one file per data set and way of encoding it, under the user's cache folder.
+"""The cache of encoded data: one file per data set and way of encoding it, under the user's cache folder.
 
 The key is everything that decides a token or a mask: the data's content and its kind, the tokenizer, the template, the
 settings of the data section, and the code that does it (its own source, so that no version number can be forgotten).
 Files are written aside and renamed, so two processes that encode the same data at once both end with a whole file.
-Nothing but time hangs on an entry: a damaged one is made again, the least recently used go when all of them exceed
+An entry only saves time: a damaged one is made again, the least recently used go when all of them exceed
 `LIMIT`, and where the folder cannot be written the data lives in a temporary file for as long as the process does.
 """
 
@@ -35,7 +35,7 @@ from graftune.tokenizer import Tokenizer
 
 LIMIT = 20 << 30  # bytes of all entries together
 SUFFIX = ".tokens"
-# Where the data comes from and how it is divided is no part of how it is encoded; a date counts where it is printed.
+# Settings that do not change how the data is encoded; a date is part of the tokenizer's fingerprint.
 _APART = ("data", "eval_data", "val_split", "eval_examples", "date", "max_unpacked")
 _making = threading.Lock()  # a second thread of this process would write to the same neighbour
 
@@ -49,7 +49,10 @@ def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, kin
     as."""
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _APART}
     if config.template not in ("auto", "none"):
-        with suppress(OSError, GraftuneError), files.open_plain(config.template) as file:  # said better by its reader
+        with (
+            suppress(OSError, GraftuneError),
+            files.open_plain(config.template) as file,
+        ):  # reported by its reader
             settings["template"] = hashlib.file_digest(file, "sha256").hexdigest()
     made = [list(sources), tokenizer.fingerprint, settings, kind.key, _code()]
     return hashlib.sha256(json.dumps(made, sort_keys=True, default=repr).encode()).hexdigest()[:40]

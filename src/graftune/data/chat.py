@@ -8,8 +8,8 @@ An example's text is the prompt that inference gives plus the answer. For the as
 
 What stands in the contents, marker strings included, cannot move these boundaries. Where `full` does not start with
 `prompt` (a generation prompt that opens <think>, a system prompt that only the last turn gets), the answer is what
-`full` has behind its assistant header, and it is put behind the inference prompt: reasoning that the prompt has opened
-goes on there and is closed. `prompt_form: template` keeps the template's own rendering instead. Both are counted.
+`full` has after its assistant header, and it is put after the inference prompt: reasoning that the prompt has opened
+continues there and is closed. `prompt_form: template` keeps the template's own rendering instead. Both are counted.
 
 Turns are kept in one text where the whole conversation starts with each turn's own text (then every turn sees just what
 inference would show it). Where a template rewrites history (Qwen3 drops old reasoning), or EOS had to be added that
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from graftune.data.format import REASONING_KEYS, ChatFormat
-from graftune.data.places import FEW, Place, Turn, places
 from graftune.data.probe import ANSWERS, borders, shared_header, shared_start
 from graftune.data.record import Message, Record
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
+from graftune.data.turn_places import FEW, Place, RenderedTurn, places
 
 OTHER_PROMPT = {
     "inference": "the template renders an answered conversation differently from its inference prompt: trained after "
@@ -85,7 +85,7 @@ class ChatTurns:
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
         """The texts that train `trained`, one where the template allows it."""
-        begun: dict[int, Turn] = {}
+        begun: dict[int, RenderedTurn] = {}
         together = self.together(messages, tools, trained, begun)
         if together is not None:
             return [together]
@@ -96,10 +96,10 @@ class ChatTurns:
         messages: list[Message],
         tools: list[Any] | None,
         trained: Sequence[int],
-        begun: dict[int, Turn] | None = None,
+        begun: dict[int, RenderedTurn] | None = None,
     ) -> Passage | None:
-        """The one text that trains `trained`; None where the template does not allow it. `begun`: takes the turns that
-        were rendered by themselves."""
+        """The one text that trains `trained`; None if the template does not allow it. `begun` collects the turns that
+        were rendered alone."""
         begun = {} if begun is None else begun
         found = places(lambda some: self._turn(some, tools), messages, trained, begun)
         if found is None:
@@ -110,7 +110,7 @@ class ChatTurns:
         """The passage's turns as texts of their own, for tokenizers that join a turn's end to what follows it."""
         return [self._alone(passage.messages[: i + 1], passage.tools) for i in passage.trained]
 
-    def _alone(self, messages: list[Message], tools: list[Any] | None, turn: Turn | None = None) -> Passage:
+    def _alone(self, messages: list[Message], tools: list[Any] | None, turn: RenderedTurn | None = None) -> Passage:
         turn = turn or self._turn(messages, tools)
         return self.passage(turn.text, [turn.place], messages, [len(messages) - 1], tools)
 
@@ -134,7 +134,7 @@ class ChatTurns:
         ends = tuple([turn.prompt for turn in turns])
         return Passage(text, spans, ends, messages, tuple(trained), reference, tools, tuple(notes))
 
-    def _turn(self, messages: list[Message], tools: list[Any] | None) -> Turn:
+    def _turn(self, messages: list[Message], tools: list[Any] | None) -> RenderedTurn:
         """The last message as a trained turn."""
         prompt = self.form.render(messages[:-1], tools, generate=True)
         full = self.form.render(messages, tools)
@@ -150,7 +150,7 @@ class ChatTurns:
             if self.prompt_form == "template":
                 prompt = full[:begin]
             else:
-                answer, note = self._behind(prompt, answer, messages)
+                answer, note = self._continued(prompt, answer, messages)
                 notes += [note] if note else []
         if blank:
             raise Refusal("refused by the chat template", "it renders nothing for an assistant turn")
@@ -162,15 +162,15 @@ class ChatTurns:
             if self.train_reasoning == "not_empty" and not empty:
                 skipped = 0
         text = prompt + answer
-        return Turn(text, Place(len(prompt), len(prompt) + skipped, len(text), tuple(notes)))
+        return RenderedTurn(text, Place(len(prompt), len(prompt) + skipped, len(text), tuple(notes)))
 
     def _opens(self, prompt: str) -> bool:
         tag = self.form.reasoning.open.strip()
         return bool(tag) and prompt.rstrip().endswith(tag)
 
     def _header(self, prompt: str, full: str, messages: list[Message], tools: list[Any] | None) -> int:
-        """Where the generated part of `full` begins when it does not start with the inference prompt: behind as much
-        as it has, before the answer's own text, of what the prompt has behind its last message."""
+        """Where the generated part of `full` begins if `full` does not start with the inference prompt: after the
+        longest part of the prompt's assistant header that `full` has before the answer's own text."""
         control, tag = self.form.control, self.form.reasoning.open.strip()
         history = self.form.render(messages[:-1], tools)
         asked = shared_header(prompt, history, control)
@@ -191,15 +191,15 @@ class ChatTurns:
         return asked if reach == asked == len(history) else content
 
     def _content_start(self, full: str, messages: list[Message], tools: list[Any] | None) -> int:
-        """Where the answer's own text starts at the latest: two probe answers part at their first letter."""
+        """The latest place where the answer's own text starts: two probe answers differ from their first letter on."""
         probes = [
             self.form.render([*messages[:-1], {"role": "assistant", "content": answer}], tools) for answer in ANSWERS
         ]
         reach = len(shared_start(*probes, full))
         return max(borders(full, self.form.control, reach))
 
-    def _behind(self, prompt: str, answer: str, messages: list[Message]) -> tuple[str, str]:
-        """The answer as it goes on behind the inference prompt, and what to say of it."""
+    def _continued(self, prompt: str, answer: str, messages: list[Message]) -> tuple[str, str]:
+        """The answer as it continues the inference prompt, and a note for the user."""
         reasoning = self.form.reasoning
         close = reasoning.close.strip()
         ends, _ = reasoning.block(answer, opened=False)
@@ -264,7 +264,7 @@ def authored_reasoning(form: ChatFormat, message: Message) -> tuple[str, str]:
 
 
 def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> None:
-    """Refuses what a template would leave out without a word: tool calls, and roles it does not know."""
+    """Refuse what a template would silently leave out: tool calls, and roles that it does not know."""
     others = []
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -282,8 +282,8 @@ def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> No
 
 
 def _unmarked(form: ChatFormat, record: Record, messages: list[Message], others: list[int]) -> list[int]:
-    """Those of the messages `others` that do not show in the whole conversation where each of them ends in a mark of
-    its own: two renderings in place of two a message."""
+    """The messages of `others` that are missing from the rendered conversation when each of them ends in a unique mark.
+    This takes two renderings in all, not two per message."""
     marked = list(messages)
     for i in others:
         marked[i] = _with_mark(messages[i], f"zq{i}q")
@@ -304,7 +304,7 @@ def _with_mark(message: Message, mark: str) -> Message:
 
 
 def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -> Iterator[str]:
-    """What was written in the conversation and does not stand in its text, by kind, each kind once. `answers`: of the
+    """Notes about parts of the conversation that are missing from its text, one per kind. `answers`: the texts of the
     trained turns."""
     searched, said = _Searched(whole), set[str]()
     for i, message in enumerate(messages):
@@ -316,8 +316,8 @@ def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -
 
 
 def _lost(message: Message, text: Container[str], said: Container[str]) -> Iterator[str]:
-    """The kinds of what a message lacks in `text`. Of those that were `said` already some are left out: a search that
-    finds nothing goes through all of the text."""
+    """The kinds of a message's parts that are missing from `text`. Some kinds that were noted already (`said`) are not
+    searched for: a search that finds nothing reads all of the text."""
     content = message["content"]
     kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
     if content and (kind not in said or ("reasoning" not in said and "</think>" in content)):
@@ -337,8 +337,8 @@ def _lost(message: Message, text: Container[str], said: Container[str]) -> Itera
 
 
 class _Searched:
-    """A text that is asked for one part after another, mostly in the order in which it has them: the search goes on
-    from the last part found, and begins anew only where that finds nothing."""
+    """A text that is searched for its parts, mostly in order: a search starts at the last part found, and starts again
+    at the beginning only if that finds nothing."""
 
     def __init__(self, text: str):
         self.text, self.reached = text, 0

@@ -40,7 +40,7 @@ PREFERENCE, RATED = "preference data", "answers rated good or bad (KTO)"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ColumnPlan:
     """Columns by their own names, "" where there is none. `refusal` is (reason, detail) of rows with these columns."""
 
     kind: Kind = "text"
@@ -61,7 +61,7 @@ def normal(name: object) -> str:
     return str(name).strip().lower().replace(" ", "_").replace("-", "_")
 
 
-def plan_for(row: dict[str, Any]) -> Plan:
+def plan_for(row: dict[str, Any]) -> ColumnPlan:
     """How to read the row. Columns that are null do not count, unless nothing is left without them."""
     if None in row.values():
         plan = _plan(tuple(name for name, value in row.items() if value is not None))
@@ -71,14 +71,14 @@ def plan_for(row: dict[str, Any]) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(names: tuple[str, ...]) -> Plan:
+def _plan(names: tuple[str, ...]) -> ColumnPlan:
     own: dict[str, str] = {}
     for name in names:
         if normal(name) not in own or name == normal(name):
             own[normal(name)] = name
     worse = sorted(_WORSE & own.keys())
     if worse and _BETTER & own.keys():
-        return Plan(refusal=(PREFERENCE, f"it has the column {quoted(own[worse[0]])}"))
+        return ColumnPlan(refusal=(PREFERENCE, f"it has the column {quoted(own[worse[0]])}"))
     system = next((own[name] for name in SYSTEMS if name in own), "")
     found = _chat(own) or _pair(own) or _text(own)
     if found.refusal is not None:
@@ -89,7 +89,7 @@ def _plan(names: tuple[str, ...]) -> Plan:
     weight = own.get(WEIGHT, "")
     used = {found.ask, found.answer, found.extra, system, tools, history, weight}
     notes = [f"column {quoted(name)} read as {normal(name)}" for name in used if name and name != normal(name)]
-    return Plan(
+    return ColumnPlan(
         found.kind,
         found.ask,
         found.answer,
@@ -104,14 +104,14 @@ def _plan(names: tuple[str, ...]) -> Plan:
     )
 
 
-def _chat(own: dict[str, str]) -> Plan | None:
+def _chat(own: dict[str, str]) -> ColumnPlan | None:
     for name in CHATS:
         if name in own:
-            return Plan("messages" if name == "messages" else "conversations", own[name])
+            return ColumnPlan("messages" if name == "messages" else "conversations", own[name])
     return None
 
 
-def _pair(own: dict[str, str]) -> Plan | None:
+def _pair(own: dict[str, str]) -> ColumnPlan | None:
     """A question and an answer. Pairs that data sets agree on come first; input/output needs to stand alone."""
     found = [(ask, answer) for ask, answer in PAIRS if ask in own and answer in own]
     notes: tuple[str, ...] = ()
@@ -127,25 +127,27 @@ def _pair(own: dict[str, str]) -> Plan | None:
     if len(found) > 1:
         shown = " or ".join(f"{own[ask]}/{own[answer]}" for ask, answer in found)
         ask, answer = (own[name] for name in found[0])
-        return Plan(refusal=("ambiguous columns", f"{shown}; say which with map, as prompt={ask},response={answer}"))
+        return ColumnPlan(
+            refusal=("ambiguous columns", f"{shown}; say which with map, as prompt={ask},response={answer}")
+        )
     ((ask, answer),) = found
     extra = next((own[name] for name in EXTRAS if name in own), "") if ask == "instruction" else ""
     kind: Kind = "alpaca" if ask == "instruction" else "prompt/response"
-    return Plan(kind, own[ask], own[answer], extra, notes=notes)
+    return ColumnPlan(kind, own[ask], own[answer], extra, notes=notes)
 
 
-def _text(own: dict[str, str]) -> Plan:
+def _text(own: dict[str, str]) -> ColumnPlan:
     if "text" in own:
-        return Plan("text", own["text"])
+        return ColumnPlan("text", own["text"])
     for ask, answer in PAIRS:
         if ask in own or answer in own:
             has, lacks = (ask, answer) if ask in own else (answer, ask)
             if "prompt" in (has, lacks):
-                return Plan(refusal=("missing key", "a prompt needs a response (or completion) beside it"))
-            return Plan(refusal=("missing key", f"{lacks!r} beside {has!r}"))
+                return ColumnPlan(refusal=("missing key", "a prompt needs a response (or completion) beside it"))
+            return ColumnPlan(refusal=("missing key", f"{lacks!r} beside {has!r}"))
     shown = [quoted(name) for name in own.values()][:6]
     listed = (", ".join(shown) + (", ..." if len(own) > 6 else "")) or "no keys"
-    return Plan(refusal=("unknown keys", f"found {listed}; expected {EXPECTED}, or name them with map"))
+    return ColumnPlan(refusal=("unknown keys", f"found {listed}; expected {EXPECTED}, or name them with map"))
 
 
 def refusal_of_all(row: dict[str, Any]) -> GraftuneError | None:
@@ -180,7 +182,7 @@ def _preferred(row: dict[str, Any]) -> str:
     return "write them as prompt/response or messages"
 
 
-def is_rated(plan: Plan, row: dict[str, Any]) -> bool:
+def is_rated(plan: ColumnPlan, row: dict[str, Any]) -> bool:
     """Whether the answer is marked good or bad: `label` true or false, as text in a CSV file. Also 0 or 1 beside a
     completion, as TRL has it; beside other names a number is more often a class of the data."""
     if not plan.label or plan.kind == "text":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import html
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,11 +25,12 @@ from graftune.batch import Example
 from graftune.data import cached
 from graftune.data.encoded import Examples, groups_of, short, stored_json
 from graftune.data.kind import ANSWERS, DataKind
-from graftune.data.maker import CHUNK_ROWS, Maker
 from graftune.data.memory import Lines
 from graftune.data.record import Message
+from graftune.data.row_encoder import CHUNK_ROWS, RowEncoder
 from graftune.data.source import Row, SourceFile, digest_of, rows, rows_of_lines, sources
 from graftune.data.summary import Summary, nothing_usable
+from graftune.data.token_text import as_html
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io import digest
@@ -67,8 +69,8 @@ class _Texts(Sequence[Any]):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokenised examples, with what became of every row of the data. Beside each example are its texts: the prompt of
-    its last trained answer, that answer, and the messages they were rendered from (none for `text` records)."""
+    """Tokenised examples and a summary of every row of the data. Each example also has its texts: the prompt of its
+    last trained answer, that answer, and the messages they were rendered from (none for `text` records)."""
 
     examples: Examples  # each with `tokens` and `supervised`, which says of every token whether it is trained
     summary: Summary  # counts, and the reason for every row that was left out
@@ -82,10 +84,9 @@ class Dataset:
         return f"Dataset({len(self)} examples, {trained}, longest {self.longest}, {self.path or 'in memory'})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the first examples, with the text that is trained marked."""
-        from graftune.data.preview import as_html
-
-        return as_html(self)
+        """A notebook shows the first examples, with the trained text marked."""
+        shown = "" if self.tokenizer is None else as_html(self.examples[:3], self.tokenizer)
+        return f"<div>{html.escape(repr(self))}</div>{shown}"
 
     @staticmethod
     def of(
@@ -134,11 +135,11 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Of all tokens and masks in their order, however they are stored: what a run's identity takes in."""
+        """Digest of all tokens and masks in order, however they are stored; part of a run's identity."""
         return hashlib.sha256(self.examples.digests.tobytes()).hexdigest()
 
     def shared_with(self, other: Dataset) -> int:
-        """How many of the other's examples are here too, token for token."""
+        """The number of the other data set's examples that are also in this one, token for token."""
         return int(np.isin(short(other.examples.digests), short(self.examples.digests)).sum())
 
     def details(self) -> Iterator[tuple[int, str]]:
@@ -146,7 +147,7 @@ class Dataset:
         return self.examples.store.details()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
-        """These examples with figures of their own; the account of refused rows stays with the whole."""
+        """These examples with a summary of their own; refused rows are counted in the whole data set only."""
         chosen = self.examples.chosen[np.asarray(indices, dtype=np.int64)]
         part = Examples(self.examples.store, chosen)
         counts = part.column("count")
@@ -162,8 +163,8 @@ class Dataset:
         return dataclasses.replace(self, examples=part, summary=summary)
 
     def at_most(self, count: int, seed: int) -> Dataset:
-        """So many of the examples, chosen by the seed and in the data's order; 0: all of them. Groups are taken
-        whole, as many as fit and at least one."""
+        """At most `count` examples, chosen by the seed, in the data's order; 0: all of them. Groups are taken whole, as
+        many as fit and at least one."""
         if not 0 < count < len(self):
             return self
         groups = groups_of(self.examples)
@@ -185,9 +186,9 @@ def prepare(
     *,
     keep: bool = True,
 ) -> Dataset:
-    """Everything in the data that can be trained on; GraftuneError if that is nothing. `console` shows the progress of
-    encoding, and why encoded data cannot be kept. `kind` is what the rows are read as: that of the loss. Without `keep`
-    records are encoded in memory and nowhere else."""
+    """Encode everything in the data that can be trained on; GraftuneError if there is nothing. `console` shows the
+    progress, and why encoded data cannot be cached. `kind`: how rows are read, as the loss needs them. Without `keep`,
+    records in memory are not cached on disk."""
     notes: dict[str, int] = {}  # in the order they come, each once
 
     def note(text: str) -> None:
@@ -199,19 +200,19 @@ def prepare(
         data = _Input.of_files(value, config, note, kind)
 
     def write(writer: StoreWriter) -> dict[str, Any]:
-        maker, total = Maker(tokenizer, config, data.shown, kind), data.total()
+        encoder, total = RowEncoder(tokenizer, config, data.shown, kind), data.total()
         total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
         with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
-            for chunk in maker.chunks(data.rows()):
+            for chunk in encoder.chunks(data.rows()):
                 writer.add(chunk.entries, chunk.details)
                 if bar is not None:
-                    bar.update(maker.summary.rows)
-        maker.summary.notes.update(notes)
-        if not maker.summary.examples:
-            raise nothing_usable(maker.summary, data.shown)
+                    bar.update(encoder.summary.rows)
+        encoder.summary.notes.update(notes)
+        if not encoder.summary.examples:
+            raise nothing_usable(encoder.summary, data.shown)
         data.check()
-        maker.summary.duplicates = writer.duplicates()
-        return {"summary": maker.summary.document(), "kind": kind.name}
+        encoder.summary.duplicates = writer.duplicates()
+        return {"summary": encoder.summary.document(), "kind": kind.name}
 
     if isinstance(value, Lines) and not keep:
         writer = StoreWriter(tokenizer.highest_id + 1)
@@ -288,7 +289,7 @@ def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Datas
     rows, row_of = np.unique(dataset.examples.column("row"), return_inverse=True)
     group_of = _groups(row_of, dataset.examples.digests)
     sizes = np.bincount(group_of)
-    if len(sizes) < 2 <= len(rows):  # all rows are the same: whoever wants that gets two sides that are
+    if len(sizes) < 2 <= len(rows):  # all rows are the same, so both sides get copies
         group_of, sizes = np.arange(len(rows)), np.ones(len(rows), dtype=np.int64)
     if len(rows) < 2:
         raise GraftuneError(
@@ -304,7 +305,7 @@ def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Datas
 
 
 def _held(order: np.ndarray, group_of: np.ndarray, sizes: np.ndarray, count: int) -> np.ndarray:
-    """Which groups are held out: in the order's turn, as many as leave `count` rows or fewer; at least one."""
+    """Which groups are held out: the first ones of `order` that have at most `count` rows together, at least one."""
     held = np.zeros(len(sizes), dtype=np.bool_)
     if len(sizes) == len(group_of):  # no repeats
         held[group_of[order[:count]]] = True
@@ -323,7 +324,7 @@ def _held(order: np.ndarray, group_of: np.ndarray, sizes: np.ndarray, count: int
 
 
 def _groups(row_of: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """For each row the number of its group: rows that share an example are in one. Without repeats each is its own."""
+    """The number of each row's group. Rows that share an example are in one group; a row without repeats is alone."""
     kinds, kind_of = np.unique(short(digests), return_inverse=True)
     count = int(row_of.max(initial=-1)) + 1
     group = np.arange(count)

@@ -47,7 +47,7 @@ COLUMNS = {
 PER_TOKEN, PER_TOKEN_END, NUMBER = "per token: ", "end per token: ", "number: "
 WEIGHTS = "weights"  # the numbers per token that every loss knows
 TEXTS = ("prompt", "reference", "messages")
-DIGEST = 16  # bytes that stand for an example's tokens and mask
+DIGEST = 16  # bytes of the digest of an example's tokens and mask
 
 
 class DamagedStore(Exception):
@@ -260,28 +260,28 @@ class Examples(Sequence[Example]):
 
 
 def take(examples: Sequence[Example], indices: Sequence[int]) -> Sequence[Example]:
-    """These of the examples, in this order."""
+    """The examples with these numbers, in this order."""
     if isinstance(examples, Examples):
         return Examples(examples.store, examples.chosen[np.asarray(indices, dtype=np.int64)])
     return [examples[i] for i in indices]
 
 
 def lengths_of(examples: Sequence[Example]) -> np.ndarray:
-    """Tokens of each."""
+    """The number of tokens of each example."""
     if isinstance(examples, Examples):
         return examples.column("count").astype(np.int64)
     return np.fromiter((len(example.tokens) for example in examples), np.int64, len(examples))
 
 
 def responses_of(examples: Sequence[Example]) -> np.ndarray:
-    """Response tokens of each."""
+    """The number of response tokens of each example."""
     if isinstance(examples, Examples):
         return examples.column("responses").astype(np.int64)
     return np.fromiter((example.response_tokens for example in examples), np.int64, len(examples))
 
 
 def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
-    """All tokens (int64) and flags, one example behind the other."""
+    """All tokens (int64) and flags, one example after the other."""
     if isinstance(examples, Examples):
         store = examples.store
         stored = np.concatenate([store.part("tokens", "tokens_end", i) for i in examples.stored.tolist()])
@@ -292,7 +292,7 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_weights(examples: Sequence[Example]) -> bool:
-    """Whether any of them has weights of its own."""
+    """Whether any example has weights."""
     if isinstance(examples, Examples):
         ends = examples.store.arrays.get(PER_TOKEN_END + WEIGHTS)
         return ends is not None and bool((np.diff(ends, prepend=0)[examples.stored] > 0).any())
@@ -300,13 +300,13 @@ def has_weights(examples: Sequence[Example]) -> bool:
 
 
 def weights_of(examples: Sequence[Example]) -> np.ndarray:
-    """The weight of every token (float32), one example behind the other."""
+    """The weight of every token (float32), one example after the other."""
     return token_numbers_of(examples, WEIGHTS, 1.0)
 
 
 def token_numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.ndarray:
-    """What the data says under a name of every token (float32), one example behind the other: what a field of a batch
-    reads. `missing`: of the tokens of examples that have none."""
+    """The numbers of that name, one per token (float32), one example after the other. `missing`: the value for tokens
+    of examples without such numbers."""
     if isinstance(examples, Examples):
         counts = examples.column("count").tolist()
         found = [(examples.store.per_token(i, name), n) for i, n in zip(examples.stored.tolist(), counts, strict=True)]
@@ -316,7 +316,7 @@ def token_numbers_of(examples: Sequence[Example], name: str, missing: float) -> 
 
 
 def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.ndarray:
-    """What the data says under a name of every example (float64); `missing`: of those that have none."""
+    """The number of that name of each example (float64); `missing`: the value for examples that have none."""
     if isinstance(examples, Examples):
         column = NUMBER + name
         found = examples.column(column) if column in examples.store.arrays else np.full(len(examples), np.nan)
@@ -326,19 +326,19 @@ def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.nda
 
 
 def groups_of(examples: Sequence[Example]) -> np.ndarray:
-    """The number of every example's group; -1: it is alone."""
+    """The number of each example's group; -1: it is alone."""
     if isinstance(examples, Examples):
         return examples.column("group")
     return np.fromiter((example.group for example in examples), np.int64, len(examples))
 
 
 def kind_of(examples: Sequence[Example]) -> str | None:
-    """What their records are; None where nothing says so, as of a list of examples."""
+    """The kind of their records; None for a list of examples, which has no kind."""
     return examples.store.kind if isinstance(examples, Examples) else None
 
 
 def weight_sums_of(examples: Sequence[Example]) -> np.ndarray:
-    """Of each, the sum of the weights of its response tokens."""
+    """The sum of the weights of each example's response tokens."""
     if isinstance(examples, Examples):
         return examples.column("weight_sum")
     return np.fromiter((example.response_weight for example in examples), np.float64, len(examples))
@@ -363,7 +363,7 @@ def short(digests: np.ndarray) -> np.ndarray:
 
 
 def distinct_tokens(*parts: Sequence[Example]) -> int:
-    """How many tokens of the vocabulary occur. Counted by whole stores: what a part leaves out may be among them."""
+    """How many tokens of the vocabulary occur, counted over whole stores, not over the chosen examples only."""
     found: set[int] = set()
     stores = {id(part.store): part.store for part in parts if isinstance(part, Examples) and len(part)}
     for store in stores.values():

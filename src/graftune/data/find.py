@@ -145,7 +145,7 @@ def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
 
 
 def _has(name: str, words: str) -> bool:
-    """Whether a file's name has these words, and not only as letters of a longer one."""
+    """Whether a file's name has these words as whole words."""
     return re.search(rf"(^|[\W_]){re.escape(words)}([\W_]|$)", name) is not None
 
 

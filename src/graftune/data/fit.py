@@ -2,7 +2,7 @@
 
 What goes, in this order: whole early turns (the system turn stays; trained turns among them become examples of their
 own), then the last question's text from its left, by rendering the shortened message again so that every header of the
-template stays whole; and where even an empty question is too long, the prompt's tokens from the left behind BOS.
+template stays whole; and where even an empty question is too long, the prompt's tokens from the left, after BOS.
 Cutting the token list from the right, as trainers commonly do, would cut the end token and most of the answer.
 An example whose response alone does not fit is dropped.
 """
@@ -18,7 +18,7 @@ from graftune.data import mask
 from graftune.data.chat import ChatTurns, Passage
 from graftune.data.format import ChatFormat, special_tokens
 from graftune.data.record import Message
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
 from graftune.data.turns import loss_weight
 from graftune.settings.config import DataConfig
 from graftune.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class Fitter:
     def finish(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
     ) -> Iterator[Built]:
-        """The examples of a passage whose text was encoded as `tokens`; what does not fit is shortened one by one."""
+        """The examples of a passage whose text was encoded as `tokens`. Those that do not fit are shortened."""
         found = self._ranges(passage, tokens, offsets)
         if found is None:
             for alone in self.turns.alone(passage):
@@ -116,13 +116,13 @@ class Fitter:
     def _ranges(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]], tuple[str, ...]] | None:
-        """The tokens, which of them each trained turn is, and what there is to say of it. None: a token lies across the
-        border of one of several turns, so that they have to be examples of their own."""
+        """The tokens, the range of each trained turn, and notes. None: a token lies across the border of one of several
+        turns, so each of them must become an example of its own."""
         ranges, notes = [], passage.notes
         for prompt, (start, end) in zip(passage.prompts, passage.spans, strict=True):
             first, whole = mask.border(offsets, prompt)
             if not whole and tokens[first] in self.special:
-                first, whole = first + 1, True  # a control token that swallows the blanks behind it (Phi-3's do)
+                first, whole = first + 1, True  # a control token that takes the blanks after it (Phi-3's do)
             last, closed = mask.border(offsets, end)
             if not (whole and closed and self._as_inference(passage.text, prompt, tokens, first)):
                 if len(passage.spans) > 1:
@@ -137,8 +137,8 @@ class Fitter:
         return tokens, ranges, notes
 
     def _as_inference(self, text: str, place: int, tokens: list[int], first: int) -> bool:
-        """Whether the prompt `text[:place]` has the tokens that it gets by itself: some vocabularies divide blanks by
-        what follows them. Control tokens part a text, so what stands behind the last one decides."""
+        """Whether the prompt `text[:place]` has the same tokens here as when it is encoded alone: some vocabularies
+        divide blanks by what follows them. Control tokens divide a text, so only the part after the last one counts."""
         before = first - 1
         while before >= 0 and tokens[before] not in self.special:
             before -= 1
@@ -153,9 +153,9 @@ class Fitter:
     def _parted(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], first: int, whole: bool
     ) -> tuple[list[int], list[tuple[int, int]], int]:
-        """Tokens where the prompt's are those that inference gives it, and the answer's begin after them; the places of
-        the latter in the answer; and how many the prompt has. `first` is the first token of the whole text with a
-        character of the answer, and of nothing else if `whole`."""
+        """Encode so that the prompt has the tokens that inference gives it: all tokens, the character ranges of the
+        answer's tokens, and the number of prompt tokens. `first` is the first token of the whole text that has a
+        character of the answer; `whole`: it has no character of the prompt."""
         place = passage.prompts[0]
         prompt = self.tokenizer.encode(passage.text[:place])
         shown = self.tokenizer.decode(tokens)
@@ -253,15 +253,15 @@ class Fitter:
     def _not_fitting(
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
     ) -> _Piece | None:
-        """Those of several answers to one question that are too long by what is before them; None if they have to be
-        rendered one by one."""
+        """The answers to one question that are too long together with what is before them; None if each must be
+        rendered alone."""
         passage = self.turns.together(messages, tools, trained)
         found = self._ranges(passage, *self._encoded(passage.text)) if passage else None
         return self._too_long(passage, *found[:2]) if passage and found else None
 
     def _too_long(self, passage: Passage, tokens: list[int], ranges: list[tuple[int, int]]) -> _Piece | None:
-        """Those turns of a passage that are too long by what is before them, as its last one is. Their tokens are
-        beginnings of the last one's: control tokens part a text, so each has to end with one. None if they do not."""
+        """The turns of a passage that are too long together with what is before them, like its last one. Their tokens
+        are prefixes of the last one's tokens if each turn ends with a control token; None if one does not."""
         if len(ranges) < 2 or any(tokens[last - 1] not in self.special for _, last in ranges):
             return None
         fit = sum(last <= self.limit for _, last in ranges[:-1])
@@ -283,9 +283,9 @@ class Fitter:
     def _longest_end(
         self, messages: list[Message], tools: list[Any] | None, row: int, users: list[int], *, whole: bool
     ) -> tuple[int, tuple[Passage, Example]]:
-        """Where a conversation begins anew, at a user turn, so that as much of it fits as can; with the example of its
-        last turn. Looked for from the end in steps that double, so what it costs is bounded by what fits, however long
-        the conversation is. `users`: where user turns are. `whole`: whether it may also begin where it does."""
+        """The earliest user turn from which the rest of a conversation fits, with the example of its last turn. The
+        search starts at the end with steps that double, so its cost depends on what fits, not on the conversation's
+        length. `users`: where user turns are. `whole`: whether the conversation may also stay whole."""
         head, starts = _head(messages), _starts(messages, users)
         starts = [0, *starts] if whole or not starts else starts
 
@@ -309,7 +309,7 @@ class Fitter:
         return starts[fits], best
 
     def _offsets(self, question: str) -> list[tuple[int, int]]:
-        """Where its tokens lie in a question: the last one's are kept, since hundreds of answers may follow it."""
+        """Character ranges of a question's tokens. The last question is cached: hundreds of answers may follow it."""
         if question != self.question[0]:
             self.question = question, self.tokenizer.encode_with_offsets(question)[1]
         return self.question[1]
@@ -359,7 +359,7 @@ class Fitter:
 
 
 def _head(messages: list[Message]) -> int:
-    """How many turns stay where a conversation begins anew: the system turn."""
+    """The number of turns that stay when early turns are left out: the system turn."""
     return 1 if messages[0]["role"] == "system" else 0
 
 
@@ -368,5 +368,5 @@ def _users(messages: list[Message]) -> list[int]:
 
 
 def _starts(messages: list[Message], users: list[int]) -> list[int]:
-    """The user turns at which a conversation may begin anew."""
+    """The user turns at which a shortened conversation may begin."""
     return users[bisect_left(users, _head(messages) + 1) : bisect_left(users, len(messages) - 1)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from graftune.data.record import Message
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 

@@ -79,7 +79,7 @@ def _listed(repo: str, folder: Path) -> list[str]:
 
     try:
         return sorted(HfApi().list_repo_files(repo, revision=folder.name, repo_type="dataset"))
-    except Exception as error:  # whatever the HTTP client of the day raises, as in `download`
+    except Exception as error:  # the HTTP client may raise anything, as in `download`
         cached = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if is_data(file.name))
         if not cached:
             raise unreachable(repo, error, "") from None

@@ -29,7 +29,7 @@ class DataKind:
     numbers: tuple[str, ...] = ()  # columns that every row has, each one number, for the loss to read
 
     def records(self, row: dict[str, Any]) -> list[Record]:
-        """What a row holds, one for each member; raises Refusal."""
+        """The records of a row, one for each member; raises Refusal."""
         return [to_record({name: value for name, value in row.items() if name not in self.numbers})]
 
     def numbers_of(self, row: dict[str, Any]) -> dict[str, float]:
@@ -50,14 +50,14 @@ class DataKind:
         return [self.name, self.members, list(self.numbers), own.__module__, own.__qualname__, source]
 
 
-class Answers(DataKind):
+class AnswerKind(DataKind):
     """Answers, all of which are trained on, and plain texts."""
 
     def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
         return columns.refusal_of_all(row)
 
 
-ANSWERS = Answers("answers")
+ANSWERS = AnswerKind("answers")
 
 
 def _number(row: dict[str, Any], name: str) -> float:

@@ -3,8 +3,8 @@
 The whole text is tokenised once, so tokens are the ones inference would see, and no control token is ever broken.
 Borders of prompts and answers have to lie between two tokens: `border` finds the token that begins there, or the one
 that lies across it. (Tokenising prompt and response apart would make the boundary trivial, but SentencePiece models put
-a space before each piece.) Then, whatever the template did: every span has tokens, the last of them is the end token,
-and what follows it is not trained.
+a space before each piece.) Then `check` makes sure of it for every template: each span has tokens, the last of them is
+the end token, and what follows it is not trained.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
 from graftune.tokenizer.offsets import Offsets
 
 

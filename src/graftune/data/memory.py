@@ -1,7 +1,7 @@
 """Records that are in memory (a list, a Hugging Face Dataset, an iterator) -> JSON lines, as a file would hold them.
 
-What is encoded for a session stays in memory, or in the cache of encoded data. A run has to find its data again when it
-is resumed, so its records are written to a file under the user's cache folder, named by their content. Either way the
+Data encoded for a session stays in memory, or in the cache of encoded data. A resumed run must find its data again, so
+its records are written to a file under the user's cache folder, named by their content. Either way the
 lines go through the same checks, counts and digests as those of a file.
 """
 
@@ -91,7 +91,7 @@ def lines_of(records: Iterable[Any]) -> Lines:
 
 
 def stored(records: Lines) -> Path:
-    """The file of these records; the same records are the same file."""
+    """Write these records to a file named by their content; returns its path."""
     name = f"{records.sha256[:32]}.jsonl"
     place = cache_folder() / "records" / name
     try:

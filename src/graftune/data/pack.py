@@ -2,7 +2,7 @@
 
 `plan_epoch` decides on the host which examples go into which step and micro-batch, from their lengths alone, so a
 run's shapes are known before its first step and a resumed run finds its place by counting. A step holds at most
-`tokens_per_step` tokens, whatever a micro-batch holds, in as few micro-batches as that takes: first-fit, and an example
+`tokens_per_step` tokens in as few micro-batches as that takes: first-fit, and an example
 that fits in none of them waits, at most `LOOK_AHEAD` of them, and goes first in the next step. Sorting by length would
 pack tighter, but every step would then hold examples of one length only. Examples of one group (the two answers of a
 preference pair) are placed as if they were one: they stay together, in their order.
@@ -158,8 +158,9 @@ def capacities(
 
 
 def divided(bins: Sequence[Sequence[int]], lengths: np.ndarray, share: Share) -> list[int]:
-    """The numbers of the bins that are this rank's, in their order: the costliest first to whoever has least, each at
-    most as many as an even division gives. Numbers from len(bins) on are bins without examples."""
+    """The numbers of the bins that are this rank's, in their order: the costliest bin goes to the rank with the least
+    work, and no rank gets more bins than an even division gives. Numbers from len(bins) on are bins without
+    examples."""
     if share.size == 1:
         return list(range(len(bins)))
     each = ceil_div(len(bins), share.size)
@@ -191,7 +192,7 @@ def pack(
 ) -> PackedBatch:
     """One micro-batch. Without capacities the shapes are exact; with them (tokens, documents, rows) they are fixed.
 
-    Padding tokens form documents of their own behind the real ones, of at most `longest` tokens each, which `max_docs`
+    Padding tokens form documents of their own after the real ones, of at most `longest` tokens each, which `max_docs`
     has to count; documents that are not there have length 0. Padding rows are row 0 with label -1.
     `layout` is the loss's.
     """

@@ -1,6 +1,6 @@
 """Parquet files, some rows at a time.
 
-Columns that can hold no text (times, decimals, raw bytes such as pictures) are not read at all: a value out of range
+Columns that can hold no text (times, decimals, raw bytes such as pictures) are not read: a value out of range
 in one of them would otherwise cost the row. What still cannot be converted refuses its row, not the file.
 """
 
@@ -88,7 +88,7 @@ def _record(row: Any, failure: type[Exception]) -> dict[str, Any] | Refusal:
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any] | Refusal:
-    """Without what is absent: a column of lists of structs gives every struct every field, None where it had none."""
+    """Drop absent fields: a column of lists of structs gives every struct every field, with None for missing ones."""
     try:
         return {name: _without_none(value) for name, value in record.items()}
     except UnicodeDecodeError:

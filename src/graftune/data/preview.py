@@ -6,8 +6,6 @@ came from. On a terminal without colour (or in a file) the trained text stands b
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -18,6 +16,7 @@ from graftune.arithmetic import ceil_div
 from graftune.batch import Example
 from graftune.data.dataset import Dataset
 from graftune.data.summary import Summary, counted, share
+from graftune.data.token_text import heading, segments
 from graftune.tokenizer import Tokenizer
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -26,40 +25,18 @@ SHOWN_DETAILS = 20
 BAR, BARS = "█", 40  # the longest bar has so many
 
 
-def segments(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """The example's text in runs of trained and untrained tokens."""
-    start, shown = 0, ""
-    flags = example.supervised
-    for end in range(1, len(flags) + 1):
-        if end < len(flags) and flags[end] == flags[start]:
-            continue
-        # Decoded from the beginning each time: SentencePiece decoders drop the first space of what they are given.
-        whole = tokenizer.decode(example.tokens[:end])
-        yield whole[len(shown) :], flags[start]
-        start, shown = end, whole
-
-
 class MaskView:
     """One example; marks instead of colours where the console has none."""
 
     def __init__(self, example: Example, tokenizer: Tokenizer):
         self.example, self.tokenizer = example, tokenizer
 
-    @property
-    def heading(self) -> str:
-        trained, total = self.example.response_tokens, len(self.example.tokens)
-        heading = f"row {self.example.row}: {total} tokens, {trained} trained ({trained / total:.0%})"
-        heading += f", with a weight of {self.example.response_weight:g}" if self.example.weights else ""
-        heading += f", of group {self.example.group + 1}" if self.example.group >= 0 else ""
-        known = {name: value for name, value in self.example.numbers.items() if not isinstance(value, list)}
-        return heading + "".join(f", {name} {value:g}" for name, value in known.items())
-
     def plain(self) -> str:
         parts = (f"{OPEN}{text}{CLOSE}" if on else text for text, on in segments(self.example, self.tokenizer))
         return "".join(parts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.heading, style=HEADING)
+        yield Text(heading(self.example), style=HEADING)
         if console.no_color or console.color_system is None:
             yield Text(self.plain())
         else:
@@ -147,17 +124,3 @@ def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: in
             for example in dataset.examples[:count]
         ]
     return result
-
-
-def as_html(data: Dataset, most: int = 3) -> str:
-    """The first examples for a notebook: what is trained is marked, the rest is grey."""
-    parts = [f"<div>{html.escape(repr(data))}</div>"]
-    for example in data.examples[:most] if data.tokenizer is not None else []:
-        assert data.tokenizer is not None
-        runs = (
-            f"<mark>{html.escape(text)}</mark>" if on else f"<span style='opacity:0.6'>{html.escape(text)}</span>"
-            for text, on in segments(example, data.tokenizer)
-        )
-        heading = html.escape(MaskView(example, data.tokenizer).heading)
-        parts.append(f"<div><b>{heading}</b></div><pre style='white-space:pre-wrap'>{''.join(runs)}</pre>")
-    return "".join(parts)

@@ -1,12 +1,12 @@
-"""What a chat template does, found out by asking it.
+"""Finds out what a chat template does by rendering probe conversations.
 
 A template is a program; reading its source for marker strings goes wrong with the next model. So it is rendered a few
-dozen times, once per run, with probe texts of our own, and the answers are kept in a `ChatFormat`: the constant text
+dozen times, once per run, with texts of our own, and the results are kept in a `ChatFormat`: the constant text
 after an answer and which part of it ends the turn, the same for tool calls, whether a system turn is taken, in which
 form tool call arguments and empty contents are wanted, and how reasoning is written.
 
 A template that writes nothing that could end a turn is refused by name, since a model trained with it never learns to
-stop; `append_eos` adds the tokenizer's EOS instead. A template that objects to a bare question and answer is asked
+stop; `append_eos` adds the tokenizer's EOS instead. A template that refuses a bare question and answer is tried
 again with a system turn, with tools, and with both.
 """
 
@@ -189,7 +189,7 @@ def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer) -> dict[
 def _call_rendered(
     rendered: Render, head: list[Message], content: str | None, arguments: str, value: str, *, answered: bool = False
 ) -> str | None:
-    """A conversation whose last turn calls a tool; or, `answered`, which goes on behind that."""
+    """A conversation whose last turn calls a tool. `answered`: the tool's result and an answer follow."""
     given: Any = {"zq_key": value} if arguments == "object" else f'{{"zq_key": "{value}"}}'
     call = {"id": "zqcall001", "type": "function", "function": {"name": "zq_tool", "arguments": given}}
     turns: list[Message] = [
@@ -232,7 +232,7 @@ def _reasoning(rendered: Render, head: list[Message], tools: list[Any] | None, p
 
 def shared_start(*texts: str) -> str:
     """The longest text that all of them start with."""
-    low, high = min(texts), max(texts)  # whatever lies between these two in order shares what they share
+    low, high = min(texts), max(texts)  # every text sorted between these two has the same start
     for place, letter in enumerate(low):
         if letter != high[place]:
             return low[:place]

@@ -19,7 +19,7 @@ from typing import Any
 
 from graftune.data.columns import KNOWN, normal
 from graftune.data.row import Refusal, SourceFile, quoted, type_name
-from graftune.data.streams import CHUNK, MAX_UNPACKED, Opened, binary_of, format_of, look, text_of
+from graftune.data.streams import CHUNK, MAX_UNPACKED, TextFile, binary_of, format_of, look, text_of
 from graftune.errors import GraftuneError
 
 Note = Callable[[str], None]
@@ -55,7 +55,7 @@ def read(file: SourceFile, note: Note, max_unpacked: float = MAX_UNPACKED) -> Nu
         yield from _read_wrapped(opened)
 
 
-def _shape(opened: Opened) -> tuple[bool, bool]:
+def _shape(opened: TextFile) -> tuple[bool, bool]:
     """(one object per line, one list) as far as the first line tells."""
     head = opened.head.decode(opened.encoding.removesuffix("-sig"), errors="replace").lstrip("\ufeff \t\r\n")
     if head.startswith("["):
@@ -74,7 +74,7 @@ def _loaded(text: str) -> object:
         return None
 
 
-def _read_lines(opened: Opened) -> Numbered:
+def _read_lines(opened: TextFile) -> Numbered:
     if not opened.encoding.startswith("utf-8"):
         with text_of(opened) as lines:
             for number, line in enumerate(_lines(lines, opened.shown), 1):
@@ -119,7 +119,7 @@ def _object(value: object) -> dict[str, Any] | Refusal:
     return Refusal("not an object", f"the row is {type_name(value)}, not an object with keys")
 
 
-def _read_wrapped(opened: Opened) -> Numbered:
+def _read_wrapped(opened: TextFile) -> Numbered:
     """A .json file that is one object: rows under a key such as "data"."""
     with text_of(opened) as text:
         window = _Window(text, opened.shown)
@@ -142,7 +142,7 @@ def _read_wrapped(opened: Opened) -> Numbered:
         yield number, _object(value)
 
 
-def _read_list(opened: Opened) -> Numbered:
+def _read_list(opened: TextFile) -> Numbered:
     """A JSON list, one element in memory at a time."""
     with text_of(opened) as text:
         window = _Window(text, opened.shown)
@@ -227,7 +227,7 @@ class _Window:
         )
 
 
-def _read_csv(opened: Opened, kind: str, note: Note) -> Numbered:
+def _read_csv(opened: TextFile, kind: str, note: Note) -> Numbered:
     with text_of(opened) as text:
         first = text.readline(LONGEST_HEADER + 1)
         if len(first) > LONGEST_HEADER:

@@ -1,6 +1,6 @@
 """Rows -> records: which kind a row is, checked and brought to one shape.
 
-Whatever the file's convention (prompt/response, alpaca, OpenAI messages, ShareGPT, plain text), what comes out is a
+Every convention (prompt/response, alpaca, OpenAI messages, ShareGPT, plain text) becomes a
 `Record`: a list of messages, or one text. The kind is decided row by row from the columns present (columns.py), so a
 file may mix them. Columns that no kind reads are reported, not guessed at; a wrong type or a blank field refuses the
 row.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from graftune.data.columns import RATED, Kind, Plan, is_rated, plan_for
+from graftune.data.columns import RATED, ColumnPlan, Kind, is_rated, plan_for
 from graftune.data.row import Refusal, quoted, type_name
 from graftune.data.turns import Message, Turns, as_unicode, check_depth, checked_weight, parsed, weighted
 
@@ -20,8 +20,8 @@ __all__ = ["Kind", "Message", "Record", "to_record"]
 
 @dataclass(frozen=True)
 class Record:
-    """One row as the rest of the package sees it. `flags[i]` is message i's own wish to be trained, if any: False is
-    skipped and None trained where all assistant turns are. `notes` are counted for the user."""
+    """One row as the rest of the package sees it. `flags[i]`: whether message i says that it is trained; None: it
+    does not say. `notes` are counted for the user."""
 
     kind: Kind
     messages: list[Message] = field(default_factory=list)
@@ -59,8 +59,8 @@ def to_record(row: dict[str, Any]) -> Record:
     )
 
 
-def _weight(row: dict[str, Any], plan: Plan) -> tuple[float, tuple[str, ...]]:
-    """What the row's loss is multiplied by, and what there is to note."""
+def _weight(row: dict[str, Any], plan: ColumnPlan) -> tuple[float, tuple[str, ...]]:
+    """The factor of the row's loss, and notes."""
     value = row[plan.weight] if plan.weight else None
     if value is None:
         return 1.0, ()
@@ -75,7 +75,7 @@ def _weight(row: dict[str, Any], plan: Plan) -> tuple[float, tuple[str, ...]]:
     return weight, ("rows whose column 'loss_weight' multiplies their loss",) if weight != 1 else ()
 
 
-def _single(row: dict[str, Any], plan: Plan) -> Turns:
+def _single(row: dict[str, Any], plan: ColumnPlan) -> Turns:
     turns = Turns()
     for message in _system(row, plan):
         turns.add(message)
@@ -89,7 +89,7 @@ def _single(row: dict[str, Any], plan: Plan) -> Turns:
     return turns
 
 
-def _history(row: dict[str, Any], plan: Plan, turns: Turns) -> None:
+def _history(row: dict[str, Any], plan: ColumnPlan, turns: Turns) -> None:
     """LLaMA-Factory's column of earlier exchanges: [[question, answer], ...]."""
     pairs = _nested(row, plan.history) if plan.history else None
     if pairs in (None, "", []):
@@ -101,7 +101,7 @@ def _history(row: dict[str, Any], plan: Plan, turns: Turns) -> None:
         turns.convert({"role": "assistant", "content": answer}, len(turns.messages) + 1)
 
 
-def _chat(row: dict[str, Any], plan: Plan) -> Turns:
+def _chat(row: dict[str, Any], plan: ColumnPlan) -> Turns:
     """A column of turns; or TRL's prompt and completion as lists of turns, of which the completion is trained."""
     turns = Turns()
     if plan.answer:
@@ -136,7 +136,7 @@ def _convert(turns: Turns, turn: object, key: str) -> None:
     turns.convert(turn, len(turns.messages) + 1)
 
 
-def _join_system(row: dict[str, Any], plan: Plan, turns: Turns) -> None:
+def _join_system(row: dict[str, Any], plan: ColumnPlan, turns: Turns) -> None:
     """The system column goes before the turns; beside a system turn it has to say the same."""
     column = _system(row, plan)
     if not column:
@@ -147,8 +147,8 @@ def _join_system(row: dict[str, Any], plan: Plan, turns: Turns) -> None:
         raise Refusal("two system prompts", f"the column {plan.system!r} and the first turn differ")
 
 
-def _tools(row: dict[str, Any], plan: Plan) -> tuple[list[Any] | None, tuple[str, ...]]:
-    """The tools in OpenAI's form, which templates are written for, and what there is to note."""
+def _tools(row: dict[str, Any], plan: ColumnPlan) -> tuple[list[Any] | None, tuple[str, ...]]:
+    """The tools in OpenAI's form, which templates are written for, and notes."""
     tools = _nested(row, plan.tools) if plan.tools else None
     if tools is None or (isinstance(tools, str) and not tools.strip()):
         return None, ()
@@ -173,7 +173,7 @@ def _nested(row: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _system(row: dict[str, Any], plan: Plan) -> list[Message]:
+def _system(row: dict[str, Any], plan: ColumnPlan) -> list[Message]:
     if not plan.system or row[plan.system] is None:
         return []
     content = _text(row, plan.system)

@@ -101,7 +101,7 @@ def _counts(weight: float) -> Iterator[int]:
     """How often each row occurs: the whole part of the weight, and once more for a share of the rows.
 
     The share is exact in every stretch of ten rows (up to rounding that is carried on) and random within it, by a
-    fixed seed: the same rows at every start, whatever the run's seed.
+    fixed seed: the same rows at every start and for every seed of the run.
     """
     whole, share = int(weight), weight - int(weight)
     if not share:

@@ -54,8 +54,8 @@ _OTHERS = {
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What a file's first bytes tell: `head` is unpacked; `notes` are for the user."""
+class TextFile:
+    """A text file with its compression and encoding. `head`: its first bytes, unpacked; `notes` are for the user."""
 
     path: Path
     shown: str
@@ -75,7 +75,7 @@ def format_of(path: str | Path) -> str | None:
     return suffix if suffix in known else None
 
 
-def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> Opened:
+def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> TextFile:
     """Compression and encoding of a text file; GraftuneError where neither can be read."""
     with reading(shown):
         with open_plain(path) as file:
@@ -98,7 +98,7 @@ def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> Opened:
         notes.append(f"{shown} is UTF-16 text and was read as such")
     elif encoding == "cp1252":
         notes.append(f"{shown} is not UTF-8 and was read as Windows-1252 (Latin-1); if letters look wrong, convert it")
-    return Opened(path, shown, packed, encoding, head, tuple(notes), max_unpacked)
+    return TextFile(path, shown, packed, encoding, head, tuple(notes), max_unpacked)
 
 
 def _encoding(head: bytes, stream: BinaryIO) -> str:
@@ -127,14 +127,14 @@ def _western(data: bytes) -> bool:
 
 
 @contextmanager
-def text_of(opened: Opened) -> Iterator[io.TextIOWrapper]:
+def text_of(opened: TextFile) -> Iterator[io.TextIOWrapper]:
     """The file's text with its line ends as they are."""
     with binary_of(opened) as stream:
         yield io.TextIOWrapper(stream, encoding=opened.encoding, newline="\n")
 
 
 @contextmanager
-def binary_of(opened: Opened) -> Iterator[BinaryIO]:
+def binary_of(opened: TextFile) -> Iterator[BinaryIO]:
     unpacked = _unpacked(opened.path, opened.compression, opened.shown, opened.max_unpacked)
     with reading(opened.shown), unpacked as stream:
         yield stream
@@ -142,7 +142,7 @@ def binary_of(opened: Opened) -> Iterator[BinaryIO]:
 
 @contextmanager
 def reading(shown: str) -> Iterator[None]:
-    """Turns what can go wrong between the disk and the text into sentences."""
+    """Turn errors of reading, unpacking and decoding into a GraftuneError."""
     try:
         yield
     except UnicodeDecodeError:
@@ -171,7 +171,7 @@ def _unpacked(path: Path, packed: str, shown: str, max_unpacked: float) -> Itera
 
 
 class _Counted(io.RawIOBase):
-    """What comes out of a compressed file, up to a limit: a thousandth of it may be on the disk."""
+    """The unpacked bytes of a compressed file, up to a limit: the file may be a thousandth of them."""
 
     def __init__(self, stream: BinaryIO, shown: str, max_unpacked: float):
         self.stream, self.shown, self.limit = stream, shown, max_unpacked

@@ -1,4 +1,4 @@
-"""The account of a data set: what became of every row, and what a user should know about it."""
+"""The summary of a data set: what became of every row, and what a user should know about it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Summary:
         return [(power // 2 + 1 if power > SHORTEST else 1, power, found.get(power, 0)) for power in powers]
 
     def warnings(self) -> list[str]:
-        """What has to be said aloud, in whole sentences."""
+        """Warnings, in whole sentences."""
         found = []
         shortened, total = self.too_long(self.max_seq_len), sum(self.lengths.values())
         if shortened and (self.truncated or self.dropped):
@@ -88,7 +88,7 @@ class Summary:
         return found
 
     def says(self) -> list[str]:
-        """Facts to know that are no fault."""
+        """Facts that a user should know and that are not errors."""
         if not self.duplicates:
             return []
         of = f"{self.duplicates} of {self.examples} examples"

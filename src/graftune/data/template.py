@@ -1,4 +1,4 @@
-"""Which chat template is used: the model's own, a Jinja file, or none; and what probing tells about it."""
+"""Chooses the chat template (the model's own, a Jinja file, or none) and probes it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def day_of(date: str) -> datetime.datetime:
 
 
 def check_variables(given: Mapping[str, Any], template: ChatTemplate, name: str) -> None:
-    """Refuses what the template would not read: a misspelt variable changes nothing, and nobody would notice."""
+    """Refuse variables that the template does not read: a misspelt one would silently change nothing."""
     taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
     for variable in given:
         if variable in taken:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from graftune.batch import Example
 from graftune.data.fit import Built
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
 from graftune.tokenizer import Tokenizer
 
 

@@ -18,8 +18,8 @@ Message = dict[str, Any]
 
 
 class WeightedMessage(Message):
-    """A message whose tokens count otherwise than once in the loss. The weight is an attribute and no key, so that no
-    template sees it; it travels with the message when a conversation is cut or divided."""
+    """A message whose tokens have another weight than 1 in the loss. The weight is an attribute, not a key, so
+    templates do not see it; it stays with the message when a conversation is cut or divided."""
 
     def __init__(self, message: Message, weight: float):
         super().__init__(message)
@@ -60,7 +60,8 @@ _ASIDE = frozenset({"train", "weight", "role", "from", "content", "value", "func
 
 @dataclass
 class Turns:
-    """The messages of a row as they are converted. `flags[i]` is message i's own wish to be trained, if any."""
+    """The messages of a row as they are converted. `flags[i]`: whether message i says that it is trained, if it
+    does."""
 
     messages: list[Message] = field(default_factory=list)
     flags: list[bool | None] = field(default_factory=list)
@@ -211,8 +212,8 @@ def _part(place: int, part: object) -> str:
 
 
 def _flag(place: int, turn: Message) -> tuple[bool | None, float]:
-    """The turn's own wish to be trained, if any, and the weight of its tokens. OpenAI's weight 0 is context and not
-    trained; 1 is trained as any other; between and beyond them it multiplies the loss."""
+    """Whether the turn says that it is trained, if it does, and the weight of its tokens. OpenAI's weight 0 is context
+    and not trained; 1 is trained as any other; between and beyond them it multiplies the loss."""
     train, given = turn.get("train"), turn.get("weight")
     weight = 1.0 if given is None else checked_weight(given, f"'weight' of message {place}")
     if train is not None:

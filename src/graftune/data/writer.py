@@ -1,6 +1,6 @@
 """Writes encoded examples into the file that encoded.py describes, as they are made.
 
-Contents (tokens, texts ...) grow in temporary files of their own and are put behind each other at the end; columns are
+Contents (tokens, texts ...) grow in temporary files of their own and are joined at the end; columns are
 held in memory, about 110 bytes per example.
 """
 

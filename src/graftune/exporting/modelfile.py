@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
 from graftune.data.template import ChatFormat, stop_ids
 from graftune.errors import GraftuneError
 from graftune.tokenizer import ChatTemplate, Tokenizer

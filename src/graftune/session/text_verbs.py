@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from graftune.data.source import Refusal
+from graftune.data.row import Refusal
 from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling

@@ -81,7 +81,7 @@ def _copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def check_text(text: object, what: str) -> None:
-    """The backend takes UTF-8 only, and Python strings can hold what UTF-8 cannot."""
+    """Refuse text that is not valid Unicode: the backend takes UTF-8 only."""
     if not isinstance(text, str):
         raise GraftuneError(f"{what} must be text, not {type(text).__name__}")
     try:
@@ -95,7 +95,7 @@ def check_text(text: object, what: str) -> None:
 
 
 def not_an_end(ends: Collection[str]) -> frozenset[str]:
-    """Of the turn ends a vocabulary has, those that end no answer in it.
+    """The turn ends of a vocabulary that do not end an answer in it.
 
     Harmony-style vocabularies close one channel of an answer with <|end|>, not the answer. Gemma 4's </s> is ordinary.
     """
@@ -127,7 +127,7 @@ class Tokenizer:
     add_eos: bool = False
     template: ChatTemplate | None = None
     stop_ids: tuple[int, ...] = ()
-    rows: int = 0  # of the model's table, where the vocabulary has more: what lies beyond cannot be read. 0: no bound
+    rows: int = 0  # rows of the embedding, if the vocabulary has more tokens: those beyond cannot be used. 0: no limit
 
     @property
     def bos_token(self) -> str | None:
@@ -152,7 +152,8 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of all that decides what a text or a conversation becomes; a template's date only where it can print one."""
+        """Digest of everything that decides the tokens of a text or a conversation; a date only if the template prints
+        it."""
         template = self.template
         facts: list[object] = [
             self.bos_id,
@@ -180,7 +181,7 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids and, for each, the characters [start, end) of `text` it stands for; special tokens parsed, no BOS.
+        """Ids and, for each, its characters [start, end) in `text`; special tokens are parsed, no BOS is added.
 
         In order and without gaps: a character that the vocabulary's normaliser drops goes to the token after it
         (the last one takes what is left), and the pieces of one split character all get that character.
@@ -223,8 +224,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _byte_sizes(self) -> list[int] | None:
-        """How many bytes of a text each token is, where that is all there is to it: a byte-level vocabulary that puts
-        nothing before a text and whose added tokens take no blanks from beside them."""
+        """How many bytes of a text each token is; None unless the vocabulary is byte-level, puts nothing before a text,
+        and its added tokens take no blanks beside them."""
         backend = self._untrimmed
         added = backend.get_added_tokens_decoder()
         exact = isinstance(backend.decoder, tokenizers.decoders.ByteLevel) and backend.pre_tokenizer is not None

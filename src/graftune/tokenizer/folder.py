@@ -146,7 +146,7 @@ def _token_id(
 
 
 def _ids(value: object, backend: tokenizers.Tokenizer, path: Path) -> list[int]:
-    """A token id or a list of them; those past the vocabulary (padded heads) cannot be meant."""
+    """A token id or a list of them; ids past the vocabulary are refused."""
     ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for id in ids:
         if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < 2**32 or backend.id_to_token(id) is None:
@@ -209,8 +209,8 @@ def _default_of(entry: object, path: Path) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is something of that name. What is no file, or a link out of the folder, is refused and not taken
-    for absent: a tokenizer without its settings or its template would be another one."""
+    """Whether the file exists. A device, or a link out of the folder, is refused rather than treated as absent: a
+    tokenizer without its settings or its template would be a different one."""
     if not os.path.lexists(path):
         return False
     check_inside(path)

@@ -12,7 +12,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 
 _PREFIX = "tokenizer.ggml."
-_MEND = "convert the model again with a recent llama.cpp, or use its Hugging Face folder as the base"
+_FIX = "convert the model again with a recent llama.cpp, or use its Hugging Face folder as the base"
 _REQUIRED: Any = object()
 
 
@@ -22,7 +22,7 @@ class Keys:
     def __init__(self, metadata: Mapping[str, Any]):
         self.metadata = metadata
 
-    def fault(self, key: str, what: str, fix: str = _MEND) -> GraftuneError:
+    def fault(self, key: str, what: str, fix: str = _FIX) -> GraftuneError:
         return GraftuneError(what, where=f"GGUF key {_PREFIX}{key}", fix=fix)
 
     def read(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:

@@ -1,12 +1,12 @@
-"""Which characters each token stands for, asked for only where somebody looks.
+"""The characters of each token, computed only when they are needed.
 
 A mask needs a handful of borders, and turning all offsets of an encoding into Python tuples takes as long as
-everything else that is done with it. So `Offsets` is a sequence like the list it stands for, made whole when it is
-walked over or indexed, while `border` asks the encoding itself. That shortcut is taken only where tokens follow each
+everything else that is done with it. So `Offsets` is a sequence that makes the whole list when it is iterated or
+indexed, while `border` asks the encoding itself. That shortcut is taken only where tokens follow each
 other without gaps: next to a character that the vocabulary's normaliser dropped or moved, the whole list decides.
 
-Byte-level vocabularies need not even track characters while they encode, which is an eighth of the work: every token
-stands for a known number of bytes, so borders follow from adding them up (`ByteOffsets`).
+Byte-level vocabularies need not track characters while they encode, which is an eighth of the work: every token is a
+known number of bytes, so borders follow from adding them up (`ByteOffsets`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Offsets(Sequence[Pair]):
 
     def border(self, char: int) -> int | None:
         """The index of the token that begins at this character (the count of tokens at the end of the text); None
-        where a token covers it together with the one before, or where only the whole list can tell."""
+        if a token covers it together with the one before, or if only the whole list can tell."""
         if not self._plain or self._whole is not None:
             return None
         if char >= self._length:
@@ -70,10 +70,10 @@ class Offsets(Sequence[Pair]):
 
 
 class ByteOffsets(Offsets):
-    """The same of an encoding that knows its tokens only. `sizes[id]` is how many bytes of the text a token is."""
+    """The same for an encoding without offsets. `sizes[id]`: how many bytes of the text a token is."""
 
     def __init__(self, ids: list[int], text: str, sizes: Sequence[int], encode: Callable[[str], tokenizers.Encoding]):
-        """`encode`: with places, for whoever asks for the whole list."""
+        """`encode`: encodes with offsets, for the whole list."""
         self._ids, self._text, self._sizes, self._encode = ids, text, sizes, encode
         self._length, self._count = len(text), len(ids)
         self._whole: list[Pair] | None = None

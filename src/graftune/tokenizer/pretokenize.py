@@ -5,7 +5,7 @@ chain of expressions, built here from a few named parts, and to the flags the na
 splits the pieces the one before it left, keeping matches and gaps alike. Where llama.cpp departs from the model's
 own tokenizer.json (its case classes know ASCII only, it never normalises to NFC), we follow llama.cpp: a GGUF base is
 served there, and training must see the ids that serving will. Rejected: guessing a rule for an unknown name, which
-would train on slightly wrong ids without anyone noticing.
+would silently train on slightly wrong ids.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class PreRule:
     """What one name implies.
 
     `ignore_merges`: a piece that is a token as it stands is not merged anew. `add_bos`, `add_sep`: true unless the file
-    says otherwise. `always_bos`: whatever the file says. `blank_before_lines`: a line that begins with none gets one.
+    says otherwise. `always_bos`: even if the file says otherwise. `blank_before_lines`: a line that begins with none
+    gets one.
     """
 
     chain: tuple[str, ...]

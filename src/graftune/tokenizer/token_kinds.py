@@ -2,8 +2,9 @@
 
 Purpose: the kind decides what is found in a text before anything is merged. Method: the file's own `token_type`, then
 llama.cpp's corrections, which go by a token's text because converters get these wrong: tokens that end a turn and
-those of fill-in-the-middle are control tokens whatever the file says; four of Harmony's are always shown. Rejected:
-believing the file, which gives other ids than the program that serves it (Qwen's vocabulary has an ordinary `</s>`).
+those of fill-in-the-middle are control tokens even if the file says otherwise; four of Harmony's are always shown.
+Rejected: believing the file, which gives other ids than the program that serves it (Qwen's vocabulary has an ordinary
+`</s>`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.batch import Example
-from graftune.data.pieces import Pieces
+from graftune.data.token_text import Pieces
 from graftune.io.files import write_file
 from graftune.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Rows -> examples, a chunk at a time, with an account of every row.
+"""Rows -> examples, a chunk at a time; every row is counted with what became of it.
 
 A chunk's rows become texts (`Fitter.passages`), all texts are encoded in one call that uses every core, and the tokens
 become examples (`Fitter.finish`); only what does not fit is rendered and encoded again, one by one. While one chunk is
@@ -19,7 +19,7 @@ from graftune.data.chat import Passage, check_roles, trained_turns
 from graftune.data.fit import Built, Fitter
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.record import Record
-from graftune.data.source import Refusal, Row
+from graftune.data.row import Refusal, Row
 from graftune.data.summary import KEPT_DETAILS, Summary
 from graftune.data.template import special_pattern, special_tokens, usable_format
 from graftune.data.text import windows
@@ -72,11 +72,10 @@ class Pending:
 class Chunk:
     entries: list[NewExample] = field(default_factory=list)
     details: list[tuple[int, str]] = field(default_factory=list)
-    rows: int = 0
 
 
-class Maker:
-    """Keeps the summary. The model's own template is looked at when the first row needs it."""
+class RowEncoder:
+    """Encodes rows and keeps the summary. The model's own template is opened when the first row needs it."""
 
     def __init__(self, tokenizer: Tokenizer, config: DataConfig, path: str, kind: DataKind = ANSWERS):
         self.tokenizer, self.config, self.path, self.kind = tokenizer, config, path, kind
@@ -86,7 +85,7 @@ class Maker:
         self.openings = {name[0] for name in special_tokens(tokenizer).values() if name}
         self.fitter: Fitter | None = None
         self.at = ""  # the rows that are being rendered or encoded
-        if config.template != "auto":  # a file that is not there is a mistake whatever the rows are
+        if config.template != "auto":  # a missing template file is an error for every kind of rows
             self._open()
 
     def chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
@@ -157,7 +156,7 @@ class Maker:
 
     def _chunk(self, pending: list[Pending], coming: Future[Encoded]) -> Chunk:
         self.at = f"{pending[0].row.place} to {pending[-1].row.number}"
-        chunk, encoded, done = Chunk(rows=len(pending)), coming.result(), 0
+        chunk, encoded, done = Chunk(), coming.result(), 0
         for one in pending:
             count = len(one.texts)
             self._account(one, encoded[done : done + count], chunk)
@@ -283,7 +282,7 @@ class Maker:
 
 
 def check_group(kind: DataKind, made: list[list[Built]]) -> None:
-    """Refuse a row whose examples belong together and are not all there: a part of a group trains on something else."""
+    """Refuse a row whose examples belong together and are not complete."""
     if len(made) != kind.members:
         raise Refusal("an incomplete group", f"{len(made)} records where {kind.name} have {kind.members}")
     dropped = next((built.dropped for examples in made for built in examples if built.dropped), "")
@@ -300,7 +299,7 @@ def _with(example: Example | None, group: int, numbers: dict[str, float]) -> Exa
 
 
 def _marked(built: Built) -> Built:
-    """With its example saying that it was shortened, if it was."""
+    """Mark the example as shortened, if it was."""
     if not built.truncated or built.example is None:
         return built
     return built._replace(example=dataclasses.replace(built.example, shortened=True))
@@ -313,7 +312,7 @@ def _notes(record: Record) -> Iterator[str]:
 
 
 def _without_frames(refusal: Refusal) -> Refusal:
-    """So that it does not keep the row and all that was made of it: a frame holds the refusal that holds the frame, and
-    nobody searches for cycles while rows are read."""
+    """Drop the traceback, whose frames keep the row and all that was made of it alive: the cycle collector is paused
+    while rows are read."""
     refusal.__context__ = None
     return refusal.with_traceback(None)

@@ -1,15 +1,15 @@
-"""Where the trained turns of a long conversation lie in its text, without rendering every beginning of it.
+"""Finds the trained turns of a long conversation in its text, without rendering every prefix of the conversation.
 
-What a turn is trained behind is the conversation up to that turn, rendered by itself: two renderings a turn, which is
-the square of the turns in time. But what one turn adds to the text depends, in the templates that there are, on its
-neighbours, its question and the system turn. So a turn is rendered in a window of these (system turn, question, the
-trained turn before it, and all from there on), once up to the turn before and once up to itself. What the second has
-behind the first has to stand in the whole text, letter for letter, behind the turn before. A template that writes
-earlier turns anew shows it in the window; where a window does not tell, the turn's own beginning is rendered. Of every
-long conversation a few turns are rendered both ways, and if the two differ anywhere, all of them are rendered whole.
+The prompt of a turn is the conversation up to that turn, rendered alone. Two renderings per turn take time that grows
+with the square of the turns. But the text that one turn adds depends, in known templates, only on its neighbours, its
+question and the system turn. So a turn is rendered in a window (system turn, question, the trained turn before it, and
+everything from there on), once up to the turn before and once including the turn. The difference must follow the turn
+before in the whole text, letter for letter. A template that rewrites earlier turns shows it in the window; if a window
+does not match, the whole prefix is rendered. A few turns of every long conversation are rendered both ways, and if the
+two differ anywhere, all prefixes are rendered.
 
-Rejected: reading the places off the markers in the text, which contents may spell, and following what a template looks
-at while it renders, which no template that looks back from the end would pass.
+Rejected: searching the text for markers, which contents may contain; and tracing what a template reads while it
+renders, because a template that searches from the end reads everything.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class Place(NamedTuple):
     """A trained turn in the text of a conversation, in characters."""
 
     prompt: int  # where the prompt before it ends
-    start: int  # training begins here: at the prompt's end, or behind reasoning that is not trained
+    start: int  # training begins here: at the prompt's end, or after reasoning that is not trained
     end: int
     notes: tuple[str, ...] = ()
 
 
-class Turn(NamedTuple):
+class RenderedTurn(NamedTuple):
     """One trained turn as the last of its conversation: the text up to its end token, and where it lies there."""
 
     text: str
     place: Place
 
 
-Render = Callable[[list[Message]], Turn]  # a conversation's last message as a trained turn
+Render = Callable[[list[Message]], RenderedTurn]  # a conversation's last message as a trained turn
 
 
 def places(
-    render: Render, messages: list[Message], trained: Sequence[int], begun: dict[int, Turn]
+    render: Render, messages: list[Message], trained: Sequence[int], begun: dict[int, RenderedTurn]
 ) -> list[Place] | None:
-    """The places of the trained turns in the text of the last of them; None where it does not start with the text of
-    each, so that they cannot be trained in one text. `begun`: takes the turns whose beginnings were rendered."""
+    """The places of the trained turns in the text of the last one; None if that text does not start with the text of
+    each, so that they cannot be trained in one text. `begun` collects the turns whose prefixes were rendered."""
     if len(trained) <= FEW:
         return _rendered(render, messages, trained, begun)
     ends = {0, 1, len(trained) - 2, len(trained) - 1, *(len(trained) * part // CHECKED for part in range(1, CHECKED))}
@@ -70,10 +70,10 @@ def places(
 
 
 def _rendered(
-    render: Render, messages: list[Message], trained: Sequence[int], begun: dict[int, Turn]
+    render: Render, messages: list[Message], trained: Sequence[int], begun: dict[int, RenderedTurn]
 ) -> list[Place] | None:
-    """The places of turns by the renderings of their own beginnings, from the last to the first: a template that writes
-    earlier turns anew mostly does so with the last but one."""
+    """The places of turns by rendering their prefixes, from the last to the first: a template that rewrites earlier
+    turns mostly rewrites the last but one."""
     for i in reversed(trained):
         if i not in begun:
             begun[i] = render(messages[: i + 1])
@@ -95,8 +95,8 @@ def _questions(messages: list[Message]) -> list[int]:
 def _in_window(
     render: Render, messages: list[Message], at: tuple[int, int, int], text: str, reached: int
 ) -> Place | None:
-    """Where turn i lies in `text`, in which the trained turn before it ends at `reached`; None if a window does not
-    tell. `at`: that turn's question, that turn, and i."""
+    """Where turn i lies in `text`, in which the trained turn before it ends at `reached`; None if the window does not
+    match. `at`: that turn's question, that turn, and i."""
     question, before, i = at
     head = [messages[0]] if messages[0]["role"] == "system" else []
     if question < len(head):
