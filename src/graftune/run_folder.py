@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from graftune.errors import GraftuneError
 from graftune.io.files import check_plain, whole
-from graftune.model.lora import Arena, build_arena, targets_of
+from graftune.model.arena import Arena
+from graftune.model.lora import build_arena, targets_of
 from graftune.session import Session, open_session, with_template
 from graftune.settings.config import Config, LoraConfig, expand_targets
 from graftune.weights import checkpoint

@@ -16,7 +16,8 @@ from safetensors.torch import save
 from graftune.batch import Example
 from graftune.data.summary import Summary
 from graftune.data.writer import NewExample, StoreWriter
-from graftune.model.lora import Arena, build_arena
+from graftune.model.arena import Arena
+from graftune.model.lora import build_arena
 from graftune.settings.config import LoraConfig
 from graftune.weights import checkpoint
 from graftune.weights.adapter import load_adapter, save_adapter

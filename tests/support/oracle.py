@@ -13,8 +13,9 @@ import torch
 
 from graftune.batch import Example
 from graftune.data.pack import pack
+from graftune.model.arena import Arena
 from graftune.model.decoder import Decoder, PackedDocuments
-from graftune.model.lora import Arena, build_arena, initialise, targets_of
+from graftune.model.lora import build_arena, initialise, targets_of
 from graftune.runtime import DTYPES, resolve
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step

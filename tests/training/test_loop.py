@@ -20,7 +20,7 @@ from graftune.api import train
 from graftune.cli import main
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
-from graftune.model.lora import Arena, Slot
+from graftune.model.arena import Arena, Slot
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.lora import Arena, Slot
+from graftune.model.arena import Arena, Slot
 from graftune.observe.events import evals, read_events, steps
 from graftune.settings.config import LoraConfig
 from graftune.weights import adapter, checkpoint, safetensors_io

@@ -12,7 +12,7 @@ import torch
 
 from graftune import run_folder
 from graftune.errors import GraftuneError
-from graftune.model.lora import Arena, Slot
+from graftune.model.arena import Arena, Slot
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import DamagedCheckpoint, Progress
 

@@ -276,7 +276,8 @@ class Block:
 
     def __post_init__(self) -> None:
         mixing = [any(isinstance(part, Mixer) for part in branch.parts) for branch in self.branches]
-        self.mixing = max((number + 1 for number, mixes in enumerate(mixing) if mixes), default=0)
+        # The number of branches up to the last one that has a mixer; all of them where none has.
+        self.mixing = max((number + 1 for number, mixes in enumerate(mixing) if mixes), default=len(mixing))
 
     @property
     def parts(self) -> tuple[Part[Any], ...]:
@@ -358,8 +359,6 @@ class Block:
                 self.branches[number - 1].wrote if number else wrote,
                 need_input or number > 0,
             )
-        if rows is not None and not self.mixing:
-            stream.expand(rows, len(ctx.positions), width)
 
     def _select(self, stream: Stream, number: int, rows: torch.Tensor | None) -> None:
         """Before branch `number`: drop all rows but these behind the last branch that has a mixer."""

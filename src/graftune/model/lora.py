@@ -1,147 +1,26 @@
-"""Everything that trains, in one flat fp32 buffer.
+"""The layout of what trains: adapters, trained norms and rows of added tokens, or every weight of a model.
 
-Adapters, and on request norm weights and the rows of added tokens, are views into `Arena.weights`; their gradients and
-AdamW's moments lie in buffers of the same layout, and `Arena.compute` is the copy in the compute dtype that products
-read. Norm, clip, update, zero and checkpoint are then one operation each, however many tensors there are. A list of
-parameters, as everybody else has it, costs a launch per tensor for every one of these.
-
-Layout: a layer's adapters lie together, and the A's of projections that share an input lie next to each other, so
-that the stacked A is itself a view. What AdamW must not decay (norms) comes last.
+A layer's adapters are neighbours in the arena, and so are the A's of projections that share an input, so that the
+stacked A is itself a view. What AdamW must not decay (norms) comes last.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear
-from graftune.kernels.augmented_weight import Adapters
-from graftune.kernels.lora_linear import Copy, LowRank
+from graftune.kernels.lora_linear import Copy
+from graftune.model.arena import Arena, LoraGroup, Slot
 from graftune.model.feed_forward.expert_projection import ExpertLora
-from graftune.model.frozen import Augmented
+from graftune.model.part import PartSpec
+from graftune.model.spec import ModelSpec
 from graftune.settings.config import FUSED, PARTS, LoraConfig, expand_targets
-
-if TYPE_CHECKING:
-    from graftune.model.part import PartSpec
-    from graftune.model.spec import ModelSpec
-
-TAIL = 64  # numbers behind the gradients for what a step adds up beside them
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One trainable tensor: its name as PEFT writes it (behind the model's prefix), its place and its layer."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    layer: int  # -1: belongs to no layer
-    decay: bool
-
-    @property
-    def stop(self) -> int:
-        return self.start + math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class LoraGroup:
-    """Adapters of projections with one input: their A's and B's stacked, as views into the arena."""
-
-    down: torch.Tensor  # [R * members, in], compute dtype
-    up: torch.Tensor  # [sum of the members' outs, R], compute dtype
-    grad_down: torch.Tensor  # fp32
-    grad_up: torch.Tensor  # fp32
-    columns: tuple[tuple[int, int], ...]  # of the group's product, for each member
-    scale: float
-    arena: Arena = field(repr=False, compare=False)
-    diagonal: torch.Tensor | None = None  # the B's on the diagonal of one matrix, where that is faster
-
-    def low(self, h: torch.Tensor) -> LowRank:
-        return LowRank(h, self.up, self.columns, self.scale, self.diagonal)
-
-    def place_adapters(self, weight: Augmented) -> None:
-        """Have A lie in the rows below the weight and s B in the columns beside it, whenever a product reads them."""
-        self.arena.copies += weight.place_adapters(Adapters(self.down, self.up, self.columns, self.scale))
-
-
-@dataclass
-class Arena:
-    slots: dict[str, Slot]
-    device: torch.device
-    compute_dtype: torch.dtype
-    weights: torch.Tensor = field(init=False)
-    grads: torch.Tensor = field(init=False)
-    sums: torch.Tensor = field(init=False)  # the gradients, and TAIL numbers behind them that add up with them
-    m: torch.Tensor = field(init=False)
-    v: torch.Tensor = field(init=False)
-    compute: torch.Tensor = field(init=False)
-    copies: list[Copy] = field(default_factory=list)
-    followers: list[Callable[[], None]] = field(default_factory=list)  # called when `publish` has copied
-    own_bytes: int = 0  # of what is kept beside the flat buffers
-
-    def __post_init__(self) -> None:
-        size = max((slot.stop for slot in self.slots.values()), default=0)
-        self.weights, self.m, self.v = (torch.zeros(size, dtype=torch.float32, device=self.device) for _ in range(3))
-        self.sums = torch.zeros(ceil_div(size, TAIL) * TAIL + TAIL, dtype=torch.float32, device=self.device)
-        self.grads = self.sums[:size]
-        self._tables: dict[str, torch.Tensor] = {}
-        same = self.compute_dtype == torch.float32
-        self.compute = self.weights if same else torch.zeros(size, dtype=self.compute_dtype, device=self.device)
-
-    @property
-    def nbytes(self) -> int:
-        own = 0 if self.compute is self.weights else self.compute.nbytes
-        return 3 * self.weights.nbytes + self.sums.nbytes + own + self.own_bytes
-
-    @property
-    def tail(self) -> torch.Tensor:
-        return self.sums[-TAIL:]
-
-    @property
-    def full(self) -> bool:
-        """Whether every weight of the model trains."""
-        return "embed_tokens.weight" in self.slots
-
-    def span(self, first: str, last: str) -> slice:
-        """The run of the buffers from one slot to another."""
-        return slice(self.slots[first].start, self.slots[last].stop)
-
-    def view(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        slot = self.slots[name]
-        return buffer[slot.start : slot.stop].view(slot.shape)
-
-    def publish(self, cast: bool = True) -> None:
-        """Bring what products read up to date after the weights have changed (`cast`: the flat copy too)."""
-        if cast and self.compute is not self.weights:
-            self.compute.copy_(self.weights)
-        lora_linear.spread(self.copies, self._tables)
-        for follow in self.followers:
-            follow()
-
-    @property
-    def decayed(self) -> int:
-        """Slots before this index decay, those from it on do not."""
-        return max((slot.stop for slot in self.slots.values() if slot.decay), default=0)
-
-    def segments(self, mode: str) -> list[list[slice]]:
-        """What is clipped together: everything, or each layer by itself (what has no layer is one more segment)."""
-        if mode == "global":
-            return [[slice(0, len(self.weights))]]
-        runs: dict[int, list[slice]] = {}
-        for slot in self.slots.values():
-            run = runs.setdefault(slot.layer, [])
-            if run and run[-1].stop == slot.start:
-                run[-1] = slice(run[-1].start, slot.stop)
-            else:
-                run.append(slice(slot.start, slot.stop))
-        return list(runs.values())
 
 
 def weight_name(spec: ModelSpec, layer: int, projection: str, kind: str = "weight") -> str:

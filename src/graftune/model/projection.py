@@ -28,9 +28,9 @@ import torch
 from graftune import spans
 from graftune.kernels import launch, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.lora_linear import LowRank
+from graftune.model.arena import LoraGroup
 from graftune.model.context import PassContext
 from graftune.model.frozen import Augmented, Frozen, Trained, row_stride
-from graftune.model.lora import LoraGroup
 
 # Tokens, or values of dY, from which g and dB are made in one pass over it; below, dB has time beside attention.
 LONG, WIDE = 2048, 12_000_000

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graftune.model.lora import Arena
+from graftune.model.arena import Arena
 
 
 class Start:

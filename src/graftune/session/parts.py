@@ -26,9 +26,10 @@ from graftune.infer.sample import Sampling
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
 from graftune.losses import CrossEntropy, Loss, choose
+from graftune.model.arena import Arena
 from graftune.model.bundles import Home
 from graftune.model.decoder import Decoder
-from graftune.model.lora import Arena, build_arena
+from graftune.model.lora import build_arena
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime

@@ -24,11 +24,11 @@ from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, reference_log_probs
+from graftune.model.arena import Arena
 from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
 from graftune.model.decoder import Decoder
 from graftune.model.frozen import row_stride
-from graftune.model.lora import Arena
 from graftune.model.mixers.attention import Attention
 from graftune.model.start import Start
 from graftune.model.tape import Tapes

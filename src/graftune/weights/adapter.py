@@ -21,8 +21,9 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.io.json_file import NotJson, read_object
+from graftune.model.arena import Arena
 from graftune.model.families import NORMS
-from graftune.model.lora import Arena, targets_of
+from graftune.model.lora import targets_of
 from graftune.settings.config import TARGETS, LoraConfig, expand_targets
 from graftune.weights import experts, names, patterns, safetensors_io
 from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter

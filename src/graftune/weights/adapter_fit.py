@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.model.arena import Arena
 from graftune.model.frozen import RowSource
-from graftune.model.lora import Arena
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import LoraConfig
 from graftune.weights import rows

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from graftune.errors import GraftuneError
 from graftune.io.files import OLD, PART, check_plain, new_folder, remove, remove_at_once
 from graftune.io.json_file import read_object
-from graftune.model.lora import Arena
+from graftune.model.arena import Arena
 from graftune.weights import safetensors_io
 from graftune.weights.finite import is_finite
 

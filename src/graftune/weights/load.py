@@ -15,6 +15,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
+from graftune.model.arena import Arena
 from graftune.model.block import Block, Branch, ParallelBranch
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Home, Key
 from graftune.model.decoder import Decoder
@@ -27,7 +28,7 @@ from graftune.model.frozen.interface import CheckpointWeight
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.model.head import Head, NewRows
 from graftune.model.layer_spec import NormSpec
-from graftune.model.lora import Arena, adapter_columns_of, expert_lora, lora_group, targets_of
+from graftune.model.lora import adapter_columns_of, expert_lora, lora_group, targets_of
 from graftune.model.part import Bias, NormWeight, PartSpec
 from graftune.model.projection import Projection
 from graftune.model.rotary import RopeSpec

@@ -17,9 +17,9 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.io.json_file import read_object
+from graftune.model.arena import Arena
 from graftune.model.families import family_of
 from graftune.model.frozen import RowSource
-from graftune.model.lora import Arena
 from graftune.weights import names, rows, safetensors_io
 from graftune.weights.base import Base, open_base
 from graftune.weights.rows import NAMES, Held

@@ -25,8 +25,8 @@ import torch
 from graftune.model.frozen.interface import Frozen, Packed, RowSource
 
 if TYPE_CHECKING:
+    from graftune.model.arena import LoraGroup
     from graftune.model.frozen.builder import WeightBuilder
-    from graftune.model.lora import LoraGroup
     from graftune.model.projection import Projection
 
 

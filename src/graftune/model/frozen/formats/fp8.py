@@ -28,12 +28,12 @@ from graftune.errors import GraftuneError
 from graftune.io.json_file import read_object
 from graftune.kernels import fp8
 from graftune.kernels.fp8 import Rows
+from graftune.model.arena import LoraGroup
 from graftune.model.fp8_projection import Fp8Projection
 from graftune.model.frozen.builder import WeightBuilder
 from graftune.model.frozen.fp8 import MOST_RANK, FetchedFp8, Fp8, Workspace
 from graftune.model.frozen.interface import Frozen, Packed, RowSource, loaded
 from graftune.model.frozen.weight_format import Option, WeightFormat
-from graftune.model.lora import LoraGroup
 from graftune.model.projection import Projection
 
 CODES = "F8_E4M3"
