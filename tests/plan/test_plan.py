@@ -292,7 +292,12 @@ def test_attention_is_timed_in_the_layers_that_have_it(convolutions: tuple[int, 
 
 def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(attention, "choose", lambda *how, capped: asked.append(how[4]))
+
+    def choose(*how: Any, capped: bool) -> attention.Choice:
+        asked.append(how[4])
+        return attention.Choice("cpu", "for the test")
+
+    monkeypatch.setattr(attention, "choose", choose)
     where = Runtime(torch.device("cpu"), torch.float32, "for the test")
 
     def windowed(longest: int, layers: Sequence[int], **more: Any) -> bool:

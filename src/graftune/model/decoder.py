@@ -71,9 +71,9 @@ class Decoder:
         side_streams: SideStreams | None = None,
     ) -> PassContext:
         """Begin a pass over the documents of a batch. `longest` bounds their lengths where the shape of the pass is
-        fixed; None: the longest of this batch. `backend` is attention's."""
+        fixed; None: the longest of this batch. `backend` is that of attention with the most common heads."""
         bound = max(batch.lengths) if longest is None else longest
-        documents = attention.Documents(batch.cu_seqlens, batch.lengths, bound)
+        documents = attention.Documents(batch.cu_seqlens, batch.lengths, bound, fixed=longest is not None)
         return self.begin(
             batch.positions,
             PackedDocuments(documents, backend),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -155,12 +156,24 @@ def check_recompute(asked: str, device: torch.device) -> None:
 
 
 def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choice:
-    """Chosen once. Where only some attention layers have a window that documents reach, those take our own kernels and
-    the others the fastest."""
-    spec = base.spec
-    windowed = bool(spec.attention) and all(0 < shape.window < longest for shape in spec.attention)
-    how = runtime.device, runtime.compute, spec.widest_head, runtime.deterministic
-    return attention.choose(*how, windowed, capped=any(shape.capped for shape in spec.attention))
+    """The choice for the most common kind of attention heads; the reason also names those of the other kinds. Layers
+    with a window that documents reach use our own kernels, whatever is chosen for their heads."""
+    counts, windows = Counter[attention.HeadKind](), dict[attention.HeadKind, list[int]]()
+    for layer, count in base.spec.kinds.items():
+        for shape in (part.attention for part in layer.parts if part.attention is not None):
+            kind = attention.HeadKind(shape.head_width, shape.capped)
+            counts[kind] += count
+            windows.setdefault(kind, []).append(shape.window)
+    if not counts:
+        return attention.choose(runtime.device, runtime.compute, 64, runtime.deterministic, False)
+    chosen = {}
+    for kind, _ in counts.most_common():
+        windowed = all(0 < window < longest for window in windows[kind])
+        how = runtime.device, runtime.compute, kind.width, runtime.deterministic, windowed
+        chosen[kind] = attention.choose(*how, capped=kind.capped)
+    main, *others = chosen
+    rest = [f"heads of {kind.width}: {chosen[kind].backend}, {chosen[kind].why}" for kind in others]
+    return chosen[main]._replace(why="; ".join([chosen[main].why, *rest]))
 
 
 def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:

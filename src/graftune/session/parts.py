@@ -6,6 +6,7 @@ The step and its pipeline are made when they are first asked for: whoever only e
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ from graftune.model.arena import Arena
 from graftune.model.bundles import Home
 from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena
+from graftune.model.mixers.attention import Attention, OwnBackend
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime
@@ -69,6 +71,27 @@ def loader_of(
         layout=layout or choose(settings).layout(examples),
         share=share,
     )
+
+
+def attention_layers(decoder: Decoder) -> list[Attention]:
+    return [part for block in decoder.blocks for part in block.parts if isinstance(part, Attention)]
+
+
+def most_common_heads(decoder: Decoder) -> attention.HeadKind | None:
+    """Those that the choice of a session's attention is for; None: no layer has attention."""
+    counts = Counter(layer.head_kind for layer in attention_layers(decoder))
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def choose_for_other_heads(decoder: Decoder, runtime: Runtime) -> None:
+    """Give each attention layer with other heads than most layers a backend of its own."""
+    device, dtype, main = runtime.device, runtime.compute, most_common_heads(decoder)
+    for layer in attention_layers(decoder):
+        heads = layer.head_kind
+        if heads != main:
+            best = attention.choose(device, dtype, heads.width, runtime.deterministic, False, capped=heads.capped)
+            any_shape = attention.for_any_shape(best.backend, device, dtype, heads.width)
+            layer.own = OwnBackend(best.backend, any_shape)
 
 
 @dataclass(eq=False, repr=False)
@@ -111,6 +134,7 @@ class Parts:
         rehearsal.give("moments", arena.m, arena.v)
         with rehearsal.owned("base"):
             decoder = build_decoder(base, arena, lora, runtime, placement, home)
+        choose_for_other_heads(decoder, runtime)
         return cls(config, base, runtime, placement, lora, arena, decoder, choice, loss, world, whole, start)
 
     @property
@@ -129,9 +153,11 @@ class Parts:
 
     @property
     def eager_attention(self) -> str:
-        """The backend where shapes change from batch to batch."""
-        runtime, width = self.runtime, self.base.spec.widest_head
-        return attention.for_any_shape(self.attention.backend, runtime.device, runtime.compute, width)
+        """The backend for shapes that change from batch to batch."""
+        heads = most_common_heads(self.decoder)
+        if heads is None:
+            return self.attention.backend
+        return attention.for_any_shape(self.attention.backend, self.runtime.device, self.runtime.compute, heads.width)
 
     def _resolve_auto(self) -> None:
         """What of the settings depends on memory, for whoever has not resolved it yet."""

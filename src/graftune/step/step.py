@@ -166,7 +166,7 @@ class Step:
 
         names, self.other_backends = (self.backend, *self.other_backends), ()
         parts = (part for block in self.decoder.blocks for part in block.parts)
-        one = next((part for part in parts if isinstance(part, Attention)), None)
+        one = next((part for part in parts if isinstance(part, Attention) and part.own is None), None)
         if one is None:
             return
         longest = max(batch.lengths) if self.longest is None else self.longest

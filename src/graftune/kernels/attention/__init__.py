@@ -1,8 +1,8 @@
 """Packed causal attention with grouped heads. q [T, N, H], k and v [T, K, H]; documents given by `Documents`.
 
-Which kernels run is chosen once, at the start (`choose`), and given back at every call: cuDNN on GPUs that have it,
-or its forward with our backward ("mixed"), torch's flash kernels where it is missing or everything must be the same bit
-for bit, our own for fp32, sliding windows, soft caps and odd head widths, and on the CPU torch's fused kernel or the
+The backend is chosen once for each kind of layer, at the start (`choose`), and passed to every call: cuDNN on GPUs that
+have it, or its forward with our backward ("mixed"); torch's flash kernels where cuDNN is missing or results must be
+bit-identical; our own for fp32, sliding windows, soft caps and odd head widths; on the CPU torch's fused kernel or the
 reference ("cpu" runs the reference on any other device).
 q, k and v may be column ranges of one packed buffer, [T, (N + 2K) H] or wider, and so may their gradients unless the
 backend has its own wishes (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for
@@ -37,6 +37,7 @@ class Documents:
     cu_seqlens: torch.Tensor  # [S + 1] int32 on the device: document i is tokens cu_seqlens[i] to cu_seqlens[i + 1]
     lengths: tuple[int, ...] | None  # the same on the host; the CPU's path needs them, the GPU's never look
     longest: int  # no document is longer: a fixed bound, not the longest of this pass
+    fixed: bool = False  # the shape will come again, so that a plan for it is worth its time
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -46,10 +47,17 @@ class Documents:
         return Documents(starts, tuple(lengths), max(lengths))
 
 
+class HeadKind(NamedTuple):
+    """What the choice of a layer's backend depends on."""
+
+    width: int
+    capped: bool  # whether scores are soft-capped
+
+
 class Choice(NamedTuple):
     backend: str
     why: str
-    others: tuple[str, ...] = ()  # that would do as well: which is faster depends on the documents (`timing`)
+    others: tuple[str, ...] = ()  # alternatives: which is faster depends on the documents (`timing`)
 
 
 def choose(
@@ -60,7 +68,7 @@ def choose(
     windowed: bool,
     capped: bool = False,
 ) -> Choice:
-    """The backend for such heads on this device, and the reason; to be called once, and printed."""
+    """The backend for such heads on this device, and the reason. Called once at the start, and printed."""
     device = torch.device(device)
     if not launch.on_gpu(device):
         return Choice("cpu", f"on {device.type} torch's fused kernel or the textbook formula")
@@ -84,7 +92,7 @@ def choose(
 
 
 def for_any_shape(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> str:
-    """The backend where shapes change from batch to batch: cuDNN would build a plan for every one of them."""
+    """The backend for shapes that change from batch to batch: cuDNN would build a plan for every one of them."""
     if backend not in ("cudnn", "mixed"):
         return backend
     from graftune.kernels.attention import flash

@@ -133,6 +133,13 @@ class AttentionSpec(MixerSpec):
         return CacheBytes(0, 2 * self.kv_heads * self.head_width * dtype.itemsize)
 
 
+class OwnBackend(NamedTuple):
+    """The backend of a layer whose heads differ from those of most layers."""
+
+    fixed: str  # for batches of a fixed shape
+    any_shape: str
+
+
 class AttentionSaved(NamedTuple):
     qkv: torch.Tensor  # [T, (N + 2K) H], rotated
     raw: torch.Tensor  # [T, N + K, H] before q's and k's norm; empty without one
@@ -156,6 +163,11 @@ class Attention(Mixer[AttentionSaved]):
     window: int
     score_scale: float
     score_cap: float
+    own: OwnBackend | None = None  # in place of the pass's backend
+
+    @property
+    def head_kind(self) -> attention.HeadKind:
+        return attention.HeadKind(self.heads[2], self.score_cap > 0)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -242,11 +254,12 @@ class Attention(Mixer[AttentionSaved]):
         return attention.forward(q, k, v, documents, self.score_scale, window, backend, out, self.score_cap)[1]
 
     def _how(self, sequences: Sequences, documents: attention.Documents) -> tuple[int, str]:
-        """(window, backend). A window that no document reaches is none; cuDNN's plans know none and no soft cap, so
-        layers with a real one take our own kernels."""
-        window = self.window if self.window < documents.longest else 0
-        ours = (window or self.score_cap) and sequences.backend != "cpu"
-        return window, "triton" if ours else sequences.backend
+        """(window, backend). A window that no document reaches is ignored. cuDNN's plans have neither windows nor soft
+        caps, so layers with either use our own kernels."""
+        window, backend = self.window if self.window < documents.longest else 0, sequences.backend
+        if self.own is not None and backend != "cpu":
+            backend = self.own.fixed if documents.fixed else self.own.any_shape
+        return window, "triton" if (window or self.score_cap) and backend != "cpu" else backend
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, (N + 2K) H (+ adapter_columns)] -> q [T, N, H], k and v [T, K, H], all views."""
