@@ -280,6 +280,20 @@ def test_timing_attention_is_part_of_it_and_builds_the_plans_of_the_step(monkeyp
     assert timed.peak >= rehearse(gpu(spec=bare, evaluates=False)).peak
 
 
+def test_a_layer_with_other_heads_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN does not take the widest heads: the layers that it serves keep it."""
+    used: dict[int, set[str]] = {}
+    forward = attention.forward
+
+    def noted(q: torch.Tensor, *more: Any) -> Any:
+        used.setdefault(q.shape[2], set()).add(more[5])
+        return forward(q, *more)
+
+    monkeypatch.setattr(attention, "forward", noted)
+    assert rehearse(gpu(spec=specs.edited(spec(width=256), (1,), head_width=256))).peak > 0
+    assert used == {64: {"cudnn"}, 256: {"flash"}}
+
+
 @pytest.mark.parametrize("convolutions", [(0,), (0, 1, 2)])
 def test_attention_is_timed_in_the_layers_that_have_it(convolutions: tuple[int, ...], monkeypatch: Any) -> None:
     timed, fastest = [], timing.fastest
