@@ -258,7 +258,7 @@ def test_doctor_names_what_is_missing(capsys: Capture, monkeypatch: pytest.Monke
     assert main(["doctor"]) == 2
     out = capsys.readouterr().out
     assert "graftune's extra parquet" in out and "graftune[all]" in out and "zstd (" in out and "gpu (" in out
-    assert "effect" in out and "mend" not in out
+    assert "effect" in out
     assert "pip install torch" in out and "pip install pyarrow" in out and "cannot train here" in out
     hidden.remove("torch")
     assert main(["doctor"]) == 0

@@ -1,6 +1,6 @@
 """The flags are exactly those of the config tree, and the set of them changes only on purpose.
 
-The lists are written out: whoever adds, renames or drops a setting has to say so here, where a reviewer sees it.
+The lists are written out: adding, renaming or dropping a setting changes them, where a reviewer sees it.
 """
 
 from __future__ import annotations

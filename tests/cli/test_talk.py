@@ -179,7 +179,7 @@ def test_messages_of_several_lines(typed: Any, lines: list[str], message: str) -
 
 
 def test_a_pasted_block_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a real terminal: its lines are there at once, which nobody can type."""
+    """Through a real terminal: its lines are there at once, faster than any typing."""
     ours, theirs = os.openpty()
     with open(theirs, encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdin", terminal)

@@ -149,7 +149,7 @@ ODD = ("x", "1", [], {}, True, 10**400, float("nan"), float("inf"), -float("inf"
 
 
 def test_figures_that_are_no_numbers_are_null() -> None:
-    """Of a log that somebody else wrote: whoever plots or compares them computes with them."""
+    """Numbers of a foreign log, with which plots and comparisons compute."""
     assert [number(value) for value in (*ODD, None)] == [None] * (len(ODD) + 1)
     assert (number(3), number(-2.5), number(10**300)) == (3.0, -2.5, 1e300)
     for odd in ODD:

@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
     picture.update()
     busy.set()
     assert picture.finish() == ""
-    assert drawn == ["graftune-picture", threading.current_thread().name] and first == [EVERY]
+    assert drawn == ["graftune-plot", threading.current_thread().name] and first == [EVERY]
 
 
 def test_what_keeps_it_from_being_drawn_stops_nothing() -> None:
@@ -115,7 +115,7 @@ def test_running_mean_is_centred_and_keeps_the_ends() -> None:
 
 
 @pytest.fixture
-def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[plot.Helper]:
+def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[plot.PlotProcess]:
     monkeypatch.setattr(plot, "_helper", None)
     plot.prepare()
     assert plot._helper is not None
@@ -125,7 +125,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[plot.Helper]:
     assert process.wait(10) == 0, "it ends when its input does"
 
 
-def test_another_process_draws(tmp_path: Path, helper: plot.Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_draws(tmp_path: Path, helper: plot.PlotProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     here: list[object] = []
     monkeypatch.setattr(plot, "_plot", lambda *what: here.append(what))
     first, png = helper.process.pid, tmp_path / "loss.png"
@@ -138,7 +138,7 @@ def test_another_process_draws(tmp_path: Path, helper: plot.Helper, monkeypatch:
 
 
 def test_without_that_process_it_is_drawn_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = plot.Helper()
+    ended = plot.PlotProcess()
     ended.process.kill()
     ended.process.wait()
     monkeypatch.setattr(plot, "_helper", ended)

@@ -124,7 +124,7 @@ def _forked(work: Callable[[], object]) -> int:
 def _until(found: Callable[[], Any]) -> Any:
     limit = time.monotonic() + PATIENCE
     while not (value := found()):
-        assert time.monotonic() < limit, "waited in vain"
+        assert time.monotonic() < limit, "waited too long"
         time.sleep(0.02)
     return value
 

@@ -203,5 +203,5 @@ def test_a_ledger_that_cannot_be_written_is_said(tiny_folder, tmp_path, monkeypa
     assert "warning: the memory of this run is not reserved against other runs: " in said.getvalue()
     for place, text in ((os.environ["GRAFTUNE_LEDGER"], "cannot be used"), ("off", "GRAFTUNE_LEDGER is off")):
         monkeypatch.setenv("GRAFTUNE_LEDGER", place)
-        with pytest.raises(GraftuneError, match=text):  # nobody can queue there
+        with pytest.raises(GraftuneError, match=text):  # a run cannot queue there
             train(settings(tiny_folder, tmp_path / "other", wait_gpu=1), console=Console())

@@ -1,4 +1,4 @@
-"""graftune data: what will be trained, before anything is trained.
+"""graftune data: shows the training data with its mask, before any training.
 
 Opens the base for its tokenizer and chat template only: no weight is read. A wrong mask is the commonest silent error
 of fine-tuning, so the preview shows the very tokens of the examples and which of them are trained.

@@ -73,7 +73,7 @@ def doctor(base: str | None = None, /, *, revision: str = "", json: Switch = Fal
 
 
 def _explain(name: str, revision: str, console: Console) -> int:
-    """Facts first; a base that cannot be trained then ends the command with the sentence that says why."""
+    """Prints the facts, and raises for a base that cannot be trained."""
     from graftune.observe.memory import human_bytes
     from graftune.runtime import resolve
     from graftune.weights.describe import describe
@@ -94,7 +94,7 @@ def _explain(name: str, revision: str, console: Console) -> int:
         console.line("It can be trained." if report.error is None else "It cannot be trained.")
     if report.error is None:
         return 0
-    if console.json:  # the document says why already, and stdout takes one
+    if console.json:  # the JSON document has the reason already
         console.note(f"graftune: {report.error}")
         return 2
     raise report.error
@@ -183,7 +183,7 @@ def _examine_torch(report: dict[str, Any]) -> None:
 
 
 def _ledger() -> dict[str, Any]:
-    """Who has reserved memory of this machine's devices, and who waits for some, in the order of the queue."""
+    """The reservations of memory on this machine: holders, and the queue in order."""
     from graftune.ledger import shared_ledger
 
     found = shared_ledger()
@@ -254,7 +254,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    """The name Linux gives on x86; elsewhere the architecture has to do."""
+    """The name from Linux on x86; elsewhere the architecture."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:

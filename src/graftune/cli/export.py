@@ -60,7 +60,7 @@ def export(
 
     console = Console(json=json, quiet=quiet)
     flags = given(settings)
-    with raised_signals():  # so that what is half-written goes
+    with raised_signals():  # so that partial files are removed
         done = api.export(target, to, kind=type, out=out, add=add, force=force, console=console, **flags)
     for note in done.notes:
         console.note(note)

@@ -1,9 +1,8 @@
-"""Every mistake of a user, as one sentence.
+"""Turns every mistake of a user into one sentence.
 
-`sentence(error)` answers with the sentence for what a user can fix, and with None for everything
-else: an unknown exception is a bug of ours, and hiding its traceback would only make it harder to report. cyclopts
-knows what went wrong with a command line but words it in several sentences and a panel; here its exceptions are only
-read.
+`sentence(error)` returns the sentence for an error that a user can fix, and None for any other: an unknown exception is
+a bug of ours and keeps its traceback. cyclopts words its errors in several sentences and a panel, so only the fields of
+its exceptions are used here.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE,
 
 
 def sentence(error: BaseException) -> str | None:
-    """What to tell the user, without the program's name and on one line; None if this is not a mistake of theirs."""
+    """The message on one line, without the program's name; None if this is not a user's mistake."""
     if isinstance(error, GraftuneError):
         text = str(error)
     elif isinstance(error, CycloptsError):
@@ -68,7 +67,7 @@ def sentence(error: BaseException) -> str | None:
 
 
 def explained(error: BaseException) -> dict[str, Any] | None:
-    """The same for a program: the sentence, and its parts where the error has them."""
+    """The message for a program: the sentence, and its parts where the error has them."""
     text = sentence(error)
     if text is None:
         return None
@@ -77,12 +76,12 @@ def explained(error: BaseException) -> dict[str, Any] | None:
 
 
 def _in_words(error: BaseException) -> int:
-    """The system's error number where a library keeps it in its text only; 0 if there is none."""
+    """The system's error number, if a library has it in its message only; otherwise 0."""
     return next((code for code in _MACHINE if os.strerror(code) in str(error)), 0)
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Asked only of a torch that is loaded: help and mistakes on the command line do without it."""
+    """Does not import torch, which help and mistakes on the command line do not need."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
@@ -116,14 +115,14 @@ def _usage(error: CycloptsError) -> str:
 def _wrong_type(error: CoercionError, helped: str) -> str:
     argument, token = error.argument, error.token
     if token is None and argument is not None and argument.tokens:
-        token = argument.tokens[0]  # a converter's own complaint comes without its token
+        token = argument.tokens[0]  # an error of a converter has no token
     if token is None or argument is None:
         return f"{error}; {helped}"
     return f"{token.keyword or argument.name} is {token.value!r}; it must be {_expected(argument.hint)}"
 
 
 def _expected(hint: Any) -> str:
-    """`int | None` and the like in words: None means "not given" and is none of the user's business."""
+    """The type in words. None in `int | None` means "not given" and is left out."""
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     inner = [kind for kind in typing.get_args(hint) if kind is not type(None)]
@@ -133,7 +132,7 @@ def _expected(hint: Any) -> str:
 
 
 def _meant(typed: str, known: list[str]) -> str | None:
-    """What another tool's option is called here, if this command has it; else one of ours, if it is near."""
+    """The name of another tool's option here, if this command has it; otherwise a similar option of ours."""
     ours = other_tools.same(typed)
     if ours and "--" + ours.replace("_", "-") not in known:
         return f"that is --{ours.replace('_', '-')} of graftune train"

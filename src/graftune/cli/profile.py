@@ -1,4 +1,4 @@
-"""graftune profile: who owns the time of a step, for a run or for a run as it would be."""
+"""graftune profile: the time of a step by owner, for a run or for settings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def profile(
     found = profiled(whole, console, steps)
     document = found.document()
     if not json:
-        show(console, document)  # first: a disk that is full now does not take it away
+        show(console, document)  # before anything is written: the disk may be full
     if into is not None:
         write_file(into / "profile.json", json_module.dumps(document) + "\n")
     for path in [*([into / "profile-trace.json"] if into else []), *([Path(trace)] if trace else [])]:
@@ -131,7 +131,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
 
 
 def _show_layers(console: Console, layers: list[dict[str, Any]]) -> None:
-    """All of them where they are few, else the slowest."""
+    """All operations if they are few, otherwise the slowest."""
     slowest = sorted(layers, key=lambda row: -(row["forward_ms"] + row["backward_ms"]))[:8]
     rows = [[row["layer"], ms_text(row["forward_ms"]), ms_text(row["backward_ms"])] for row in slowest]
     title = "layers" if len(layers) <= len(slowest) else f"the slowest of {len(layers)} layers"

@@ -44,7 +44,7 @@ def completion(app: App, shell: Shell, /) -> int:
 
 
 def document() -> dict[str, Any]:
-    """Keys may stand flat or under their section; both are described."""
+    """Describes keys at the top level and under their sections; both are allowed."""
     hints = typing.get_type_hints(Config)
     sections = {f.name: _section(hints[f.name]) for f in dataclasses.fields(Config)}
     flat = {name: value for section in sections.values() for name, value in section["properties"].items()}

@@ -37,7 +37,7 @@ _GROUPS = {name: Group(title, sort_key=10 + place) for place, (name, title) in e
 
 
 def takes(*names: str, omit: Sequence[str] = ()) -> Callable[[Command], Command]:
-    """Give a command a `settings` parameter holding the flags of these sections and leaves."""
+    """Give a command a `settings` parameter with the flags of these sections and leaves."""
     chosen = [leaf for leaf in leaves() if (leaf.section in names or leaf.name in names) and leaf.name not in omit]
     unknown = {*names, *omit} - {leaf.section for leaf in leaves()} - {leaf.name for leaf in leaves()}
     assert not unknown, f"no such section or setting: {unknown}"
@@ -58,7 +58,7 @@ def takes(*names: str, omit: Sequence[str] = ()) -> Callable[[Command], Command]
 
 
 def given(settings: Any) -> dict[str, Any]:
-    """The settings that stood on the command line, checked one by one so that a mistake names its flag."""
+    """The settings from the command line, checked one by one so that an error names its flag."""
     if settings is None:
         return {}
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
@@ -69,14 +69,14 @@ def given(settings: Any) -> dict[str, Any]:
 
 
 def _joined(name: str, value: Any) -> Any:
-    """A flag that was repeated, as one value. Names of files may hold commas."""
+    """A repeated flag as one value. Names of files may contain commas."""
     if name in ("data", "eval_data"):
         return value[0] if len(value) == 1 else list(value)
     return ",".join(value) if isinstance(value, tuple) else value
 
 
 def checked(shown: str, name: str, value: Any) -> Any:
-    """`value` as leaf `name` of the tree holds it; a complaint names `shown`, the word the user typed."""
+    """`value` as the config stores it for `name`; an error names `shown`, the flag that the user typed."""
     try:
         return Config.of({name: value}).flat()[name]
     except GraftuneError as error:
@@ -85,17 +85,17 @@ def checked(shown: str, name: str, value: Any) -> Any:
 
 
 def loaded(config: str, flags: dict[str, Any], console: Console) -> Config:
-    """The flags over the file over the defaults."""
+    """Flags override the file, which overrides the defaults."""
     return Config.load(config, flags, note=console.note) if config else Config.of(flags)
 
 
 def looked_at(whole: Config, command: str) -> Config:
-    """Settings whose paths and names were recognised: a wrong one is answered here, before torch is imported."""
+    """The settings with their paths and names checked, before torch is imported."""
     base, data = whole.base.base, whole.data
     sources = [(flag("data"), source.path) for source in entries(data.data)]
     sources += [(flag("eval_data"), source.path) for source in entries(data.eval_data)]
     recognise.check_adapter(whole.lora.adapter)
-    if base or not whole.lora.adapter:  # an adapter brings its base along
+    if base or not whole.lora.adapter:  # an adapter names its base
         scratch = whole.train.method == "scratch"
         base = recognise.check_base(base, sources[0][1], scratch=scratch, command=command)
     for shown, path in sources:
@@ -109,7 +109,7 @@ def looked_at(whole: Config, command: str) -> Config:
 
 
 def show_config(config: Config, console: Console) -> int:
-    """What --print-config prints: settings as they are after file, flags and defaults."""
+    """Prints the settings after file, flags and defaults (--print-config)."""
     console.result(config.nested())
     if not console.json:
         console.stream(dump_yaml(config.nested()))
@@ -117,7 +117,7 @@ def show_config(config: Config, console: Console) -> int:
 
 
 def positional(flags: dict[str, Any], **values: str | list[str]) -> dict[str, Any]:
-    """`flags` with the settings that may also stand without their flag (BASE, DATA); giving both is a mistake."""
+    """`flags` with the positional settings (BASE, DATA); giving both is a mistake."""
     merged = dict(flags)
     for name, value in values.items():
         if value and merged.setdefault(name, value) != value:
@@ -139,7 +139,7 @@ def in_range(
     at_most: float | None = None,
     above: float | None = None,
 ) -> None:
-    """The range check of the few options that are no settings of a run (sampling, counts)."""
+    """The range check of options that are not settings of a run (sampling, counts)."""
     bounds = [
         (f"at least {at_least}", at_least is None or value >= at_least),
         (f"above {above}", above is None or value > above),
@@ -151,7 +151,7 @@ def in_range(
 
 
 def whole_number(_type: Any, tokens: Sequence[Token]) -> int:
-    """cyclopts would round 1.5 to 2; nothing is guessed here."""
+    """Refuses 1.5, which cyclopts would round to 2."""
     return int(tokens[0].value.replace("_", "x"))
 
 

@@ -1,4 +1,4 @@
-"""What chat and eval open: a run, an adapter or a bare base, all named by one argument."""
+"""Opens the target of chat and eval: a run, an adapter or a base, named by one argument."""
 
 from __future__ import annotations
 

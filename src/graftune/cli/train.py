@@ -1,4 +1,4 @@
-"""graftune train: fine-tune a base on data, or take up a run where it stopped."""
+"""graftune train: fine-tune a base on data, or resume a run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train(
             return show_config(whole, console)
         result = _engine(looked_at(whole, "train"), console, None, flags, watch)
     if result.stopped == "interrupted":
-        with suppress(OSError):  # the terminal may be what has gone
+        with suppress(OSError):  # the terminal may be gone
             _interrupted(result, console, resume)
         return 128 + int(result.signal)
     console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
@@ -102,7 +102,7 @@ def _engine(config: Config, console: Console, resume: str | None, overrides: dic
     from graftune.cli.train_page import training_page
 
     folder = Path(resume or config.run.out or "runs/new").resolve()
-    # Beside its siblings; but what else lies beside a folder of the user's own choice may be a whole disk.
+    # The page shows all runs of the default folder; next to a folder of the user's choice there may be a whole disk.
     with training_page(str(folder.parent if folder.parent.name == "runs" else folder), console) as page:
         return api.train(config, console=console, resume=resume, overrides=overrides, callbacks=(page,))
 

@@ -1,8 +1,8 @@
 """A process of the page (dashboard/worker.py): `python -m graftune.cli.worker KIND KEY`.
 
-`chat` opens a checkpoint of a run and lets base and tuned model answer; `preview` opens a run's entry in the token
-cache and its tokenizer. Requests come as lines of JSON on stdin, answers go to stdout. One request is answered at a
-time; meanwhile a thread reads on, so that `stop` and the end of the server are noticed between two tokens.
+`chat` opens a checkpoint of a run, and the base and the tuned model answer; `preview` opens a run's file in the token
+cache and its tokenizer. Requests come as lines of JSON on stdin, answers go to stdout, one request at a time. Meanwhile
+a thread reads stdin, so that `stop` and the end of the server take effect between two tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Answer = Callable[[Document], Iterator[Document]]
 
 
 class Requests:
-    """Requests as they come, and which of them have been stopped."""
+    """The queue of requests, and the numbers of those that were stopped."""
 
     def __init__(self, lines: IO[str]):
         self._lines, self._waiting = lines, queue.Queue[Document | None]()
@@ -52,15 +52,15 @@ class Requests:
 
 
 def main(kind: str, key: str) -> int:
-    os.nice(5)  # whoever trains goes first
-    out, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    os.nice(5)  # training has priority
+    out, sys.stdout = sys.stdout, sys.stderr  # prints of libraries go to stderr
     opener = {"chat": open_chat, "preview": open_preview}[kind]
     serve(lambda: opener(json.loads(key)), Requests(sys.stdin), out)
     return 0
 
 
 def serve(opener: Callable[[], Answer], requests: Requests, out: IO[str]) -> None:
-    """Answer requests until there are no more. What cannot be opened is said in answer to each of them."""
+    """Answer requests until there are no more. If the model cannot be opened, every answer says why."""
     answer: Answer | None = None
     for request in requests:
         number = request["number"]
@@ -77,7 +77,7 @@ def serve(opener: Callable[[], Answer], requests: Requests, out: IO[str]) -> Non
                 say(document)
         except Exception as error:
             said = sentence(error)
-            if said is None:  # a bug of ours: its traceback goes where the server's messages go
+            if said is None:  # a bug of ours: print its traceback
                 traceback.print_exception(error, file=sys.stderr)
                 said = f"this failed inside graftune ({type(error).__name__}); see the messages of graftune watch"
             say({"error": said})
@@ -95,7 +95,7 @@ def open_chat(key: Document) -> Answer:
     tuned = api.open(target, quiet=True, **settings)
     config = Config.of_run(run)
     base: Any = tuned
-    if config.train.method == "full":  # its own weights have taken the base's place
+    if config.train.method == "full":  # its weights replace the base's
         base = api.open(config.base.base, quiet=True, **settings)
     elif config.train.method == "scratch":
         base = None
@@ -115,7 +115,7 @@ def open_chat(key: Document) -> Answer:
                 yield {"who": who, "done": True, "reason": sample.stopped}
 
     def answer(request: Document) -> Iterator[Document]:
-        """A piece of the one, a piece of the other: both are read as they come."""
+        """A piece of each answer in turn, so that both are shown as they come."""
         going = [pieces(who, request) for who in ("base", "tuned")]
         while going:
             for one in list(going):
@@ -149,7 +149,7 @@ def open_preview(key: Document) -> Answer:
     examples = split(whole, held, config.train.seed)[0].examples
 
     def matching(search: str) -> tuple[list[int], int]:
-        """The examples that hold a text, and how many were looked at in the time that a reader waits."""
+        """The examples that contain a text, and how many were searched within `LONGEST_SEARCH`."""
         found, until = [], time.monotonic() + LONGEST_SEARCH
         for index in range(len(examples)):
             if search in tokenizer.decode(examples[index].tokens).lower():

@@ -1,9 +1,9 @@
-"""metrics.jsonl: what happened in a run, one JSON object a line, appended and never rewritten.
+"""metrics.jsonl: the events of a run, one JSON object per line, appended and never rewritten.
 
-The file outlives the process, so it is written for the reader that comes after a `kill -9`: every line goes out in one
-write, a torn last line is tolerated when reading and cut off when a resumed run opens the file again, and numbers JSON
-does not know (nan, inf) become null. What a full disk took of a line is taken back. A database or a binary log would be
-faster, but `tail -f`, `jq` and the dashboard read this one without us.
+The file must be readable after a `kill -9`: every line is one write, an unfinished last line is skipped when reading
+and cut off when a resumed run opens the file, and NaN and infinity, which JSON lacks, become null. If the disk is full,
+the part of a line that was written is removed. A database or a binary log would be faster, but `tail -f`, `jq` and the
+dashboard can read this file.
 
 Events, each with `event` and `time` (unix seconds):
   run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped; micro_batches, tflops (the
@@ -49,7 +49,7 @@ class EventLog:
     def __init__(self, path: str | Path, listener: Callable[[Event], None] | None = None):
         """`listener` is called with each event once it is written."""
         self.path, self._listener = Path(path), listener
-        nowhere = self.path == Path(os.devnull)  # of a rank that only computes
+        nowhere = self.path == Path(os.devnull)  # of a rank that writes no log
         handle = os.open(self.path, os.O_WRONLY) if nowhere else open_own(self.path, os.O_APPEND)
         self._file = FileIO(handle, "wb" if nowhere else "rb+")  # held for the whole run; close() ends it
         if not nowhere:
@@ -60,8 +60,8 @@ class EventLog:
                 raise
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Write one line. nan and inf become null; secrets, which a message of a tracker or the command
-        line may hold, are taken out; what JSON cannot hold at all is a TypeError."""
+        """Write one line. NaN and infinity become null; secrets, which a tracker's message or the command line may
+        contain, are removed. Raises TypeError for values that JSON lacks."""
         written = plain({"event": event, "time": round(time.time(), 3), **fields}, without_secrets)
         self._append(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         if self._listener is not None:
@@ -78,7 +78,7 @@ class EventLog:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def sync(self) -> None:
-        """What was written so far is on the disk: a machine that loses its power keeps it."""
+        """Flush the file to the disk, so that it survives a power failure."""
         if self.path != Path(os.devnull):
             os.fsync(self._file.fileno())
 
@@ -93,15 +93,15 @@ class EventLog:
 
 
 def read_events(path: str | Path, keys: Sequence[str] = (), kinds: Sequence[str] = ()) -> list[Event]:
-    """All events of a file. A last line that the writer did not finish is left out; any other bad line is an error.
-    `keys`: those to keep of each event, where a long log should take little memory; none: all. `kinds`: those that are
-    looked for, where a long log should take little time: lines that name none of them are not decoded; none: all."""
+    """All events of a file. An unfinished last line is left out; any other bad line is an error. `keys`: the fields to
+    keep, to save memory (empty: all). `kinds`: the events to look for, to save time (empty: all); other lines are not
+    decoded."""
     named = re.compile(b"|".join(b'"%b"' % re.escape(kind.encode()) for kind in kinds))
     events: list[Event] = []
     with no_collections(), open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise GraftuneError(f"is larger than {LARGEST >> 30} GiB", where=str(path), fix="restore the file")
-        odd = 0  # the line that is no event: a crash may leave a finished one of zeros at the very end
+        odd = 0  # the first line that is not an event: a crash may leave a line of zeros at the end
         for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
             if not named.search(line):
                 continue
@@ -120,33 +120,33 @@ def latest(events: list[Event], kind: str) -> list[Event]:
     """Events of one kind, the last of each step, in order of steps, without those that a resume took back.
 
     A run killed at step 60 and resumed from the checkpoint of step 50 writes 51 to 60 again; if it is stopped at 55,
-    the 56 to 60 of its first life never happened. A new run_start discards whatever went before it.
+    its first 56 to 60 do not count. A new run_start discards everything before it.
     """
     by_step = {
         e["step"]: e
         for e in standing([e for e in events if e["event"] in (kind, *BEGINNINGS)])
         if e["event"] == kind and type(e.get("step")) is int and 0 <= e["step"] < 1 << 53
-    }  # what else a file may hold is no step
+    }  # other values are not steps
     return [_with_numbers(by_step[step]) for step in sorted(by_step)]
 
 
 def _with_numbers(event: Event) -> Event:
-    """The event with null for every figure that is none."""
+    """The event with null for every field that should be a number and is not."""
     odd = [name for name in _NUMBERS if name in event and event[name] is not None and number(event[name]) is None]
     return {**event, **dict.fromkeys(odd)} if odd else event
 
 
 def number(value: object) -> float | None:
-    """A number of a file; None of anything else, of nan and inf, and of what no float can hold."""
+    """The value as a float; None for other types, NaN, infinity and numbers beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
 
 
 def standing(events: list[Event]) -> list[Event]:
-    """All events but those that a resume took back, with the end that came before it."""
+    """All events except those that a resume discarded, and the run_end before it."""
     kept: list[Event] = []
-    lowest: int | None = None  # step of the resumes after an event; read from the end, each event is looked at once
+    lowest: int | None = None  # the lowest step of the resumes after an event; going backwards takes one pass
     for event in reversed(events):
         if lowest is None or not (event["event"] == "run_end" or _is_behind(event, lowest)):
             kept.append(event)
@@ -158,13 +158,13 @@ def standing(events: list[Event]) -> list[Event]:
 
 
 def shown_answers(event: Event) -> list[Any]:
-    """Of a `sample` event with answers: those that are for people to see; others were asked for the score."""
+    """The answers of a `sample` event that are shown; the others were generated for the score."""
     shown, answers = event.get("shown"), event["answers"]
     return list(answers[:shown] if type(shown) is int and shown >= 0 else answers)
 
 
 def worked_seconds(events: list[Event]) -> float | None:
-    """Seconds from each beginning to the last event before the next one: what passed before a resume is no work."""
+    """Seconds from each start to the last event before the next one; the time before a resume does not count."""
     worked, began, last = 0.0, None, 0.0
     for event in events:
         time = number(event.get("time"))
@@ -190,7 +190,7 @@ def evals(events: list[Event]) -> list[Event]:
 
 
 def parsed(line: bytes) -> Event | None:
-    """The event on a line, if there is one."""
+    """The event on a line, or None."""
     if b"{" not in line:
         return None
     try:
@@ -203,11 +203,11 @@ def parsed(line: bytes) -> Event | None:
 
 
 def _close_off_torn_line(file: FileIO, path: Path) -> None:
-    """End the file with a whole line: an unfinished one is cut off, a finished one gets the newline it lacks."""
+    """Make the file end with a whole line: cut off an unfinished one, or add a missing newline."""
     size, reach = file.seek(0, os.SEEK_END), 1 << 16
     if not size:
         return
-    while True:  # until the last two lines are in sight
+    while True:  # until the last two lines are in the buffer
         start = max(0, size - reach)
         file.seek(start)
         tail = file.read(size - start)
@@ -228,7 +228,7 @@ def _close_off_torn_line(file: FileIO, path: Path) -> None:
 
 
 def plain(value: Any, text: Callable[[str], str] = str) -> Any:
-    """`value` in types JSON knows, each text through `text`. Scalars of numpy and torch are read with `.item()`."""
+    """`value` as JSON types, each text through `text`. Scalars of numpy and torch are read with `.item()`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str | Path):

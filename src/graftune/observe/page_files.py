@@ -1,9 +1,9 @@
-"""The scripts and styles of the page (dashboard/static), joined into one file each for whoever shows them.
+"""Joins the scripts and styles of the page (dashboard/static) into one file each.
 
-They are written as many small modules. A browser that loads them one by one asks a server twenty times before it draws
-anything, and report.html cannot load anything at all. The modules import each other by name and their top-level names
-do not clash (a test of the page in a browser would find a clash: the joined script would not run), so taking the words
-`import` and `export` away, after sorting the modules by what they import, is all that a bundler would do here.
+They are written as many small modules. Loading them one by one would take a browser twenty requests, and report.html
+cannot load anything. The modules import each other by name and their top-level names do not clash (with a clash the
+joined script would not run, and the page's tests would fail). So a bundler would only sort the modules by their imports
+and remove the words `import` and `export`, which this file does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def asset(name: str) -> str:
 
 @cache
 def joined_script(main: str) -> str:
-    """The module `main` and all that it imports as one plain script."""
+    """The module `main` and all that it imports, as one plain script."""
     parts = []
     for name in _order(main, ()):
         text = IMPORT.sub("", asset(f"{name}.js"))
@@ -38,7 +38,7 @@ def joined_style() -> str:
 
 
 def _order(name: str, above: tuple[str, ...]) -> list[str]:
-    """What a module imports stands before it."""
+    """Every module after its imports."""
     assert name not in above, f"modules of the page import each other: {' '.join((*above, name))}"
     found: list[str] = []
     for needed in IMPORT.findall(asset(f"{name}.js")):

@@ -1,13 +1,12 @@
-"""loss.png: what a run's losses and learning rate did, plotted from its metrics.jsonl.
+"""loss.png: the losses and the learning rate of a run, plotted from its metrics.jsonl.
 
-Plotted from the file and not from memory, so that a resumed run, or a run made last week, gives the same picture.
-matplotlib's object interface on the Agg canvas: no pyplot, hence no global state, no display and no backend to choose.
+The log is the only source, so a resumed or an old run gives the same picture. The plot uses matplotlib's object
+interface on the Agg canvas: pyplot would add global state, a display and a choice of backends.
 
-Evaluations are points joined by a dotted line, the one before step 1 included: between two points nothing was measured,
-and a solid line from there, above the training curve, would read as overfitting. A run that goes on plots in a thread,
-now and then: importing matplotlib takes a second and plotting half a one, which steps on a GPU should not wait for.
-`prepare` starts a process that has matplotlib imported by the time there is something to plot: a thread would take the
-interpreter from the run for as long, and at the end of a short run everybody would wait for it.
+Evaluations are points joined by a dotted line, also the one before step 1: nothing was measured between two points, and
+a solid line above the training curve would look like overfitting. A separate process imports matplotlib (`prepare`),
+which takes a second, and plots, so that neither training steps nor the end of a short run wait for it; a run that goes
+on is plotted now and then.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from graftune.observe.events import Event, evals, read_events, steps
 
 _STEP, _MEAN, _EVAL, _LR, _INK, _GRID = "#9db8d9", "#1f4e8c", "#d1495b", "#2e8b6f", "#2b2f36", "#e4e7ec"
 
-EVERY = 60.0  # seconds between two pictures
+EVERY = 60.0  # seconds between two plots
 
 
 def loss_plot(events_path: Path, png: Path, title: str) -> None:
-    """Plot the run logged in `events_path` to `png`, written aside and renamed. Without steps: empty axes."""
+    """Plot the run logged in `events_path` to `png`, which is replaced by rename. Without steps: empty axes."""
     if _helper is None or not _helper.plot(events_path, png, title):
         _plot(events_path, png, title)
 
@@ -44,15 +43,15 @@ def _plot(events_path: Path, png: Path, title: str) -> None:
 
 
 def prepare() -> None:
-    """Start the process that will plot, unless there is one."""
+    """Start the plotting process, unless it runs already."""
     global _helper
     if _helper is None or not _helper.alive:
-        _helper = Helper()
+        _helper = PlotProcess()
 
 
-class Helper:
-    """A process that plots what it is asked to, one line in and one line out. It ends when this one does: its input is
-    then at its end. In a session of its own, because a Ctrl-C is for the run."""
+class PlotProcess:
+    """A process that plots: one line of JSON in, one line out. It ends with this process, which closes its input. It
+    has its own session, because Ctrl-C is meant for the run."""
 
     def __init__(self) -> None:
         words = [sys.executable, "-m", "graftune.observe.plot"]
@@ -64,11 +63,11 @@ class Helper:
         return self.process.poll() is None
 
     def plot(self, events_path: Path, png: Path, title: str) -> bool:
-        """Whether it could be asked; what kept it from plotting is an OSError."""
-        asked = json.dumps([str(events_path.resolve()), str(png.resolve()), title])
+        """False if the process is gone. Raises OSError if it could not plot."""
+        request = json.dumps([str(events_path.resolve()), str(png.resolve()), title])
         try:
             to, back = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
-            to.write(asked + "\n")
+            to.write(request + "\n")
             to.flush()
             answer = back.readline()
         except OSError:
@@ -78,15 +77,15 @@ class Helper:
         return bool(answer)
 
 
-_helper: Helper | None = None
+_helper: PlotProcess | None = None
 
 
-def serve(asked: IO[str], answers: IO[str]) -> None:
-    """What the helping process does."""
+def serve(requests: IO[str], answers: IO[str]) -> None:
+    """Runs in the plotting process."""
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
 
-    for line in asked:
+    for line in requests:
         events_path, png, title = json.loads(line)
         why = ""
         try:
@@ -106,24 +105,23 @@ class LivePlot:
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """`first` is called ahead of every plot of a run that goes on: a long log read in this process, and a font
-        opened by each thread, would stay with it."""
+        """`first` is called before every plot of a run that goes on; it starts the plotting process, because the memory
+        of a long log and the fonts opened by each thread would stay in this one."""
         self._plot, self._clock, self._first = plot, clock, first
         self._last, self._took = clock(), 0.0
         self._thread: threading.Thread | None = None
 
     def update(self) -> None:
-        """Plot it in the background, unless that was done within the last minute. Long logs take longer to read, and
-        are plotted less often."""
+        """Plot in the background, at most once a minute; long logs, which take longer to read, less often."""
         if self._clock() - self._last < max(EVERY, 100 * self._took) or (self._thread and self._thread.is_alive()):
             return
         self._last = self._clock()
         self._first()
-        self._thread = threading.Thread(target=self._try, name="graftune-picture", daemon=True)
+        self._thread = threading.Thread(target=self._try, name="graftune-plot", daemon=True)
         self._thread.start()
 
     def finish(self) -> str:
-        """Plot it now; why it could not be, or nothing."""
+        """Plot now. Returns the reason if that failed, otherwise an empty string."""
         if self._thread is not None:
             self._thread.join()
         return self._try()
@@ -132,7 +130,7 @@ class LivePlot:
         began = self._clock()
         try:
             self._plot()
-        except (OSError, ValueError) as error:  # a full disk, a log that somebody has edited
+        except (OSError, ValueError) as error:  # a full disk, a log that was edited
             return str(error)
         finally:
             self._took = self._clock() - began
@@ -140,7 +138,7 @@ class LivePlot:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Mean over a centred window that shrinks at both ends, so that the line neither lags nor begins late."""
+    """Mean over a centred window that shrinks at both ends, so that the line has no lag and covers all steps."""
     half, sums, last = window // 2, [0.0, *itertools.accumulate(values)], len(values) - 1
     ends = [(max(0, i - min(half, last - i)), min(last, i + min(half, i)) + 1) for i in range(len(values))]
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
@@ -159,17 +157,17 @@ def _figure(step_events: list[Event], eval_events: list[Event], title: str) -> A
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#b5bac4")
         axes.tick_params(colors=_INK, labelsize=9, length=3)
-    # Names of files and models are shown as they are: a dollar sign is not the start of a formula.
+    # A dollar sign in a name does not start a formula.
     upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, parse_math=False)
     _losses(upper, step_events, eval_events)
     _learning_rate(lower, step_events)
-    if upper.get_legend_handles_labels()[0]:  # below both, where no label can lie under it
+    if upper.get_legend_handles_labels()[0]:  # below both axes, where it covers no label
         figure.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="outside lower center", ncols=3)
     return figure
 
 
 def _losses(axes: Any, step_events: list[Event], eval_events: list[Event]) -> None:
-    # A skipped or non-finite step has no loss to plot; it is left out, not plotted as a zero.
+    # A skipped or non-finite step has no loss and is left out.
     trained = [e for e in step_events if e.get("loss") is not None]
     xs, ys = [e["step"] for e in trained], [e["loss"] for e in trained]
     if len(xs) > 1:
@@ -182,7 +180,7 @@ def _losses(axes: Any, step_events: list[Event], eval_events: list[Event]) -> No
     if measured:
         _validation(axes, measured)
     axes.set_ylabel("loss per response token", fontsize=9.5, color=_INK)
-    axes.margins(x=0.02, y=0.12)  # fitted to the data, with a margin for the labels
+    axes.margins(x=0.02, y=0.12)  # with a margin for the labels
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
 
 
@@ -195,7 +193,7 @@ def _validation(axes: Any, measured: list[tuple[int, float]]) -> None:
     )  # fmt: skip
     best = min(range(len(ys)), key=ys.__getitem__)
     for i in sorted({0, best, len(ys) - 1}):
-        right = xs[i] > 0.85 * max(xs) and i > 0  # a label to the right of the last point would leave the picture
+        right = xs[i] > 0.85 * max(xs) and i > 0  # a label to the right of the last point would be cut off
         axes.annotate(
             f"{ys[i]:.3f}", (xs[i], ys[i]), xytext=(-7 if right else 7, 7), textcoords="offset points", fontsize=9,
             color=_EVAL, fontweight="bold", path_effects=_halo(), zorder=5, ha="right" if right else "left",

@@ -1,9 +1,8 @@
 """report.html: a run in one file that opens anywhere, with the charts of the page and nothing to load.
 
-Made from the run folder alone, as loss.png is, so that a resumed run or one of last week gives the same report. Its
-scripts are the modules of the page, joined into one (page_files.py). The data is JSON in an element that no browser
-runs. A policy in the file allows the two scripts and the style by their hashes and nothing else: even markup that came
-from a run and slipped through could do nothing.
+The run folder is the only source, as for loss.png, so a resumed or an old run gives the same report. Its scripts are
+the modules of the page, joined into one (page_files.py). The data is JSON in an element that browsers do not execute. A
+policy in the file allows only the two scripts and the style, by their hashes: markup from a run could do nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from graftune.observe.events import (
 from graftune.observe.page_files import asset, joined_script, joined_style
 
 NAME = "report.html"
-POINTS = 1000  # of a curve; more cannot be told apart, and the file stays small
+POINTS = 1000  # of a curve; a screen shows no more, and the file stays small
 FIGURES = ("loss", "grad_norm", "lr", "tok_s", "floor_share", "skipped")
 MOST_WARNINGS, LONGEST = 50, 20_000  # warnings, and characters of one text
 
 
 def write_report(folder: Path) -> None:
-    """Write the report of the run in `folder` there, aside and renamed."""
+    """Write the report of a run to its folder, replacing an earlier one by rename."""
     write_file(folder / NAME, report(folder), unique=True)
 
 
@@ -66,7 +65,7 @@ def report(folder: Path) -> str:
 
 
 def document(folder: Path) -> dict[str, Any]:
-    """What the report shows, in types of JSON."""
+    """The report's data, as JSON types."""
     written = read_events(folder / "metrics.jsonl")
     events = standing(written)
     start, end = _last(events, "run_start") or {}, _last(events, "run_end")
@@ -97,7 +96,7 @@ def document(folder: Path) -> dict[str, Any]:
 
 
 def _curves(done: list[Event]) -> dict[str, Any]:
-    import numpy as np  # here: not before there is something to draw
+    import numpy as np  # here: only a report needs it
 
     from graftune.observe.downsample import downsampled, numbers
 
@@ -112,12 +111,12 @@ def _curves(done: list[Event]) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits: a screen shows fewer, and the file is half as long."""
+    """Six digits, which halves the file."""
     return None if value is None else float(f"{value:.6g}")
 
 
 def _samples(events: list[Event]) -> list[dict[str, str]]:
-    """Prompts with the answer of the base and the last one of the tuned model."""
+    """Prompts with the answers of the base and the last answers of the tuned model."""
     found = [e for e in events if e["event"] == "sample" and isinstance(e.get("answers"), list)]
     last: dict[str, list[Any]] = {"prompt": [], "base": [], "tuned": []}
     for event in found:
@@ -136,11 +135,11 @@ def _plan(folder: Path) -> object:
     try:
         return read_json(folder / "plan.json")
     except (OSError, NotJson, GraftuneError):
-        return None  # a foreign file; the report says that there was no plan
+        return None  # not our file: the report says that there is no plan
 
 
 def _read(path: Path) -> str:
-    """Of the settings, more than is shown: what is left out is counted."""
+    """The beginning of the settings, longer than is shown, so that the rest can be counted."""
     if not path.is_file():
         return ""
     with open_plain(path) as file:
@@ -154,10 +153,10 @@ def _text(value: object) -> str:
 
 def _safe(text: str) -> str:
     if re.search(r"</(script|style)|<!--", text, re.IGNORECASE):
-        raise GraftuneError("a script or style of the page cannot stand inside of a report", where="dashboard/static")
+        raise GraftuneError("a script or style of the page cannot be put into a report", where="dashboard/static")
     return text
 
 
 def _hash(text: str) -> str:
-    """As a policy names a script or a style that it allows."""
+    """The hash by which a policy allows a script or a style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -4,10 +4,10 @@
     wandb, trackio  one adapter: both have wandb's calls (init, log, finish)
     mlflow          parameters and metrics of a run in the experiment `graftune`
 
-A resumed run goes on in the run that its tracker has of it: the tracker's own key of it is in the run folder.
+A resumed run continues its run in the tracker, whose key is stored in the run folder.
 
-A tracker is a callback like any other. It is no part of training: one that fails later on, as when the network goes, is
-said once and left, and the run goes on. One that is not installed is refused before anything is loaded.
+A tracker is a callback like any other. Training does not depend on it: if it fails, for example without network, one
+warning says so and the run goes on without it. A tracker that is not installed is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from graftune.io.json_file import read_json
 from graftune.observe.events import Event
 
 PROJECT = "graftune"
-KEYS = "tracker.json"  # in the run folder: each tracker's key of the run
-NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # package of each
-# Of an event, by the name that others know. What an event lacks is not sent.
+KEYS = "tracker.json"  # in the run folder: the run's key in each tracker
+NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # its package
+# Fields of an event and the names of their metrics. Missing fields are not sent.
 STEP = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -45,14 +45,14 @@ NAMES = {"step": STEP, "eval": EVAL}
 
 
 class Resumed(NamedTuple):
-    """A run that goes on: after which step, and what its tracker called it; empty if that is not known."""
+    """A resumed run: its last step, and its key in the tracker (empty if unknown)."""
 
     step: int
     key: str
 
 
 class Tracker(Protocol):
-    key: str  # what the tracker knows the run by; empty: it needs nothing to go on
+    key: str  # the run's key in the tracker; empty if it needs none to continue
 
     def log(self, metrics: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...
@@ -64,7 +64,7 @@ class TensorBoard:
     def __init__(self, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Of a resumed run, steps that were taken back are hidden.
+        # Hides the steps after the resume, which are trained again.
         self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed.step + 1 if resumed else None)
         if resumed is None:
             self.writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
@@ -78,14 +78,14 @@ class TensorBoard:
 
 
 class WandbLike:
-    """wandb, and trackio, which has its calls. A run is taken up by its id, in trackio by its name. wandb keeps what it
-    first got of a step; what a resumed run sends again is the same."""
+    """wandb, and trackio, which has the same calls. A run is continued by its id, in trackio by its name. wandb keeps
+    the first values of a step; a resumed run sends the same ones again."""
 
     def __init__(self, module: str, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
         self.module = importlib.import_module(module)
         by, key = "id" if module == "wandb" else "name", resumed.key if resumed else ""
         more: dict[str, Any] = {"name": folder.name} | ({by: key, "resume": "allow"} if key else {})
-        more |= {"dir": str(folder)} if module == "wandb" else {}  # or its files go to where the command was typed
+        more |= {"dir": str(folder)} if module == "wandb" else {}  # or its files go to the current folder
         self.key = str(getattr(self.module.init(project=PROJECT, config=dict(settings), **more), by))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -112,7 +112,7 @@ class MlFlow:
 
 
 def check_installed(name: str) -> None:
-    """Refuses a tracker whose package is not here."""
+    """Raises GraftuneError for a tracker whose package is not installed."""
     if name != "none" and importlib.util.find_spec(NEEDS[name]) is None:
         raise GraftuneError(
             f"track is {name}, and the package {NEEDS[name]} is not installed",
@@ -149,11 +149,11 @@ class Tracking:
         if self.failed:
             return
         try:
-            with redirect_stdout(sys.stderr):  # stdout is for what the command was asked for
+            with redirect_stdout(sys.stderr):  # stdout is for results
                 self._take(event)
-        except Exception as error:  # whatever a service raises: training does not depend on it
+        except Exception as error:  # training does not depend on the service
             self.failed = True
-            self.warn(f"{self.name} is not told of this run any more: {type(error).__name__}: {error}")
+            self.warn(f"{self.name} gets no more events of this run: {type(error).__name__}: {error}")
 
     def _take(self, event: Event) -> None:
         if self.tracker is None:
@@ -165,7 +165,7 @@ class Tracking:
             self.tracker.log(found, int(event.get("step", 0)))
 
     def _opened(self, first: Event) -> Tracker:
-        """At the run's first event in this process."""
+        """Called at the first event in this process."""
         keys = _keys(self.folder / KEYS)
         resumed = Resumed(int(first["step"]), keys.get(self.name, "")) if first["event"] == "resume" else None
         tracker = open_tracker(self.name, self.folder, self.settings, resumed)
@@ -185,22 +185,22 @@ class Tracking:
 
 
 def epochs_done(step: int, epoch: int, epoch_steps: Sequence[int]) -> float:
-    """Of the data, with the part of the epoch that is under way, as Hugging Face counts."""
+    """Completed epochs with a fraction, as Hugging Face counts them."""
     if epoch >= len(epoch_steps):
         return float(epoch)
     return epoch + (step - sum(epoch_steps[:epoch])) / epoch_steps[epoch]
 
 
 def _keys(path: Path) -> dict[str, str]:
-    """By tracker; none where there is no such file, or another one."""
+    """By tracker; empty where the file is missing or damaged."""
     try:
         found = read_json(path)
-    except (OSError, ValueError):  # of JSON, and of a pipe in its place
+    except (OSError, ValueError):  # the second: not JSON, or not a file
         return {}
     return {str(name): key for name, key in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 
 
 def metrics_of(event: Event) -> dict[str, float]:
-    """What a tracker is sent of an event, by the names that others know."""
+    """The metrics of an event, by Hugging Face's names."""
     names = NAMES.get(event["event"], {})
     return {name: float(event[key]) for key, name in names.items() if isinstance(event.get(key), int | float)}

@@ -1,4 +1,4 @@
-// What the server is asked. Every failure is an Error whose message is a whole sentence that can be shown.
+// Requests to the server. Every failure is an Error whose message is a sentence for the user.
 
 export const runPath = (id) => `/api/runs/${encodeURIComponent(id)}`;
 
@@ -8,7 +8,7 @@ async function answer(response) {
   try {
     sentence = (await response.json()).error ?? sentence;
   } catch {
-    // No JSON: the status line is all that is known.
+    // Not JSON: show the status line.
   }
   const error = new Error(sentence);
   error.status = response.status;
@@ -26,7 +26,7 @@ async function asked(path, options = {}) {
   return answer(response);
 }
 
-// The answer that early.js has asked for, once.
+// The answer that early.js requested; used once.
 function taken(path, options) {
   if (options.method) return null;
   const answer = window.graftuneEarly.get(path) ?? null;
@@ -46,7 +46,7 @@ export function series(id, names, { points = 2000, from, to } = {}, signal) {
 }
 
 // Server-sent events for as long as the page is visible: browsers allow six connections to one server, so a tab in the
-// background gives its own back. `path` is a function, since a stream that is opened again begins where the last ended.
+// background closes its own. `path` is a function, since a reopened stream begins where the last one ended.
 export function listen(path, onMessage, onOpen = () => {}) {
   let source = null;
 
@@ -61,7 +61,7 @@ export function listen(path, onMessage, onOpen = () => {}) {
     });
     source.addEventListener("error", () => {
       connection(false);
-      // A server that refuses ends the stream for good; one that went away is asked again by the browser.
+      // If the server refuses, the stream ends; if the connection is lost, the browser tries again.
       if (source?.readyState === EventSource.CLOSED) {
         close();
         setTimeout(() => stopped || open(), 3000);

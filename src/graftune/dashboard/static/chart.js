@@ -1,5 +1,5 @@
 // One chart: uPlot with the page's colours, a summary for screen readers, a table beside it, and pan and zoom by mouse,
-// keyboard and buttons. What range of steps is shown belongs to a `Range`, which all charts of a view share.
+// keyboard and buttons. All charts of a view share a `Range`, the steps that are shown.
 
 import { el, fill, setText, table } from "./dom.js";
 import { count } from "./format.js";
@@ -9,7 +9,7 @@ const TABLE_ROWS = 60;
 
 export const lineColour = (at) => LINES[at % LINES.length];
 
-// The colour that a custom property has now: the canvas does not know `var()` and `light-dark()`.
+// The current colour of a custom property: a canvas does not understand `var()` and `light-dark()`.
 export function colour(name) {
   const probe = el("span", { class: "unseen", style: { color: `var(${name})` } });
   document.body.append(probe);
@@ -51,7 +51,7 @@ export class Range {
     const width = Math.max(4, Math.min(max - min, last - first));
     const from = Math.max(first, Math.min(min, last - width));
     this.shown = width >= last - first ? null : [from, from + width];
-    // Once a frame, however often a mouse reports.
+    // Once per frame, however many events the mouse sends.
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
       for (const listener of this.listeners) listener();
@@ -106,7 +106,7 @@ export class Chart {
     this.onTheme = () => this.redraw();
     addEventListener("theme", this.onTheme);
     range.onChange(() => this.refresh());
-    // A chart that is scrolled out of sight is drawn when it comes back: panning draws all others at every frame.
+    // A chart outside of the visible area is drawn when it comes back: panning draws all visible charts at every frame.
     this.seen = false;
     this.stale = false;
     this.sight = new IntersectionObserver((found) => this.look(found[found.length - 1].isIntersecting), { rootMargin: "100px" });
@@ -120,7 +120,7 @@ export class Chart {
     if (seen && this.stale) this.refresh();
   }
 
-  // Draw what is new, or remember that there is something.
+  // Draw, or remember to draw later.
   refresh() {
     this.stale = !this.seen;
     if (this.stale || !this.raw) return;
@@ -239,7 +239,7 @@ export class Chart {
 
   read(u) {
     if (this.range.panning || !this.raw) return; // what is under the mouse stays there, and text takes time
-    // Without a cursor the latest figures are shown, which is a legend at the same time.
+    // Without a cursor the latest numbers are shown, which also serve as the legend.
     const latest = u.cursor.idx === null || u.cursor.idx === undefined;
     const at = latest ? this.raw[0].length - 1 : u.cursor.idx;
     if (at < 0) return fill(this.readout);
@@ -305,7 +305,7 @@ export class Chart {
     this.plot.setAttribute("aria-label", `${this.title}: ${said}. Arrow keys pan, plus and minus zoom.`);
   }
 
-  // Rows evenly over what is shown; made when they are asked for.
+  // Rows at equal distances over the visible steps, made on demand.
   fillTable() {
     if (!this.details.open || !this.raw) return;
     const [min, max] = this.range.now;
@@ -330,8 +330,8 @@ export class Chart {
 const moves = (type) => type === "mousemove" || type === "mouseleave";
 const positive = (column) => column.map((value) => (value > 0 ? value : value === undefined ? undefined : null));
 
-// The value at a place of the table, or the last one before it: lines were not all measured at every step. Behind the
-// end of a line there is none, unless its latest value is asked for.
+// The value at a row of the table, or the last one before it, since not all lines have a value at every step. After the
+// end of a line there is none, unless the latest value is requested.
 function nearest(column, at, latest) {
   if (!latest && !column.slice(at).some((value) => value !== undefined)) return undefined;
   for (let place = at; place >= 0; place--) if (column[place] !== undefined) return column[place];

@@ -1,5 +1,5 @@
-// A chat with the base and the tuned model at once. The server loads them in a process of their own, so asking does not
-// touch the training. Both are asked the same: a conversation goes on from the answer of the side that is chosen.
+// A chat with the base and the tuned model side by side. The server loads them in a separate process, so training is not
+// disturbed. Both get the same messages: a conversation continues from the answer of the chosen side.
 
 import { stream } from "./api.js";
 import { button, el, fill, setText } from "./dom.js";

@@ -16,7 +16,7 @@ const OVERLAID = [
   ...PANELS.filter((panel) => ["grad_norm", "lr", "tok_s"].includes(panel.name)),
 ];
 const COMPARED = ["loss", "grad_norm", "lr", "tok_s"];
-const MOST = 8; // colours that can be told apart
+const MOST = 8; // distinct colours
 
 export class CompareView {
   constructor(root, app) {
@@ -42,7 +42,7 @@ export class CompareView {
       fill(this.root, el("h1", {}, "Compare"), el("p", {}, "Choose runs in the list of ", el("a", { href: "#/" }, "runs"), " first: the box in front of each, or ", el("kbd", {}, "x"), "."));
       return;
     }
-    if (chosen.length > MOST) setText(this.note, `The first ${MOST} of ${chosen.length} chosen runs are drawn: there are no more colours that can be told apart.`);
+    if (chosen.length > MOST) setText(this.note, `The first ${MOST} of ${chosen.length} chosen runs are drawn: there are no more distinct colours.`);
     this.entries = chosen.slice(0, MOST).map((run, at) => ({ run, colour: lineColour(at), curves: new Curves(run.id, COMPARED), hidden: false }));
     await Promise.all([plotter(), ...this.entries.map((entry) => this.load(entry))]);
     if (this.closed) return;
@@ -59,7 +59,7 @@ export class CompareView {
     entry.curves.evals = details.evals ?? [];
   }
 
-  // A run that goes on is asked again, at most every two seconds: one stream for the list serves all of them.
+  // A running run is loaded again at most every two seconds; the stream of the list says when.
   take(message) {
     const entry = this.entries.find((each) => each.run.id === message.run?.id);
     if (!entry) return;

@@ -1,8 +1,8 @@
-// Elements made of text and of other elements. Nothing here takes markup, so what a run folder holds, a name, a sample
-// or a row of data, can only ever be text on the page.
+// Makes elements from text and other elements. Nothing here accepts markup, so text from a run folder (a name, a sample,
+// a row of data) is always shown as text.
 
-// Characters that would act instead of being seen: control characters (a terminal's escape sequences begin with one)
-// become their pictures, and those that turn the direction of the text around are named.
+// Makes invisible characters visible: control characters (terminal escape sequences begin with one) become symbols, and
+// characters that change the direction of text are named.
 const ACTING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
 
 export function visible(text) {
@@ -52,7 +52,7 @@ export function button(label, onClick, attributes = {}) {
   return el("button", { type: "button", ...attributes, on: { click: onClick } }, label);
 }
 
-// A button that puts `text()` on the clipboard and says whether it could.
+// A button that copies `text()` to the clipboard and shows whether that worked.
 export function copyButton(label, text) {
   const made = button(label, async () => {
     const done = await copied(text());
@@ -71,7 +71,7 @@ async function copied(text) {
       return false;
     }
   }
-  // Over plain http from another machine there is no clipboard to ask; the old way still works.
+  // Over plain http from another machine there is no clipboard API; the old way still works.
   const field = el("textarea", { class: "unseen", "aria-hidden": "true" });
   field.value = text;
   document.body.append(field);

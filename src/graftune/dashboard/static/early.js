@@ -1,5 +1,5 @@
-// Asks for what the address shows while the page itself is still being loaded: the server may have to read a long log
-// first. api.js takes each answer when the view asks for it, so what is asked for here is what the views ask for.
+// Requests the data of the view in the address while the page itself is still loading: the server may have to read a
+// long log first. api.js uses each answer when the view requests it, so these requests must equal those of the views.
 (function () {
   "use strict";
   const [kind, id, part] = location.hash.replace(/^#\/?/, "").split("/");

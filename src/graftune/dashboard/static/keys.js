@@ -31,7 +31,7 @@ export function showHelp() {
   dialog.showModal();
 }
 
-// The browser empties a search field on Escape without saying so to whoever filters by it, if the field loses the focus.
+// On Escape, the browser empties a search field without an input event if the field loses the focus.
 function leave(event) {
   const field = event.target;
   if (field.type === "search" && field.value) {

@@ -62,7 +62,7 @@ export class ListView {
     this.clock = setInterval(() => this.scheduleDraw(), 10000); // "12 s ago" grows old
   }
 
-  // A stream that was opened again may have missed something.
+  // A reopened stream may have missed changes.
   late() {
     if (this.opened) this.load();
     this.opened = true;

@@ -1,4 +1,4 @@
-// The frame of the page: which view the address names, the theme, help, and what screen readers are told.
+// The frame of the page: chooses the view by the address; theme, help, and texts for screen readers.
 
 import { CompareView } from "./compare_view.js";
 import { el, fill, setText } from "./dom.js";
@@ -17,7 +17,7 @@ const app = {
 
 let shown = null;
 
-// A name from the address bar; one that was cut off or mistyped stands for itself, and is found nowhere.
+// A name from the address bar; a damaged one is used as it is, and is not found.
 function decoded(text) {
   try {
     return decodeURIComponent(text);

@@ -28,7 +28,7 @@ export class ProfileView {
     if (this.profile.tree) this.show([this.profile.tree]);
   }
 
-  // Profiles of a run that trains are refined on the way. What was looked at stays in sight.
+  // The profile of a running run is refined. The selected part stays selected.
   async take(event) {
     if (event.event !== "profile") return;
     const names = (this.at ?? []).map((node) => node.name);
@@ -99,7 +99,7 @@ export class ProfileView {
   }
 }
 
-// The tone of a phase, which all that is below it has too.
+// The colour of a phase and of all its parts.
 function tone(name) {
   if (/backward|recompute/.test(name)) return "backward";
   if (/forward|reference/.test(name)) return "forward";

@@ -54,7 +54,7 @@ function show() {
   range.whole = [Math.min(0, ...steps), Math.max(1, ...steps)];
   const charts = PANELS.map((panel) => chartOf(panel, range)).filter(Boolean);
   const log = el("input", { type: "checkbox", on: { change: () => charts.forEach(([chart, panel]) => panel.canLog && chart.setLog(log.checked)) } });
-  const thinned = run.curves.thinned ? el("p", { class: "dim" }, "Curves are thinned out: each place shows the least and the greatest value of some steps.") : null;
+  const thinned = run.curves.thinned ? el("p", { class: "dim" }, "The curves are downsampled: each point shows the lowest or the highest value of several steps.") : null;
   const warnings = run.warnings.length ? section("Warnings", run.warned > run.warnings.length ? el("p", { class: "dim" }, `The last ${run.warnings.length} of ${count(run.warned)}.`) : null, el("ul", { class: "lines" }, run.warnings.map((text) => el("li", {}, text)))) : null;
   fill(
     document.getElementById("view"),

@@ -49,8 +49,8 @@ export class RunView {
     this.view = new this.part[2](this.body, this.run, this.app);
     await this.view.start();
     if (this.closed) return this.view.close?.();
-    // The two answers that the view was made of may have been given at different moments: the stream begins at the
-    // earlier one, and what the later one has already is passed over.
+    // The two answers that the view was made of may be of different moments: the stream begins at the earlier one, and
+    // events that the later one contains are skipped.
     this.known = this.run.offset ?? 0;
     this.offset = Math.min(this.known, this.view.offset ?? this.known);
     this.stop = listen(() => `${runPath(this.id)}/events?since=${this.offset}`, (message, type) => this.take(message, type));
@@ -91,7 +91,7 @@ export class RunView {
     this.draw();
   }
 
-  // What is not in the stream: checkpoints, samples with their prompts, the end.
+  // Not in the stream: checkpoints, samples with their prompts, the end.
   async refresh() {
     const run = await get(runPath(this.id));
     if (this.closed) return;

@@ -20,7 +20,7 @@ export class SamplesView {
     this.draw();
   }
 
-  // The answers as the server knows them now: called when new ones were written.
+  // Called with all answers when new ones were written.
   update(samples) {
     this.samples = samples;
     this.draw();
@@ -53,7 +53,7 @@ export class SamplesView {
     setText(this.value, `${count(step)} (${Number(this.slider.value) + 1} of ${steps.length})`);
     const prompts = byPrompt(this.samples);
     const open = new Set([...this.list.querySelectorAll("details[open]")].map((each) => each.dataset.at));
-    fill(this.list, prompts.map((answers, at) => this.prompt(answers[0].prompt ?? `Prompt ${at + 1} (its text was not written down)`, answers, step, at, open)));
+    fill(this.list, prompts.map((answers, at) => this.prompt(answers[0].prompt ?? `Prompt ${at + 1} (its text was not recorded)`, answers, step, at, open)));
   }
 
   prompt(prompt, answers, step, at, open) {
@@ -61,12 +61,12 @@ export class SamplesView {
     const base = answers.map((sample) => sample.base).find((text) => text !== null && text !== undefined);
     const reference = answers.map((sample) => sample.reference).find(Boolean);
     const column = (who, text, none) => el("div", { class: `answer ${who}` }, el("h2", {}, who), text === null || text === undefined ? el("p", { class: "dim" }, none) : el("p", { class: "text" }, text));
-    const sides = el("div", { class: "sides" }, column("base", base, "The base was not asked."), column("tuned", now?.tuned, "Not asked yet at this step."), reference ? column("reference", reference, "") : null);
+    const sides = el("div", { class: "sides" }, column("base", base, "The base has no answer."), column("tuned", now?.tuned, "No answer at this step yet."), reference ? column("reference", reference, "") : null);
     return el("article", { class: "sample" }, el("p", { class: "prompt text" }, prompt), sides, changes(answers, at, open));
   }
 }
 
-// The answers to each prompt in the order of their steps. Within a step, prompts are known by their place.
+// The answers to each prompt in the order of their steps. Within a step, a prompt is identified by its position.
 function byPrompt(samples) {
   const [groups, places] = [[], new Map()];
   for (const sample of [...samples].sort((a, b) => a.step - b.step)) {
@@ -77,7 +77,7 @@ function byPrompt(samples) {
   return groups;
 }
 
-// Only where an answer changed: the steps between said the same.
+// Only the steps at which an answer changed.
 function changes(answers, at, open) {
   const told = answers.filter((sample) => sample.tuned !== null && sample.tuned !== undefined);
   const changed = told.filter((sample, place) => place === 0 || sample.tuned !== told[place - 1].tuned);

@@ -1,5 +1,5 @@
 // The curves of one run as the page holds them: an overview of the whole run, a finer part where one has zoomed in, and
-// the steps that arrive while it runs. The server thins out what is longer than `POINTS`, keeping spikes.
+// the steps that arrive while it runs. The server downsamples anything longer than `POINTS`, keeping spikes.
 
 import { series } from "./api.js";
 
@@ -29,7 +29,7 @@ export class Curves {
     return Math.min(this.overview.steps[0] ?? 0, this.evals[0]?.step ?? Infinity);
   }
 
-  // A step that has just been made. A resumed run takes steps back: then false, and all is to be loaded again.
+  // Adds a new step. False if a resumed run has discarded steps: then everything has to be loaded again.
   append(event) {
     const { steps } = this.overview;
     if (event.step <= this.last && steps.length) return steps.includes(event.step);

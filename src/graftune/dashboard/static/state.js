@@ -7,7 +7,7 @@ const KNOWN = new Set([...LIVE, "finished", "stopped", "died"]);
 
 export const isLive = (state) => LIVE.has(state);
 
-// The sentence without the word that stands beside it already.
+// The sentence without the word that is shown next to it.
 export function sentenceOf({ state, sentence }) {
   const text = sentence ?? "";
   return state && text.startsWith(state) ? text.slice(state.length).replace(/^[\s,;:]+/, "") : text;

@@ -26,7 +26,7 @@
       try {
         localStorage.setItem("graftune-theme", choice);
       } catch {
-        // As above: nothing is kept.
+        // As above: nothing is stored.
       }
       apply();
     },
