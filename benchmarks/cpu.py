@@ -96,7 +96,7 @@ class PeftRunner:
 
 def floor_seconds(session: Session, tokens: int, responses: int) -> float:
     """The frozen products of one step and nothing else, in the step's order."""
-    decoder, compute = session.decoder, session.runtime.compute
+    decoder, compute = session.parts.decoder, session.runtime.compute
     weights = [projection.frozen for block in decoder.blocks for projection in block.projections]
     inputs = {width: torch.randn(tokens, width).to(compute) for width in {weight.in_features for weight in weights}}
     started = time.perf_counter()
@@ -139,12 +139,12 @@ def random_base(folder: Path) -> str:
 
 def compare(options: argparse.Namespace, session: Session) -> None:
     generator = torch.Generator().manual_seed(0)
-    for name in session.arena.slots:  # B not zero, so that every gradient is there from the first step
+    for name in session.parts.arena.slots:  # B not zero, so that every gradient is there from the first step
         if name.endswith("lora_B.weight"):
-            view = session.arena.view(name, session.arena.weights)
+            view = session.parts.arena.view(name, session.parts.arena.weights)
             view.copy_(torch.empty(view.shape).normal_(0, 0.01, generator=generator))
-    session.arena.publish()
-    start = {n: session.arena.view(n, session.arena.weights).clone() for n in session.arena.slots}
+    session.parts.arena.publish()
+    start = {n: session.parts.arena.view(n, session.parts.arena.weights).clone() for n in session.parts.arena.slots}
     batches = [
         torch.randint(0, session.base.spec.vocab, (options.rows, options.length), generator=generator)
         for _ in range(options.steps + 1)

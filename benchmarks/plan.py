@@ -91,13 +91,13 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     from graftune.data.pack import pack
 
     session = opened(case, job.runtime.device, recompute=plan.recompute, tokens_per_micro_batch=plan.capacity)
-    arena, device, spec = session.arena, session.runtime.device, job.base.spec
+    arena, device, spec = session.parts.arena, session.runtime.device, job.base.spec
     grown = {"load": reserved(device)}
     drawn = torch.Generator().manual_seed(7)
     rows = torch.randint(0, spec.vocab, (case.rows, case.length), generator=drawn).tolist()
     examples = [Example(row, case.supervised) for row in rows]
-    loop = session.pipeline
-    session.evaluated(examples)
+    loop = session.parts.pipeline
+    session.parts.evaluated(examples)
     answer(session, job, rows[0])
     grown["evaluate"] = reserved(device)
     loop.bound_documents(case.length)
@@ -112,7 +112,7 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
         "loss": figures[-1].loss,
         "grad_norm": figures[-1].grad_norm,
         "moved": fingerprint(arena.weights) != before,
-        "attention": session.step.backend,
+        "attention": session.parts.step.backend,
         "captures": loop.captures,
     }
 
@@ -121,7 +121,9 @@ def answer(session: Session, job: Job, row: list[int]) -> None:
     """As a run answers its samples."""
     from graftune.infer.sample import Sampling
 
-    session.continued([row[:length] for length in job.asked], Sampling(max_new_tokens=job.config.run.sample_tokens), ())
+    session.parts.continued(
+        [row[:length] for length in job.asked], Sampling(max_new_tokens=job.config.run.sample_tokens), ()
+    )
 
 
 def memory_of(device: torch.device) -> dict[str, int]:

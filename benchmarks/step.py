@@ -89,7 +89,7 @@ def hot_loop(
     from graftune.data.pack import pack
 
     session = opened(case, device, ranked=ranked, graph=graph)
-    arena, loop, step = session.arena, session.pipeline, session.step
+    arena, loop, step = session.parts.arena, session.parts.pipeline, session.parts.step
     batches = [
         [pack([Example(row, case.supervised) for row in micro]) for micro in batch]
         for batch in cases.tokens(case).tolist()
@@ -127,7 +127,7 @@ def profile(case: Case, device: torch.device, steps: int, sustain: float) -> dic
 
     session, runner = hot_loop(case, device)
     numbers = count()
-    document = profiled(session.pipeline, lambda: _drop(runner.step(next(numbers))), device, steps).document()
+    document = profiled(session.parts.pipeline, lambda: _drop(runner.step(next(numbers))), device, steps).document()
     meter, end = Meter(1 << 30), time.perf_counter() + sustain
     ends: list[torch.cuda.Event] = []
     done = 0
@@ -166,7 +166,7 @@ def api(case: Case, device: torch.device) -> measure.Runner:
     from graftune.data.dataset import Dataset
 
     session = opened(case, device, epochs=1.0)
-    arena = session.arena
+    arena = session.parts.arena
     rows = [row for batch in cases.tokens(case).tolist() for micro in batch for row in micro]
     data = Dataset.of([Example(row, case.supervised) for row in rows * 64])
     batches = (batch for _ in count() for batch in session.batches(data))
@@ -175,11 +175,11 @@ def api(case: Case, device: torch.device) -> measure.Runner:
     def one(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         session.forward_backward(next(batches))
         session.optim_step(**given)
-        loss, norm, _ = session.step.report[:3].clone().unbind()
+        loss, norm, _ = session.parts.step.report[:3].clone().unbind()
         return loss, norm
 
     def note() -> str:
-        return f"{session.runtime.describe()}; attention {session.step.backend}; the Python API; base {case.base}"
+        return f"{session.runtime.describe()}; attention {session.parts.step.backend}; the Python API; base {case.base}"
 
     return measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
 

@@ -117,9 +117,9 @@ def test_figures_are_fetched_when_they_are_read(opened):
     session = opened()
     fetched = []
     session.forward_backward(ROWS)
-    real = session.pipeline.next
-    session.pipeline.finished = lambda wait=False: []  # as on a device that has not come so far
-    session.pipeline.next = lambda: fetched.append(1) or real()
+    real = session.parts.pipeline.next
+    session.parts.pipeline.finished = lambda wait=False: []  # as on a device that has not come so far
+    session.parts.pipeline.next = lambda: fetched.append(1) or real()
     first = session.optim_step()
     session.forward_backward(ROWS)
     second = session.optim_step()
@@ -139,8 +139,8 @@ def test_auto_is_planned_and_said(tiny_folder, capsys):
 
 def test_logprobs_are_the_loss(opened):
     session = opened()
-    torch.nn.init.normal_(session.arena.weights, std=0.05)
-    session.arena.publish()
+    torch.nn.init.normal_(session.parts.arena.weights, std=0.05)
+    session.parts.arena.publish()
     data = session.prepare(ROWS)
     found = session.logprobs(data)
     counts = [example.response_tokens for example in data.examples]
@@ -160,7 +160,7 @@ def test_samples(opened):
     ((greedy,),) = session.sample("Say 1", temperature=0.0, max_new_tokens=8)
     assert greedy.text == session.generate("Say 1", max_new_tokens=8)[0]
     assert "".join(session.stream("Say 1", max_new_tokens=8)) == greedy.text
-    logits = torch.log_softmax(session.decoder.logits(_hidden(session, "Say 1")), -1)
+    logits = torch.log_softmax(session.parts.decoder.logits(_hidden(session, "Say 1")), -1)
     assert greedy.logprobs[0] == pytest.approx(float(logits[0].max()), abs=1e-4)
 
 
@@ -168,8 +168,8 @@ def _hidden(session, prompt):
     from graftune.model.decoder import PackedDocuments
 
     tokens = torch.tensor(session.tokenizer.encode(prompt, add_special=True))
-    run = session.decoder.begin(torch.arange(len(tokens)), PackedDocuments.of([len(tokens)]))
-    return session.decoder.hidden(tokens, run)[-1:]
+    run = session.parts.decoder.begin(torch.arange(len(tokens)), PackedDocuments.of([len(tokens)]))
+    return session.parts.decoder.hidden(tokens, run)[-1:]
 
 
 def test_stop_strings_end_a_sample(opened):

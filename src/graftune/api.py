@@ -18,38 +18,33 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from graftune.batch import BatchLayout
 from graftune.data.dataset import Dataset
-from graftune.data.encoded import distinct_tokens
 from graftune.data.memory import as_value
-from graftune.data.pack import Capacities, largest
 from graftune.errors import GraftuneError
 from graftune.exporting import Exported
 from graftune.exporting import export as export_target
 from graftune.losses import Loss
 from graftune.observe.console import Console
 from graftune.observe.events import Event
-from graftune.observe.memory import free_bytes, human_bytes
-from graftune.plan import Card, Job, any_data, card_here, resolve_auto
+from graftune.observe.memory import free_bytes
+from graftune.plan import card_here
 from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
 from graftune.runtime import device_of, set_up
-from graftune.session import Batch, Sample, Session, StepStats, arguments, loader_of, open_session
+from graftune.session import Batch, Sample, Session, StepStats, arguments, open_session
 from graftune.settings.config import Config, leaves
 from graftune.settings.keywords import Settings
 from graftune.step.accumulator import Accumulator
 from graftune.step.evaluate import EvalResult
 from graftune.step.scaler import LossScaler
 from graftune.training import launch
-from graftune.training.prepare import compiled_ahead
+from graftune.training.planning import plan_session
 from graftune.training.trainer import TrainResult
 from graftune.weights.adapter import is_adapter, load_adapter
-from graftune.weights.base import open_base
 
 __all__ = [
     "Accumulator",
@@ -99,10 +94,11 @@ def open(
     card = card_here(device) if device.type == "cuda" else None
     free = free_bytes(device) if device.type == "cpu" else 0
     session = _opened(arguments.path_text(base, "base"), arguments.path_text(adapter, "adapter"), given)
-    session.say, session.planner = console.note, functools.partial(_plan_training, card=card, free=free)
+    parts = session.parts
+    parts.say, session.feed.planner = console.note, functools.partial(plan_session, card=card, free=free)
     session._use_loss(None if isinstance(loss, str) else loss)
-    console.note(f"device: {session.runtime.describe()}; attention: {session.attention.backend}")
-    console.note(f"frozen weights: {session.placement.describe()}")
+    console.note(f"device: {session.runtime.describe()}; attention: {parts.attention.backend}")
+    console.note(f"frozen weights: {parts.placement.describe()}")
     return session
 
 
@@ -127,39 +123,6 @@ def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
     if tuned:
         config = with_adapter(config, load_adapter(adapter_folder(folder)))
     return open_session(config)
-
-
-def _plan_training(
-    session: Session, data: Dataset | None, layout: BatchLayout, *, card: Card | None, free: int
-) -> None:
-    """Resolve recompute and the size of a micro-batch as a run does, for this data or for any, with an evaluation now
-    and then."""
-    config, device = session.config, session.runtime.device
-    if device.type not in ("cuda", "cpu"):
-        return
-    shapes: Callable[[int], Capacities]
-    if data is None:
-        longest = config.data.max_seq_len
-        shapes = any_data(longest)
-    else:
-        examples, epochs = data.examples, math.ceil(config.train.epochs)
-        longest = largest(examples, layout)
-        shapes = functools.cache(lambda size: loader_of(config, examples, size, layout=layout).capacities(epochs))
-    base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
-    tokens = distinct_tokens(data.examples) if data is not None else 0
-    job = Job(config, base, session.runtime, longest, shapes, card, free, tokens=tokens)
-    job.loss, job.layout = session.loss, layout
-    job.loaded(session.placement.fixed)
-    with compiled_ahead(device, session.say) as job.launched:
-        plan = resolve_auto(job)
-    asked = config.train.tokens_per_micro_batch  # a longer example has a micro-batch of its own
-    session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=asked or plan.capacity)
-    session.say(
-        f"planned: recompute {plan.recompute}, micro-batches of {asked or plan.capacity} tokens; "
-        f"training needs {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
-    )
-    for note in plan.notes:
-        session.say(note)
 
 
 def train(

@@ -212,11 +212,12 @@ def open_state(state: State, settings: dict[str, Any]) -> Session:
     train = {name: stored["train"][name] for name in ("method", "seed", "loss", "anchor")}
     config = Config.of({**base, **stored["lora"], **stored["data"], **train, **settings}, where="settings")
     session = open_session(config)
-    _check(state, session.base, session.arena, config.base.any_base)
-    session.arena.weights.copy_(state.weights)
-    session.arena.publish()
+    arena = session.parts.arena
+    _check(state, session.base, arena, config.base.any_base)
+    arena.weights.copy_(state.weights)
+    arena.publish()
     if not state.trains_all:
-        session.config = session.config.replace(adapter=str(state.path))
+        session.parts.config = session.config.replace(adapter=str(state.path))
     return session
 
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,7 +245,11 @@ def test_a_preview_is_small(run: Path, tiny_folder: Any, tmp_path: Path, monkeyp
     shown = [preview_module.shown_example(0, each, Pieces(tokenizer)) for each in brief]
     assert [each["truncated"] for each in shown] == [False, True], "shortened to fit max_seq_len"
     said = []
-    writer = preview_module.PreviewWriter(tmp_path / "no" / "folder", [example], tokenizer, said.append)
-    writer.start()
-    writer.finish()
+    run: Any = SimpleNamespace(
+        folder=tmp_path / "no" / "folder", ranks=SimpleNamespace(leads=True),
+        session=SimpleNamespace(tokenizer=tokenizer), report=SimpleNamespace(warn=said.append),
+    )  # fmt: skip
+    hook = preview_module.Preview([example])
+    hook.start(run)
+    hook.finish(run)
     assert said == ["preview.jsonl was not written: No such file or directory"]

@@ -142,7 +142,7 @@ def settings(folder: Path, **more: Any) -> Config:
 def said(session: Session) -> dict[str, Any]:
     """What a session finds of data, and says: an evaluation is divided among ranks, an answer is every rank's."""
     rows = [{"prompt": "ab", "response": "cdef"}, {"prompt": "x", "response": "yz"}]
-    answer = session.continued([[5, 6, 7], [8]], Sampling(max_new_tokens=4, temperature=0.0), ())
+    answer = session.parts.continued([[5, 6, 7], [8]], Sampling(max_new_tokens=4, temperature=0.0), ())
     return {"loss": session.evaluate(rows).loss, "answer": answer}
 
 
@@ -161,7 +161,7 @@ def main(place: str) -> int:
         save_file(results(ours, case), folder / f"{case}-{ranks.rank}.safetensors")
     (folder / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
     session = open_session(settings(folder, shard_base="yes"), world=world)
-    found = said(session) | {"held": session.placement.describe()}
+    found = said(session) | {"held": session.parts.placement.describe()}
     (folder / f"session-{ranks.rank}.json").write_text(json.dumps(found))
     world.leave()
     return 0

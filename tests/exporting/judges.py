@@ -27,7 +27,7 @@ def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> 
 
 def shaken(run: Session, seed: int = 3, by: float = 0.1) -> Session:
     """Every trainable value moved off where it started, as training would."""
-    arena = run.arena
+    arena = run.parts.arena
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(seed)), alpha=by)
     arena.publish()
     return run
@@ -35,7 +35,7 @@ def shaken(run: Session, seed: int = 3, by: float = 0.1) -> Session:
 
 def ours(run: Session, tokens: list[int] = DOCUMENT, adapted: bool = True) -> torch.Tensor:
     """Log-probabilities [T, V]."""
-    decoder = run.decoder
+    decoder = run.parts.decoder
     state = decoder.begin(torch.arange(len(tokens)), PackedDocuments.of((len(tokens),)), adapted=adapted)
     with torch.no_grad():
         logits = decoder.logits(decoder.hidden(torch.tensor(tokens), state), adapted=adapted)

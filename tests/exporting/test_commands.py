@@ -100,7 +100,7 @@ def test_shards_dtype_and_survival(run: Path, tmp_path: Path, monkeypatch: pytes
     shares = []
     for size in (0.05, 3e-5):
         opening = opened(base, rank=4)
-        arena = opening.arena
+        arena = opening.parts.arena
         for name in arena.slots:
             if "lora_B" in name:
                 arena.view(name, arena.weights).normal_(0, size)

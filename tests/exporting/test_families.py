@@ -45,7 +45,7 @@ def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
     variant, folder, gguf = both
     engine, sampling = oracle.ours(gguf, random_b=False), Sampling(max_new_tokens=50)
     prompts = [[*PROMPT[:4], start] for start in range(30, 60)]
-    answers = generate(engine.decoder, prompts, sampling, ())
+    answers = generate(engine.parts.decoder, prompts, sampling, ())
     # The liveliest text without the tokens that end one there.
     ends = {0, 2, engine.base.tokenizer.backend.token_to_id("</s>")}
     endless = [(p, a) for p, a in zip(prompts, answers, strict=True) if not ends & set(a)]
@@ -70,7 +70,7 @@ def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
     got = LlamaCpp(gguf, context=512).after(document)
     run = opened(gguf)
     assert gap(got, ours(run, document)[-1]) < 1e-4
-    decoder = run.decoder
+    decoder = run.parts.decoder
     decoder.ropes = (decoder.ropes[0]._replace(limit=1000),)
     assert gap(got, ours(run, document)[-1]) > 1e-2, "the factors make a difference"
 
@@ -114,7 +114,7 @@ def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
     """Trained norms lie less one in the adapter's folder, and come back as they were."""
     folder = models.make_folder("gemma3-short", tmp_path / "model")
     run = opened(folder, rank=2, train_norms=True)
-    arena = run.arena
+    arena = run.parts.arena
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(1)), alpha=0.1)
     arena.publish()
     adapter = run.save(tmp_path / "adapter")
@@ -123,7 +123,7 @@ def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
     want = arena.view(name, arena.weights) - 1
     assert torch.allclose(stored[f"base_model.model.model.{name}"], want, atol=1e-6)
     back = opened(folder, adapter)
-    assert (back.arena.weights - arena.weights).abs().max() < 1e-6
+    assert (back.parts.arena.weights - arena.weights).abs().max() < 1e-6
 
 
 def test_phi3s_adapter_names_pefts_modules(tmp_path: Path) -> None:
@@ -131,4 +131,4 @@ def test_phi3s_adapter_names_pefts_modules(tmp_path: Path) -> None:
     config = json.loads((opened(folder, rank=2).save(tmp_path / "a") / "adapter_config.json").read_text())
     assert config["target_modules"] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     again: Any = opened(folder, tmp_path / "a")
-    assert "layers.0.self_attn.qkv_proj.lora_A.weight" in again.arena.slots
+    assert "layers.0.self_attn.qkv_proj.lora_A.weight" in again.parts.arena.slots

@@ -77,7 +77,7 @@ def test_modules_that_differ_get_one_rank(kind: str, base: Path, tmp_path: Path)
     want = by_peft(base, tmp_path / "a", **({"target_modules": ["q_proj", "v_proj"]} | UNEVEN[kind]))
     model = opened(base, tmp_path / "a")
     assert gap(ours(model), want) < EXACT
-    arena = model.arena
+    arena = model.parts.arena
     before = {name: arena.view(name, arena.weights).clone() for name in arena.slots}
     more = ("gguf-lora", "apr") if kind in ("both", "rslora", "all") else ()
     for to in ("merged", "peft", *more):  # the adapter has one rank by now, whatever it came from

@@ -66,7 +66,7 @@ def test_gguf(variant, folder, tmp_path):
     assert judges.gap(judges.ours(judges.opened(plain, beside, any_base=True)), want) < 1e-4
     prompt = judges.DOCUMENT[:9]
     told = judges.LlamaCpp(plain, [beside]).ask(prompt, n_predict=50, return_tokens=True, top_k=1)["tokens"]
-    (said,) = generate(run.decoder, [prompt], Sampling(max_new_tokens=50, temperature=0.0), ())
+    (said,) = generate(run.parts.decoder, [prompt], Sampling(max_new_tokens=50, temperature=0.0), ())
     assert len(told) == 50 and told == said
     back = export(str(whole), "merged", kind="F32", out=str(tmp_path / "back"))
     assert judges.gap(judges.in_transformers(back.path), want) < 1e-4

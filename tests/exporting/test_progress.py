@@ -52,7 +52,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapter(base: Path, folder: Path, size: float) -> Path:
     run = opened(base, rank=4, alpha=8.0)
-    arena = run.arena
+    arena = run.parts.arena
     for name in arena.slots:
         if "lora_B" in name:
             arena.view(name, arena.weights).normal_(0, size)

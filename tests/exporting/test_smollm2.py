@@ -54,7 +54,7 @@ def texts(tuned: Session) -> Texts:
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
     template = tuned.tokenizer.template
     prompts = [tuned.tokenizer.encode(template.render(turn, add_generation_prompt=True)) for turn in asked]
-    answers = generate(tuned.decoder, prompts, Sampling(max_new_tokens=ANSWER), ())
+    answers = generate(tuned.parts.decoder, prompts, Sampling(max_new_tokens=ANSWER), ())
     return list(zip(prompts, answers, strict=True))
 
 
@@ -66,7 +66,7 @@ def chosen(table: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.T
 def by_us(run: Session, texts: Texts, adapted: bool) -> torch.Tensor:
     """All texts as one pack."""
     lengths = tuple(len(prompt) + len(answer) for prompt, answer in texts)
-    decoder = run.decoder
+    decoder = run.parts.decoder
     positions = torch.cat([torch.arange(length) for length in lengths])
     state = decoder.begin(positions, PackedDocuments.of(lengths), adapted=adapted)
     with torch.no_grad():

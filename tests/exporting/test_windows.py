@@ -71,7 +71,7 @@ def test_a_window_comes_back(variant: str, folder: Any, tmp_path: Path) -> None:
     second = export(str(gguf), "gguf", kind="F32", out=str(tmp_path / "second.gguf")).path
     assert gap(ours(opened(second)), want) < 1e-4
     without = opened(gguf)
-    for block in without.decoder.blocks:
+    for block in without.parts.decoder.blocks:
         block.mixer.window = 0
     free = ours(without)
     assert gap(free, want) > 0.05, "a window that changes nothing proves nothing"

@@ -35,7 +35,7 @@ def test_a_loop_equals_a_run(tiny_folder, tmp_path: Path):
     session = graftune.open(tiny_folder("llama"), quiet=True, **made)
     stats = looped(session, session.prepare(data))
     session.save_adapter(tmp_path / "looped" / "adapter")
-    assert run.steps == len(stats) and session.pipeline.captures == 1
+    assert run.steps == len(stats) and session.parts.pipeline.captures == 1
     assert adapter_bytes(tmp_path / "looped") == adapter_bytes(tmp_path / "run")
 
 
@@ -63,7 +63,7 @@ def test_a_loss_changes_between_captured_steps(tiny_folder, tmp_path: Path):
     for index, batch in enumerate(session.batches(data)):
         session.forward_backward(batch, loss="anchored" if index % 2 else "cross_entropy")
         stats.append(session.optim_step(lr=1e-3))
-    assert len(stats) > 3 and int(session.step.count) == session.steps == len(stats)
+    assert len(stats) > 3 and int(session.parts.step.count) == session.steps == len(stats)
     for index, one in enumerate(stats):
         assert one.loss > 0 and bool(one.figures) == bool(index % 2)
 
@@ -83,5 +83,5 @@ def test_other_shapes_run_eagerly_and_say_so_once(tiny_folder, tmp_path: Path, c
     for count in (1, 3):
         session.forward_backward([{"prompt": "abc", "response": "defg"}] * count)
     stats = session.optim_step()
-    assert stats.loss > 0 and session.pipeline.captures == 1
+    assert stats.loss > 0 and session.parts.pipeline.captures == 1
     assert capsys.readouterr().err.count("run eagerly") == 1

@@ -25,10 +25,14 @@ def gradients(folder, device: str, compute: str, recompute: str = "none"):
     batch = pack([Example(t[: 40 - 7 * i], [j > 9 for j in range(40 - 7 * i)]) for i, t in enumerate(tokens)])
     settings = {"base": str(folder), "method": "full", "device": device, "compute_dtype": compute}
     engine = open_session(Config.of(settings))
-    step = Step(engine.decoder, engine.arena, recompute=recompute, attention_backend=engine.eager_attention)
+    step = Step(
+        engine.parts.decoder, engine.parts.arena, recompute=recompute, attention_backend=engine.parts.eager_attention
+    )
     for _ in range(2):
         step.micro_step(batch.to(engine.runtime.device))
-    return float(step.loss_sum), {n: engine.arena.view(n, engine.arena.grads).cpu() for n in engine.arena.slots}
+    return float(step.loss_sum), {
+        n: engine.parts.arena.view(n, engine.parts.arena.grads).cpu() for n in engine.parts.arena.slots
+    }
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])

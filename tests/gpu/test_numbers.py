@@ -19,7 +19,7 @@ from graftune.observe.events import read_events
 from graftune.settings.config import Config, LoraConfig
 from graftune.step.pipeline import DeviceLoop
 from graftune.step.step import Step
-from graftune.training.trainer import Run
+from graftune.training.trainer import Trainer
 from graftune.weights import checkpoint
 from tests.support import injected, oracle
 from tests.training.runs import adapter_bytes
@@ -66,17 +66,17 @@ def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
         return settings(folder, tmp_path / name, **more, keep_last=1, epochs=6, patience=0)
 
     straight = train(asked("straight"), console=quiet).folder
-    send = Run._one_step
+    send = Trainer._send
 
-    def poisoned(self: Run, micro_batches: list[Any]) -> None:
+    def poisoned(self: Trainer, micro_batches: list[Any]) -> None:
         table = self.session.decoder.embedding
         assert isinstance(table, Dense)
-        if self.progress.step == 4:
+        if self.state.progress.step == 4:
             table.weight[3 + 64 :] = math.inf  # every letter's, where the captured step reads it
         send(self, micro_batches)
 
     with monkeypatch.context() as patched, pytest.raises(GraftuneError) as stopped:
-        patched.setattr(Run, "_one_step", poisoned)
+        patched.setattr(Trainer, "_send", poisoned)
         train(asked("run"), console=quiet)
     run, said = tmp_path / "run", str(stopped.value)
     assert "updates in a row (steps 5 to " in said and "step 4, from before them, is saved" in said, said

@@ -244,8 +244,8 @@ def test_the_api_with_and_without_the_adapter(tiny_folder: Any, tmp_path: Path) 
     base = str(tiny_folder("llama"))
     run = graftune.open(base, compute_dtype="fp32", device="cpu")
     plain = run.generate("hello", max_new_tokens=20)
-    run.arena.weights.add_(torch.randn(len(run.arena.weights)), alpha=0.1)
-    run.arena.publish()
+    run.parts.arena.weights.add_(torch.randn(len(run.parts.arena.weights)), alpha=0.1)
+    run.parts.arena.publish()
     assert run.generate("hello", max_new_tokens=20) != plain
     assert run.generate("hello", max_new_tokens=20, adapted=False) == plain
     answer = run.chat([{"role": "user", "content": "hello"}], max_new_tokens=20)

@@ -177,9 +177,14 @@ def test_bf16_weight_gradients_are_close(tiny_folder: Folder) -> None:
     for compute in ("fp32", "bf16"):
         with pytest.warns() if compute == "bf16" and resolve("cpu").compute_name != "bf16" else _nothing():
             engine = open_session(config.replace(compute_dtype=compute))
-        step = Step(engine.decoder, engine.arena)
+        step = Step(engine.parts.decoder, engine.parts.arena)
         step.micro_step(batch)
-        found.append((float(step.loss_sum), {n: engine.arena.view(n, engine.arena.grads) for n in engine.arena.slots}))
+        found.append(
+            (
+                float(step.loss_sum),
+                {n: engine.parts.arena.view(n, engine.parts.arena.grads) for n in engine.parts.arena.slots},
+            )
+        )
     (want_loss, want), (loss, got) = found
     assert loss == pytest.approx(want_loss, rel=0.02)
     for name, grad in got.items():
@@ -427,9 +432,9 @@ def test_from_scratch_takes_a_config_file_a_folder_or_a_gguf(tiny_folder: Folder
         opened = open_base(str(base), weights=False)
         assert not opened.tensors and re.fullmatch("[0-9a-f]{64}", opened.sha256)
         settings = {"base": str(base), "method": "scratch", "device": "cpu", "seed": 4}
-        starts.append(open_session(Config.of(settings)).arena.weights.clone())
+        starts.append(open_session(Config.of(settings)).parts.arena.weights.clone())
     assert torch.equal(starts[0], starts[1]) and torch.equal(starts[0], starts[2])
-    other = open_session(Config.of(settings | {"seed": 5})).arena.weights
+    other = open_session(Config.of(settings | {"seed": 5})).parts.arena.weights
     assert not torch.equal(other, starts[0])
     before = open_base(str(folder), weights=False).sha256
     shutil.copytree(folder, tmp_path / "copy")

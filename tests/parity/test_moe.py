@@ -181,7 +181,7 @@ def test_trained_adapter_loads_in_peft(targets, folder, tmp_path):
     train(Config.of(settings), console=Console(quiet=True))
     run = graftune.open(str(base), adapter=str(out / "adapter"), device="cpu", compute_dtype="fp32")
     engine = run
-    ours = oracle.Ours(engine.base, engine.decoder, engine.arena, engine.lora)
+    ours = oracle.Ours(engine.base, engine.parts.decoder, engine.parts.arena, engine.parts.lora)
     docs = documents(30, 7)
     got = ours.logits(docs)
     assert (got - ours.logits(docs, adapted=False)).abs().max() > 1e-2, "nothing was learnt"
@@ -193,7 +193,7 @@ def test_trained_adapter_loads_in_peft(targets, folder, tmp_path):
     config = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
     assert set(config["target_parameters"] or []) == set(experts.target_parameters(expand_targets(targets)))
     again = graftune.open(str(base), adapter=str(tmp_path / "again"), device="cpu", compute_dtype="fp32")
-    assert torch.equal(again.arena.weights, engine.arena.weights)
+    assert torch.equal(again.parts.arena.weights, engine.parts.arena.weights)
 
 
 @pytest.mark.parametrize(

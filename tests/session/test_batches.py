@@ -10,9 +10,9 @@ import torch
 from tools.api_docs import RESULTS, members
 
 import graftune
-from graftune import api
 from graftune.batch import PackedBatch
 from graftune.data.pack import pack
+from graftune.training import planning
 
 ROWS = [{"prompt": f"Say {i}", "response": f"It is {i}."} for i in range(12)]
 
@@ -23,10 +23,11 @@ def files_in(folder):
 
 def sizes_of(session, batch):
     """Tokens of the micro-batches that are run."""
-    found, real = [], session.step.micro_step
-    session.step.micro_step = lambda one, **how: found.append(len(one.tokens)) or real(one, **how)
+    session.feed.resolve_auto(None, session.loss.layout(()))
+    found, real = [], session.parts.step.micro_step
+    session.parts.step.micro_step = lambda one, **how: found.append(len(one.tokens)) or real(one, **how)
     session.forward_backward(batch)
-    session.step.micro_step = real
+    session.parts.step.micro_step = real
     return found
 
 
@@ -37,7 +38,7 @@ def test_own_records_are_divided_as_asked(opened, recompute):
     (all_of_it,) = sizes_of(one, ROWS)
     sizes = sizes_of(several, ROWS)
     assert max(sizes) <= 64 < all_of_it == sum(sizes) and len(sizes) > 3
-    assert (several.arena.grads - one.arena.grads).norm() < 1e-5 * one.arena.grads.norm() > 0
+    assert (several.parts.arena.grads - one.parts.arena.grads).norm() < 1e-5 * one.parts.arena.grads.norm() > 0
     stats = several.optim_step()
     assert stats.loss == pytest.approx(one.optim_step().loss, rel=1e-5) and stats.tokens == all_of_it
 
@@ -45,7 +46,7 @@ def test_own_records_are_divided_as_asked(opened, recompute):
 def test_a_longer_example_is_said(opened):
     said = []
     session = opened(tokens_per_micro_batch=16, recompute="none")
-    session.say = said.append
+    session.parts.say = said.append
     data = session.prepare(ROWS)
     sizes = [len(micro.tokens) for batch in session.batches(data) for micro in batch.packed]
     assert max(sizes) == data.longest > 16
@@ -53,17 +54,10 @@ def test_a_longer_example_is_said(opened):
     assert session.config.train.tokens_per_micro_batch == 16
 
 
-def test_a_step_before_any_batch(opened):
-    """Whoever looks at the step first gets one, with `auto` resolved."""
-    session = opened()
-    assert session.config.train.recompute == "auto" and session.step.tapes is not None
-    assert session.config.train.recompute == "none" and session.config.train.tokens_per_micro_batch > 0
-
-
 def test_an_evaluation_is_planned_for(opened, monkeypatch):
     jobs = []
-    real = api.resolve_auto
-    monkeypatch.setattr(api, "resolve_auto", lambda job: jobs.append(job) or real(job))
+    real = planning.resolve_auto
+    monkeypatch.setattr(planning, "resolve_auto", lambda job: jobs.append(job) or real(job))
     session = opened()
     next(session.batches(session.prepare(ROWS)))
     assert [job.evaluates for job in jobs] == [True]
@@ -100,7 +94,7 @@ def test_stored_records_are_pruned(tmp_path, monkeypatch):
 def test_records_that_are_left_out_are_said(opened):
     said = []
     session = opened(recompute="none", tokens_per_micro_batch=512)
-    session.say = said.append
+    session.parts.say = said.append
     session.forward_backward([*ROWS, {"prompt": "", "response": "x"}])
     assert said == ["forward_backward: 1 record left out: blank prompt"]
 
@@ -115,7 +109,7 @@ def test_a_packed_batch_is_divided_by_its_response_tokens(opened):
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-6) and ours.grad_norm == pytest.approx(
         theirs.grad_norm, rel=1e-5
     )
-    assert torch.allclose(session.arena.weights, other.arena.weights)
+    assert torch.allclose(session.parts.arena.weights, other.parts.arena.weights)
 
 
 def test_completion_shows_what_is_documented(opened):

@@ -40,10 +40,10 @@ def test_a_loss_goes_with_batches(opened):
 
 def test_a_loss_by_name(opened):
     session, asked = opened(), opened(loss="anchored")
-    torch.nn.init.normal_(session.arena.weights, std=0.05)
-    asked.arena.weights.copy_(session.arena.weights)
+    torch.nn.init.normal_(session.parts.arena.weights, std=0.05)
+    asked.parts.arena.weights.copy_(session.parts.arena.weights)
     for one in (session, asked):
-        one.arena.publish()
+        one.parts.arena.publish()
     data = session.prepare(ROWS)
     found = []
     for batch in session.batches(data):
@@ -65,7 +65,9 @@ def test_a_loss_may_change_between_steps(opened):
     with pytest.raises(GraftuneError, match="gradients of another one"):
         session.forward_backward(batch, loss="cross_entropy")
     second = session.optim_step()
-    assert first.loss > 0 and not first.figures and second.figures and int(session.step.count) == session.steps == 2
+    assert (
+        first.loss > 0 and not first.figures and second.figures and int(session.parts.step.count) == session.steps == 2
+    )
     straight = opened(lr=1e-2)
     for _ in range(2):
         straight.forward_backward(batch)

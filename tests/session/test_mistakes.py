@@ -121,7 +121,7 @@ def test_a_refused_step_is_none(opened):
     straight = opened(lr=1e-2)
     straight.forward_backward(ROWS)
     assert session.optim_step().step == 1 and straight.optim_step().step == 1
-    assert session.arena.weights.equal(straight.arena.weights)
+    assert session.parts.arena.weights.equal(straight.parts.arena.weights)
 
 
 def test_every_weight_trained_leaves_no_base(tiny_folder):
@@ -143,9 +143,12 @@ def test_every_weight_trained_leaves_no_base(tiny_folder):
 
 
 def test_a_closed_session(opened):
-    with opened() as session:
+    with opened(recompute="none") as session:
         data = session.prepare(ROWS)
-        session.pipeline.finished, real = (lambda wait=False: real(wait) if wait else []), session.pipeline.finished
+        session.parts.pipeline.finished, real = (
+            (lambda wait=False: real(wait) if wait else []),
+            session.parts.pipeline.finished,
+        )
         session.forward_backward(ROWS)
         stats = session.optim_step()
         assert not stats.ready, "as on a device that has not come so far"

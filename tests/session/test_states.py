@@ -44,8 +44,10 @@ def test_a_state_goes_on_bit_for_bit(opened, tmp_path):
     resumed.load_state(tmp_path / "state")
     assert resumed.steps == stop
     loop(resumed)
-    assert resumed.steps == straight.steps and torch.equal(resumed.arena.weights, straight.arena.weights)
-    assert torch.equal(resumed.arena.m, straight.arena.m) and int(resumed.step.count) == straight.steps
+    assert resumed.steps == straight.steps and torch.equal(resumed.parts.arena.weights, straight.parts.arena.weights)
+    assert (
+        torch.equal(resumed.parts.arena.m, straight.parts.arena.m) and int(resumed.parts.step.count) == straight.steps
+    )
     other = opened(**how)
     other.load_state(tmp_path / "state")
     with pytest.raises(GraftuneError, match="other data"):
@@ -62,7 +64,7 @@ def test_passes_are_whole_again_behind_a_loaded_state(opened, tmp_path):
     first.save_state(tmp_path / "state")
     said = []
     resumed = opened(**HOW)
-    resumed.say = said.append
+    resumed.parts.say = said.append
     resumed.load_state(tmp_path / "state")
     data = resumed.prepare(ROWS)
     assert [trained(resumed, data) for _ in range(3)] == [total - 3, total, total]
@@ -93,7 +95,7 @@ def test_a_state_without_its_position(opened, tmp_path):
     resumed = opened(**HOW)
     resumed.load_state(tmp_path / "state", position=False)
     other = resumed.prepare(ROWS[:7])
-    assert resumed.steps == 3 and torch.equal(resumed.arena.m, first.arena.m)
+    assert resumed.steps == 3 and torch.equal(resumed.parts.arena.m, first.parts.arena.m)
     assert trained(resumed, other) == resumed.steps_per_epoch(other)
     own = opened(**HOW)
     own.forward_backward(ROWS)
@@ -135,4 +137,4 @@ def test_the_schedule_of_the_docstring_goes_on(opened, tmp_path):
     first.save_state(tmp_path / "state")
     resumed.load_state(tmp_path / "state")
     assert part + loop(resumed) == whole and len(set(whole)) > len(whole) / 2
-    assert torch.equal(resumed.arena.weights, straight.arena.weights)
+    assert torch.equal(resumed.parts.arena.weights, straight.parts.arena.weights)

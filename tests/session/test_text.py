@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from graftune.infer.generate import Token
-from graftune.session.text import Answer
+from graftune.session.text import Draft
 from tests.support import tiny
 
 TEXTS = ["plain words", "naïve 平均 🙂👩‍👩‍👧 e\u0301", "\n\n  two\tblanks  ", "한국어 العربية", "🙂"]
 
 
-def begun(stop_ids: Sequence[int] | None = None, stop: Sequence[str] = ()) -> Answer:
+def begun(stop_ids: Sequence[int] | None = None, stop: Sequence[str] = ()) -> Draft:
     tokenizer = tiny.make_tokenizer()
-    return Answer(tokenizer, tokenizer.stop_ids if stop_ids is None else stop_ids, stop, reads=True)
+    return Draft(tokenizer, tokenizer.stop_ids if stop_ids is None else stop_ids, stop, reads=True)
 
 
 @pytest.mark.parametrize("text", TEXTS)

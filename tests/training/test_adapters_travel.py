@@ -141,7 +141,7 @@ def test_base_answers_do_not_see_trained_rows(tiny_folder):
     text = "ab<z>c"
     before = opened.generate(text, max_new_tokens=5, adapted=False)
     tuned = opened.generate(text, max_new_tokens=5)
-    arena = opened.arena
+    arena = opened.parts.arena
     for name in ("embed_tokens.rows", "lm_head.rows"):
         arena.view(name, arena.weights).fill_(9.0)
     arena.publish()

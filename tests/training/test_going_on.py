@@ -30,8 +30,8 @@ from graftune.settings.config import Config
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
-from graftune.training import prepare, reporter, resume, trainer
-from graftune.training.samples import Answers, Question
+from graftune.training import checkpoints, prepare, reporter, resume, start
+from graftune.training.samples import Question, Questions
 from graftune.weights import checkpoint
 from graftune.weights.base import open_base
 from graftune.weights.checkpoint import Progress
@@ -125,7 +125,7 @@ def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.Monkey
             minutes += 5
 
     monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Slow(step))
-    monkeypatch.setattr(trainer, "_minutes", lambda: minutes)
+    monkeypatch.setattr(checkpoints, "_minutes", lambda: minutes)
     more = {"val_split": 0.0, "save_every": 0, "tokens_per_step": 64, "epochs": 1}
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", **more)
     total = train(config, console=QUIET).steps
@@ -141,20 +141,18 @@ def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(mon
     monkeypatch.setattr(checkpoint, "is_sound", lambda arena: True)
     monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("save"))
     monkeypatch.setattr(checkpoint, "prune", lambda root, keep_last, best: done.append((keep_last, best)))
-    run: Any = SimpleNamespace(
+    log = SimpleNamespace(sync=lambda: done.append("log"))
+    state: Any = SimpleNamespace(
         progress=Progress(step=7, best_step=4),
-        step=SimpleNamespace(count=6, scaler=None),
-        session=SimpleNamespace(arena=1),
+        session=SimpleNamespace(arena=1, step=SimpleNamespace(count=6, scaler=None)),
         ranks=SimpleNamespace(leads=True, busy=lambda what: nullcontext()),
-        checkpoints=Path("checkpoints"),
-        profiling=SimpleNamespace(beside=lambda what: nullcontext()),
-        log=SimpleNamespace(sync=lambda: done.append("log")),
-        identity=dict,
+        pausing_steps=lambda what: nullcontext(),
         config=Config.of({"keep_last": 3}),
-        reporter=SimpleNamespace(live_plot=SimpleNamespace(update=int)),
+        report=SimpleNamespace(log=log, live_plot=SimpleNamespace(update=int)),
     )
-    trainer.Run.save(run)
-    assert done == ["log", "save", (3, 4)] and (run.saved, run.progress.updates) == (7, 6)
+    hook = checkpoints.Checkpoints(Path("checkpoints"), {})
+    hook.save(state)
+    assert done == ["log", "save", (3, 4)] and (hook.saved, state.progress.updates) == (7, 6)
 
 
 # Signals
@@ -429,10 +427,10 @@ def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path)
     assert len(said) == 1 and f"torch was 2.11.0 and is {here[1]}" in said[0] and "the run goes on" in said[0]
     assert f"device was x86_64 CPU, 64 threads, products in fp32 and is {here[0]}" in said[0]
     assert adapter_bytes(run) == adapter_bytes(finished)
-    assert resume.changed_since({"torch": "2.13.0"}, [{"event": "run_start"}]) == "", "an older version did not note it"
+    assert start.changed_since({"torch": "2.13.0"}, [{"event": "run_start"}]) == "", "an older version did not note it"
     since = [{"event": "run_start", "torch": "2"}, {"event": "resume", "torch": "3"}]
-    assert resume.changed_since({"torch": "3"}, since) == ""
-    forged = resume.changed_since({"torch": "3"}, [{"event": "run_start", "torch": "2\nall is well"}])
+    assert start.changed_since({"torch": "3"}, since) == ""
+    forged = start.changed_since({"torch": "3"}, [{"event": "run_start", "torch": "2\nall is well"}])
     assert "torch was 2 all is well and is 3" in forged, "a line of somebody's log forges none of ours"
 
 
@@ -444,10 +442,8 @@ def test_the_same_device_is_no_change_however_it_was_chosen(finished: Path, tmp_
     assert not [event for event in read_events(log) if event["event"] == "warning"]
     here = next(event["device"] for event in read_events(log) if event["event"] == "resume")
     assert here.endswith(", products in fp32"), "without the reason"
-    older = [{"event": "run_start", "device": f"{here} (no bf16 units here)"}]
-    assert resume.changed_since({"device": here}, older) == ""
     other = [{"event": "run_start", "device": f"{here} (asked for)".replace("fp32", "bf16")}]
-    assert "products in bf16 (asked for) and is" in resume.changed_since({"device": here}, other)
+    assert "products in bf16 (asked for) and is" in start.changed_since({"device": here}, other)
 
 
 def test_another_gpu_is_the_same_kind_of_device(finished: Path, tmp_path: Path) -> None:
@@ -539,7 +535,7 @@ def test_odd_figures_at_the_end_of_a_log(odd: dict[str, Any], finished: Path, tm
 
 def test_answers_of_a_log_that_do_not_fit_are_none() -> None:
     """They are compared with the tuned model's, one by one."""
-    answers = object.__new__(Answers)
+    answers = object.__new__(Questions)
     answers.questions, answers.length = [Question([1], "a", "b")] * 2, 3
     event = {"questions": answers.digest, "answers": ["x", "y"]}
     assert answers.known(event) == ["x", "y"]

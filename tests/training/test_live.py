@@ -28,9 +28,7 @@ from graftune.spans import StampTurn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import HostLoop
-from graftune.training import floors, live
-from graftune.training import profiled_steps as profiling_module
-from graftune.training.live import profiled_steps
+from graftune.training import floors, profiled_steps, reporter
 from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
 from tests.training.runs import write_data
@@ -100,59 +98,75 @@ def test_a_run_with_profiled_steps_live_speed_and_a_tracker(
     ]
 
 
-def test_what_is_done_between_steps_is_no_steps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling_module, "facts_of", lambda session, shape: {"shape": {}})
+class Profiling:
+    """The hook in a made-up run of steps, each of which is one product a layer."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, every: int, layers: int = 1, total: int = 40):
+        monkeypatch.setattr(profiled_steps, "facts_of", lambda session, shape: {"shape": {}})
+        self.layers, self.documents, self.warned = layers, dict[int, Any](), list[str]()
+        session: Any = SimpleNamespace(
+            runtime=SimpleNamespace(device=torch.device("cpu")), pipeline=HostLoop(Any),  # type: ignore[arg-type]
+            base=SimpleNamespace(spec=SimpleNamespace(layers=range(layers))),
+        )  # fmt: skip
+        report = SimpleNamespace(
+            profiled=lambda document, step: self.documents.update({step: document}),
+            console=SimpleNamespace(warn=self.warned.append),
+        )
+        self.state: Any = SimpleNamespace(
+            folder=folder, total=total, report=report, progress=SimpleNamespace(step=0),
+            config=Config.of({"profile_every": every}),
+        )  # fmt: skip
+        self.hook = profiled_steps.ProfiledSteps(session, None)
+        self.hook.recorder.clock = Ticks()
+        self.hook.start(self.state)
+
+    def send(self, step: int, micro_batches: int = 1) -> None:
+        with self.hook.around_step():
+            for layer in range(self.layers):
+                spans.phase("forward", layer)
+                spans.operation("product")
+        self.state.progress.step = step
+        self.hook.step_sent(self.state, micro_batches)
+
+    def pause(self) -> None:
+        """Other work, which takes long."""
+        for _ in range(1000):
+            self.hook.recorder.clock.stamp()
+        self.hook.paused(self.state, "samples", 1.0)
+
+
+@pytest.fixture
+def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "known", lambda session, shape: None)
-    device = SimpleNamespace(device=torch.device("cpu"))
-    session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=1)))
-    profiling = profiling_module.ProfiledSteps(4, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
-    clock = profiling.recorder.clock = Ticks()
 
-    def sent(step: int) -> Any:
-        with profiling.step():
-            spans.operation("product")
-        return profiling.sent(step, micro_batches=1)
 
-    assert not any(sent(step) for step in range(1, 8))
-    for _ in range(1000):  # an evaluation, after step 7 and ahead of step 8, which is to be profiled
-        clock.stamp()
-    profiling.interrupted()
-    document = sent(8)
-    assert document is not None and document["step_ms"] < 10 and document["plain_ms"] < 10
+def test_a_pause_between_steps_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatch, no_floor) -> None:
+    run = Profiling(tmp_path, monkeypatch, every=4)
+    for step in range(1, 8):
+        run.send(step)
+    assert not run.documents
+    run.pause()  # before step 8, which is to be profiled
+    run.send(8)
+    document = run.documents[8]
+    assert document["step_ms"] < 10 and document["plain_ms"] < 10
     for step in range(9, 11):
-        sent(step)
-    for _ in range(1000):  # while a step is timed plain
-        clock.stamp()
-    profiling.interrupted()
-    assert sent(11) is None and profiling.profile.plain == [document["plain_ms"]]
+        run.send(step)
+    run.pause()  # while a step is timed plain
+    run.send(11)
+    assert list(run.documents) == [8] and run.hook.profile.plain == [document["plain_ms"]]
 
 
-def test_a_long_run_keeps_the_latest_profiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling_module, "facts_of", lambda session, shape: {"shape": {}})
-    monkeypatch.setattr(profiling_module, "MOST", 3)
-    device = SimpleNamespace(device=torch.device("cpu"))
-    base = SimpleNamespace(spec=SimpleNamespace(layers=1))
-    warned: list[str] = []
-    run: Any = SimpleNamespace(
-        session=SimpleNamespace(runtime=device, base=base), folder=tmp_path, shape=None, total=40,
-        pipeline=HostLoop(Any),  # type: ignore[arg-type]
-        config=Config.of({"profile_every": 4}), ranks=SimpleNamespace(world=None), progress=SimpleNamespace(step=0),
-        console=SimpleNamespace(warn=warned.append),
-    )  # fmt: skip
-    profiling = profiled_steps(run)
-    found: dict[int, Any] = {}
-    for step in range(1, run.total + 1):
-        with profiling.step():
-            spans.operation("product")
-        if document := profiling.sent(step, micro_batches=1):
-            found[step] = document["steps"]
-    assert found == {8: 1, 12: 2, 16: 3, **dict.fromkeys(range(20, 41, 4), 3)} and not warned
-    for run.config, run.progress.step in ((Config.of({"profile_every": 41}), 0), (Config.of({"profile_every": 4}), 38)):
-        profiled_steps(run)
-    assert warned == [
-        "profile_every is 41: the run ends at step 40, before step 41 is profiled",
-        "profile_every is 4: the run ends at step 40, before step 44 is profiled",
-    ]
+def test_a_long_run_keeps_the_latest_profiled_steps(tmp_path: Path, monkeypatch, no_floor) -> None:
+    monkeypatch.setattr(profiled_steps, "MOST", 3)
+    run = Profiling(tmp_path, monkeypatch, every=4)
+    for step in range(1, run.state.total + 1):
+        run.send(step)
+    found = {step: document["steps"] for step, document in run.documents.items()}
+    assert found == {8: 1, 12: 2, 16: 3, **dict.fromkeys(range(20, 41, 4), 3)} and not run.warned
+    run.hook.start(run.state)
+    assert run.warned == ["profile_every is 4: the run ends at step 40, before step 44 is profiled"]
+    late = Profiling(tmp_path, monkeypatch, every=41)
+    assert late.warned == ["profile_every is 41: the run ends at step 40, before step 41 is profiled"]
 
 
 def test_a_profile_that_differs_from_plain_steps_says_so() -> None:
@@ -179,44 +193,31 @@ def test_a_profile_that_differs_from_plain_steps_says_so() -> None:
 def test_the_line_says_why_there_is_no_floor(
     monkeypatch: pytest.MonkeyPatch, experts: int, recompute: str, says: str
 ) -> None:
-    monkeypatch.setattr(live.StepFlops, "of", lambda *about, **more: None)
+    monkeypatch.setattr(reporter.StepFlops, "of", lambda *about, **more: None)
     session: Any = SimpleNamespace(
         config=Config.of({"recompute": recompute}), base=SimpleNamespace(spec=SimpleNamespace(experts=experts)),
-        runtime=SimpleNamespace(device=SimpleNamespace(type="cuda")),
+        runtime=SimpleNamespace(device=SimpleNamespace(type="cuda")), pipeline=None,
     )  # fmt: skip
-    training: Any = SimpleNamespace(examples=[])
-    assert live.live_speed(session, training, Any, None).without_floor == f"floor: {says}"  # type: ignore[arg-type]
+    assert reporter.live_speed(session, [], None).without_floor == f"floor: {says}"
 
 
-def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiling_module, "facts_of", lambda session, shape: {"shape": {}})
+def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(floors, "known", lambda session, shape: 2.0)
-    monkeypatch.setattr(profiling_module, "turns_for", lambda *step: [StampTurn(0, 2), StampTurn(1, 2)])
-    device = SimpleNamespace(device=torch.device("cpu"))
-    session: Any = SimpleNamespace(runtime=device, base=SimpleNamespace(spec=SimpleNamespace(layers=2)))
-    profiling = profiling_module.ProfiledSteps(8, tmp_path, HostLoop(Any), session, None)  # type: ignore[arg-type]
-    profiling.captured, profiling.recorder.clock = True, Ticks()
+    monkeypatch.setattr(profiled_steps, "turns_for", lambda *step: [StampTurn(0, 2), StampTurn(1, 2)])
+    run = Profiling(tmp_path, monkeypatch, every=8, layers=2)
+    run.hook.captured = True
     timed: dict[int, StampTurn] = {}
     captured: set[StampTurn] = set()
-
-    def sent(step: int) -> Any:
-        timeline = profiling.timeline
+    for step in range(1, 28):
+        timeline = run.hook.timeline
         if timeline is not None:
             timed[step] = timeline.turn
             timeline.captures, _ = timeline.turn not in captured, captured.add(timeline.turn)
-        with profiling.step():
-            for layer in range(2):
-                spans.phase("forward", layer)
-                spans.operation("product")
-        return profiling.sent(step, micro_batches=3)
-
-    documents = {step: document for step in range(1, 28) if (document := sent(step)) is not None}
+        run.send(step, micro_batches=3)
     first, second = StampTurn(0, 2), StampTurn(1, 2)
     assert timed == {8: first, 10: first, 12: second, 14: second, 24: first, 26: second}
-    assert sorted(documents) == [14, 26] and documents[26]["steps"] == 4 and documents[26]["floor_ms"] == 6.0
-    assert len(profiling.profile.plain) == 2
+    assert list(run.documents) == [14, 26] and run.documents[26]["steps"] == 4
+    assert run.documents[26]["floor_ms"] == 6.0 and len(run.hook.profile.plain) == 2
 
 
 def test_without_profile_every_no_step_is_profiled_and_none_is_waited_for(tiny_folder, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from graftune.settings.config import Config, LoraConfig
 from graftune.step.not_finite import NotFinite, _Looking, first_not_finite
 from graftune.step.pipeline import Figures, HostLoop
 from graftune.step.step import Step
-from graftune.training import guard, halting
+from graftune.training import guard
 from graftune.training.guard import Guard
-from graftune.training.trainer import Run
+from graftune.training.trainer import Trainer
 from graftune.weights import checkpoint
 from tests.support import injected, oracle
 from tests.training.runs import adapter_bytes
@@ -95,17 +95,17 @@ def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
         return settings(folder, tmp_path / name, max_skipped=3, keep_last=1, save_every=1, max_steps=9)
 
     straight = train(asked("straight"), console=QUIET).folder
-    send = Run._one_step
+    send = Trainer._send
 
-    def poisoned(self: Run, micro_batches: list[Any]) -> None:
+    def poisoned(self: Trainer, micro_batches: list[Any]) -> None:
         table = self.session.decoder.embedding
         assert isinstance(table, Dense)
-        if self.progress.step == 4:
+        if self.state.progress.step == 4:
             table.weight[3 + 64 :] = math.inf  # every letter's
         send(self, micro_batches)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_one_step", poisoned)
+        patched.setattr(Trainer, "_send", poisoned)
         patched.setattr(parts, "pipeline_for", lambda step, graph: kind(step))
         if kind is LateLoop:
             patched.setattr(LateLoop, "ahead", 2)
@@ -150,14 +150,15 @@ def test_a_weight_that_is_not_finite_is_named_and_not_saved(
 def test_the_rows_that_are_named_are_those_of_the_bad_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a micro-batch with three of them; all of them where the number is no document's own."""
     held = SimpleNamespace(plan=lambda epoch: [[[4, 7, 9]]], bins=lambda *_: [0], examples=None, layout=None)
-    device = SimpleNamespace(runtime=SimpleNamespace(device="cpu"))
-    run: Any = SimpleNamespace(loader=held, step=None, session=device, config=Config.of({"data": "d.jsonl"}))
-    monkeypatch.setattr(halting, "_before", lambda run: checkpoint.Progress())
-    monkeypatch.setattr(halting, "take", lambda _, indices: [SimpleNamespace(row=10 * index) for index in indices])
-    monkeypatch.setattr(halting, "pack", lambda examples, layout: torch.zeros(1))
+    session = SimpleNamespace(runtime=SimpleNamespace(device="cpu"), step=None)
+    state: Any = SimpleNamespace(session=session, config=Config.of({"data": "d.jsonl"}))
+    watching = Guard(held, Any, 3, False)  # type: ignore[arg-type]
+    monkeypatch.setattr(Guard, "_before", lambda self, state: checkpoint.Progress())
+    monkeypatch.setattr(guard, "take", lambda _, indices: [SimpleNamespace(row=10 * index) for index in indices])
+    monkeypatch.setattr(guard, "pack", lambda examples, layout: torch.zeros(1))
     for documents, rows in (([1], "row 70"), ([0, 2], "rows 40, 90"), (None, "rows 40, 70, 90")):
-        monkeypatch.setattr(halting, "first_not_finite", lambda *_, at=documents: NotFinite("the loss", at))
-        assert halting._not_finite(run) == f"the loss is the first, in {rows} of d.jsonl"
+        monkeypatch.setattr(guard, "first_not_finite", lambda *_, at=documents: NotFinite("the loss", at))
+        assert watching._not_finite(state) == f"the loss is the first, in {rows} of d.jsonl"
 
 
 def test_a_row_of_the_last_layer_is_its_own_documents() -> None:
@@ -176,9 +177,11 @@ def test_a_row_of_the_last_layer_is_its_own_documents() -> None:
 def test_the_place_before_the_first_skipped_step_is_one_that_a_resume_takes() -> None:
     """What was evaluated since then, and may have been the best, were the weights of that place."""
     now = checkpoint.Progress(8, 1, 2, 8, last_eval=7, first_loss=3.0, best_loss=2.0, best_step=7, stale=1)
-    first = SimpleNamespace(first_skipped={"step": 5, "epoch": 0})
-    run: Any = SimpleNamespace(progress=now, guard=first, epoch_steps=(6, 6), step=SimpleNamespace(count=4))
-    before = halting._before(run)
+    session = SimpleNamespace(step=SimpleNamespace(count=4))
+    state: Any = SimpleNamespace(progress=now, epoch_steps=(6, 6), session=session)
+    watching = Guard(Any, Any, 3, False)  # type: ignore[arg-type]
+    watching.first_skipped = {"step": 5, "epoch": 0}
+    before = watching._before(state)
     assert before == checkpoint.Progress(4, 0, 4, 4, last_eval=4, first_loss=3.0, best_loss=2.0, best_step=4, stale=1)
     checkpoint._check_numbers(Path(), before)
     checkpoint.check_place(Path(), before, (6, 6))
@@ -197,7 +200,9 @@ class Noted:
 
     def __init__(self, stop_on_warning: bool = False):
         self.said = list[tuple[int, str]]()
-        self.guard = Guard(lambda text, step, kind: self.said.append((step, kind)), 3, stop_on_warning)
+        self.guard = Guard(Any, Any, 3, stop_on_warning)  # type: ignore[arg-type]
+        warn = SimpleNamespace(warn=lambda text, step, kind: self.said.append((step, kind)))
+        self.state: Any = SimpleNamespace(report=warn, progress=checkpoint.Progress())
         self.at = 0
 
     def step(
@@ -206,8 +211,16 @@ class Noted:
     ):  # fmt: skip
         self.at += 1
         tag = {"step": self.at, "epoch": 0, "response_tokens": planned}
-        self.guard.step(Figures(tag, loss, norm, skipped, float(tokens), scale, {}))
+        self.guard.step_done(self.state, Figures(tag, loss, norm, skipped, float(tokens), scale, {}))
         return self.guard
+
+    def evaluation(self, step: int, loss: float, first: float | None) -> None:
+        self.state.progress = checkpoint.Progress(step=step, first_loss=first)
+        self.guard.check_evaluation(self.state, loss)
+
+    def weights(self, step: int, updates: int, bits: int) -> None:
+        self.state.progress = checkpoint.Progress(step=step)
+        self.guard.check_moved(self.state, updates, bits)
 
 
 def test_a_loss_spike_is_said_once() -> None:
@@ -259,17 +272,17 @@ def test_each_warning_stops_a_run_that_asks_for_it(stops: bool) -> None:
             noted.step(9.0 if (kind, step) == (guard.SPIKE, 39) else 2.0, norm=float(kind != guard.NO_GRADIENT))
         noted.step(tokens=89 if kind == guard.TOKENS else 90)
         for updates in (3, 4):
-            noted.guard.weights(updates, updates, 7 if kind == guard.NOT_MOVED else updates)
-        noted.guard.evaluation(4, 3.0 if kind == guard.WORSE else 1.0, 2.0)
+            noted.weights(updates, updates, 7 if kind == guard.NOT_MOVED else updates)
+        noted.evaluation(4, 3.0 if kind == guard.WORSE else 1.0, 2.0)
         assert [said for _, said in noted.said] == [kind] and noted.guard.stops == stops
 
 
 def test_a_validation_loss_above_the_first_is_worse_and_so_is_none_at_all() -> None:
     for loss, said in ((1.005, []), (1.02, [(3, guard.WORSE)]), (math.nan, [(3, guard.WORSE)]), (0.5, [])):
         noted = Noted()
-        noted.guard.evaluation(0, 9.0, 1.0)
-        noted.guard.evaluation(2, loss, None)
-        noted.guard.evaluation(3, loss, 1.0)
+        noted.evaluation(0, 9.0, 1.0)
+        noted.evaluation(2, loss, None)
+        noted.evaluation(3, loss, 1.0)
         assert noted.said == said, loss
 
 
@@ -299,7 +312,7 @@ def test_an_ordinary_run_warns_of_nothing_and_one_that_goes_wrong_does(
 
     still = train(settings(base, tmp_path / "still", lr=0.0, min_lr=0.0, max_steps=5), console=Console()).folder
     assert kinds(still) == [guard.NOT_MOVED]
-    assert "3 updates were made between steps 0 and 3 and not one weight" in capsys.readouterr().err
+    assert "3 updates were made between steps 0 and 3 and not one trainable weight" in capsys.readouterr().err
     for epochs, more in ((1, []), (2, [])):  # no validation data: looked at by the end, and said once
         out = tmp_path / f"unseen {epochs}"
         ended = train(settings(base, out, val_split=0.0, lr=0.0, min_lr=0.0, epochs=epochs), console=QUIET)

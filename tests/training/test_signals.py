@@ -25,8 +25,9 @@ from graftune.observe.speed import Meter
 from graftune.ranks import Ranks
 from graftune.session.parts import Parts
 from graftune.step.pipeline import HostLoop
-from graftune.training import stop
-from graftune.training.signals import Stopping, noted_signals
+from graftune.training.checkpoints import Checkpoints
+from graftune.training.signals import Interrupted, SignalWatch, StopRequest, noted_signals
+from graftune.training.trainer import Trainer
 from graftune.weights import checkpoint, safetensors_io
 from tests.training.runs import ROOT, adapter_bytes
 from tests.training.test_loop import settings
@@ -52,7 +53,7 @@ def straight(tiny_folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_takes_too_long_after_a_signal_is_given_up(
     phase: str, straight: Path, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stopping, "TICK", 0.02)
+    monkeypatch.setattr(SignalWatch, "TICK", 0.02)
     with monkeypatch.context() as patch:
         if phase == "micro-batch":
             real, calls = HostLoop.micro, iter(range(99))
@@ -90,20 +91,18 @@ def test_a_signal_that_is_sent_twice_does_not_end_the_checkpoint(
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", val_split=0.0, samples=0, save_every=0)
     monkeypatch.setattr(HostLoop, "step", step)
     monkeypatch.setattr(checkpoint, "save", saving)
-    monkeypatch.setattr(Stopping, "SAME", 60.0)
+    monkeypatch.setattr(SignalWatch, "SAME", 60.0)
     result = train(config, console=QUIET)
     assert (result.stopped, result.steps) == ("interrupted", 1)
     assert list(checkpoint.steps(result.folder / "checkpoints")) == [1]
 
 
 def test_an_update_and_a_checkpoint_are_finished() -> None:
-    class Busy:
-        pipeline, may_give_up = HostLoop.__new__(HostLoop), False
-
-    run: Any = Busy()
-    stop._overdue(run)
-    with stop.may_give_up(run), pytest.raises(stop.Interrupted):
-        stop._overdue(run)
+    stop = StopRequest()
+    run: Any = SimpleNamespace(pipeline=HostLoop.__new__(HostLoop), state=SimpleNamespace(stop=stop))
+    Trainer._give_up(run)
+    with stop.interruptible(), pytest.raises(Interrupted):
+        Trainer._give_up(run)
 
 
 @pytest.mark.parametrize("closing", [False, True])
@@ -115,21 +114,24 @@ def test_a_run_that_is_told_to_stop_saves_unless_it_holds_the_best_steps_weights
     def noted(name: str) -> Any:
         return lambda *_, **__: done.append(name) or {}
 
-    step, log = SimpleNamespace(discard=noted("discard")), SimpleNamespace(emit=noted("emit"))
-    run: Any = SimpleNamespace(
-        signal=signal.SIGTERM, closing=closing, step=step, log=log, progress=checkpoint.Progress(step=7),
-        finish_steps=noted("finish steps"), save=noted("save"), cost=dict, ranks=SimpleNamespace(leads=False),
+    state = SimpleNamespace(
+        stop=SimpleNamespace(signal=signal.SIGTERM), ranks=SimpleNamespace(leads=True),
+        progress=checkpoint.Progress(step=7), report=SimpleNamespace(end=noted("end")),
     )  # fmt: skip
-    stop.stop(run)
-    assert done == ["discard", "finish steps", *([] if closing else ["save"]), "emit"]
+    run: Any = SimpleNamespace(
+        closing=closing, step=SimpleNamespace(discard=noted("discard")), state=state, session=None,
+        finish_steps=noted("finish steps"), checkpoints=SimpleNamespace(save=noted("save")),
+    )  # fmt: skip
+    Trainer._save_and_stop(run)
+    assert done == ["discard", "finish steps", *([] if closing else ["save"]), "end"]
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost() -> None:
     """Not one in the same moment, nor SIGTERM or SIGHUP again: terminals, wrappers and schedulers send them twice."""
     code = (
-        "import os, signal, time; from graftune.training.signals import Stopping\n"
-        "Stopping.SAME = 0.3\n"
-        "with Stopping(lambda number: print('noted', number, flush=True), lost=lambda: '3 steps are lost'):\n"
+        "import os, signal, time; from graftune.training.signals import SignalWatch\n"
+        "SignalWatch.SAME = 0.3\n"
+        "with SignalWatch(lambda number: print('noted', number, flush=True), lost=lambda: '3 steps are lost'):\n"
         "    for wait, kind in ((0, 'INT'), (0, 'INT'), (0, 'HUP'), (0.4, 'TERM'), (0.1, 'HUP'), (0.1, 'INT')):\n"
         "        time.sleep(wait); os.kill(os.getpid(), getattr(signal, 'SIG' + kind)); time.sleep(0.05)\n"
         "        print('after', kind, flush=True)\n"
@@ -147,9 +149,9 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost() -> None:
 def test_of_several_ranks_none_acts_on_a_second_signal(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher passes signals on to processes that may have had them already."""
     ended, first = list[int](), list[int]()
-    monkeypatch.setattr(Stopping, "_end", lambda self, number: ended.append(number))
-    monkeypatch.setattr(Stopping, "SAME", 0.0)
-    with Stopping(first.append, once=once):
+    monkeypatch.setattr(SignalWatch, "_end", lambda self, number: ended.append(number))
+    monkeypatch.setattr(SignalWatch, "SAME", 0.0)
+    with SignalWatch(first.append, once=once):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
@@ -161,24 +163,21 @@ def test_of_several_ranks_none_acts_on_a_second_signal(once: bool, monkeypatch: 
 
 
 def test_what_is_lost() -> None:
-    class At:
-        folder, saved = Path("runs/my run"), -1
-        progress = checkpoint.Progress(step=7)
-
-    run: Any = At()
-    assert "no checkpoint has been written" in stop.lost(run)
+    state: Any = SimpleNamespace(folder=Path("runs/my run"), progress=checkpoint.Progress(step=7))
+    hook = Checkpoints(Path("runs/my run/checkpoints"), {})
+    assert "no checkpoint has been written" in hook.lost(state)
     for saved, words in ((7, "nothing is lost"), (6, "1 step is lost"), (4, "3 steps are lost")):
-        run.saved = saved
+        hook.saved = saved
         text = (
             f"the last checkpoint is that of step {saved}, {words}; go on with: graftune train --resume 'runs/my run'"
         )
-        assert stop.lost(run) == text
+        assert hook.lost(state) == text
 
 
 def test_time_in_which_a_process_is_stopped_is_no_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP cannot be seen: here the thread's last looks at the clock lie half a minute back."""
     stopped: list[float] = []
-    with Stopping(lambda number: None, continued=stopped.append) as stopping:
+    with SignalWatch(lambda number: None, continued=stopped.append) as stopping:
         now = time.monotonic()
         for ticks in ((now - 31.5, now - 31), (now - 31, now), (now - 1, now - 0.5)):
             stopping._ticks = ticks
@@ -216,7 +215,7 @@ def test_a_run_goes_on_when_nobody_reads(straight: Path, tiny_folder, tmp_path: 
     assert train(config, console=Console(stdout=pipe, stderr=pipe)).stopped == "finished"
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
     warnings = [e["text"] for e in read_events(tmp_path / "run" / "metrics.jsonl") if e["event"] == "warning"]
-    assert warnings == ["the run goes on without a word (stdout: Broken pipe)"]
+    assert warnings == ["the run goes on without a console (stdout: Broken pipe)"]
     with pytest.raises(BrokenPipeError):
         Console(stdout=pipe, stderr=pipe).note("other commands end")
 

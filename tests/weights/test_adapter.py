@@ -32,14 +32,14 @@ def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> 
 
 def shaken(run: Session, seed: int = 3) -> Session:
     """Every trainable value moved off where it started, as training would."""
-    arena = run.arena
+    arena = run.parts.arena
     arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(seed)), alpha=0.1)
     arena.publish()
     return run
 
 
 def logits(run: Session, tokens: list[int], adapted: bool = True) -> torch.Tensor:
-    decoder = run.decoder
+    decoder = run.parts.decoder
     state = decoder.begin(torch.arange(len(tokens)), PackedDocuments.of((len(tokens),)), adapted=adapted)
     with torch.no_grad():
         return decoder.logits(decoder.hidden(torch.tensor(tokens), state), adapted=adapted)
@@ -141,7 +141,7 @@ def test_training_goes_on_from_an_adapter(tiny_folder: Any, tmp_path: Path) -> N
     folder = first.save(tmp_path / "first")
     second = opened(base, folder)
     assert second.evaluate(str(data)).loss == before
-    assert second.lora.rank == 4 and second.lora.targets == ("q_proj", "v_proj")
+    assert second.parts.lora.rank == 4 and second.parts.lora.targets == ("q_proj", "v_proj")
     saved = train(second, 3).save(tmp_path / "second")
     assert second.evaluate(str(data)).loss < before - 0.01
     assert close(logits(second, DOCUMENT), peft_logits(loaded_by_peft(base, saved), DOCUMENT))

@@ -223,7 +223,7 @@ def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_
     for given in ({"base": base, "adapter": path}, {"base": path}):
         assert torch.equal(logits(opened(**given), DOCUMENT), logits(run, DOCUMENT))
     stored = apr_io.read(path)
-    metadata, scale = stored.metadata, run.lora.alpha / (3**0.5 if settings.get("rslora") else 3)
+    metadata, scale = stored.metadata, run.parts.lora.alpha / (3**0.5 if settings.get("rslora") else 3)
     assert metadata["lora_alpha"] / metadata["lora_rank"] == pytest.approx(scale)
     assert metadata["__checkpoint__.schema_version"] == "1.3.0" and metadata["model_type"] == "adapter"
     assert metadata["epoch"] == 2 and metadata["val_loss"] == 1.25 and metadata["hidden_size"] == 48

@@ -106,9 +106,9 @@ def open_chat(key: Document) -> Answer:
             yield {"who": who, "done": True, "reason": "this run was trained from scratch and has no base"}
             return
         adapted = who == "tuned" or session is not tuned
-        prompt, ends = session._encoded(request["messages"])
+        prompt, ends = text.encoded(session.parts, request["messages"])
         how = Sampling(request["max_new_tokens"], request["temperature"], stop_ids=ends)
-        for _, piece, sample in text.stream(session, [prompt], how, adapted=adapted, reads=True):
+        for _, piece, sample in text.stream(session.parts, [prompt], how, adapted=adapted, reads=True):
             if piece:
                 yield {"who": who, "text": piece}
             if sample is not None:

@@ -1,13 +1,13 @@
 """A base with adapters, ready to step, evaluate and sample: the one place where these parts are wired.
 
 opening.py     a Session from a configuration
-parts.py       what it is made of: decoder, step, pipeline, loader
-data_verbs.py  data, batches and the loss they are packed for
-session.py     the verbs of a training loop, evaluation and saving
-stepping.py    what they take and give: batches and figures
-state.py       a session on disk, to go on from
-text.py        samples and log-probabilities; text_verbs.py the verbs that give them
-arguments.py   what the verbs are given, checked
+parts.py       the parts: decoder, step, pipeline, loader
+session.py     the verbs of the Python API
+feed.py        the batches of a session
+stepping.py    what the verbs take and return: batches and figures
+state.py       a session on disk, to resume from
+text.py        samples and log-probabilities
+arguments.py   checks of what the verbs are given
 """
 
 from graftune.session.opening import (

@@ -26,6 +26,7 @@ from graftune.model.bundles import Home, HostMemory
 from graftune.model.lora import initialise, start_from_scratch
 from graftune.observe.memory import free_bytes
 from graftune.runtime import Runtime, resolve
+from graftune.session.parts import Parts
 from graftune.session.session import Session
 from graftune.settings.config import Config, LoraConfig
 from graftune.weights.adapter import Adapter, load_adapter, place_adapter
@@ -73,7 +74,7 @@ def open_session(
         base_dtype=placement.base_dtype,
         alpha=lora.alpha if method == "lora" else config.lora.alpha,
     )
-    session = Session.wired(
+    parts = Parts.wired(
         resolved,
         base,
         runtime,
@@ -85,7 +86,7 @@ def open_session(
         whole=whole,
         home=home_of(placement, base, runtime, world),
     )
-    arena = session.arena
+    arena = parts.arena
     if method == "scratch":
         start_from_scratch(arena, base.spec, config.train.seed)
     elif method == "full":
@@ -94,9 +95,9 @@ def open_session(
         initialise(arena, lora, config.train.seed)
     else:
         place_adapter(adapter, arena, base)
-    if session.start is not None:
-        session.start.take()
-    return session
+    if parts.start is not None:
+        parts.start.take()
+    return Session(parts)
 
 
 def _placed(config: Config, base: Base, runtime: Runtime, world: World | None) -> Placement:

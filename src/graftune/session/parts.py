@@ -1,6 +1,6 @@
 """The parts of a session: base, adapters, decoder, step, graphs and loader, made here and nowhere else.
 
-The step and its pipeline are made when they are first asked for: whoever only evaluates or samples needs neither.
+The step and its pipeline are made when they are first used: evaluating and sampling need neither.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from graftune.weights.model import save_model
 from graftune.weights.placement import Placement
 
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
-CACHED = 8192  # tokens of a step that the cache may take as much memory as, where no step was planned
+CACHED = 8192  # where no step was planned, the cache may take as much memory as a step of so many tokens
 
 
 def loader_of(
@@ -59,8 +59,7 @@ def loader_of(
     layout: BatchLayout | None = None,
     share: Share = WHOLE,
 ) -> Loader:
-    """The data in the steps and micro-batches that the settings and their loss make of it; a micro-batch has `capacity`
-    tokens."""
+    """Divides the data into steps and micro-batches of `capacity` tokens, by the settings and their loss."""
     settings = config.train
     return Loader(
         examples,
@@ -94,8 +93,15 @@ def choose_for_other_heads(decoder: Decoder, runtime: Runtime) -> None:
             layer.own = OwnBackend(best.backend, any_shape)
 
 
+def _discard(note: str) -> None:
+    """Discard notes."""
+
+
 @dataclass(eq=False, repr=False)
 class Parts:
+    """A base with adapters and what is made of them. The plan rehearses it, the trainer runs it, and a Session wraps it
+    for users."""
+
     config: Config  # as asked for, with what `auto` came to filled in
     base: Base  # the model as it was opened: `name`, `path`, `spec`, `tokenizer`
     runtime: Runtime  # device and dtype
@@ -107,7 +113,10 @@ class Parts:
     loss: Loss = field(default_factory=CrossEntropy)  # what is minimised
     world: World | None = None  # the ranks of the run, where there are several
     whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
-    start: Start | None = None  # what trains as it was at the start, where the loss compares with that
+    start: Start | None = None  # snapshot of the weights at the start of the run, where the loss compares with it
+    say: Callable[[str], None] = _discard  # takes a note for the user
+    closed: bool = field(default=False, init=False)
+    _said: set[str] = field(default_factory=set, init=False)  # notes that are given once
 
     @classmethod
     def wired(
@@ -123,9 +132,9 @@ class Parts:
         whole: dict[str, Any] | None = None,
         home: Home | None = None,
     ) -> Self:
-        """Lay out what trains and load the base around it; its frozen weights go to `home`, where there is one
-        (model/bundles.py). What trains has no values yet. The plan rehearses this very function, and is told who holds
-        what."""
+        """Lay out the trainable weights and load the base around them; its frozen weights go to `home`, where there is
+        one (model/bundles.py). The trainable weights have no values yet. The plan rehearses this very function, and is
+        told which owner holds which bytes."""
         with rehearsal.owned("adapters"):
             full = config.train.method != "lora"
             arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=full)
@@ -159,12 +168,17 @@ class Parts:
             return self.attention.backend
         return attention.for_any_shape(self.attention.backend, self.runtime.device, self.runtime.compute, heads.width)
 
-    def _resolve_auto(self) -> None:
-        """What of the settings depends on memory, for whoever has not resolved it yet."""
+    def say_once(self, note: str) -> None:
+        if note not in self._said:
+            self._said.add(note)
+            self.say(note)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise GraftuneError("this session is closed", fix="open another one")
 
     @cached_property
     def step(self) -> Step:
-        self._resolve_auto()
         config = self.config
         assert config.train.recompute != "auto", "the plan resolves recompute before there is a step"
         return Step(
@@ -178,13 +192,13 @@ class Parts:
             other_backends=self.attention.others,
             eager_backend=self.eager_attention,
             loss=self.loss,
-            tuned=self.captured and not config.train.deterministic,  # no choice may hang on a clock then
+            tuned=self.captured and not config.train.deterministic,  # nothing may depend on timing then
             reduce=None if self.world is None else Reduce(self.world),
             start=self.start_of(self.loss),
         )
 
     def start_of(self, loss: Loss) -> Start | None:
-        """What a loss compares with that goes by the start of the run; kept since then, or it is refused."""
+        """The snapshot that a loss compares with. A loss that needs one is refused if it was not taken at the start."""
         if loss.reference == "start" and self.start is None:
             raise GraftuneError(
                 f"the loss {type(loss).__name__} compares with the adapter as it was at the start, which was not kept",
@@ -196,8 +210,8 @@ class Parts:
     def pipeline(self) -> BaseLoop:
         return pipeline_for(self.step, graph=self.config.train.graph)
 
-    def _renew_step(self) -> None:
-        """The step and its pipeline made again, for another loss; what was counted stays."""
+    def renew_step(self) -> None:
+        """Make the step and its pipeline again, for another loss. The counts stay."""
         old = vars(self).pop("step")
         self.step.count.copy_(old.count)
         self.step.longest = old.longest
@@ -271,15 +285,24 @@ class Parts:
         capacity = cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute)
         return in_groups(final_lengths, capacity, CacheSize.of(self.base.spec, self.decoder.compute))
 
+    def close(self) -> None:
+        """Let go of the model and of the device's memory."""
+        self.closed = True
+        for name in ("pipeline", "step", "decoder", "arena"):
+            vars(self).pop(name, None)
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize(self.runtime.device)
+            torch.cuda.empty_cache()
+
     # Saving
 
     @property
     def product(self) -> str:
-        """What a run leaves, and the name of its folder there."""
+        """What a run writes in the end, which is also the name of its folder there."""
         return "adapter" if self.whole is None else "model"
 
     def write(self, folder: Path) -> None:
-        """The adapter, or the whole model where that was trained."""
+        """Write the adapter, or the whole model where that was trained."""
         if self.whole is None:
             self._write_adapter(folder)
         else:
@@ -297,13 +320,13 @@ class Parts:
         save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
 
     def _table(self, name: str) -> torch.Tensor:
-        """An embedding or head as products see it, from the file: it need not be on the device, and where ranks hold it
-        together only one of them writes."""
+        """An embedding or head as products see it, read from the file: it need not be on the device, and where it is
+        sharded over ranks only one of them writes."""
         source, compute = self.base.tensors[f"{name}.weight"], self.runtime.compute
         rows = source.read(0, source.shape[0])
         return rows.to(DTYPES.get(self.placement.base_dtype, compute)).to(compute)
 
 
 def _report_done(on_progress: Callable[[int], None], asked: int, new: dict[int, int]) -> None:
-    """Of the prompts asked so far those are done that have no new token."""
+    """Of the prompts asked so far, those without a new token are done."""
     on_progress(asked - len(new))

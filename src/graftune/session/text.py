@@ -1,8 +1,7 @@
 """Text of a session: samples with their log-probabilities and stop strings, and the log-probability of given answers.
 
-Prompts are continued together, as many as fit their cache. Where a stop string is asked for, or somebody reads
-along, text is made token by token: a character that is not whole yet, and the beginning of what may become a stop
-string, are held back.
+Prompts are continued together, as many as fit their cache. Where a stop string is given, or text is streamed, text is
+decoded token by token: an incomplete character, and the beginning of what may become a stop string, are held back.
 """
 
 from __future__ import annotations
@@ -16,8 +15,12 @@ import torch
 from graftune.batch import Example
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import pack
+from graftune.data.row import Refusal
+from graftune.data.template import stop_ids, usable_format
+from graftune.errors import GraftuneError
 from graftune.infer.generate import Token, rounds
 from graftune.infer.sample import Sampling
+from graftune.session.arguments import Conversation
 from graftune.session.parts import Parts
 from graftune.tokenizer import Tokenizer
 
@@ -32,7 +35,7 @@ class Sample:
     stopped: str  # stop: a stop token or string; length: max_new_tokens or the model's context
 
 
-class Answer:
+class Draft:
     """A continuation while it is drawn."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], stop: Sequence[str], reads: bool):
@@ -65,7 +68,7 @@ class Answer:
         return self._new(text[: len(text) - self._begun(text)])
 
     def finish(self) -> str:
-        """No more tokens: what was held back is text."""
+        """End the draft: the characters that were held back are text."""
         if self.stopped != "stop" or not self.text:
             self.text = self.tokenizer.decode(self.tokens, skip_special=True)
         self.stopped = self.stopped or "length"
@@ -94,10 +97,10 @@ def stream(
     logprobs: bool = False,
     reads: bool = False,
 ) -> Iterator[tuple[int, str, Sample | None]]:
-    """(prompt, new text, its Sample once it is whole) as they come; text comes piece by piece if somebody `reads`."""
+    """Yields (prompt, new text, its Sample once it is complete); with `reads`, text comes piece by piece."""
     ending = (*parts.tokenizer.stop_ids, *sampling.stop_ids)
     for group in parts.groups_of(prompts, sampling.max_new_tokens):
-        answers = [Answer(parts.tokenizer, ending, stop, reads) for _ in group]
+        answers = [Draft(parts.tokenizer, ending, stop, reads) for _ in group]
         ended: set[int] = set()
         for fresh in rounds(
             parts.decoder,
@@ -140,6 +143,18 @@ def sampled(
         if sample is not None:
             found[index] = sample
     return [found[index] for index in range(len(prompts))]
+
+
+def encoded(parts: Parts, prompt: str | Conversation) -> tuple[list[int], tuple[int, ...]]:
+    """A prompt or conversation as the tokens to continue, and the tokens that end an answer."""
+    if isinstance(prompt, str):
+        return parts.tokenizer.encode(prompt, add_special=True), ()
+    form = usable_format(parts.tokenizer, parts.config.data)
+    try:
+        rendered = form.render(prompt, None, generate=True)
+    except Refusal as refusal:
+        raise GraftuneError(str(refusal), where="the conversation", fix="change its turns") from None
+    return parts.tokenizer.encode(rendered), tuple(stop_ids(parts.tokenizer, form))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from graftune.data.pack import Capacities
 from graftune.io import user_cache
 from graftune.kernels import nf4
 from graftune.observe.console import Console
-from graftune.session import Session
+from graftune.session import Parts
 
 if TYPE_CHECKING:
     from graftune.step.floor import Work
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KIND, MOST = "floors", 200
 
 
-def lacks(session: Session) -> str:
+def lacks(session: Parts) -> str:
     """Why there is no floor for these steps; empty: there is one."""
     if session.runtime.device.type != "cuda":
         return "the floor is measured on CUDA devices"
@@ -33,12 +33,12 @@ def lacks(session: Session) -> str:
     return ""
 
 
-def lacks_briefly(session: Session) -> str:
+def lacks_briefly(session: Parts) -> str:
     """The same in a few words, for the progress line of a run on CUDA."""
     return lacks(session) and ("none (experts)" if session.base.spec.experts else "none (recompute)")
 
 
-def key_of(session: Session, shape: Capacities) -> str:
+def key_of(session: Parts, shape: Capacities) -> str:
     """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
     share, and a run has other documents in every batch."""
     card = torch.cuda.get_device_name(session.runtime.device)
@@ -47,7 +47,7 @@ def key_of(session: Session, shape: Capacities) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def known(session: Session, shape: Capacities | None) -> float | None:
+def known(session: Parts, shape: Capacities | None) -> float | None:
     """Milliseconds of a micro-batch, if they were measured."""
     if shape is None or lacks(session):
         return None
@@ -55,7 +55,7 @@ def known(session: Session, shape: Capacities | None) -> float | None:
     return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
 
 
-def work_of(session: Session, shape: Capacities, lengths: tuple[int, ...]) -> Work:
+def work_of(session: Parts, shape: Capacities, lengths: tuple[int, ...]) -> Work:
     """`lengths`: of the documents of one micro-batch, which add up to its tokens."""
     from graftune.step import floor
 
@@ -92,7 +92,7 @@ def measured(key: str, work: Work, device: torch.device, console: Console) -> fl
     return ms
 
 
-def packed_bytes(session: Session) -> float:
+def packed_bytes(session: Parts) -> float:
     """Of a value of a projection, where it is unpacked before a product; 0: it is not."""
     held = session.placement.base_dtype
     if held == "nf4":

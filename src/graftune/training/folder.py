@@ -1,21 +1,28 @@
-"""What a process that was killed left half done in a run folder, and what it had no time to write.
+"""Run folders: made and locked for a new run, removed again if it does not start, and cleaned of what a killed process
+left half done.
 
-Only whoever holds the folder's lock looks: what is half-written then is nobody's any more. Names are matched exactly,
-so that no file of the user's is taken for ours.
+Only the process that holds the folder's lock cleans it: half-written files belong to no running process then. Names are
+matched exactly, so that no file of the user's is taken for ours.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import re
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from graftune.errors import GraftuneError
-from graftune.io.files import PART, check_own_folder, recover_folder, remove
+from graftune.io.files import PART, check_own_folder, open_own, recover_folder, remove
 from graftune.io.lock import LOCK, FolderLock
 from graftune.observe.console import Console
+from graftune.settings.config import Config
+from graftune.settings.sources import DataValue, slug
 from graftune.training.reporter import live_plot_of, write_pictures
 
 _FILES = (
@@ -25,15 +32,15 @@ _FILES = (
 _FOLDERS = ("adapter", "model")
 _FILLED = ("checkpoints", "tensorboard", "wandb")  # folders that are written into as they are, not replaced
 _HALF = re.compile(rf"({'|'.join(map(re.escape, (*_FILES, *_FOLDERS)))})(\.[0-9]+)?{re.escape(PART)}")
-# All that a run has before it can be resumed.
+# The files of a run before it can be resumed.
 _BEFORE_START = (LOCK, "metrics.jsonl", "plan.json", f"plan.json{PART}", f"config.yaml{PART}")
 _DEFAULT_NAME = re.compile(r".+-[0-9]{8}-[0-9]{6}(-[0-9]+)?")
 _ABANDONED = 600.0  # seconds after which a folder that is not locked was not made a moment ago
 
 
 def sweep(folder: Path) -> None:
-    """Remove what is half-written; a folder that a kill left under its old name gets its own back. Before that, links
-    that would lead the run to write elsewhere are refused."""
+    """Remove half-written files, and give folders that a kill left under their old name their own name back. Before
+    that, refuse links that would make the run write elsewhere."""
     for name in _FILLED:
         check_own_folder(folder / name)
     for path in folder.iterdir():
@@ -49,8 +56,8 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def sweep_unstarted(parent: Path) -> None:
-    """Remove runs that were killed before their first step: folders of the default name in which nobody trains, with
-    nothing that a run could be resumed from."""
+    """Remove runs that were killed before their first step: unlocked folders of the default name that hold nothing a
+    run could be resumed from."""
     with suppress(OSError):
         for folder in parent.iterdir():
             if _DEFAULT_NAME.fullmatch(folder.name) and _is_unstarted(folder):
@@ -67,10 +74,62 @@ def _is_unstarted(folder: Path) -> bool:
 
 
 def complete(folder: Path, console: Console) -> None:
-    """A finished run that was killed amid its last words: its picture and its report are made up for."""
+    """Write the picture and the report of a finished run that was killed before they were written."""
     half = any(_HALF.fullmatch(path.name) for path in folder.iterdir())
     missing = [name for name in ("loss.png", "report.html") if not (folder / name).exists()]
     if half or missing:
         with FolderLock(folder):
             sweep(folder)
             write_pictures(folder, live_plot_of(folder), console.warn)
+
+
+@contextmanager
+def removed_unless_started() -> Iterator[list[Path]]:
+    """Yields a list of paths. They are removed if the run does not start."""
+    made: list[Path] = []
+    try:
+        yield made
+    except BaseException:
+        remove_made(made)
+        raise
+
+
+def remove_made(made: list[Path]) -> None:
+    for path in reversed(made):
+        with suppress(OSError):  # another file is in the folder, or this one was never written
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack) -> Path:
+    """Make and lock a folder before the model is loaded, so that a read-only disk shows at once. New paths are added to
+    `made`; `held` keeps the lock."""
+    folder = Path(config.run.out) if config.run.out else _unused_folder(Path("runs"), slug(data))
+    if (folder / "config.yaml").exists():
+        raise GraftuneError(
+            "there is a run in this folder", where=str(folder), fix="resume it, or set out to another folder"
+        )
+    try:
+        for path in (*reversed(folder.parents), folder):
+            if not path.is_dir():
+                path.mkdir()
+                made.append(path)
+        new = [name for name in (LOCK, "metrics.jsonl", "plan.json", "config.yaml") if not (folder / name).exists()]
+        held.enter_context(FolderLock(folder))
+        made.extend(folder / name for name in new)
+        sweep(folder)  # files of a run that was killed before its first step
+        os.close(open_own(folder / "metrics.jsonl"))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: another folder does not help
+            raise
+        raise GraftuneError(
+            f"cannot be written to ({error.strerror})", where=str(folder), fix="set out to another folder"
+        ) from None
+    return folder
+
+
+def _unused_folder(parent: Path, name: str) -> Path:
+    """A folder named by the data and the clock, and by a number if two runs start in the same second."""
+    sweep_unstarted(parent)
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in numbered if not folder.exists())

@@ -1,6 +1,7 @@
-"""A run from its settings, or from its folder: prepared, locked against a second process, then handed to the loop.
+"""Starts a run from its settings, or resumes one from its folder: prepares it, locks it against a second process, and
+calls the trainer.
 
-Until the first step a signal leaves nothing behind: what was made for the run is taken away again. A finished run is
+A signal before the first step leaves nothing behind: what was made for the run is removed again. A finished run is
 recognised by its log, before anything is loaded.
 """
 
@@ -20,12 +21,13 @@ from graftune.observe.events import Event, number
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.settings.config import Config
-from graftune.training.folder import complete, sweep
-from graftune.training.prepare import prepare_resume, prepare_run, remove_made, removed_unless_started
+from graftune.training.folder import complete, remove_made, removed_unless_started, sweep
+from graftune.training.prepare import prepare_resume, prepare_run
 from graftune.training.ranks import SingleProcess, check_settings, joined
 from graftune.training.resume import finished, stored_config
 from graftune.training.signals import Stopped, noted_signals, raised_signals
-from graftune.training.trainer import Callback, Run, TrainResult
+from graftune.training.trackers import Callback
+from graftune.training.trainer import Trainer, TrainResult
 
 
 def train(
@@ -36,8 +38,8 @@ def train(
     overrides: dict[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
-    """A whole run in a folder of its own, or (`resume`) what is left of one, to which `overrides` may add. `callbacks`
-    get every event of its log."""
+    """Train a whole run in a folder of its own, or (`resume`) what is left of one, with `overrides` of its settings.
+    `callbacks` get every event of its log."""
     started, track = from_environment(), (overrides or {}).get("track", config.run.track)
     console = console or Console()
     console.ignore_broken_pipes()
@@ -52,12 +54,12 @@ def train(
         if resume is None:
             restarted = ranks.restarted
             resume = ranks.from_lead(lambda: found_again(config, started, restarted))
-            # What was asked for was compared with the run: all of it is the run's already.
+            # The settings were compared with the run's own.
             overrides = {} if resume is not None else overrides
         result = _train(config, console, resume, overrides or {}, callbacks, ranks)
         if result.signal and not result.started:
             ranks.stopped(result.signal)
-        with noted_signals(lambda _: None, once=True):  # there is nothing left to stop
+        with noted_signals(lambda _: None, once=True):  # nothing is left to stop
             ranks.until_done()
     return result
 
@@ -83,7 +85,7 @@ def _train(
                         ranks.at_end(lambda: remove_made(made))
                         prepared = prepare_run(config, console, made, held, ranks)
                         with console.working("preparing the first step"):
-                            run = Run(prepared, console, callbacks)
+                            run = Trainer(prepared, console, callbacks)
                             run.start()
                         made.clear()
         except Stopped as stopped:
@@ -95,7 +97,7 @@ def _train(
 
 
 def found_again(config: Config, ranks: Ranks, restarted: bool) -> str | None:
-    """The run that this command had begun when the launcher started it anew; None at a first start."""
+    """The folder of the run that this command had begun before the launcher restarted it; None at a first start."""
     if ranks.max_restarts and not config.run.out:
         raise GraftuneError("the launcher may start this run again, and would not find it", fix="set out to its folder")
     folder = Path(config.run.out)
@@ -104,13 +106,13 @@ def found_again(config: Config, ranks: Ranks, restarted: bool) -> str | None:
     default, stored = Config().flat(), Config.of_run(folder).flat()
     asked = {name: value for name, value in config.flat().items() if value != default[name]}
     if asked.get("tokens_per_micro_batch", 0) < stored["tokens_per_micro_batch"]:
-        asked.pop("tokens_per_micro_batch", None)  # which an example had made larger
+        asked.pop("tokens_per_micro_batch", None)  # a long example had made it larger
     stored_config(folder, asked)
     return str(folder)
 
 
 def result_of(folder: Path, end: Event) -> TrainResult:
-    """What a finished run came to, by the last event of its log."""
+    """The result of a finished run, from the last event of its log."""
     losses = found if isinstance(found := end.get("validation_loss"), dict) else {}
     step = end["step"] if type(end.get("step")) is int else 0
     return TrainResult(folder, step, end["stopped"], number(losses.get("start")), number(losses.get("best")))
@@ -123,8 +125,8 @@ def _resumed(
     held: ExitStack,
     callbacks: Sequence[Callback],
     ranks: SingleProcess,
-) -> Run | TrainResult:
-    """The run, ready to go on; or what it came to, if it is finished and nothing new is asked of it."""
+) -> Trainer | TrainResult:
+    """The run, ready to go on; or its result, if it is finished and nothing new is asked of it."""
 
     def read() -> list[Any]:
         before, now = stored_config(folder, {}), stored_config(folder, overrides)
@@ -150,6 +152,6 @@ def _resumed(
         sweep(folder)
     prepared = prepare_resume(now, console, folder, before, held, ranks)
     with console.working("resuming the run"):
-        run = Run(prepared, console, callbacks)
+        run = Trainer(prepared, console, callbacks)
         run.resume()
     return run

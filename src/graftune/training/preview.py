@@ -1,6 +1,6 @@
 """preview.jsonl: the first examples of a run's data with the text of each token and whether it is trained.
 
-It lies in the run folder, so that a folder which was copied elsewhere still shows what was trained. It is small: the
+It is in the run folder, so that a folder which was copied elsewhere still shows what was trained. It is small: the
 first examples, the first tokens of each, and no more than `LARGEST` bytes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from graftune.batch import Example
 from graftune.data.token_text import Pieces
 from graftune.io.files import write_file
 from graftune.tokenizer import Tokenizer
+from graftune.training.hooks import Hook, RunState
 
 PREVIEW = "preview.jsonl"
 EXAMPLES, TOKENS, LARGEST = 200, 4096, 4 << 20
 
 
 def shown_example(index: int, example: Example, pieces: Pieces) -> dict[str, Any]:
-    """An example as the page shows it. `truncated`: it was shortened to fit max_seq_len, or it goes on behind what is
-    here."""
+    """An example as the page shows it. `truncated`: it was shortened to fit max_seq_len, or has more tokens than are
+    shown here."""
     shown: dict[str, Any] = {
         "index": index,
         "tokens": pieces.of(example.tokens[:TOKENS]),
@@ -34,35 +35,37 @@ def shown_example(index: int, example: Example, pieces: Pieces) -> dict[str, Any
     return shown if example.weights is None else {**shown, "weights": example.weights[:TOKENS]}
 
 
-class PreviewWriter:
-    """Writes the file beside the first steps, which it is not worth holding up."""
+class Preview(Hook):
+    """Writes the file in a thread beside the first steps, so that they do not wait for it."""
 
-    def __init__(
-        self, folder: Path, examples: Sequence[Example], tokenizer: Tokenizer, warn: Callable[[str], None]
-    ) -> None:
-        self._path, self._examples, self._tokenizer, self._warn = folder / PREVIEW, examples, tokenizer, warn
-        self._failed = ""
-        self._thread = threading.Thread(target=self._write, name="preview")
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self._examples, self._failed = examples, ""
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """A resumed run has its preview, unless it was killed too early or is of an older version."""
-        if not self._path.exists():
+    def start(self, state: RunState) -> None:
+        """A resumed run has its preview, unless it was killed before it was written."""
+        if state.ranks.leads and not (state.folder / PREVIEW).exists():
+            self._thread = threading.Thread(target=self._write, args=[state], name="preview")
             self._thread.start()
 
-    def finish(self) -> None:
-        """Wait for it, and say if it could not be written; but a run that fails has one sentence, its own."""
-        if self._thread.ident is not None:
+    def finish(self, state: RunState) -> dict[str, Any]:
+        self.close(state)  # before the last event of the log: a run that has it lacks nothing
+        return {}
+
+    def close(self, state: RunState) -> None:
+        """Wait for the thread, and warn if the file was not written. A run that fails reports only its own error."""
+        if self._thread is not None:
             self._thread.join()
         if self._failed and sys.exc_info()[0] is None:
             self._failed = ""
-            self._write()  # the disk may have room by now
+            self._write(state)  # the disk may have room by now
         if self._failed and sys.exc_info()[0] is None:
-            self._warn(f"{PREVIEW} was not written: {self._failed}")
+            state.report.warn(f"{PREVIEW} was not written: {self._failed}")
             self._failed = ""
 
-    def _write(self) -> None:
+    def _write(self, state: RunState) -> None:
         try:
-            write_preview(self._path, self._examples, self._tokenizer)
+            write_preview(state.folder / PREVIEW, self._examples, state.session.tokenizer)
         except OSError as error:
             self._failed = error.strerror or str(error)
 

@@ -25,7 +25,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import free_bytes
 from graftune.ranks import Ranks
 from graftune.runtime import device_of
-from graftune.session import Session
+from graftune.session import Parts
 from graftune.settings.config import Config
 from graftune.step.pipeline import Figures
 from graftune.weights.checkpoint import Progress
@@ -81,7 +81,7 @@ class SingleProcess:
     def set_deadline(self, seconds: float) -> None: ...
     def begin(self, step: int) -> None: ...
     def finished(self, figures: Figures) -> None: ...
-    def spread(self, session: Session, progress: Progress) -> Progress:
+    def spread(self, session: Parts, progress: Progress) -> Progress:
         return progress
 
     def busy(self, doing: str) -> AbstractContextManager[None]:
@@ -175,7 +175,7 @@ class Distributed(SingleProcess):
                 BUG,
             )
 
-    def spread(self, session: Session, progress: Progress) -> Progress:
+    def spread(self, session: Parts, progress: Progress) -> Progress:
         """Rank 0's state, which it may have read from a checkpoint, on every rank."""
         arena, scaler = session.arena, session.step.scaler
         for tensor in (arena.weights, arena.m, arena.v, *([] if scaler is None else [scaler.state])):

@@ -1,10 +1,10 @@
-"""What a run says of itself: steps, evaluations, answers and warnings, to whoever watches and into metrics.jsonl."""
+"""Reports of a run: steps, evaluations, warnings and costs, on the console and in metrics.jsonl."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from graftune.batch import Example
+from graftune.data.encoded import lengths_of
+from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console, WorkProgress
 from graftune.observe.events import EventLog
@@ -19,20 +22,22 @@ from graftune.observe.memory import device_bytes, human_bytes
 from graftune.observe.plot import LivePlot, loss_plot, prepare
 from graftune.observe.speed import NOTHING, Amounts, Meter, compared, is_far
 from graftune.plan import Plan
+from graftune.session import Parts
 from graftune.step.evaluate import EvalResult
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import Figures
+from graftune.training import floors
 
-OFF = {"cuda": 0.03, "cpu": 0.10}  # what a plan may be off by
+OFF = {"cuda": 0.03, "cpu": 0.10}  # how far a run may exceed its plan
 
 
 @dataclass
 class LiveSpeed:
-    """What a step is worth beside its tokens, so that speed can be said live."""
+    """The floating-point operations and the floor of a step, from which its speed is computed while it trains."""
 
     flops: StepFlops
     floor_ms: float | None = None  # of a micro-batch, as `graftune profile` measured it
-    without_floor: str = ""  # said in place of it
+    without_floor: str = ""  # shown in place of the floor
     waited: Callable[[], float] | None = None  # seconds so far for which the host waited for the device
     _waited: float = 0.0
 
@@ -44,14 +49,32 @@ class LiveSpeed:
         return Amounts(self.flops(facts["tokens"], facts["response_tokens"]), floor, idle)
 
 
+def live_speed(session: Parts, examples: Sequence[Example], shape: Capacities | None) -> LiveSpeed:
+    full = session.config.train.method != "lora"
+    flops = StepFlops.of(session.base.spec, lengths_of(examples), full=full)
+    if session.runtime.device.type != "cuda":
+        return LiveSpeed(flops)
+    known, loop = floors.known(session, shape), session.pipeline
+    without = f"floor: {floors.lacks_briefly(session) or 'not measured (graftune profile RUN)'}"
+    return LiveSpeed(flops, known, "" if known else without, lambda: loop.waited)
+
+
 class Reporter:
-    def __init__(self, console: Console, log: EventLog, total: int, device: torch.device, plan: Plan | None):
-        self.console, self.log, self.total, self.device = console, log, total, device
+    def __init__(
+        self,
+        console: Console,
+        log: EventLog,
+        total: int,
+        device: torch.device,
+        plan: Plan | None = None,
+        live: LiveSpeed | None = None,
+    ):
+        self.console, self.log, self.total, self.device, self.live = console, log, total, device, live
         self.plan, self.reported_plan, self.reported_gone = plan, False, False
         self.bar, self._phase = WorkProgress(total), ""
         self.live_plot = live_plot_of(log.path.parent)
         self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
-        self.live: LiveSpeed | None = None
+        self._attention, self._captures = "", 0  # as last reported
 
     @property
     def meter(self) -> Meter:
@@ -59,21 +82,36 @@ class Reporter:
 
     @contextmanager
     def steps(self, done: int) -> Iterator[None]:
-        """The time in which steps are taken, `done` of them before."""
+        """Around all steps, `done` of which were taken before. Shows their progress."""
         with self.console.progress(self.total, done) as self.bar:
             self.bar.without_floor = self.live.without_floor if self.live else ""
             yield
 
     def warn(self, text: str, step: int = 0, kind: str = "") -> None:
-        """`kind`: of the warnings that are given once in a run (guard.py)."""
+        """`kind`: of warnings that are given once in a run (guard.py)."""
         self.console.warn(text)
         self.log.emit("warning", step=step, text=text, **({"kind": kind} if kind else {}))
 
     def phase(self, name: str) -> None:
-        """What the run does from here on: compiling, training, evaluating or finalising."""
+        """Log what the run does from here on: compiling, training, evaluating or finalising."""
         if name != self._phase:
             self._phase = name
             self.log.emit("phase", phase=name)
+
+    def sending(self) -> None:
+        """A step is about to be sent. The first one on a GPU compiles kernels and captures graphs."""
+        if self._phase not in ("compiling", "training"):
+            compiles = self.device.type == "cuda" and not self.host_seconds
+            self.phase("compiling" if compiles else "training")
+
+    def sent(self, session: Parts, step: int) -> None:
+        """Report what the first batch of a shape has decided: the fastest attention, and one more capture."""
+        backend, captures = session.step.backend, session.pipeline.captures
+        if backend != (self._attention or session.attention.backend):
+            self.console.note(f"attention: {backend}, timed as the fastest on these documents")
+        if captures > max(1, self._captures):
+            self.console.warn(f"step {step}: captured again, for batches of another shape")
+        self._attention, self._captures = backend, captures
 
     def step(self, done: Figures, *, scaled: bool) -> None:
         facts, step = done.tag, done.tag["step"]
@@ -85,7 +123,7 @@ class Reporter:
             self.phase("training")
         if self.console.gone and not self.reported_gone:
             self.reported_gone = True
-            self.log.emit("warning", step=step, text=f"the run goes on without a word ({self.console.gone})")
+            self.log.emit("warning", step=step, text=f"the run goes on without a console ({self.console.gone})")
         if self.plan is not None and not self.reported_plan:
             self._memory(self.plan, step)
             self.reported_plan = True
@@ -114,7 +152,7 @@ class Reporter:
         return {name: value for name, value in known.items() if value or (name == "host_idle" and on_gpu)}
 
     def _memory(self, plan: Plan, step: int) -> None:
-        """What the first step came to, beside what was planned."""
+        """Compare the memory of the first step with the plan."""
         measured = device_bytes(self.device).peak
         off = plan.expected / measured - 1
         self.console.note(
@@ -123,7 +161,7 @@ class Reporter:
         self.log.emit("memory", step=step, planned=plan.expected, measured=measured, owners=plan.owners())
 
     def memory_in_all(self, step: int) -> None:
-        """At a run's end: nothing is said unless it took more than was planned."""
+        """At the end of a run: warn if it took more memory than was planned."""
         if self.plan is None:
             return
         allowed, most = OFF[self.plan.device], device_bytes(self.device).peak
@@ -140,7 +178,8 @@ class Reporter:
 
     @contextmanager
     def counted(self, label: str, total: int, unit: str, also: Callable[[], None]) -> Iterator[Callable[[int], None]]:
-        """Other work than steps, with a callback for its count that calls `also` first (it looks for signals)."""
+        """Shows the progress of other work than steps. Yields a callback for its count that calls `also` first (which
+        looks for signals)."""
         with self.console.progress(total, label=label, unit=unit) as bar:
 
             def between(done: int) -> None:
@@ -149,21 +188,26 @@ class Reporter:
 
             yield between
 
-    def silenced(self) -> Console:
-        """The terminal is gone: from here on only the log is written. Returns a console that prints nothing."""
+    def silence(self) -> None:
+        """The terminal is gone: from here on only the log is written."""
         self.console, self.bar = Console(quiet=True), WorkProgress(self.total)
-        return self.console
+
+    def end(self, session: Parts, step: int, stopped: str, **more: Any) -> None:
+        """Log the end of a run that was stopped, and draw its pictures."""
+        self.log.emit("run_end", step=step, stopped=stopped, **more, **self.cost(session))
+        self.plot()
 
     def plot(self) -> None:
-        """The picture and the report of the run as it ended, or was stopped."""
+        """Draw the picture and write the report of the run as it ended or was stopped."""
         write_pictures(self.log.path.parent, self.live_plot, self.console.warn)
 
-    def cost(self, captures: int) -> dict[str, Any]:
-        """What the steps took of the host, and the run of the device."""
+    def cost(self, session: Parts) -> dict[str, Any]:
+        """Host time of a step, captures, the attention backend and, on a GPU, the peak of its memory."""
         median = statistics.median(self.host_seconds) * 1000 if self.host_seconds else None
-        cost: dict[str, Any] = {"captures": captures, "host_ms": median}
-        on_gpu = self.device.type == "cuda"
-        return cost | ({"peak_device_memory": device_bytes(self.device).peak} if on_gpu else {})
+        cost: dict[str, Any] = {"captures": session.pipeline.captures, "host_ms": median}
+        if self.device.type == "cuda":
+            cost["peak_device_memory"] = device_bytes(self.device).peak
+        return cost | {"attention": session.step.backend}
 
 
 def live_plot_of(folder: Path) -> LivePlot:
@@ -171,10 +215,10 @@ def live_plot_of(folder: Path) -> LivePlot:
 
 
 def write_pictures(folder: Path, plot: LivePlot, warn: Callable[[str], None]) -> None:
-    """loss.png and report.html. A run does not fail for want of them."""
+    """Draw loss.png and write report.html. A run does not fail if they cannot be written."""
     if why := plot.finish():
         warn(f"loss.png was not drawn: {why}")
-    from graftune.observe.report import write_report  # here: a start does not wait for it
+    from graftune.observe.report import write_report  # imported late: a start does not wait for it
 
     try:
         write_report(folder)

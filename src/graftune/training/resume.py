@@ -1,8 +1,8 @@
-"""What a run that is taken up again keeps, what may be other than before, and how long it is now.
+"""What a resumed run keeps, what may change, and how long it is now.
 
 Everything that decides what a run computes is stored with it: as settings in config.yaml, as digests of data, base and
-examples in its log and checkpoints. A resume compares them by name. Rejected: one digest over all settings, which a
-later version's new field or changed default would break, and which cannot say what differs.
+examples in its log and checkpoints. A resume compares them by name. Rejected: one digest over all settings, which a new
+field or default of a later version would break, and which cannot name what differs.
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from graftune import __version__
 from graftune.data.loader import Loader
-from graftune.errors import GraftuneError, one_line
-from graftune.observe.events import BEGINNINGS, Event, read_events
-from graftune.session import Session
+from graftune.errors import GraftuneError
+from graftune.observe.events import Event, read_events
 from graftune.settings.config import Config, OptimConfig, Resume, TrainConfig, leaves
 from graftune.settings.sources import absolute
 from graftune.step.schedule import learning_rate
 from graftune.weights.base import Base
-
-if TYPE_CHECKING:
-    from graftune.training.trainer import Run
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ def run_length(loader: Loader, settings: TrainConfig) -> Length:
 
 
 def stretched(settings: TrainConfig, loader: Loader) -> float:
-    """The epochs that max_steps takes, if those that are set do not suffice."""
+    """The epochs that max_steps needs, if the setting `epochs` is too low for it."""
     epochs = math.ceil(settings.epochs)
     steps = sum(loader.steps_per_epoch(epoch) for epoch in range(epochs))
     if run_length(loader, settings).total >= settings.max_steps:
@@ -66,7 +59,7 @@ def settings_that(*resume: Resume) -> list[str]:
 
 
 def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
-    """A run's own settings, with those that may change on a resume; any other change is refused by name."""
+    """The settings of a run with `overrides`. A change of one that may not change on resume is refused by name."""
     if not (folder / "config.yaml").exists():
         raise GraftuneError("holds no run (no config.yaml)", where=str(folder), fix="give the folder of a run")
     config = Config.of_run(folder)
@@ -80,17 +73,17 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
                 fix="resume without it, or start a new run",
             )
     if asked["epochs"] != stored["epochs"] and "max_steps" not in overrides:
-        asked["max_steps"] = 0  # of the two, the one that is given decides
+        asked["max_steps"] = 0  # the one that is given decides
     return Config.of(asked)
 
 
 def _same_kind(name: str, asked: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Another GPU of the same machine or of another one."""
+    """Whether it is the device that differs, and both are of the same kind: another GPU is taken."""
     return name == "device" and str(asked[name]).partition(":")[0] == str(stored[name]).partition(":")[0]
 
 
 def with_full_paths(config: Config) -> Config:
-    """Files and folders of the user's by their full path, so that a run can be resumed from anywhere."""
+    """The settings with full paths of files and folders, so that a run can be resumed from anywhere."""
     values = {name: value for name, value in config.flat().items() if name in ("base", "template", "adapter") and value}
     full: dict[str, Any] = {n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)}
     return config.replace(**full, data=absolute(config.data.data), eval_data=absolute(config.data.eval_data))
@@ -101,7 +94,7 @@ def _exists(value: str) -> bool:
 
 
 def finished(folder: Path, before: Config, now: Config) -> Event | None:
-    """The end of a run that has nothing left to do, from its log; None if it has."""
+    """The last event of a run that has nothing left to do; None if it has."""
     changed = any(
         getattr(before.train, name) != getattr(now.train, name) for name in ("epochs", "max_steps", "patience")
     )
@@ -116,7 +109,7 @@ def finished(folder: Path, before: Config, now: Config) -> Event | None:
 
 
 def extension(step: int, before: int, now: int, optim: OptimConfig) -> str:
-    """What another length does to the schedule, in one line."""
+    """How another length changes the schedule, in one line."""
     if step >= now:
         return f"the run now ends at step {now} instead of {before}: there is nothing left to train"
     lr, had = learning_rate(step, now, optim), learning_rate(min(step, before - 1), before, optim)
@@ -126,56 +119,6 @@ def extension(step: int, before: int, now: int, optim: OptimConfig) -> str:
         f"{now} steps, so the learning rate goes on at {lr:.2e} (it was {had:.2e}) and ends at "
         f"{learning_rate(now - 1, now, optim):.2e}"
     )
-
-
-def keep_changes(run: Run) -> None:
-    """What was changed with this resume and holds from now on: said, logged and stored."""
-    p, before, now = run.progress, Config.of_run(run.folder), run.config.flat()
-    kept = {name: now[name] for name in settings_that("stored") if before.flat()[name] != now[name]}
-    if run.total != run.before.total:
-        run.console.note(extension(p.step, run.before.total, run.total, run.config.optim))
-        run.log.emit("extend", step=p.step, steps=run.total, steps_before=run.before.total, **kept)
-        if p.stale and run.total > run.before.total:  # or an early stop would come again at once
-            p.stale = 0
-            run.save()
-    if kept:
-        before.replace(**kept).save(run.folder / "config.yaml")
-
-
-def computed_by(session: Session) -> dict[str, str]:
-    """What else decides the last bits of what a run computes; in its log at every start."""
-    runtime = session.runtime
-    on_cpu = {"cpu": torch.backends.cpu.get_cpu_capability()} if runtime.device.type == "cpu" else {}
-    versions = {"graftune": __version__, "torch": str(torch.__version__)}
-    return versions | {"device": runtime.describe(why=False), "attention": session.attention.backend} | on_cpu
-
-
-def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
-    """What computes the run now and did not when it was last at work, in one line; empty if nothing changed."""
-    before: Event = {}
-    for event in events:
-        if event["event"] in BEGINNINGS:
-            before = {**before, **event}
-    was = {name: str(before[name]) for name in now if name in before}
-    # Earlier versions also noted why a device was chosen, in brackets behind it, and that changes no bit.
-    changes = [
-        f"{name} was {one_line(text, 200)} and is {now[name]}"
-        for name, text in was.items()
-        if text != now[name] and not text.startswith(f"{now[name]} (")
-    ]
-    if not changes:
-        return ""
-    return f"{'; '.join(changes)}: the run goes on, and from here on its figures may differ in their last bits"
-
-
-def check_longer(folder: Path, step: int, total: int, settings: TrainConfig) -> None:
-    if total < step:
-        asked = f"max_steps {settings.max_steps}" if settings.max_steps else f"epochs {settings.epochs:g}"
-        raise GraftuneError(
-            f"the run has done {step} {'step' if step == 1 else 'steps'} and {asked} makes {total}",
-            where=str(folder),
-            fix=f"give more, or take an earlier state as in {folder}@best with chat, eval or export",
-        )
 
 
 def identity(config: Config, base: Base, data: str, examples: str) -> dict[str, Any]:
@@ -193,8 +136,8 @@ def identity(config: Config, base: Base, data: str, examples: str) -> dict[str, 
 
 
 def beyond_defaults(value: Any) -> Any:
-    """A dataclass as the fields that are not at their default: a field that a later version adds changes nothing for
-    what does not use it."""
+    """The fields of a dataclass that are not at their default. So a field that a later version adds does not change the
+    identity of models that do not use it."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [beyond_defaults(item) for item in value]
     if not dataclasses.is_dataclass(value):

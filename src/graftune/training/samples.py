@@ -1,5 +1,9 @@
-"""Answers to a few validation prompts, before and after training, so that a person sees what changed; and their score
-where the data set brings a scorer."""
+"""Answers to a few validation prompts, by the base and by the model that trains, so that a person sees what changed;
+and their score where the data set has a scorer.
+
+Rank 0 asks while the others wait. Where the base is sharded over the ranks, no forward pass works without all of them:
+then every rank does the same, and what the others write goes nowhere.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,17 @@ from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import stop_ids, usable_format
 from graftune.infer.sample import Sampling
 from graftune.observe.console import AnswerRow, Console
-from graftune.session import Session
+from graftune.observe.events import Event
+from graftune.session import Parts
 from graftune.settings.config import Config, RunConfig
 from graftune.tokenizer import Tokenizer
+from graftune.training.hooks import Hook, RunState
 
-SCORED = 24  # records, unless the settings say how many
+SCORED = 24  # records, unless the settings name a number
 
 
 def scored_records(config: RunConfig) -> int:
-    """Without a number, the usual one; but whoever wants no samples is not asked for scores behind their back."""
+    """How many records are scored. Without a number it is the usual one, but none if no samples are wanted."""
     usual = SCORED if config.samples else 0
     return (config.score_records or usual) if config.score else 0
 
@@ -31,16 +37,16 @@ def scored_records(config: RunConfig) -> int:
 @dataclass(frozen=True)
 class Question:
     prompt: list[int]  # rendered, ready to continue
-    asked: str  # what a person would recognise of it
+    asked: str  # the part of it that a person recognises
     reference: str
 
 
-class Answers:
-    """The questions of a run, the same before and after, and what was answered to them."""
+class Questions:
+    """The questions of a run, the same before and after training."""
 
     def __init__(self, validation: Dataset, whole: Config, tokenizer: Tokenizer, positions: int):
-        """The first records of the validation set: it is a seeded random subset of the data already. A prompt that is
-        longer than an example may be, or than the model's `positions`, is left out."""
+        """The first records of the validation set, which is a seeded random subset of the data already. Prompts that
+        are longer than an example may be, or than the model's `positions`, are left out."""
         config = whole.run
         self.stops = stop_ids(tokenizer, usable_format(tokenizer, whole.data))
         self.scored = bool(scored_records(config) and len(validation) and is_sample_hash(validation.sha256))
@@ -54,30 +60,34 @@ class Answers:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the prompts, in tokens."""
+        """Lengths of the prompts, in tokens."""
         return tuple(len(q.prompt) for q in self.questions)
 
     @property
+    def asked(self) -> list[str]:
+        return [question.asked for question in self.questions]
+
+    @property
     def digest(self) -> str:
-        """Of the prompts and of how long an answer may be: what was answered to others is no answer to these."""
+        """Identifies the prompts and the longest answer: stored answers are used for exactly these."""
         return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
 
-    def ask(self, session: Session, count: int, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
-        """The first `count` questions, greedily, as many at once as fit the cache. `between` gets the count of those
-        answered."""
+    def ask(self, session: Parts, count: int, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
+        """Answer the first `count` questions greedily, as many at once as fit the cache. `between` is called with the
+        number of answers so far."""
         prompts, how = [question.prompt for question in self.questions[:count]], Sampling(max_new_tokens=self.length)
         answers = session.continued(prompts, how, self.stops, adapted=adapted, on_progress=between)
         return [session.tokenizer.decode(answer, skip_special=True) for answer in answers]
 
     def known(self, event: Mapping[str, Any]) -> list[str]:
-        """The answers in a log's event to just these questions; none if it holds others."""
+        """The answers to exactly these questions in an event of the log; none if it holds others."""
         found, asked = event.get("answers"), event.get("questions")
         if asked != self.digest or not isinstance(found, list) or len(found) != len(self.questions):
             return []
         return found if all(isinstance(answer, str) for answer in found) else []
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
-        """Base and tuned answers side by side, and their scores; the scores are returned. `before` may be empty."""
+        """Print base and tuned answers side by side, and return their scores. `before` may be empty."""
         bases: Sequence[str | None] = before or [None] * len(after)
         triples = zip(self.questions, bases, after, strict=True)
         rows = [AnswerRow(q.asked, base, tuned, q.reference) for q, base, tuned in triples]
@@ -89,13 +99,84 @@ class Answers:
         scores = {name: score_all(zip(references, answers, strict=True)) for name, answers in asked.items()}
         shares = ", ".join(f"{name} {score.share:.0%}" for name, score in scores.items())
         console.line(f"score on {len(references)} unseen records: {shares} exactly right")
-        return {"score": {name: _figures(score) for name, score in scores.items()}}
+        return {"score": {name: _score_figures(score) for name, score in scores.items()}}
 
 
-def _figures(report: ScoreReport) -> dict[str, Any]:
+class Samples(Hook):
+    """Asks the questions at the end of a run, and every `sample_every` steps. The base is asked once: with the first
+    samples, where the adapters can be switched off; before the first step, where training overwrites it."""
+
+    def __init__(self, questions: Questions):
+        self.questions = questions
+        self.base_answers: list[str] = []
+        self.asked_at = 0  # the step of the last samples
+
+    def resumed(self, state: RunState, events: Sequence[Event]) -> None:
+        for event in events:
+            if event["event"] == "sample" and event.get("step") == 0:
+                self.base_answers = self.questions.known(event)
+
+    def start(self, state: RunState) -> None:
+        self.asked_at = state.progress.step
+        full = state.config.train.method == "full" and state.ranks.leads
+        if full and not self.base_answers and not state.progress.step:
+            with state.ranks.busy("asking the base"):
+                self._ask_base(state)
+
+    def due(self, state: RunState) -> bool:
+        every, step = state.config.run.sample_every, state.progress.step
+        return bool(every and self.questions.shown) and self.asked_at < step < state.total and step % every == 0
+
+    def run(self, state: RunState) -> None:
+        self.asked_at = state.progress.step
+        if state.ranks.leads or _together(state):
+            with state.ranks.busy("answering sample prompts"):
+                self._ask_both(state, self.questions.shown)
+
+    def finish(self, state: RunState) -> dict[str, Any]:
+        console, tuned = state.report.console, self._ask_both(state, len(self.questions.questions))
+        if not self.base_answers:  # there is none where all weights began at random, or were trained before this resume
+            console.note("there is no base to ask: the answers are the trained model's alone")
+        return self.questions.show(console, self.base_answers, tuned)
+
+    def _ask_both(self, state: RunState, count: int) -> list[str]:
+        """The tuned model's answers to the first `count` questions. Before them the base answers all questions, if it
+        has not yet and still can."""
+        missing = not self.base_answers and state.config.train.method == "lora"
+        if state.ranks.from_lead(lambda: missing) if _together(state) else missing:
+            self._ask_base(state)
+        tuned = self._ask(state, "the tuned model", count, adapted=True)
+        more = {} if self.base_answers else {"prompts": self.questions.asked}
+        log = state.report.log
+        log.emit("sample", step=state.progress.step, answers=tuned, shown=self.questions.shown, **more)
+        return tuned
+
+    def _ask_base(self, state: RunState) -> None:
+        questions = self.questions
+        self.base_answers = self._ask(state, "the base", len(questions.questions), adapted=False)
+        facts = {"questions": questions.digest, "prompts": questions.asked, "shown": questions.shown}
+        state.report.log.emit("sample", step=0, answers=self.base_answers, **facts)
+
+    def _ask(self, state: RunState, whom: str, count: int, *, adapted: bool) -> list[str]:
+        label, check = f"asking {whom} about unseen prompts", _stay if _together(state) else state.check_stop
+        counted = state.report.counted(label, count, "answers", check)
+        with state.pausing_steps("samples"), counted as between, state.stop.interruptible():
+            return self.questions.ask(state.session, count, adapted=adapted, between=between)
+
+
+def _together(state: RunState) -> bool:
+    """Whether every forward pass needs all ranks."""
+    return state.session.placement.ranks > 0
+
+
+def _stay() -> None:
+    """Ranks that answer together cannot leave the work."""
+
+
+def _score_figures(report: ScoreReport) -> dict[str, Any]:
     return {"exact": report.share, "valid_json": report.valid_json, "total": report.total, "fields": report.fields}
 
 
 def _asked(messages: list[dict[str, Any]], prompt: str) -> str:
-    """What a person would recognise of a prompt: the last turn before the answer; plain text is its own."""
+    """The part of a prompt that a person recognises: the last turn before the answer, or the whole plain text."""
     return str(messages[-1]["content"]).strip() if messages else prompt.strip()

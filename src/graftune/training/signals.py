@@ -1,14 +1,16 @@
 """Ctrl-C, SIGTERM and SIGHUP (a closed terminal, a dropped connection) of a run.
 
-While a run trains, the first signal is noted, so that the run can end at a whole step. A thread sees to the rest,
-because Python hands a signal to the main thread, which may be amid a long product or wait for a device: a second Ctrl-C
-ends the process at once and says what is lost; and if the run does not come to an end of its micro-batch, its
-evaluation or its answers in time, the main thread is told to give them up. A launcher passes signals on to processes
-that may have had them already, and ends them itself if they take too long: of several ranks none acts on a second one.
-While a run is prepared there is nothing to save: the signal is raised, as Python does with Ctrl-C, and what was made so
-far is taken away. A signal that is ignored (nohup) stays so. A second SIGTERM or SIGHUP changes nothing: schedulers
-repeat them, and a terminal that closes sends SIGHUP twice; so does a second SIGINT in the same moment, from a wrapper
-that passes it on. SIGSTOP cannot be seen; SIGCONT can, and the time between is found by how long the thread has slept.
+While a run trains, the first signal is noted, so that the run ends after a whole step and saves it. A thread does the
+rest, because Python delivers a signal to the main thread, which may be inside a long product or wait for a device: a
+second Ctrl-C ends the process at once and prints what is lost; and if the run does not reach the end of its
+micro-batch, evaluation or answers in time, the main thread gives them up. These change no weight, so that a resume
+computes the same again; an update, a checkpoint and the adapter are always finished. A launcher passes signals on to
+processes that may have received them already, and ends them itself if they take too long: with several ranks, no rank
+acts on a second signal. While a run is prepared there is nothing to save: the signal is raised, as Python does with
+Ctrl-C, and the files made so far are removed. A signal that is ignored (nohup) stays ignored. A second SIGTERM or
+SIGHUP changes nothing: schedulers repeat them, and a terminal that closes sends SIGHUP twice; so does a second SIGINT
+in the same moment, from a wrapper that passes it on. SIGSTOP cannot be seen; SIGCONT can, and the time between them
+follows from how long the thread has slept.
 """
 
 from __future__ import annotations
@@ -25,20 +27,45 @@ from types import FrameType
 
 KINDS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
-HANGUP = getattr(signal, "SIGHUP", 0)  # after which there may be nobody to write to
+HANGUP = getattr(signal, "SIGHUP", 0)  # after which the terminal may be gone
 
 
 class Stopped(BaseException):
-    """A signal before the first step. No `except Exception` of a library may keep it."""
+    """A signal came before the first step. A BaseException, so that no `except Exception` of a library catches it."""
 
     def __init__(self, number: int):
         super().__init__(number)
         self.number = number
 
 
+class Interrupted(Exception):
+    """A signal was seen between two micro-batches, or too long ago."""
+
+
+class StopRequest:
+    """The signal that asks a run to stop, and whether the present work may be given up for it."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.may_give_up = False
+
+    def note(self, number: int) -> None:
+        """Called in a signal handler, which must not write to a stream that may be in use."""
+        self.signal = number
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Around work that a signal may end anywhere, because it changes no weight."""
+        self.may_give_up = True
+        try:
+            yield
+        finally:
+            self.may_give_up = False
+
+
 @contextmanager
 def noted_signals(note: Callable[[int], None], *, once: bool = False) -> Iterator[None]:
-    """While inside, `note` is called with the number of the first signal, in its handler. `once`: others do nothing."""
+    """Calls `note` with the number of the first signal, in its handler. `once`: later signals do nothing."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         for kind in previous:
@@ -61,7 +88,7 @@ def noted_signals(note: Callable[[int], None], *, once: bool = False) -> Iterato
 
 @contextmanager
 def raised_signals(*, once: bool = False) -> Iterator[None]:
-    """While inside, the first signal raises `Stopped`."""
+    """Raises `Stopped` at the first signal."""
 
     def raising(number: int) -> None:
         raise Stopped(number)
@@ -70,12 +97,12 @@ def raised_signals(*, once: bool = False) -> Iterator[None]:
         yield
 
 
-class Stopping:
-    """What becomes of signals while a run trains.
+class SignalWatch:
+    """Handles signals while a run trains.
 
     `note` is called with the first one, in its handler. `overdue` is called in the main thread `within` seconds later,
-    if this is still open (0: never). `lost` says what a second Ctrl-C loses, from another thread. `continued` is called
-    with the seconds for which the process was stopped."""
+    if this is still open (0: never). `lost` returns what a second Ctrl-C loses, and is called from another thread.
+    `continued` is called with the seconds for which the process was stopped."""
 
     TICK = 1.0  # seconds between two looks at the clock
     SAME = 0.5  # seconds within which a second SIGINT is the first one, passed on
@@ -96,7 +123,7 @@ class Stopping:
         self._ticks = (0.0, 0.0)  # the last two times at which the thread was awake
         self._closed = False
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> SignalWatch:
         self._stack = ExitStack()
         if threading.current_thread() is not threading.main_thread():
             return self  # the Python API may be used from another thread: signals stay as they are
@@ -150,18 +177,18 @@ class Stopping:
             for number in os.read(self._read, 64) if ready else b"":
                 if number not in self._kinds:
                     continue
-                if calls:  # made by this thread
+                if calls:  # sent by this thread
                     calls -= 1
                 elif not first:
                     first, came = number, now
                 elif number == signal.SIGINT and not self._once and now - came > self.SAME:
                     self._end(number)
             if first and self._within and now - came >= self._within:
-                # Again and again: what is not to be given up now may be followed by what is.
+                # Repeatedly: work that may not be given up now may be followed by work that may.
                 self._late, calls = True, calls + 1
                 _thread.interrupt_main(signal.Signals(first))
 
     def _end(self, number: int) -> None:
-        with suppress(OSError):  # the terminal may be what has gone
+        with suppress(OSError):  # the terminal may be gone
             os.write(2, f"\ngraftune: stopped at once; {self._lost()}\n".encode())
         os._exit(128 + number)

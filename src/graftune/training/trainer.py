@@ -1,296 +1,235 @@
-"""The run: owns the host, the clock and the disk. Everything per step is in step.py, how steps are sent to the device
-without waiting for them in step/pipeline.py, and what is said of them in reporter.py.
+"""The training loop. It sends steps to the device, takes their figures when they arrive, and calls the hooks: checks of
+the numbers, evaluations, checkpoints, samples, profiles and trackers are in files of their own (hooks.py).
 
-A run is a function of its place. `Progress` says which step is next and which evaluation was last; what is due follows
-from it and from nothing else, so a run that was killed anywhere goes on from its last checkpoint and does, bit for
-bit, what it would have done. Signals are noticed between micro-batches; what had added up since the last update is
-dropped, the last whole step is saved.
+Everything a run does next follows from its `Progress`: which step is next and which evaluation was last. So a run that
+was killed anywhere goes on from its last checkpoint and computes, bit for bit, what it would have computed. Signals are
+noticed between micro-batches; gradients since the last update are dropped, and the last whole step is saved.
 
 `Progress.step` counts the steps that were sent. Their figures come when they are done, on a GPU a step or two later;
-before an evaluation, a checkpoint and the end all of them are waited for, so that the log never lacks a step which a
+before an evaluation, a checkpoint and the end the loop waits for all of them, so that the log has every step that a
 checkpoint holds.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graftune.io.files import write_file
 from graftune.kernels.adamw import Hyper
 from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
-from graftune.observe.events import Event, EventLog, read_events
-from graftune.observe.profiler import StepTrace
+from graftune.observe.events import Event, EventLog
+from graftune.observe.trackers import Tracking
 from graftune.spans import marked
 from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
-from graftune.training.ending import answer_samples, ask_base, finish
-from graftune.training.guard import Guard
-from graftune.training.halting import Halted, halted, look_at_end, look_at_weights
-from graftune.training.live import live_speed, profiled_steps, tracking_of
-from graftune.training.prepare import Prepared, report_start
-from graftune.training.preview import PreviewWriter
-from graftune.training.profiled_steps import ProfiledSteps
-from graftune.training.reporter import Reporter
-from graftune.training.resume import changed_since, check_longer, computed_by, identity, keep_changes, run_length
-from graftune.training.signals import HANGUP
-from graftune.training.stop import Interrupted, lost, may_give_up, stop, stopping
-from graftune.training.typed import typed_command
-from graftune.weights import checkpoint
-from graftune.weights.checkpoint import Progress
-
-Callback = Callable[[Event], object]
+from graftune.training import ending, start
+from graftune.training.checkpoints import Checkpoints
+from graftune.training.evaluation import Evaluation
+from graftune.training.guard import Guard, Halted
+from graftune.training.hooks import Hook, RunState
+from graftune.training.prepare import Prepared
+from graftune.training.preview import Preview
+from graftune.training.profiled_steps import ProfiledSteps, Trace
+from graftune.training.reporter import Reporter, live_speed
+from graftune.training.resume import identity, run_length
+from graftune.training.samples import Samples
+from graftune.training.signals import HANGUP, Interrupted, SignalWatch
+from graftune.training.trackers import Callback, Callbacks, Trackers
 
 
 @dataclass
 class TrainResult:
-    """What a run came to."""
+    """The outcome of a run."""
 
     folder: Path  # with the adapter, the checkpoints and the log
     steps: int  # in all
     stopped: str  # finished, early stop or interrupted
     first_eval: float | None  # the validation loss before the first step
     best_eval: float | None  # the least one since
-    summary: dict[str, Any] = field(default_factory=dict)  # what the log's last event says
+    summary: dict[str, Any] = field(default_factory=dict)  # the figures of the log's last event
     signal: int = 0  # that interrupted it
     started: bool = True  # False: stopped while it was prepared, with nothing written
 
 
-class Run:
+class Trainer:
     """One training run in its folder."""
 
     def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
-        self.ranks = prepared.ranks
-        self.folder, self.session, self.console = prepared.folder, prepared.session, console
-        self.training, self.validation = prepared.training, prepared.validation
-        self.plan, self.answers = prepared.plan, prepared.answers
-        session = prepared.session
-        self.config = config = session.config
-        self.progress = Progress()
-        self.loader = session.loader(self.training.examples)
+        self.prepared, self.session = prepared, prepared.session
+        session, config, ranks = prepared.session, prepared.session.config, prepared.ranks
+        self.loader = session.loader(prepared.training.examples)
         self.shape = session.fix_shape(self.loader, config.train.epochs)
-        self.step, self.pipeline, self.graph = session.step, session.pipeline, config.train.graph
-        self.attention, self.captures = session.attention.backend, 0  # as last reported
-        length = run_length(self.loader, config.train)
-        self.before = run_length(self.loader, prepared.before.train) if prepared.before else length
-        self.total, self.epoch_steps = length.total, max(length.epoch_steps, self.before.epoch_steps, key=len)
-        self.tracking = tracking_of(config, prepared, console, self.epoch_steps)
-        self.callbacks: Sequence[Callback] = [*callbacks, *([self.tracking] if self.tracking else [])]
-        self.saved_at = _minutes()
-        self.base_answers: list[str] = []
-        self.checkpoints = self.folder / "checkpoints"
-        self.examples_sha256 = prepared.examples_sha256
-        self.signal = 0
-        self.last: int | None = None  # the step after which all ranks stop, once some rank wants to
-        self.saved = -1  # the step of the last checkpoint
-        self.nonfinite_reported = False  # whether it was said that something is not finite and is not saved
-        self.may_give_up = False  # an evaluation or answers, which change no weight
+        self.step, self.pipeline = session.step, session.pipeline
+        self.length = run_length(self.loader, config.train)
+        self.length_before = run_length(self.loader, prepared.before.train) if prepared.before else self.length
+        log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
+        live = live_speed(session, prepared.training.examples, self.shape)
+        report = Reporter(console, log, self.length.total, session.runtime.device, prepared.plan, live)
+        epoch_steps = max(self.length.epoch_steps, self.length_before.epoch_steps, key=len)
+        self.state = RunState(session, prepared.folder, ranks, report, self.length.total, epoch_steps)
+        data = prepared.training.sha256 + (prepared.validation.sha256 if config.data.eval_data else "")
+        self.checkpoints = Checkpoints(
+            prepared.folder / "checkpoints", identity(config, session.base, data, prepared.examples_sha256)
+        )
+        self.guard = Guard(self.loader, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
+        self.hooks = self.state.hooks = self._hooks(callbacks)
+        self._on_event = [hook.event for hook in self.hooks if _overrides(hook, "event")]
+        self._around = [hook.around_step for hook in self.hooks if _overrides(hook, "around_step")]
+        self._on_sent = [hook.step_sent for hook in self.hooks if _overrides(hook, "step_sent")]
+        self._on_done = [hook.step_done for hook in self.hooks if _overrides(hook, "step_done")]
+        self._between_steps = [hook for hook in self.hooks if _overrides(hook, "due")]
+        self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
         self.closing = False  # all steps are done: what is left changes no checkpoint
-        self.log: EventLog
-        self.reporter: Reporter
-        self.guard: Guard
-        self.profiling: ProfiledSteps
 
-    # Beginning
+    def _hooks(self, callbacks: Sequence[Callback]) -> list[Hook]:
+        """In the order in which they are called."""
+        prepared, state, run = self.prepared, self.state, self.session.config.run
+        leads, console = state.ranks.leads, state.report.console
+        hooks: list[Hook] = [Preview(prepared.training.examples)]
+        if run.trace_steps and leads:
+            hooks.append(Trace())
+        if run.profile_every and state.ranks.world is not None:
+            console.warn("profile_every is for one process: the steps of several ranks are not profiled")
+        elif run.profile_every:
+            hooks.append(ProfiledSteps(self.session, self.shape))
+        if prepared.questions.questions:
+            hooks.append(Samples(prepared.questions))
+        if prepared.validation.examples:
+            hooks.append(Evaluation(prepared.validation.examples))
+        hooks += [self.checkpoints, self.guard]
+        if callbacks:
+            hooks.append(Callbacks(callbacks))
+        if run.track != "none" and leads:
+            settings = self.session.config.flat()
+            hooks.append(Trackers(Tracking(run.track, state.folder, settings, console.warn, state.epoch_steps)))
+        return hooks
 
     def start(self) -> None:
-        """A new folder: the configuration, the log's first line. From here on the run can be resumed."""
-        self._open_log()
-        if self.ranks.leads:
-            self._write_start()
-        report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
-
-    def _write_start(self) -> None:
-        session = self.session
-        facts: dict[str, Any] = {"command": typed_command(), **computed_by(session)}
-        facts |= {"examples": len(self.training), "encoded": self.training.examples.store.header.get("key", "")}
-        self.log.emit("run_start", **facts, **self.identity(), steps=self.total, trainable=len(session.arena.weights))
-        if self.plan is not None:
-            write_file(self.folder / "plan.json", json.dumps(self.plan.document(), indent=1) + "\n")
-        self.config.save(self.folder / "config.yaml")  # last: what has one can be resumed
+        """Write a new folder: the configuration and the log's first line. From here on the run can be resumed."""
+        start.write(self.state, self.prepared, self.checkpoints.identity, self.shape)
 
     def resume(self) -> None:
-        """An existing folder: the latest whole checkpoint, or the beginning if there is none yet."""
-        if self.ranks.leads:
-            self._read_folder()
-        else:
-            self._open_log()
-        self.progress = self.ranks.spread(self.session, self.progress)
-        self.guard.said = set(self.ranks.from_lead(lambda: sorted(self.guard.said)))
-
-    def _read_folder(self) -> None:
-        identity, epochs = self.identity(), self.before.epoch_steps
-        found = checkpoint.newest_whole(self.checkpoints, identity, epochs, self.console.warn)
-        if found is not None:
-            place, _ = checkpoint.read_state(found)
-            check_longer(self.folder, place.step, self.total, self.config.train)
-            self.progress = checkpoint.load(found, self.session.arena, identity, self.step.scaler, checked=True)
-            self.step.count.fill_(self.progress.updates)
-            self.saved = self.progress.step
-            if found == checkpoint.latest(self.checkpoints):  # or it might be the one that is one too many
-                checkpoint.prune(self.checkpoints, self.config.train.keep_last, self.progress.best_step)
-        self._open_log()
-        events = read_events(self.folder / "metrics.jsonl")
-        starts = [event for event in events if event["event"] == "run_start"]
-        if found is None and starts:
-            checkpoint.check_identity(self.identity(), starts[-1], self.folder)
-        self.guard.said = {str(event["kind"]) for event in events if event["event"] == "warning" and "kind" in event}
-        for event in events:
-            if event["event"] == "sample" and event.get("step") == 0:  # to other questions if there are other samples
-                self.base_answers = self.answers.known(event)
-        now = computed_by(self.session)
-        changes = changed_since(now, events)
-        self.log.emit("resume", step=self.progress.step, **now)
-        report_start(self.console, self.session, self.folder, self.total, self.shape, self.graph)
-        where = f"step {self.progress.step}" if found else "the beginning: no checkpoint had been written"
-        self.console.note(f"resuming {self.folder} at {where}")
-        if changes:
-            self.reporter.warn(changes, self.progress.step)
-        keep_changes(self)
-
-    def _open_log(self) -> None:
-        path = self.folder / "metrics.jsonl" if self.ranks.leads else os.devnull
-        self.log = EventLog(path, self._called_back if self.callbacks else None)
-        self.reporter = Reporter(self.console, self.log, self.total, self.session.runtime.device, self.plan)
-        self.reporter.live = live_speed(self.session, self.training, self.pipeline, self.shape)
-        self.guard = Guard(self.reporter.warn, self.config.run.max_skipped, self.config.run.stop_on_warning)
-        self.profiling = profiled_steps(self)
-
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to fit."""
-        data = self.training.sha256 + (self.validation.sha256 if self.config.data.eval_data else "")
-        return identity(self.config, self.session.base, data, self.examples_sha256)
-
-    # The run itself
+        """Go on in an existing folder from the latest whole checkpoint, or from the beginning if there is none yet."""
+        start.resume(self.state, self.checkpoints, self.length_before, self.shape)
 
     def go(self) -> TrainResult:
-        preview = PreviewWriter(self.folder, self.training.examples, self.session.tokenizer, self.reporter.warn)
-        if self.ranks.leads:
-            preview.start()
+        state = self.state
         try:
-            with stopping(self):  # until the last checkpoint is written: a signal is often sent twice
-                stopped, summary = self._to_the_end(preview)
+            with self._signal_watch():  # until the last checkpoint is written: a signal is often sent twice
+                stopped, summary = self._to_the_end()
         except Halted:
-            raise halted(self) from None
+            raise self.guard.halted(state) from None
         finally:
-            preview.finish()
-            self.log.close()
-            if self.tracking:
-                self.tracking.close()
-        p = self.progress
-        return TrainResult(self.folder, p.step, stopped, p.first_loss, p.best_loss, summary, self.signal)
+            for hook in self.hooks:
+                hook.close(state)
+            state.report.log.close()
+        p = state.progress
+        return TrainResult(state.folder, p.step, stopped, p.first_loss, p.best_loss, summary, state.stop.signal)
 
-    def _to_the_end(self, preview: PreviewWriter) -> tuple[str, dict[str, Any]]:
+    def _to_the_end(self) -> tuple[str, dict[str, Any]]:
         """How the run ended, and its summary."""
+        state = self.state
         try:
-            stopped = "early stop" if self._train() == "early" else "finished"
-            preview.finish()  # before the log's last word: a run that has it lacks nothing
-            return stopped, self._finish(stopped)
+            stopped = self._train()
+            if not self.prepared.validation.examples:  # else the last evaluation was saved
+                self.checkpoints.save(state)
+            self.closing = True
+            state.report.phase("finalising")
+            with state.ranks.busy("finishing the run"):
+                return stopped, ending.finish(state, self.checkpoints, stopped)
         except (Interrupted, OSError) as error:
-            if isinstance(error, OSError) and not self.signal:
-                self.console.note(lost(self))  # the log or a checkpoint could not be written
+            if isinstance(error, OSError) and not state.stop.signal:
+                state.report.console.note(self.checkpoints.lost(state))  # the log or a checkpoint could not be written
                 raise
-            # A terminal that has gone fails whatever writes to it: the checkpoint comes first, and without a word.
-            stop(self)
+            # Writing to a terminal that is gone fails: the checkpoint comes first, without a message.
+            self._save_and_stop()
             return "interrupted", {}
 
     def _train(self) -> str:
-        # Adapters can be switched off, so their base is asked at the end. Full training overwrites its base.
-        full = self.config.train.method == "full"
-        ask = self.ranks.leads and full and bool(self.answers.questions)
-        if not self.validation.examples:  # or the first evaluation does
-            look_at_weights(self)
-        if ask and not self.base_answers and not self.progress.step:
-            with self.ranks.busy("asking the base"):
-                ask_base(self)
-        traced, device = self.config.run.trace_steps if self.ranks.leads else 0, self.session.runtime.device
-        trace = StepTrace(traced, self.folder / "trace.json.gz", device, self.console.note)
-        with self.reporter.steps(self.progress.step), trace:
-            while True:
-                p = self.progress
-                if self._evaluation_due():
-                    self.finish_steps()
-                    with self.reporter.meter.paused():
-                        if self._save_due():  # an evaluation may take long
-                            self.save()
-                        self._evaluate()
-                if p.step >= self.total:
-                    self.finish_steps()
-                    look_at_weights(self)
-                    self._halt_if_asked()
-                    look_at_end(self)
-                    return "done"
-                if self.config.train.patience and p.stale >= self.config.train.patience:
-                    return "early"
-                if p.epoch_step == self.epoch_steps[p.epoch]:
-                    p.epoch, p.epoch_step = p.epoch + 1, 0
-                self._epoch(trace)
+        """Take all steps. Returns why they ended."""
+        state = self.state
+        try:
+            for hook in self.hooks:
+                hook.start(state)
+            with state.report.steps(state.progress.step):
+                self._run_due()
+                while not (ended := self._ended()):
+                    if state.epoch_ends:
+                        state.progress.epoch, state.progress.epoch_step = state.progress.epoch + 1, 0
+                    self._epoch()
+                self.finish_steps()
+                for hook in self.hooks:
+                    hook.last_step(state)
+                return ended
+        finally:
+            for hook in self.hooks:
+                hook.stop(state)
 
-    def _epoch(self, trace: StepTrace) -> None:
-        """Steps until an evaluation is due or the epoch ends."""
-        p, settings = self.progress, self.config.train
-        compiles = self.session.runtime.device.type == "cuda" and not self.reporter.host_seconds
-        self.reporter.phase("compiling" if compiles else "training")
-        self.profiling.interrupted()
+    def _ended(self) -> str:
+        p, patience = self.state.progress, self.session.config.train.patience
+        if p.step >= self.state.total:
+            return "finished"
+        return "early stop" if patience and p.stale >= patience else ""
+
+    def _epoch(self) -> None:
+        """Take steps until the epoch or the run ends."""
+        state, report, p = self.state, self.state.report, self.state.progress
+        for hook in self.hooks:
+            hook.paused(state, "epoch", 0.0)
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.pipeline.stage):
             began, waited = time.perf_counter(), self.pipeline.waited
-            self._one_step(micro_batches)
-            trace.step()
-            self.reporter.profiled(self.profiling.sent(p.step, len(micro_batches)), p.step)
+            self._send(micro_batches)
             for done in self.pipeline.finished():
                 self._take(done)
-            self.reporter.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
+            report.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
             if self.last is not None and p.step >= self.last:
-                self._stop_there()
-            if self._samples_due():
-                self.finish_steps()
-                with self.reporter.meter.paused():
-                    answer_samples(self)
-            if self._evaluation_due() or p.step >= self.total:
+                self._stop_after_last()
+            self._run_due()
+            if self._ended():
                 return
-            ends = p.epoch_step == self.epoch_steps[p.epoch]
-            if ends or self._save_due() or (settings.save_every and p.step % settings.save_every == 0):
-                self.finish_steps()
-                with self.reporter.meter.paused():
-                    self.save()
 
-    def _one_step(self, micro_batches: list[Any]) -> None:
-        """Send a step on its way; what came of it is asked for later."""
-        p, optim = self.progress, self.config.optim
-        lr = learning_rate(p.step, self.total, optim)
+    def _send(self, micro_batches: list[Any]) -> None:
+        """Send a step to the device. Its figures are asked for later."""
+        state, report, p, optim = self.state, self.state.report, self.state.progress, self.session.config.optim
+        lr = learning_rate(p.step, state.total, optim)
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
         hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
         dropout_seeds = [dropout_seed(p.step, number) for number in self.loader.bins(p.epoch, p.epoch_step)]
-        between = self._between
-        if self.ranks.world is not None:  # a step that others have begun is not left: all stop after the same one
-            hyper["stop"], between = float(self.signal > 0), _go_on
+        if state.ranks.world is not None:  # a step that others have begun is not left: all stop after the same one
+            hyper["stop"] = float(state.stop.signal > 0)
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         facts |= {"micro_batches": len(micro_batches)}
-        first = not self.reporter.host_seconds
-        with marked("first step") if first else nullcontext():  # kernels compile, the graph is captured
-            self.ranks.begin(p.step + 1)
-            with self.profiling.step():
-                self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, between)
+        report.sending()
+        with ExitStack() as around:
+            if not report.host_seconds:  # kernels compile, the graph is captured
+                around.enter_context(marked("first step"))
+            state.ranks.begin(p.step + 1)
+            for context in self._around:
+                around.enter_context(context())
+            self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, state.check_stop_alone)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
-        self._report_chosen()
+        report.sent(self.session, p.step)
+        for hook_sent in self._on_sent:
+            hook_sent(state, len(micro_batches))
 
-    def _report_chosen(self) -> None:
-        """Report what the first batch of a shape decided: the fastest attention, and one more capture."""
-        if self.step.backend != self.attention:
-            self.console.note(f"attention: {self.step.backend}, timed as the fastest on these documents")
-        if self.pipeline.captures > max(1, self.captures):
-            self.console.warn(f"step {self.progress.step}: captured again, for batches of another shape")
-        self.attention, self.captures = self.step.backend, self.pipeline.captures
+    def _run_due(self) -> None:
+        """Run the hooks that are due between two steps, in their order: a checkpoint follows an evaluation."""
+        state = self.state
+        for hook in self._between_steps:
+            if hook.due(state):
+                self.finish_steps()
+                with state.report.meter.paused():
+                    if hook is not self.checkpoints and self.checkpoints.overdue(state):  # the work may take long
+                        self.checkpoints.save(state)
+                    hook.run(state)
 
     def finish_steps(self) -> None:
         """Wait for every step that was sent, and report it."""
@@ -300,126 +239,63 @@ class Run:
             self._take(done)
 
     def _take(self, done: Figures) -> None:
-        """The figures of a step that is done."""
-        self.ranks.finished(done)
-        self.reporter.step(done, scaled=self.step.scaler is not None)
-        self.guard.step(done)
+        """Take the figures of a step that is done."""
+        state = self.state
+        state.ranks.finished(done)
+        state.report.step(done, scaled=self.step.scaler is not None)
+        for hook_done in self._on_done:
+            hook_done(state, done)
         if done.signals.stop:
-            self.signal = self.signal or signal.SIGTERM
+            state.stop.signal = state.stop.signal or signal.SIGTERM
         if self.last is None and (done.signals.stop or self.guard.stops):
-            # By then every rank knows, whichever step it had sent when it learnt of it.
+            # By then every rank knows, whichever step it had sent when the figures arrived.
             self.last = done.tag["step"] + self.pipeline.ahead
 
-    def _stop_there(self) -> None:
-        """The step has come that all ranks stop after, unless updates behind the skipped ones were made again."""
+    def _stop_after_last(self) -> None:
+        """The step after which all ranks stop is done. It goes on if later updates were not skipped any more."""
         self.finish_steps()
-        self._halt_if_asked()
-        if self.signal:
+        self.guard.halt_if_asked()
+        if self.state.stop.signal:
             raise Interrupted
         self.last = None
 
-    def _halt_if_asked(self) -> None:
-        if self.guard.stops:
-            raise Halted
-
-    # Evaluations and checkpoints
-
-    def _evaluation_due(self) -> bool:
-        """Before the first step, every eval_every steps, after each epoch and at the end; each once."""
-        p, every = self.progress, self.config.train.eval_every
-        if not self.validation.examples or p.last_eval == p.step:
-            return False
-        ends = p.epoch_step == self.epoch_steps[p.epoch] or p.step >= self.total
-        return p.step == 0 or ends or (every > 0 and p.step % every == 0)
-
-    def _samples_due(self) -> bool:
-        """At the end the prompts are answered in any case."""
-        every, step = self.config.run.sample_every, self.progress.step
-        return bool(every and self.answers.shown) and step % every == 0 and step < self.total
-
-    def _evaluate(self) -> None:
-        p = self.progress
-        self.reporter.phase("evaluating")
-        examples, between = self.validation.examples, self._between if self.ranks.world is None else _go_on
-        counted = self.reporter.counted("validating", len(examples), "examples", between)
-        with marked("evaluate"), self.profiling.beside("evaluation"), counted as count, may_give_up(self):
-            result = self.session.evaluated(examples, on_progress=count)
-        self.reporter.evaluation(result, p.step, p.epoch)
-        better = math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss)
-        p.last_eval = p.step
-        if p.step == 0:
-            p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
-        elif better:
-            p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
-        else:
-            p.stale += 1
-        self.save()
-        self.guard.evaluation(p.step, result.loss, p.first_loss)
-        look_at_weights(self)
-        self._halt_if_asked()
-        self.signal = self.ranks.agreed(self.signal)
-        self._between()
-
-    def _save_due(self) -> bool:
-        minutes = self.config.train.save_minutes if self.ranks.leads else 0
-        return minutes > 0 and self.progress.step > 0 and _minutes() - self.saved_at >= minutes
-
-    def save(self) -> None:
-        """After `finish_steps`: what the checkpoint holds is in the log. Weights that are not finite are not saved, so
-        that no checkpoint from before is deleted for them."""
-        p = self.progress
-        p.updates = int(self.step.count)
-        if not self.ranks.leads:
-            return
-        if not checkpoint.is_sound(self.session.arena):
-            if not self.nonfinite_reported:
-                self.reporter.warn(f"what is trained is not finite at step {p.step}: it is not saved", p.step)
-            self.nonfinite_reported = True
-            return
-        busy = self.ranks.busy("writing a checkpoint")
-        with marked("checkpoint"), busy, self.profiling.beside("checkpoint"):
-            self.log.sync()
-            checkpoint.save(self.checkpoints, self.session.arena, p, self.identity(), self.step.scaler)
-            checkpoint.prune(self.checkpoints, self.config.train.keep_last, p.best_step)
-        self.saved, self.saved_at = p.step, _minutes()
-        self.reporter.live_plot.update()
-
-    # The end
-
-    def _finish(self, stopped: str) -> dict[str, Any]:
-        if not self.validation.examples:
-            self.save()
-        self.closing = True
-        self.reporter.phase("finalising")
-        with self.ranks.busy("finishing the run"):
-            return finish(self, stopped)
-
-    def cost(self) -> dict[str, Any]:
-        return self.reporter.cost(self.pipeline.captures) | {"attention": self.step.backend}
+    def _tell_event(self, event: Event) -> None:
+        for hook_event in self._on_event:
+            hook_event(self.state, event)
 
     # Signals
 
-    def _between(self) -> None:
-        if self.signal:
-            if self.signal != HANGUP:
-                self.console.note("stopping: saving a checkpoint")
+    def _signal_watch(self) -> SignalWatch:
+        """On a GPU the host only sends work, which takes no time to speak of: nothing is given up there. Of several
+        ranks none leaves a step that others have begun."""
+        state, alone = self.state, self.state.ranks.world is None
+        on_cpu = self.session.runtime.device.type == "cpu"
+        return SignalWatch(
+            state.stop.note,
+            within=self.session.config.run.stop_within if alone and on_cpu else 0.0,
+            overdue=self._give_up,
+            lost=lambda: self.checkpoints.lost(state),
+            continued=lambda seconds: state.report.meter.leave_out(seconds),
+            once=not alone,
+        )
+
+    def _give_up(self) -> None:
+        """Leave a micro-batch, an evaluation or answers that take too long after a signal."""
+        if self.pipeline.in_micro or self.state.stop.may_give_up:
+            self.pipeline.in_micro = self.state.stop.may_give_up = False
             raise Interrupted
 
-    def between_answers(self) -> None:
-        """Where all ranks answer together none of them can leave."""
-        if self.ranks.world is None or not self.session.placement.ranks:
-            self._between()
-
-    def _called_back(self, event: Event) -> None:
-        """The callbacks get each event; one of them may stop the run, as Ctrl-C does."""
-        answers = [callback(event) for callback in self.callbacks]
-        if "stop" in answers:
-            self.signal = self.signal or signal.SIGINT
-
-
-def _go_on() -> None:
-    """Between micro-batches that several ranks have begun."""
+    def _save_and_stop(self) -> None:
+        state, number = self.state, self.state.stop.signal
+        if number == HANGUP:
+            state.report.silence()
+        self.step.discard()
+        self.finish_steps()
+        if not self.closing:  # by then the arena may hold the best step's weights
+            self.checkpoints.save(state)
+        if state.ranks.leads:
+            state.report.end(self.session, state.progress.step, "interrupted", signal=int(number))
 
 
-def _minutes() -> float:
-    return time.monotonic() / 60
+def _overrides(hook: Hook, name: str) -> bool:
+    return getattr(type(hook), name) is not getattr(Hook, name)

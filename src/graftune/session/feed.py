@@ -1,0 +1,155 @@
+"""The batches of a session: data packed for its loss, from where a loaded state left off.
+
+Settings that are `auto` and depend on memory are resolved here, when a session first trains: by the plan, or, where
+there is no planner, to values that always work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from graftune.batch import BatchLayout, Example, Field, PackedBatch
+from graftune.data.dataset import Dataset, prepare
+from graftune.data.encoded import lengths_of, take
+from graftune.data.loader import Loader
+from graftune.data.memory import Data, as_given
+from graftune.data.pack import bins_in_order, largest, pack
+from graftune.data.summary import counted
+from graftune.errors import GraftuneError
+from graftune.losses import Loss
+from graftune.session.parts import UNPLANNED, Parts, loader_of
+from graftune.session.state import DataPosition
+from graftune.session.stepping import Batch
+
+# Resolves `auto` when training begins, for a data set (None: for any) in batches of a layout.
+Planner = Callable[[Parts, Dataset | None, BatchLayout], None]
+
+
+class BatchFeed:
+    """Makes batches of data sets, and remembers which part of the data a loaded state has trained on."""
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+        self.planner: Planner | None = None
+        self._loaded: tuple[Dataset, Loss, Loader] | None = None
+        self._resume_at: DataPosition | None = None  # of a loaded state, until a pass has begun there
+        self._passed: set[int] = set()  # epochs before it that were passed over
+
+    def start_at(self, position: DataPosition | None) -> None:
+        """Begin the next pass behind the position of a loaded state; None: at the beginning."""
+        self._resume_at, self._passed, self._loaded = position, set(), None
+
+    def batches(self, data: Dataset, epoch: int) -> Iterator[Batch]:
+        parts, loader, loss = self.parts, self.loader_for(data), self.parts.loss
+        start = self._start(data, epoch, loader)
+        if start == loader.steps_per_epoch(epoch):
+            return
+        digest = data.digest
+        pipeline = parts.pipeline  # made here, not by the thread that packs
+        parts.fix_shape(loader, max(parts.config.train.epochs, epoch + 1))
+
+        def stage(batch: PackedBatch) -> tuple[PackedBatch, Any]:
+            return batch, (vars(parts).get("pipeline") or pipeline).stage(batch)  # another loss has another pipeline
+
+        for index, held in enumerate(loader.epoch(epoch, start, stage), start):
+            tokens, responses = loader.counts(epoch, index)
+            packed, staged = zip(*held, strict=True)
+            yield Batch(packed, tokens, responses, DataPosition(epoch, index + 1, digest), staged, loader, loss)
+            parts.check_open()
+
+    def loader_for(self, data: Dataset) -> Loader:
+        parts, loss = self.parts, self.parts.loss
+        if self._loaded is None or self._loaded[0] is not data or self._loaded[1] is not loss:
+            if not len(data):
+                raise GraftuneError("the data set has no examples", where=data.path or None, fix="give another one")
+            layout = loss.layout(data.examples)
+            self.resolve_auto(data, layout)
+            asked, least = parts.config.train.tokens_per_micro_batch, largest(data.examples, layout)
+            if least > asked:
+                parts.say(f"micro-batches have {least} tokens, as the longest example, where {asked} were asked for")
+            size = max(asked, least)
+            how = {"fixed": parts.captured, "layout": layout, "share": parts.share}
+            self._loaded = data, loss, loader_of(parts.config, data.examples, size, **how)  # type: ignore[arg-type]
+        return self._loaded[2]
+
+    def resolve_auto(self, data: Dataset | None, layout: BatchLayout) -> None:
+        parts = self.parts
+        if parts.config.train.recompute != "auto" and parts.config.train.tokens_per_micro_batch:
+            return
+        if self.planner is not None:
+            self.planner(parts, data, layout)
+        settings = parts.config.train
+        parts.config = parts.config.replace(
+            recompute="none" if settings.recompute == "auto" else settings.recompute,
+            tokens_per_micro_batch=settings.tokens_per_micro_batch or min(settings.tokens_per_step, UNPLANNED),
+        )
+
+    def _start(self, data: Dataset, epoch: int, loader: Loader) -> int:
+        """The first step of an epoch that a loaded state has not taken. Each epoch begins there once."""
+        saved = self._resume_at
+        if saved is None or epoch in self._passed:
+            return 0
+        if epoch > saved.epoch:
+            self._resume_at = None
+            return 0
+        if data.digest != saved.data:
+            raise GraftuneError(
+                "the loaded state was saved on other data",
+                where=data.path or None,
+                fix="go on with the same data and settings, or load the state with position=False",
+            )
+        total = loader.steps_per_epoch(epoch)
+        start = min(saved.step, total) if epoch == saved.epoch else total
+        if epoch < saved.epoch:
+            self._passed.add(epoch)
+        else:
+            self._resume_at = None
+        self.parts.say(
+            f"epoch {epoch}: this pass leaves out {start} of {total} steps, which the saved session had taken"
+        )
+        return start
+
+    def own_batch(self, batch: PackedBatch | Dataset | Data) -> Batch:
+        """A batch that did not come from `batches`, in micro-batches of the session's size."""
+        if isinstance(batch, PackedBatch):
+            self.resolve_auto(None, _layout_of(batch))
+            return Batch([batch], len(batch.tokens), batch.response_tokens)
+        examples = self.examples(batch, "forward_backward").examples
+        layout = self.parts.loss.layout(examples)
+        self.resolve_auto(None, layout)
+        bins = bins_in_order(examples, self.parts.config.train.tokens_per_micro_batch, layout)
+        packed = [pack(take(examples, held), layout=layout) for held in bins]
+        return Batch(packed, int(lengths_of(examples).sum()), sum(one.response_tokens for one in packed))
+
+    def examples(self, data: Data | Dataset, verb: str) -> Dataset:
+        """A data set. Records are encoded for this call, and those that are left out or shortened are reported."""
+        parts = self.parts
+        if isinstance(data, Dataset):
+            found = data
+        else:
+            found = prepare(as_given(data, verb), parts.tokenizer, parts.config.data, None, parts.loss.data, keep=False)
+            summary = found.summary
+            for reason, count in (*summary.refused.items(), *summary.dropped.items()):
+                parts.say(f"{verb}: {counted(count, 'record')} left out: {reason}")
+            for reason, count in summary.truncated.items():
+                parts.say(f"{verb}: {counted(count, 'record')} shortened: {reason}")
+        if not len(found):
+            raise GraftuneError(f"{verb} was given a data set without examples", fix="give another one")
+        return found
+
+
+def _layout_of(batch: PackedBatch) -> BatchLayout:
+    """The layout of a batch that is packed already: its fields without the data they were read from."""
+
+    def unread(examples: Sequence[Example]) -> np.ndarray:
+        raise AssertionError("a packed batch is not packed again")
+
+    per = {True: "label", False: "document"}
+    fields = [
+        Field(name, value.dtype, unread, per[len(value) == len(batch.rows)])  # type: ignore[arg-type]
+        for name, value in batch.extra.items()
+    ]
+    return BatchLayout(fields=tuple(fields))

@@ -1,0 +1,118 @@
+"""What a run does besides its steps is done by hooks: each is a class in a file of its own that overrides some of the
+methods below. A hook receives the state of the run, not the trainer, and never calls another hook by name.
+
+To add one: write its file, add it to the list in trainer.py, and test it with a made-up state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graftune.observe.events import Event
+from graftune.session import Parts
+from graftune.settings.config import Config
+from graftune.spans import marked
+from graftune.step.evaluate import EvalResult
+from graftune.step.pipeline import Figures
+from graftune.training.ranks import SingleProcess
+from graftune.training.reporter import Reporter
+from graftune.training.signals import HANGUP, Interrupted, StopRequest
+from graftune.weights.checkpoint import Progress
+
+
+class Hook:
+    """Every method is optional. On several ranks each is called on all of them, in the same order."""
+
+    def resumed(self, state: RunState, events: Sequence[Event]) -> None:
+        """A run was resumed. `events` are those of its log, on rank 0; the other ranks get none."""
+
+    def start(self, state: RunState) -> None:
+        """Before the first step of this process."""
+
+    def around_step(self) -> AbstractContextManager[Any]:
+        """A context in which a step is sent to the device."""
+        return nullcontext()
+
+    def step_sent(self, state: RunState, micro_batches: int) -> None:
+        """A step was sent; `state.progress` counts it. Must not wait for the device."""
+
+    def step_done(self, state: RunState, figures: Figures) -> None:
+        """The figures of a step have arrived, on a GPU one or two steps after it was sent."""
+
+    def due(self, state: RunState) -> bool:
+        """Whether `run` is to be called now. Asked after every step and before the first one."""
+        return False
+
+    def run(self, state: RunState) -> None:
+        """Between two steps, when all steps that were sent have finished. Its time is no part of a step's."""
+
+    def evaluated(self, state: RunState, result: EvalResult) -> None:
+        """An evaluation was made."""
+
+    def paused(self, state: RunState, work: str, seconds: float) -> None:
+        """The device did other work than steps: an evaluation, a checkpoint, samples, or a new epoch was begun."""
+
+    def last_step(self, state: RunState) -> None:
+        """All steps of the run are done."""
+
+    def stop(self, state: RunState) -> None:
+        """No further step follows, because the run has reached its end, was interrupted or failed."""
+
+    def finish(self, state: RunState) -> dict[str, Any]:
+        """The run has reached its end and its product is written. Returns figures for the run's summary."""
+        return {}
+
+    def event(self, state: RunState, event: Event) -> None:
+        """An event was written to the log."""
+
+    def close(self, state: RunState) -> None:
+        """The run is over, however it ended."""
+
+
+@dataclass
+class RunState:
+    """What hooks know of a run."""
+
+    session: Parts
+    folder: Path
+    ranks: SingleProcess
+    report: Reporter  # the console and the log
+    total: int  # steps of the whole run
+    epoch_steps: Sequence[int]  # steps of each epoch
+    progress: Progress = field(default_factory=Progress)
+    stop: StopRequest = field(default_factory=StopRequest)
+    hooks: Sequence[Hook] = ()  # in the order in which they are called
+
+    @property
+    def config(self) -> Config:
+        return self.session.config
+
+    @property
+    def epoch_ends(self) -> bool:
+        return self.progress.epoch_step == self.epoch_steps[self.progress.epoch]
+
+    @contextmanager
+    def pausing_steps(self, work: str) -> Iterator[None]:
+        """Around other work than steps. It is a named range in a trace, and hooks are told how long it took."""
+        began = time.perf_counter()
+        with marked(work):
+            yield
+        for hook in self.hooks:
+            hook.paused(self, work, time.perf_counter() - began)
+
+    def check_stop(self) -> None:
+        """Leave the work if a signal has asked the run to stop."""
+        if self.stop.signal:
+            if self.stop.signal != HANGUP:
+                self.report.console.note("stopping: saving a checkpoint")
+            raise Interrupted
+
+    def check_stop_alone(self) -> None:
+        """The same within work that all ranks do together, which none of several ranks may leave."""
+        if self.ranks.world is None:
+            self.check_stop()
