@@ -21,7 +21,7 @@ import math
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -266,18 +266,33 @@ def take(examples: Sequence[Example], indices: Sequence[int]) -> Sequence[Exampl
     return [examples[i] for i in indices]
 
 
+def _column(
+    examples: Sequence[Example], name: str, of_example: Callable[[Example], float], dtype: type[np.generic]
+) -> np.ndarray:
+    """One number per example: a column of a store, or computed from a list of examples."""
+    if isinstance(examples, Examples):
+        return examples.column(name).astype(dtype)
+    return np.fromiter(map(of_example, examples), dtype, len(examples))
+
+
 def lengths_of(examples: Sequence[Example]) -> np.ndarray:
     """The number of tokens of each example."""
-    if isinstance(examples, Examples):
-        return examples.column("count").astype(np.int64)
-    return np.fromiter((len(example.tokens) for example in examples), np.int64, len(examples))
+    return _column(examples, "count", lambda example: len(example.tokens), np.int64)
 
 
 def responses_of(examples: Sequence[Example]) -> np.ndarray:
     """The number of response tokens of each example."""
-    if isinstance(examples, Examples):
-        return examples.column("responses").astype(np.int64)
-    return np.fromiter((example.response_tokens for example in examples), np.int64, len(examples))
+    return _column(examples, "responses", lambda example: example.response_tokens, np.int64)
+
+
+def groups_of(examples: Sequence[Example]) -> np.ndarray:
+    """The number of each example's group; -1: it is alone."""
+    return _column(examples, "group", lambda example: example.group, np.int64)
+
+
+def weight_sums_of(examples: Sequence[Example]) -> np.ndarray:
+    """The sum of the weights of each example's response tokens."""
+    return _column(examples, "weight_sum", lambda example: example.response_weight, np.float64)
 
 
 def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
@@ -325,23 +340,9 @@ def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.nda
     return np.where(np.isnan(found), missing, found)
 
 
-def groups_of(examples: Sequence[Example]) -> np.ndarray:
-    """The number of each example's group; -1: it is alone."""
-    if isinstance(examples, Examples):
-        return examples.column("group")
-    return np.fromiter((example.group for example in examples), np.int64, len(examples))
-
-
 def kind_of(examples: Sequence[Example]) -> str | None:
     """The kind of their records; None for a list of examples, which has no kind."""
     return examples.store.kind if isinstance(examples, Examples) else None
-
-
-def weight_sums_of(examples: Sequence[Example]) -> np.ndarray:
-    """The sum of the weights of each example's response tokens."""
-    if isinstance(examples, Examples):
-        return examples.column("weight_sum")
-    return np.fromiter((example.response_weight for example in examples), np.float64, len(examples))
 
 
 def _listed(example: Example, name: str) -> np.ndarray | None:

@@ -68,16 +68,21 @@ def _columns(schema: Any, types: Any, where: str) -> tuple[list[str], list[str]]
 
 
 def _records(batch: Any, failure: type[Exception]) -> Iterator[dict[str, Any] | Refusal]:
+    """The rows of a batch. If one cannot be converted, they are converted value by value to name the column."""
     try:
         records = batch.to_pylist()
     except (failure, ValueError, OverflowError, RecursionError):
         records = [_record(batch.slice(place, 1), failure) for place in range(batch.num_rows)]
     for record in records:
-        yield record if isinstance(record, Refusal) else _plain(record)
+        try:
+            if not isinstance(record, Refusal):
+                record = {name: _without_none(value) for name, value in record.items()}
+            yield record
+        except UnicodeDecodeError:
+            yield Refusal("not UTF-8", "in a column of raw bytes")
 
 
 def _record(row: Any, failure: type[Exception]) -> dict[str, Any] | Refusal:
-    """One row, column by column, so that the refusal can name the one at fault."""
     found = {}
     for name, column in zip(row.schema.names, row.columns, strict=True):
         try:
@@ -87,15 +92,8 @@ def _record(row: Any, failure: type[Exception]) -> dict[str, Any] | Refusal:
     return found
 
 
-def _plain(record: dict[str, Any]) -> dict[str, Any] | Refusal:
-    """Drop absent fields: a column of lists of structs gives every struct every field, with None for missing ones."""
-    try:
-        return {name: _without_none(value) for name, value in record.items()}
-    except UnicodeDecodeError:
-        return Refusal("not UTF-8", "in a column of raw bytes")
-
-
 def _without_none(value: Any) -> Any:
+    """Drop absent fields: a column of lists of structs gives every struct every field, with None for missing ones."""
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
