@@ -112,9 +112,10 @@ class PartSpec:
         """Values of the projections that one token is multiplied with."""
         return sum(math.prod(shape) for shape in self.products.values())
 
-    def problems(self) -> Iterator[str]:
-        """Values that no model has, by name: a damaged file may claim them."""
-        return iter(())
+    @property
+    def checks(self) -> dict[str, bool]:
+        """Whether each group of values may be a model's: a damaged file may claim anything."""
+        return {}
 
     def norm_offset_of(self, name: str) -> float:
         """What Hugging Face's checkpoints subtract from one of `norms`."""

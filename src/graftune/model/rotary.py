@@ -9,7 +9,6 @@ longrope   a divisor for each frequency, and another list of them for texts beyo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,18 +46,14 @@ class RopeSpec:
     scaling: RopeScaling = field(default_factory=RopeScaling)
     enabled: bool = True
 
-    def problems(self) -> Iterator[str]:
-        """Values that no model has, by name: a damaged file may claim them."""
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can be computed, which a damaged file may prevent."""
         scaling = self.scaling
-        if not 0 < self.theta < math.inf:
-            yield "rope base"
-        if self.width <= 0 or self.width % 2:
-            yield "rope's share of a head"
         lengths = {len(scaling.short), len(scaling.long), self.width // 2}
         if scaling.kind == "longrope" and (len(lengths) != 1 or scaling.original_length < 2):
-            yield "rope scaling"
-        if self.width <= WIDEST and not bool(self.build().frequencies.isfinite().all()):
-            yield "rope scaling"
+            return False
+        return self.width > WIDEST or bool(self.build().frequencies.isfinite().all())
 
     def build(self) -> Rope:
         if not self.enabled:  # an angle of zero changes nothing

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -94,19 +94,18 @@ class ModelSpec:
     def widest_head(self) -> int:
         return max((shape.head_width for shape in self.attention), default=self.width)
 
-    def problems(self) -> Iterator[str]:
-        """What no model has, by name: a damaged file may claim it."""
+    def wrong(self) -> str | None:
+        """Names the first group of values that no model has: a damaged file may claim anything."""
         norms = [self.head.norm, *(norm for kind in self.kinds for norm in kind.norms)]
-        if not all(0 <= norm.eps < 1 for norm in norms):
-            yield "norm epsilon"
-        branches = [branch.scale for kind in self.kinds for branch in kind.branches]
-        if not all(0 < scale < math.inf for scale in (self.embedding.scale, self.head.logit_scale, *branches)):
-            yield "scales"
-        if not 0 <= self.head.logit_cap < math.inf:
-            yield "caps"
-        for kind in self.kinds:
-            for part in kind.parts:
-                yield from part.problems()
+        scales = [branch.scale for kind in self.kinds for branch in kind.branches]
+        scales += [self.embedding.scale, self.head.logit_scale]
+        checks = [(name, fine) for kind in self.kinds for part in kind.parts for name, fine in part.checks.items()]
+        checks.append(("norm epsilon", all(0 <= norm.eps < 1 for norm in norms)))
+        checks.append(("scales", all(0 < scale < math.inf for scale in scales)))
+        checks.append(("caps", 0 <= self.head.logit_cap < math.inf))
+        if all(fine for _, fine in checks):
+            checks.append(("rope scaling", all(rope.is_sound for rope in self.ropes)))
+        return next((name for name, fine in checks if not fine), None)
 
     def part_of(self, name: str) -> tuple[PartSpec | None, str]:
         """The part that contains a tensor or adapter, given by our name, and the name there. None: no layer's part."""
@@ -119,19 +118,18 @@ class ModelSpec:
                     return part, inner
         return None, name
 
+    @cached_property
+    def _norm_offsets(self) -> dict[str, float]:
+        found = {self.head.norm.name: self.head.norm.offset}
+        for index, layer in enumerate(self.layers):
+            inner = {f"{part.module}.{name}": part.norm_offset_of(name) for part in layer.parts for name in part.norms}
+            inner |= {norm.name: norm.offset for norm in layer.norms}
+            found |= {f"layers.{index}.{name}": offset for name, offset in inner.items()}
+        return found
+
     def norm_offset(self, name: str) -> float:
         """The offset of a norm, given by our name of its weight (NormSpec.offset); 0 for any other tensor."""
-        stem = name.removesuffix(".weight")
-        if stem == self.head.norm.name:
-            return self.head.norm.offset
-        part, inner = self.part_of(stem)
-        if part is not None:
-            return part.norm_offset_of(inner)
-        first, _, rest = stem.partition(".")
-        number, _, inner = rest.partition(".")
-        if first != "layers" or not number.isdecimal() or int(number) >= len(self.layers):
-            return 0.0
-        return next((norm.offset for norm in self.layers[int(number)].norms if norm.name == inner), 0.0)
+        return self._norm_offsets.get(name.removesuffix(".weight"), 0.0)
 
     def only(self, layers: Sequence[int]) -> ModelSpec:
         """A model made of these layers of this one, in this order."""

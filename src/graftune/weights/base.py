@@ -173,8 +173,7 @@ def _sound(where: Path) -> Iterator[None]:
 
 
 def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
-    wrong = next(spec.problems(), None)
-    if wrong is not None:
+    if wrong := spec.wrong():
         raise GraftuneError(
             f"its configuration makes no sense ({wrong})", where=str(where), fix="download the model again"
         )

@@ -109,7 +109,7 @@ class Family:
         get = Getter(self.completed(config), where, spelled or {})
         width, eps = get.whole("hidden_size"), get.number("rms_norm_eps", 1e-6)
         norms = tuple(None if n is None else NormSpec(n, width, eps, self.norm_offset) for n in self.norms)
-        feed_forward, scale = self.feed_forward(get), self.residual_scale(get)
+        feed_forward, scale = self.feed_forward(get), get.number("residual_multiplier", 1.0)
         kinds: dict[MixerSpec, LayerSpec] = {}
         mixers = self.mixers(get)
         for mixer in dict.fromkeys(mixers):
@@ -119,7 +119,12 @@ class Family:
             self.name,
             self.embedding(get),
             tuple(kinds[mixer] for mixer in mixers),
-            self.head(get, NormSpec(self.final_norm, width, eps, self.norm_offset)),
+            HeadSpec(
+                NormSpec(self.final_norm, width, eps, self.norm_offset),
+                bool(get.config.get("tie_word_embeddings", False)),
+                1.0 / get.number("logits_scaling", 1.0),
+                get.number("final_logit_softcapping", 0.0),
+            ),
             int(get.number("max_position_embeddings", 2048)),
         )
 
@@ -128,14 +133,8 @@ class Family:
         return dict(self.defaults) | dict(config)
 
     def embedding(self, get: Getter) -> EmbeddingSpec:
-        return EmbeddingSpec(get.whole("vocab_size"), get.whole("hidden_size"))
-
-    def head(self, get: Getter, norm: NormSpec) -> HeadSpec:
-        return HeadSpec(norm, bool(get.config.get("tie_word_embeddings", False)))
-
-    def residual_scale(self, get: Getter) -> float:
-        """Of what each part adds to the residual stream."""
-        return 1.0
+        scale = get.number("embedding_multiplier", 1.0)
+        return EmbeddingSpec(get.whole("vocab_size"), get.whole("hidden_size"), scale)
 
     def attention(self, get: Getter) -> AttentionSpec:
         """The mixer of a layer without a window."""
@@ -152,7 +151,8 @@ class Family:
             kv_heads=kv_heads,
             head_width=head_width,
             norm_eps=get.number("rms_norm_eps", 1e-6),
-            score_scale=head_width**-0.5,
+            score_scale=get.number("attention_multiplier", head_width**-0.5),
+            score_cap=get.number("attn_logit_softcapping", 0.0),
             rope=self.ropes(get, head_width)[0],
             bias=self.bias,
             fused=self.fused,
@@ -232,6 +232,7 @@ class Family:
         head_width = self.head_width(Getter(config, where, spelled))
         rotated = metadata.get(f"{self.arch}.rope.dimension_count", head_width)
         config["partial_rotary_factor"] = rotated / head_width
+        config.setdefault("attention_multiplier", head_width**-0.5)
         config["rope_scaling"] = rope.gguf_scaling(metadata, tensors, self.arch, head_width, where)
         pattern = metadata.get(f"{self.arch}.attention.sliding_window_pattern")
         if isinstance(pattern, list):
@@ -274,6 +275,15 @@ class Family:
             own = {"rope_type": "default", "rope_theta": local.theta}
             found["rope_parameters"] = {"full_attention": scaled, "sliding_attention": own}
             found["rope_local_base_freq"] = local.theta
+        own_keys = {
+            "embedding_multiplier": float(spec.embedding.scale),
+            "attention_multiplier": float(attention.score_scale),
+            "residual_multiplier": float(spec.layers[0].branches[0].scale),
+            "logits_scaling": 1.0 / spec.head.logit_scale,
+            "attn_logit_softcapping": attention.score_cap or None,
+            "final_logit_softcapping": spec.head.logit_cap or None,
+        }
+        found |= {key: value for key, value in own_keys.items() if key in self.keys}
         if full.width != attention.head_width:
             found["partial_rotary_factor"] = full.width / attention.head_width
         if full.scaling.kind == "longrope":
@@ -338,21 +348,12 @@ class Family:
 
     def to_gguf(self, ours: str) -> str | None:
         """GGUF's name of one of our tensors, or None if it has none there."""
-        stem, _, kind = ours.rpartition(".")
-        if match := re.fullmatch(r"layers\.(\d+)\.(.+)", stem):
-            inner = self.block_names.get(match[2])
-            return f"blk.{match[1]}.{inner}.{kind}" if inner else None
-        top = self.top_names.get(stem)
-        return f"{top}.{kind}" if top else None
+        return _renamed(ours, "layers", "blk", self.block_names, self.top_names)
 
     def our_name(self, gguf: str) -> str | None:
         """Our name of a tensor of a GGUF, or None for one that is not a weight of the model (rope_freqs and others)."""
-        stem, _, kind = gguf.rpartition(".")
-        if match := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
-            inner = {theirs: ours for ours, theirs in self.block_names.items()}.get(match[2])
-            return f"layers.{match[1]}.{inner}.{kind}" if inner else None
-        top = {theirs: ours for ours, theirs in self.top_names.items()}.get(stem)
-        return f"{top}.{kind}" if top else None
+        block, top = ({theirs: ours for ours, theirs in t.items()} for t in (self.block_names, self.top_names))
+        return _renamed(gguf, "blk", "layers", block, top)
 
     def to_folder(self, ours: str) -> str:
         """The name, behind `model.`, that a Hugging Face folder of the family has for one of our tensors."""
@@ -360,6 +361,15 @@ class Family:
 
     def from_folder(self, name: str) -> str:
         return name
+
+
+def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) -> str | None:
+    """A tensor's name by tables of those inside the layers and of those outside them."""
+    inner, _, kind = name.rpartition(".")
+    match = re.fullmatch(rf"{stem}\.(\d+)\.(.+)", inner)
+    found = block.get(match[2]) if match else top.get(inner)
+    where = f"{new_stem}.{match[1]}." if match else ""
+    return f"{where}{found}.{kind}" if found else None
 
 
 def uniform(spec: ModelSpec, where: str) -> tuple[AttentionSpec, GatedSpec | ExpertsSpec]:

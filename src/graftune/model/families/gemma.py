@@ -11,9 +11,8 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.reading import Config, Getter
-from graftune.model.layer_spec import NormSpec
 from graftune.model.mixers.attention import AttentionSpec
-from graftune.model.spec import EmbeddingSpec, HeadSpec, ModelSpec
+from graftune.model.spec import EmbeddingSpec, ModelSpec
 
 AROUND = (
     "input_layernorm",
@@ -53,13 +52,9 @@ class Gemma(Family):
     def embedding(self, get: Getter) -> EmbeddingSpec:
         return replace(super().embedding(get), scale=math.sqrt(get.whole("hidden_size")))
 
-    def head(self, get: Getter, norm: NormSpec) -> HeadSpec:
-        return replace(super().head(get, norm), logit_cap=get.number("final_logit_softcapping", 0.0))
-
     def attention(self, get: Getter) -> AttentionSpec:
         found, scalar = super().attention(get), get.config.get("query_pre_attn_scalar")
-        scale = float(scalar) ** -0.5 if scalar else found.score_scale
-        return replace(found, score_scale=scale, score_cap=get.number("attn_logit_softcapping", 0.0))
+        return replace(found, score_scale=float(scalar) ** -0.5) if scalar else found
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
@@ -76,8 +71,6 @@ class Gemma(Family):
         return super().config(spec, where) | {
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": round(mixer.score_scale**-2),
-            "attn_logit_softcapping": mixer.score_cap or None,
-            "final_logit_softcapping": spec.head.logit_cap or None,
         }
 
     def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Legend: T tokens, D width, N heads, K key heads, H head width, S sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,20 +90,17 @@ class AttentionSpec(MixerSpec):
     def attention(self) -> AttentionShape:
         return AttentionShape(self.heads, self.kv_heads, self.head_width, self.window, self.score_cap > 0)
 
-    def problems(self) -> Iterator[str]:
-        if self.kv_heads <= 0 or self.heads % self.kv_heads != 0:
-            yield "key heads"
-        if self.head_width <= 0 or self.head_width % 2 != 0:
-            yield "head width"
-        if not 0 < self.score_scale < math.inf:
-            yield "scales"
-        if self.window < 0:
-            yield "window"
-        if not 0 <= self.score_cap < math.inf:
-            yield "caps"
-        if not 0 < self.rope.width <= self.head_width:
-            yield "rope's share of a head"
-        yield from self.rope.problems()
+    @property
+    def checks(self) -> dict[str, bool]:
+        return {
+            "key heads": self.kv_heads > 0 and self.heads % self.kv_heads == 0,
+            "head width": self.head_width > 0 and self.head_width % 2 == 0,
+            "scales": 0 < self.score_scale < math.inf,
+            "window": self.window >= 0,
+            "caps": 0 <= self.score_cap < math.inf,
+            "rope's share of a head": 0 < self.rope.width <= self.head_width and self.rope.width % 2 == 0,
+            "rope base": 0 < self.rope.theta < math.inf,
+        }
 
     def norm_offset_of(self, name: str) -> float:
         return self.norm_offset if name in self.qk_norms else 0.0
